@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_scale": ((1.0,), ", since logits are not scaled"),
     **dict.fromkeys(("alibi", "qk_layernorm", "use_qk_norm", "attn_temperature_tuning"), ((False,), "")),
 }
-"""Keys that change what transformers or vLLM computes and that are not read here: the values without effect, and why.
+"""Keys that change the result of transformers or vLLM and are not read here: the values without effect, and why.
 
 null has no effect either. tests/model/test_config_keys.py compares this table with transformers' own sources.
 """
@@ -63,7 +63,7 @@ _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "penalty_alpha": (0,),
     "max_time": (),
 }
-"""Keys of generation_config.json that change an answer and are not applied, with the values without effect."""
+"""Keys of generation_config.json that change the output and are not applied, with the values without effect."""
 
 _MAX_LAYERS = 10_000
 """Far above any real model, low enough that the names built from it stay harmless."""
@@ -80,7 +80,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float  # as the engine adds it: see `Multipliers`
+    rms_norm_eps: float  # as the engine adds it (`Multipliers`)
     rope: RopeConfig
     layers_without_rope: tuple[int, ...]  # whose queries and keys are not rotated
     max_position_embeddings: int
@@ -89,7 +89,7 @@ class ModelConfig:
     has_head_norms: bool  # of the queries and the keys of each head, before rope
     multipliers: Multipliers
     tensor_names: TensorNames
-    sliding_window: int | None  # what the model attends to at most, itself included
+    sliding_window: int | None  # tokens that one attends to at most, itself included
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -98,8 +98,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: ModelSource) -> ModelConfig:
-        """Read config.json and, where present, generation_config.json of a model directory, or what a GGUF file has of
-        them.
+        """Read config.json and, where present, generation_config.json of a model directory or GGUF file.
 
         Raises `ModelFormatError` naming the file and field of anything missing, malformed or not supported.
         """
@@ -154,21 +153,21 @@ class ModelConfig:
         )
 
     def quantized(self, scheme: str | None) -> ModelConfig:
-        """The config that `d3engine weights quantize --scheme` would make of this one; None: that of float weights."""
+        """The config after `d3engine weights quantize --scheme`; None: that of float weights."""
         return replace(self, quantization=scheme, head_quantization=None if scheme is None else DEFAULT_HEAD_FORM)
 
     @property
     def max_length(self) -> int:
-        """The positions that the model reaches: linear and dynamic rope stretch those it was pretrained with.
+        """The positions that the model reaches, as in vLLM: linear and dynamic rope stretch the pretrained length.
 
-        For every other rope type max_position_embeddings says it already. As in vLLM.
+        For every other rope type it is max_position_embeddings.
         """
         stretch = self.rope.factor if self.rope.rope_type in ("linear", "dynamic") else None
         return int(self.max_position_embeddings * (stretch or 1))
 
     @property
     def attention_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """The factor of products of queries and keys."""
         given = self.multipliers.attention
         return 1.0 / math.sqrt(self.head_dim) if given is None else given
 
@@ -200,12 +199,11 @@ class ModelConfig:
 
 
 def load_generation_config(model: ModelSource) -> dict[str, Any]:
-    """Return the sampling defaults that generation_config.json sets: {} without the file, null values left
-    out.
+    """Return the sampling defaults of generation_config.json without null values; {} without the file.
 
-    Keys: temperature, top_p, min_p, repetition_penalty (floats), top_k, max_new_tokens (ints), do_sample
-    (bool), eos_token_ids (tuple of ints). Raises `ModelFormatError` for a value of the wrong type; ranges are
-    SamplingParams' business.
+    Keys: temperature, top_p, min_p, repetition_penalty (floats), top_k, max_new_tokens (ints), do_sample (bool),
+    eos_token_ids (tuple of ints). Raises `ModelFormatError` for a value of the wrong type; `SamplingParams` checks
+    ranges.
     """
     files = files_of(model)
     if not files.has(GENERATION_CONFIG_FILE):
@@ -226,7 +224,7 @@ def load_generation_config(model: ModelSource) -> dict[str, Any]:
 
 
 def not_applied(model: ModelSource) -> dict[str, Any]:
-    """The keys of generation_config.json that change an answer in transformers and not here, with their values."""
+    """The keys of generation_config.json that change transformers' output and not ours, with their values."""
     files = files_of(model)
     given = files.read_json_object(GENERATION_CONFIG_FILE) if files.has(GENERATION_CONFIG_FILE) else {}
     return {
@@ -237,7 +235,7 @@ def not_applied(model: ModelSource) -> dict[str, Any]:
 
 
 def _refuse_other_models(fields: Fields, family: Family) -> None:
-    """Raise for what would make another model of this member of `family` than a Llama."""
+    """Raise for options that make the model another than a Llama."""
     family.check(fields)
     for name, (neutral, why) in _NEUTRAL.items():
         value = fields.get(name)
@@ -344,11 +342,9 @@ _MAX_FACTOR = 1_000_000
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles; the fields transformers' rope functions read, None where a type has no use
-    for one.
+    """The fields that transformers' rope functions read; None where the type does not use one.
 
-    `factor` is None only for "default", and for a yarn whose config says null: the ratio of the context
-    lengths then.
+    `factor` is None only for "default", and for a yarn with null: the ratio of the context lengths then.
     """
 
     rope_type: str = "default"
@@ -366,7 +362,11 @@ class RopeConfig:
 
 
 def read_rope_config(fields: Fields, head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
-    """Return the rope of either spelling; where a config carries both, they must agree. Raises `ModelFormatError`."""
+    """Return the rope of a config, read as transformers reads it. Raises `ModelFormatError`.
+
+    Both spellings are read, and must agree: `rope_theta` with `rope_scaling` (transformers 4), and `rope_parameters`
+    (transformers 5).
+    """
     found = []
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)
@@ -427,7 +427,7 @@ def _rope_type(rope: Fields) -> str:
 
 
 def _refuse_unknown_rope_keys(rope: Fields, rope_type: str) -> None:
-    """A key that is not read could have been meant to change the result, so it must have no effect."""
+    """Raise for a key that is not read and could change the angles."""
     neutral = {"rope_type", "type", "rope_theta"}
     for key, value in rope.values.items():
         without_effect = (
@@ -452,13 +452,13 @@ def _rope_theta(outer: Fields, rope: Fields, default: float) -> float:
 
 
 def _original_max_positions(outer: Fields, rope: Fields, max_positions: int) -> int:
-    """Inside or beside the rope parameters; without either, transformers takes max_position_embeddings."""
+    """Inside the rope parameters or next to them; without either, max_position_embeddings as in transformers."""
     name = "original_max_position_embeddings"
-    beside = outer.integer(name) if outer.get(name) is not None else None
+    outside = outer.integer(name) if outer.get(name) is not None else None
     inner = rope.integer(name) if rope.get(name) is not None else None
-    if beside is not None and inner is not None and beside != inner:
-        rope.refuse(name, f"the same as the {name}={beside} beside it")
-    return inner or beside or max_positions
+    if outside is not None and inner is not None and outside != inner:
+        rope.refuse(name, f"the same as the {name}={outside} beside it")
+    return inner or outside or max_positions
 
 
 def _check_rope_ranges(rope: Fields, config: RopeConfig) -> None:

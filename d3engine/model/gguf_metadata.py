@@ -1,7 +1,4 @@
-"""What the metadata of a GGUF file says of a model, as the config.json that says the same.
-
-The one idea: a key that could change what a model computes is either read or refused by its name; so are kinds of rope.
-"""
+"""The metadata of a GGUF file as the config and tokenizer files of a model directory."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
-from d3engine.model.families import GGUF_FAMILIES, GGUFForm
+from d3engine.model.families import GGUF_FAMILIES, Family, GGUFLayout
 from d3engine.model.fields import Fields
 from d3engine.model.gguf_file import GGUFFile, GGUFTensor
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 
 FREQ_FACTORS = "rope_freqs.weight"
-"""The tensor that no layer has: by what Llama 3.1 divides the frequency of each channel."""
+"""The tensor of Llama 3.1's divisors of each channel's frequency; it belongs to no layer."""
 LONG_FACTORS = "rope_factors_long.weight"
 
 _READ = frozenset(
@@ -33,7 +30,7 @@ _READ = frozenset(
         *("rope.scaling.finetuned", "tensor_data_layout"),
     }
 )
-"""The keys behind "llama." or another architecture that are read, or say nothing that changes a result."""
+"""The keys behind "llama." or another architecture that are read, or never change a result."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "use_parallel_residual": (False,),
@@ -48,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_beta_slow": (1,),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
-"""Keys that are not read, with the values by which llama.cpp computes what is computed here."""
+"""Keys that are not read, with the values that leave llama.cpp's result as ours; others are refused."""
 _EXT_FACTOR = "rope.scaling.yarn_ext_factor"
 _TOKENIZER_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
@@ -57,11 +54,11 @@ _TOKENIZER_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer.ggml.normalizer.lowercase": (False,),
     "tokenizer.ggml.precompiled_charsmap": ([],),
 }
-"""The same of keys that change how a text becomes tokens."""
+"""The same for keys that change how a text is tokenized."""
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-# Llama 3.1's and 3.2's own numbers, which a GGUF file holds only as what they come to for each channel.
+# Llama 3.1's and 3.2's own numbers; a GGUF file holds only the resulting divisor of each channel.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -71,29 +68,25 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     It names a dtype where all matrices of the file are of one float type. Raises `ModelFormatError`, naming the key.
     """
     metadata = file.metadata
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
-        known = ", ".join(sorted(GGUF_FAMILIES))
-        _refuse(file, "general.architecture", f"one of {known} (Mistral and InternLM3 are llama)")
-    family, form = GGUF_FAMILIES[architecture]
+    family, layout = gguf_family(file)
     if metadata.get("split.count", 1) not in (0, 1):
         _refuse(file, "split.count", "1: put the parts together first (llama-gguf-split --merge)")
-    prefix = f"{architecture}."
-    _refuse_unread(file, prefix, form)
+    prefix = f"{layout.architecture}."
+    _refuse_unread(file, prefix, layout)
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    fields = Fields(own, f"{file.path}: {architecture}")
+    fields = Fields(own, f"{file.path}: {layout.architecture}")
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", default=max(1, hidden_size // num_heads))
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(name, default=head_dim) != head_dim:
             fields.refuse(name, f"the length of a head, {head_dim}")
-    if architecture == "granite" and fields.get("rope.scaling.finetuned") is False:
+    if layout.has_rope_switch and fields.get("rope.scaling.finetuned") is False:
         fields.refuse("rope.scaling.finetuned", "true or absent, since llama.cpp takes false as no rope at all here")
     theta = fields.number("rope.freq_base", default=10_000.0)
     config = {
         "architectures": [family.architectures[0]],
-        "model_type": architecture,
+        "model_type": family.model_type,
         "hidden_act": "silu",
         "vocab_size": _embedding(file).shape[0],
         "hidden_size": hidden_size,
@@ -110,7 +103,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        **{field: fields.number(key, zero_allowed=True) for key, field in form.keys.items()},
+        **{field: fields.number(key, zero_allowed=True) for key, field in layout.keys.items()},
         **_ends_of_text(file),
     }
     if "sliding_window" in config:
@@ -119,16 +112,25 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     return config if dtype is None else config | {"torch_dtype": dtype}
 
 
+def gguf_family(file: GGUFFile) -> tuple[Family, GGUFLayout]:
+    """The family of a file, and its layout in GGUF files; raises `ModelFormatError`."""
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
+        known = ", ".join(sorted(GGUF_FAMILIES))
+        _refuse(file, "general.architecture", f"one of {known} (Mistral and InternLM3 are llama)")
+    return GGUF_FAMILIES[architecture]
+
+
 def _refuse(file: GGUFFile, key: str, allowed: str) -> NoReturn:
     raise ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
 
 
-def _refuse_unread(file: GGUFFile, prefix: str, form: GGUFForm) -> None:
-    """A key that is not read could change the result, unless its value is known to have no effect."""
+def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
+    """Raise for a key that is not read, unless its value is known to have no effect."""
     is_yarn = file.metadata.get(prefix + "rope.scaling.type") == "yarn"
-    # A negative factor leaves it to the type: all channels that have to be are extrapolated, or none is.
+    # A negative factor stands for the type's default: 1 for yarn, else 0.
     neutral = {_EXT_FACTOR: (-1, 1 if is_yarn else 0), **_NEUTRAL}
-    read = _READ | form.keys.keys()
+    read = _READ | layout.keys.keys()
     of_keys = {prefix + name: values for name, values in neutral.items() if name not in read} | _TOKENIZER_NEUTRAL
     for key, value in file.metadata.items():
         is_unread = key in of_keys or (key.startswith(prefix) and key.removeprefix(prefix) not in read)
@@ -145,7 +147,7 @@ def _embedding(file: GGUFFile) -> GGUFTensor:
 
 
 def _ends_of_text(file: GGUFFile) -> dict[str, Any]:
-    """BOS, and every id that ends an answer: of the text, of a turn, of a message to a tool."""
+    """BOS, and every end-of-sequence id: of the text, of a turn, of a message to a tool."""
     fields = Fields(file.metadata, str(file.path))
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")]
     given = [fields.integer(name, low=0) if fields.get(name) is not None else None for name in names]
@@ -181,7 +183,7 @@ def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int, theta: float) -
 
 
 def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, Any]:
-    """The rope that one divisor for each channel comes from; raises `ModelFormatError` where it is not Llama 3's."""
+    """The Llama 3 rope that gives the file's divisor of each channel; raises `ModelFormatError` for others."""
     import numpy as np
 
     if file.tensors[FREQ_FACTORS].shape != (head_dim // 2,):
@@ -201,7 +203,7 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, An
 
 
 def _llama3_divisors(head_dim: int, theta: float, factor: float) -> NDArray[Any]:
-    """By what Llama 3.1 divides each channel's frequency: 1 where waves are short, `factor` where they are long."""
+    """Llama 3.1's divisor of each channel's frequency: 1 for short wavelengths, `factor` for long ones."""
     import numpy as np
 
     low, high, original = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"], 8192
@@ -214,13 +216,13 @@ def _llama3_divisors(head_dim: int, theta: float, factor: float) -> NDArray[Any]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _KINDS = range(1, 7)
-"""ggml's kinds of tokens are sentencepiece's own numbers: 1 is a plain one, 5 an unused one."""
+"""ggml's token types, which are sentencepiece's numbers: 1 is a plain token, 5 an unused one."""
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def gguf_tokenizer_kind(file: GGUFFile) -> str | None:
-    """Which file the tokenizer becomes: tokenizer.json or tokenizer.model; None for a file without one.
+    """The file that the tokenizer becomes, tokenizer.json ("gpt2") or tokenizer.model ("llama"); None without one.
 
     Raises `ModelFormatError` for a kind of tokenizer that is not supported.
     """
@@ -233,7 +235,7 @@ def gguf_tokenizer_kind(file: GGUFFile) -> str | None:
 
 
 def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    """The tokenizer_config.json: which tokens are special by which names. Raises `ModelFormatError`."""
+    """The tokenizer_config.json, with the named special tokens. Raises `ModelFormatError`."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **_named_tokens(file)}
     if gguf_tokenizer_kind(file) == "tokenizer.json":
         return config
@@ -250,11 +252,11 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
     """The tokenizer.json of byte-level BPE. Raises `ModelFormatError`, naming the key."""
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
-    if not isinstance(pre, str) or pre not in WORDS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         _refuse_tokenizer(
-            file, "pre", f"one of {', '.join(sorted(WORDS))} (or give the model's tokenizer.json as tokenizer)"
+            file, "pre", f"one of {', '.join(sorted(PRE_TOKENIZERS))} (or give the model's tokenizer.json as tokenizer)"
         )
-    words = WORDS[pre]
+    splitting = PRE_TOKENIZERS[pre]
     merges = [merge.split(" ") for merge in _list(file, "merges", str)]
     if not merges:
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges is missing or empty")
@@ -270,12 +272,12 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
     pipeline = {
         "version": "1.0",
         "added_tokens": added,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(words.steps)},
-        "post_processor": _ends(file, begins=words.begins),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(splitting.steps)},
+        "post_processor": _ends(file, begins=splitting.begins),
         "decoder": byte_level(use_regex=False),
         "model": {
             "type": "BPE",
-            "ignore_merges": words.whole_words,
+            "ignore_merges": splitting.whole_words,
             "vocab": {token: number for number, token in enumerate(tokens)},
             "merges": merges,
         },
@@ -287,7 +289,7 @@ _AS_IT_IS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized
 
 
 def _named_tokens(file: GGUFFile) -> dict[str, str]:
-    """The tokens that the file has a name for, by tokenizer_config.json's name."""
+    """The file's named special tokens, by tokenizer_config.json's names."""
     tokens, _ = _tokens(file)
     named = {}
     for field, name in _NAMED.items():
@@ -301,8 +303,7 @@ def _named_tokens(file: GGUFFile) -> dict[str, str]:
 
 
 def _refuse_tokenizer(file: GGUFFile, name: str, allowed: str) -> NoReturn:
-    key = f"tokenizer.ggml.{name}"
-    raise ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
+    _refuse(file, f"tokenizer.ggml.{name}", allowed)
 
 
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:
@@ -313,7 +314,7 @@ def _flag(file: GGUFFile, name: str, default: bool) -> bool:
 
 
 def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """All tokens, which are no more than the embedding has rows, and what kind each is of."""
+    """All tokens, at most one for each row of the embedding, and the type of each."""
     tokens, embedding = _list(file, "tokens", str), file.tensors.get("token_embd.weight")
     rows = len(tokens) if embedding is None else embedding.shape[0]
     if not tokens or len(tokens) > rows or len(set(tokens)) != len(tokens):
@@ -334,7 +335,7 @@ def _list(file: GGUFFile, name: str, kind: type) -> list[Any]:
 
 
 def _ends(file: GGUFFile, *, begins: bool) -> dict[str, Any]:
-    """What puts BOS before a text and EOS behind it, as the file's two flags say."""
+    """The post-processor that adds BOS and EOS as the file's two flags say."""
     bytes_alone = byte_level(use_regex=False) | {"trim_offsets": False}
     named = _named_tokens(file)
     before, behind = _end(file, named, "bos", begins), _end(file, named, "eos", False)
@@ -354,7 +355,7 @@ def _ends(file: GGUFFile, *, begins: bool) -> dict[str, Any]:
 
 
 def _end(file: GGUFFile, named: dict[str, str], name: str, default: bool) -> list[dict[str, Any]]:
-    """That token in the words of `TemplateProcessing`, where the file adds it; nothing where it does not."""
+    """The token as `TemplateProcessing` has it, where the file adds it; nothing where it does not."""
     token = named.get(f"{name}_token")
     if not _flag(file, f"add_{name}_token", default and token is not None):
         return []
@@ -364,7 +365,7 @@ def _end(file: GGUFFile, named: dict[str, str], name: str, default: bool) -> lis
 
 
 def gguf_sentencepiece(file: GGUFFile) -> bytes:
-    """The tokenizer.model: sentencepiece's ModelProto, in protocol buffers' own bytes. Raises `ModelFormatError`."""
+    """The tokenizer.model: a serialized sentencepiece ModelProto. Raises `ModelFormatError`."""
     tokens, kinds = _tokens(file)
     _named_tokens(file)  # their ids are those of tokens
     scores = _list(file, "scores", float)
@@ -373,7 +374,7 @@ def gguf_sentencepiece(file: GGUFFile) -> bytes:
     if len(scores) != len(tokens) or not is_ranked or not all(abs(score) < 1e38 for score in scores):
         allowed = f"one finite float32 for each of the {len(tokens):,} tokens, and not all the same"
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.scores must be {allowed}")
-    pieces = b"".join(
+    tokens_field = b"".join(
         _message(1, _message(1, token.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + _varint(kind))
         for token, score, kind in zip(tokens, scores, kinds, strict=True)
     )
@@ -387,7 +388,7 @@ def gguf_sentencepiece(file: GGUFFile) -> bytes:
         trainer += _message(45, tokens[kinds.index(_UNKNOWN)].encode())
     # identity: add_dummy_prefix, not remove_extra_whitespaces, escape_whitespaces
     normalizer = _message(1, b"identity") + b"\x18\x01\x20\x00\x28\x01"
-    return pieces + _message(2, trainer) + _message(3, normalizer)
+    return tokens_field + _message(2, trainer) + _message(3, normalizer)
 
 
 def _message(number: int, content: bytes) -> bytes:
@@ -403,11 +404,10 @@ def _varint(value: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Words:
+class PreTokenizer:
     """The steps of a pre-tokenizer, the last of which turns bytes into characters.
 
-    `whole_words`: a word that is a token is that token, whatever the merges say (`ignore_merges`). `begins`: BOS comes
-    first unless the file says otherwise.
+    `whole_words`: a word that is a token skips the merges (`ignore_merges`). `begins`: BOS comes first by default.
     """
 
     steps: tuple[dict[str, Any], ...]
@@ -416,12 +416,12 @@ class Words:
 
 
 def byte_level(*, use_regex: bool) -> dict[str, Any]:
-    """Bytes as characters; with `use_regex` after GPT-2's own splitting, which `tokenizers` has built in."""
+    """Bytes as characters; with `use_regex` after GPT-2's splitting, which is built into `tokenizers`."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
 def _split(*patterns: str) -> tuple[dict[str, Any], ...]:
-    """What each pattern finds in the pieces that the one before has left stands alone; and so does the rest."""
+    """Each pattern isolates its matches in what the previous one has left, and so the rest between them."""
     steps = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in patterns
@@ -443,22 +443,20 @@ _TEKKEN = (
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
 
-_AS_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")
-_AS_GPT2 = ("gpt-2", "mellum", "trillion", "granite-docling")
-_AS_SMOLLM = ("smollm", "starcoder", "refact", "command-r", "minerva-7b")
-_AS_QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez")
-
-_GPT2_WORDS = Words((byte_level(use_regex=True),))
-_DIGITS_ALONE = Words(({"type": "Digits", "individual_digits": True}, byte_level(use_regex=True)))
-
-WORDS: dict[str, Words] = {
-    **dict.fromkeys(_AS_LLAMA3, Words(_split(_LLAMA3_WORDS), whole_words=True, begins=True)),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), Words(_split(_LLAMA3_WORDS))),
-    **dict.fromkeys(_AS_QWEN2, Words(_split(_QWEN2))),
-    "seed-coder": Words(_split(_SEED)),
-    **dict.fromkeys(_AS_GPT2, _GPT2_WORDS),
-    **dict.fromkeys(_AS_SMOLLM, _DIGITS_ALONE),
-    "tekken": Words(_split(_TEKKEN), whole_words=True, begins=True),
-    "default": Words(_split(_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+# A name stands for the pre-tokenizer of the model's own tokenizer.json, so the table is in that file's terms. Unknown
+# names are refused: a guess would give other tokens, and poor answers.
+_PRE_TOKENIZERS = {
+    "llama-bpe": PreTokenizer(_split(_LLAMA3_WORDS), whole_words=True, begins=True),
+    "smaug-bpe": PreTokenizer(_split(_LLAMA3_WORDS)),
+    "qwen2": PreTokenizer(_split(_QWEN2)),
+    "seed-coder": PreTokenizer(_split(_SEED)),
+    "gpt-2": PreTokenizer((byte_level(use_regex=True),)),
+    "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True}, byte_level(use_regex=True))),
+    "tekken": PreTokenizer(_split(_TEKKEN), whole_words=True, begins=True),
+    "default": PreTokenizer(_split(_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""What `tokenizer.ggml.pre` stands for."""
+
+PRE_TOKENIZERS = _PRE_TOKENIZERS | {
+    name: _PRE_TOKENIZERS[same] for _, layout in GGUF_FAMILIES.values() for name, same in layout.pre_tokenizers.items()
+}
+"""`tokenizer.ggml.pre` -> how byte-level BPE splits a text into words before it merges."""

@@ -1,8 +1,4 @@
-"""The Llama forward pass over a plan's rows: embed, the layers of a span, logits.
-
-A layer is five operations of the kernel table. Which rows it runs, and where their entries go, is the
-caller's; a layer knows neither sequences nor depth.
-"""
+"""The Llama forward pass over a plan's rows, and its rotary position embedding (rope)."""
 
 from __future__ import annotations
 
@@ -21,9 +17,10 @@ from d3engine.model.weights import LlamaWeights
 
 
 class Llama:
-    """The weights of one model and the operations that run it; with `ranks`, of the part of it that is this rank's.
+    """The weights of one model and the operations that run it; with `ranks`, of this rank's shard.
 
-    What comes out of the methods is the whole model's: every rank calls them alike, with the same rows.
+    The methods return results of the whole model: every rank calls them with the same rows. A layer knows neither
+    sequences nor depth; the caller decides which rows it runs and where their KV entries go.
     """
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Any, ranks: Ranks | None = None) -> None:
@@ -52,7 +49,7 @@ class Llama:
         """Run layer `index` over `hidden` [T, H] in place, and write the rows' KV entries into `pool`.
 
         `rotations` [T, D / 2], `entries` [T, 2]; `attention` is what the kernels prepared for this layer. `num_rows`
-        int32 [1] on the device: rows from there on are left as they are.
+        int32 [1] on the device: later rows are left unchanged.
         """
         self.attention(index, hidden, rotations, pool, entries, attention, num_rows)
         self.mlp(index, hidden, num_rows)
@@ -67,14 +64,14 @@ class Llama:
         attention: Any,
         num_rows: Tensor | None = None,
     ) -> None:
-        """The first part of `layer`, as it says."""
+        """The attention block of `layer`, with its arguments."""
         weights = self.weights.layers[index]
         queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
         attended = self.kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
         self._add(attended, weights.output, weights.output_bias, hidden, num_rows)
 
     def mlp(self, index: int, hidden: Tensor, num_rows: Tensor | None = None) -> None:
-        """The second part of `layer`, over `hidden` [T, H] in place."""
+        """The MLP block of `layer`, over `hidden` [T, H] in place."""
         weights, eps = self.weights.layers[index], self.config.rms_norm_eps
         gated = self.kernels.gate_up(
             hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows
@@ -91,7 +88,7 @@ class Llama:
         self.ranks.collectives.sum_(hidden)
 
     def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: KVPool, entries: Tensor) -> None:
-        """Write only the KV entries that layer `index` would have for `hidden` [T, H] (CALM's rule for an exit)."""
+        """Write only the KV entries of layer `index` for `hidden` [T, H] (CALM's rule for an exit)."""
         self._qkv(index, hidden, rotations, pool, entries)
 
     def _qkv(
@@ -103,7 +100,7 @@ class Llama:
         entries: Tensor,
         num_rows: Tensor | None = None,
     ) -> Tensor:
-        """A layer's queries [T, N, D]; its keys and values are written into `pool`."""
+        """A layer's queries [T, N, D]; writes its keys and values into `pool`."""
         weights = self.weights.layers[index]
         queries: Tensor = self.kernels.qkv(
             hidden,
@@ -121,7 +118,7 @@ class Llama:
         return queries
 
     def likeliest(self, hidden: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The likeliest token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
+        """The most likely token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         best: tuple[Tensor, Tensor] = self.kernels.lm_head_argmax(
             hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows
@@ -131,7 +128,7 @@ class Llama:
     def draw(
         self, hidden: Tensor, rows: SamplingRows, steps: Tensor, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A draw int64 [T] at each row's temperature for its step, and the score float32 [T] with which it won."""
+        """A sample int64 [T] at each row's temperature for its step, and its winning score float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         drawn: tuple[Tensor, Tensor] = self.kernels.lm_head_sample(
             hidden,
@@ -142,7 +139,7 @@ class Llama:
             rows.seeds,
             rows.indices,
             steps,
-            first_token=0 if self.ranks is None else self.ranks.part.tokens.start,
+            first_token=0 if self.ranks is None else self.ranks.shard.tokens.start,
             num_rows=num_rows,
         )
         return drawn if self.ranks is None else self.ranks.best(*drawn)
@@ -157,10 +154,12 @@ class Llama:
 class Rope:
     """The rotations of positions [0, max_positions) of a model, on one device.
 
-    `table` complex64 [max_positions, head_dim / 2] holds them. `depends_on_length` is True only for "dynamic" (NTK)
-    rope, whose frequencies change once a sequence outgrows max_position_embeddings. A generated token is the last of
-    its sequence when it is computed first, so its rotation follows from its position even then: `generated_table`
-    holds those.
+    Channels of a head are adjacent pairs, so a pair is one complex number, which rope multiplies by
+    `attention_scaling * exp(i * position * inv_freq)`. `table` complex64 [max_positions, head_dim / 2] holds these
+    factors, computed in float32 on the CPU: in bfloat16 neighbouring positions above 256 would coincide.
+    `depends_on_length` is True only for "dynamic" (NTK) rope, whose frequencies change once a sequence outgrows
+    max_position_embeddings. A generated token is the last of its sequence when it is first computed, so its rotation
+    follows from its position even then: `generated_table` holds those.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str) -> None:
@@ -182,7 +181,7 @@ class Rope:
         """Return complex64 [T, head_dim / 2], the rotation of every channel pair for each of T rows.
 
         positions: int64 [T], each below max_positions. sequence_lengths: int64 [T], read only if
-        `depends_on_length`: the length the row's sequence had when this row was computed first, max(prompt
+        `depends_on_length`: the length of the row's sequence when the row was first computed, max(prompt
         length, position + 1), because keys keep the frequencies they were written with. (transformers keeps
         the frequencies of its longest past sequence too, until one shorter than the trained length arrives;
         here a row never depends on its neighbours.) Raises `ValueError` if lengths are needed and not given.
@@ -198,9 +197,9 @@ class Rope:
         return torch.where((sequence_lengths > self._trained_length)[:, None], grown, known)
 
     def of_layers(self, rotations: Tensor) -> list[Tensor]:
-        """What each layer rotates by, [T, head_dim / 2] each: `rotations`, or in a layer without rope ones.
+        """The rotations of each layer, [T, head_dim / 2] each: `rotations`, or ones in a layer without rope.
 
-        A layer without rope so runs the same operations on the same shapes. Its ones share one row of memory.
+        So every layer runs the same operations on the same shapes. The ones share one row of memory.
         """
         each = [rotations] * self._num_layers
         for layer in self._layers_without_rope:
@@ -214,11 +213,10 @@ class Rope:
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return (inv_freq float32 [head_dim / 2] on the CPU, attention_scaling), equal to transformers' to the
-    bit.
+    """Return (inv_freq float32 [head_dim / 2] on the CPU, attention_scaling), bit-identical to transformers'.
 
-    The order of operations is therefore that of transformers' `modeling_rope_utils`: a last-bit change of a
-    frequency is visible at position 8192. For "dynamic" these are the frequencies up to the trained length.
+    So the order of operations is that of transformers' `modeling_rope_utils`: a last-bit change of a frequency shows at
+    position 8192. For "dynamic" these are the frequencies up to the trained length.
     """
     rope = config.rope
     plain = _frequencies(rope.theta, config.head_dim)
@@ -259,8 +257,7 @@ def _ntk_base(rope: RopeConfig, length: Tensor, trained_length: int, head_dim: i
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Llama 3.1's rescaling: short wavelengths kept, long ones divided by `factor`, those between
-    interpolated.
+    """Llama 3.1's rescaling: keeps short wavelengths, divides long ones by `factor`, interpolates between.
 
     Source: `apply_scaling` of Meta's llama-models, as transformers computes it.
     """
@@ -286,7 +283,7 @@ def _yarn(config: ModelConfig) -> tuple[Tensor, float]:
     factor = rope.factor or config.max_position_embeddings / trained
 
     def pair_of(rotations: float) -> float:
-        """The pair index that turns `rotations` times within the trained length."""
+        """The index of the pair that rotates `rotations` times within the trained length."""
         return (dim * math.log(trained / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
     first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
@@ -303,7 +300,7 @@ def _yarn(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _yarn_attention_scaling(rope: RopeConfig, factor: float) -> float:
-    """What cosines and sines are multiplied by: as given, 0.1 ln(factor) + 1, or a ratio of such terms."""
+    """The factor of cosines and sines: as given, 0.1 ln(factor) + 1, or a ratio of such terms."""
 
     def term(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

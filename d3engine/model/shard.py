@@ -1,9 +1,4 @@
-"""Which part of a model a rank holds, where several devices hold it together.
-
-The one idea: whole heads, whole channels and whole tokens, in order. A rank's part is again a Llama's layers, with
-fewer heads and a narrower MLP, so everything that runs a model runs a part. Shares need not be equal: three key heads
-on two ranks are two and one.
-"""
+"""Tensor parallelism: the shard of a model that a rank holds, and the sums that join the ranks."""
 
 from __future__ import annotations
 
@@ -26,18 +21,21 @@ from d3engine.model.expected_tensors import LM_HEAD, expected_tensors, rows_of
 ARGUMENT = "tensor_parallel_size"
 
 _UNIT = 16
-"""Channels and tokens are dealt out by so many where there are enough: kernels like even widths."""
+"""Multiple of channels and tokens on a rank, where there are enough: kernels like even widths."""
 
 _NOISE_UNIT = 4
-"""Tokens are never dealt out by fewer: random numbers come by fours (`kernels/random.py`)."""
+"""Multiple of tokens on a rank in any case: random numbers come by fours (`kernels/random.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What rank `rank` holds: query heads, key/value heads, channels of the MLP; `vocabulary` are all ranks' tokens.
+class ModelShard:
+    """Query heads, key/value heads and channels of the MLP of rank `rank`; `vocabulary` are all ranks' tokens.
 
     Two ranks hold the same key/value head where there are fewer of these than ranks.
     """
+
+    # Whole heads, channels and tokens, in order: a shard is again a Llama's layers, with fewer heads and a narrower
+    # MLP, so every executor runs it. Shards need not be equal: three key heads on two ranks are two and one.
 
     rank: int
     heads: range
@@ -47,11 +45,11 @@ class Part:
 
     @property
     def tokens(self) -> range:
-        """The rank's own tokens: rows of the embedding and of the head."""
+        """The rank's tokens: rows of the embedding and of the head."""
         return self.vocabulary[self.rank]
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The config of what this rank runs; the vocabulary is still the whole one."""
+        """The config of the rank's layers; the vocabulary is still the whole one."""
         return replace(
             whole,
             num_heads=len(self.heads),
@@ -60,16 +58,16 @@ class Part:
         )
 
 
-def part_of(config: ModelConfig, rank: int, size: int) -> Part:
-    """The part of rank `rank` of `size`.
+def shard_of(config: ModelConfig, rank: int, size: int) -> ModelShard:
+    """The shard of rank `rank` of `size`.
 
     Raises `InvalidValueError` naming `tensor_parallel_size` where there is not at least one head, channel and token for
-    each rank. The products of matrices with scales of groups can be parted between these groups alone.
+    each rank. Matrices with scales of groups are cut between groups only.
     """
     group = GROUP if has_groups(config.quantization) else 1
     heads, kv_heads = _heads(config, size, group)[rank]
-    channels = shares(config.intermediate_size, size, _unit(config.intermediate_size, size, group))
-    tokens = shares(config.vocab_size, size, _unit(config.vocab_size, size, 1, _NOISE_UNIT))
+    channels = split_evenly(config.intermediate_size, size, _unit(config.intermediate_size, size, group))
+    tokens = split_evenly(config.vocab_size, size, _unit(config.vocab_size, size, 1, _NOISE_UNIT))
     if not all((*channels, *tokens)):
         what = (
             "one channel of the MLP"
@@ -77,14 +75,14 @@ def part_of(config: ModelConfig, rank: int, size: int) -> Part:
             + " and one token"
         )
         raise InvalidValueError(ARGUMENT, size, f"so few that each rank has at least {what}")
-    return Part(rank, heads, kv_heads, channels[rank], tuple(tokens))
+    return ModelShard(rank, heads, kv_heads, channels[rank], tuple(tokens))
 
 
-def shares(total: int, count: int, unit: int = 1) -> list[range]:
-    """`total` things in order, dealt out to `count` takers by `unit`, as evenly as that goes; some may get none."""
+def split_evenly(total: int, count: int, unit: int = 1) -> list[range]:
+    """`total` items in order as `count` ranges of multiples of `unit`, as even as possible; some may be empty."""
     units = -(-total // unit)
-    borders = [min(units * taker // count * unit, total) for taker in range(count + 1)]
-    return [range(low, high) for low, high in pairwise(borders)]
+    ends = [min(units * index // count * unit, total) for index in range(count + 1)]
+    return [range(low, high) for low, high in pairwise(ends)]
 
 
 def _unit(total: int, size: int, group: int, least: int = 1) -> int:
@@ -96,13 +94,13 @@ def _heads(config: ModelConfig, size: int, group: int) -> list[tuple[range, rang
     per_kv, width = config.group_size, config.head_dim
     if size <= config.num_kv_heads:
         together = _least_aligned(per_kv * width, group)
-        owned = shares(config.num_kv_heads, size, together)
+        owned = split_evenly(config.num_kv_heads, size, together)
         found = [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in owned]
     else:
         found = []
         together = _least_aligned(width, group)
-        for kv, ranks in enumerate(shares(size, config.num_kv_heads)):
-            for own in shares(per_kv, len(ranks), together):
+        for kv, ranks in enumerate(split_evenly(size, config.num_kv_heads)):
+            for own in split_evenly(per_kv, len(ranks), together):
                 found.append((range(kv * per_kv + own.start, kv * per_kv + own.stop), range(kv, kv + 1)))
     if not all(heads for heads, _ in found):
         allowed = f"so few that each rank has a head of its own: there are {config.num_heads} query heads over"
@@ -113,35 +111,38 @@ def _heads(config: ModelConfig, size: int, group: int) -> list[tuple[range, rang
 
 
 def _least_aligned(width: int, group: int) -> int:
-    """The fewest things of `width` channels that end where a group does."""
+    """The fewest items of `width` channels that end where a group does."""
     return group // math.gcd(width, group)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is taken of a tensor: some rows, in this order, or some columns; or it is rank 0's, others see zeros."""
+    """The rows, in this order, or the columns of a tensor that a rank reads; zeros if the tensor is rank 0's."""
 
     rows: tuple[range, ...] | None = None
     columns: range | None = None
     is_others: bool = False
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is taken of a tensor."""
+        """The shape of the cut of a tensor of shape `whole`."""
         if self.rows is not None:
             return (sum(map(len, self.rows)), *whole[1:])
         return whole if self.columns is None else (whole[0], len(self.columns))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What is taken, in order; without a copy where it lies in one piece."""
+        """The cut; without a copy where it is one range of rows."""
         if self.rows is not None:
-            pieces = [tensor[rows.start : rows.stop] for rows in self.rows]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            ranges = [tensor[rows.start : rows.stop] for rows in self.rows]
+            return ranges[0] if len(ranges) == 1 else torch.cat(ranges)
         return tensor if self.columns is None else tensor[:, self.columns.start : self.columns.stop].contiguous()
 
 
 @dataclass(frozen=True)
 class CheckpointShard(Checkpoint):
-    """`whole`, with `cuts` by the names of tensors; `entries` have the shapes of what is left."""
+    """`whole`, with `cuts` by the names of tensors; `entries` have the shapes of the cuts.
+
+    Of a mapped file only the pages of the shard are read.
+    """
 
     whole: Checkpoint
     cuts: Mapping[str, Cut]
@@ -158,31 +159,31 @@ class CheckpointShard(Checkpoint):
         return taken
 
 
-def part_of_checkpoint(whole: Checkpoint, config: ModelConfig, part: Part) -> CheckpointShard:
-    """The part of a checkpoint that holds the tensors which `config` asks for; others keep their shapes."""
-    cuts = {name: cut for name, cut in _cuts(config, part).items() if name in whole.entries}
+def shard_checkpoint(whole: Checkpoint, config: ModelConfig, shard: ModelShard) -> CheckpointShard:
+    """A rank's shard of a checkpoint that holds the tensors of `config`; other tensors keep their shapes."""
+    cuts = {name: cut for name, cut in _cuts(config, shard).items() if name in whole.entries}
     entries = dict(whole.entries)
     for name, cut in cuts.items():
         entries[name] = replace(entries[name], shape=cut.shape(entries[name].shape))
     return CheckpointShard(entries, whole._sources, whole, cuts)
 
 
-def part_shapes(config: ModelConfig, part: Part) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a rank loads, as `expected_tensors` of the whole."""
-    cuts = _cuts(config, part)
+def shard_shapes(config: ModelConfig, shard: ModelShard) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a rank loads, as `expected_tensors` of the whole model."""
+    cuts = _cuts(config, shard)
     shapes = expected_tensors(config)
     return {name: cuts[name].shape(shape) if name in cuts else shape for name, shape in shapes.items()}
 
 
-def _cuts(config: ModelConfig, part: Part) -> dict[str, Cut]:
-    """What is taken of each tensor that is not every rank's whole."""
+def _cuts(config: ModelConfig, shard: ModelShard) -> dict[str, Cut]:
+    """The cut of each tensor that not every rank reads whole."""
     names, width = config.tensor_names, config.head_dim
-    queries, keys = _widened(part.heads, width), _widened(part.kv_heads, width)
+    queries, keys = _widened(shard.heads, width), _widened(shard.kv_heads, width)
     sizes = [(config.q_size, queries), (config.kv_size, keys), (config.kv_size, keys)]
     by_rows = {f"self_attn.{name}": _stacked(parts) for name, parts in rows_of(names.qkv, sizes).items()}
-    halves = [(config.intermediate_size, part.channels)] * 2
+    halves = [(config.intermediate_size, shard.channels)] * 2
     by_rows |= {f"mlp.{name}": _stacked(parts) for name, parts in rows_of(names.gate_up, halves).items()}
-    by_columns = {"self_attn.o_proj": queries, "mlp.down_proj": part.channels}
+    by_columns = {"self_attn.o_proj": queries, "mlp.down_proj": shard.channels}
     cuts: dict[str, Cut] = {}
     for layer in range(config.num_layers):
         prefix = names.layer(layer)
@@ -190,15 +191,15 @@ def _cuts(config: ModelConfig, part: Part) -> dict[str, Cut]:
             cuts |= {prefix + module + suffix: Cut(rows=rows) for suffix in (".weight", ".bias", VALUES, SCALES)}
         for module, columns in by_columns.items():
             cuts |= _of_columns(prefix + module, columns, config.quantization)
-            if part.rank:  # a bias is added once
+            if shard.rank:  # a bias is added once
                 cuts[prefix + module + ".bias"] = Cut(is_others=True)
-    tokens = Cut(rows=(part.tokens,))
+    tokens = Cut(rows=(shard.tokens,))
     by_tokens = (names.embedding.removesuffix(".weight"), LM_HEAD.removesuffix(".weight"))
     return cuts | {module + suffix: tokens for module in by_tokens for suffix in (".weight", VALUES, SCALES)}
 
 
 def _of_columns(module: str, columns: range, scheme: str | None) -> dict[str, Cut]:
-    """The cuts of a matrix of which a rank has these input channels; those with scales of groups begin with one."""
+    """The cuts of a matrix at these input channels; with scales of groups the channels begin where a group does."""
     if not has_groups(scheme):
         return {module + suffix: Cut(columns=columns) for suffix in (".weight", *([VALUES] if scheme else []))}
     groups = range(columns.start // GROUP, -(-columns.stop // GROUP))
@@ -208,13 +209,13 @@ def _of_columns(module: str, columns: range, scheme: str | None) -> dict[str, Cu
     }
 
 
-def _widened(things: range, width: int) -> range:
-    """The rows of things of `width` rows each."""
-    return range(things.start * width, things.stop * width)
+def _widened(items: range, width: int) -> range:
+    """The rows of items of `width` rows each."""
+    return range(items.start * width, items.stop * width)
 
 
 def _stacked(parts: list[tuple[int, range]]) -> tuple[range, ...]:
-    """What is taken of parts that lie on top of each other, each of so many rows."""
+    """The rows of stacked matrices, given the number of rows of each and the rows to take of it."""
     taken, first = [], 0
     for size, rows in parts:
         taken.append(range(first + rows.start, first + rows.stop))
@@ -223,7 +224,7 @@ def _stacked(parts: list[tuple[int, range]]) -> tuple[range, ...]:
 
 
 class Collectives(Protocol):
-    """What all ranks of a model call together, each with a tensor of the same shape and dtype."""
+    """Operations that all ranks of a model call together, each with a tensor of the same shape and dtype."""
 
     def sum_(self, tensor: Tensor) -> None:
         """Put the sum of all ranks' tensors into each of them; the same bits everywhere."""
@@ -240,41 +241,49 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ranks:
-    """A model's part on this rank, and what joins it to the others."""
+    """A model's shard on this rank, and the collectives that join it to the others."""
 
-    part: Part
+    # Hidden states are a sum: each rank computes a term of what a layer adds to the residual stream. Rank 0 adds its
+    # terms to the stream, the others to zeros, and the sum over the ranks is the same states on each of them.
+
+    shard: ModelShard
     collectives: Collectives
 
     def begin_term_(self, hidden: Tensor) -> None:
-        """Make room for this rank's term of a sum: the residual stream is rank 0's to bring."""
-        if self.part.rank:
+        """Prepare `hidden` for this rank's term of a sum: only rank 0 keeps the residual stream."""
+        if self.shard.rank:
             hidden.zero_()
 
     def embed(self, token_ids: Tensor, table: Table, dtype: torch.dtype) -> Tensor:
-        """Rows [T, H] of an embedding of which each rank has its own tokens' rows, as `table`."""
-        places = token_ids - self.part.tokens.start
-        is_own = (places >= 0) & (places < len(self.part.tokens))
+        """Rows [T, H] of an embedding; `table` has the rows of this rank's tokens."""
+        places = token_ids - self.shard.tokens.start
+        is_own = (places >= 0) & (places < len(self.shard.tokens))
         states = looked_up(table, places.where(is_own, 0), dtype).masked_fill_(~is_own.unsqueeze(1), 0.0)
         self.collectives.sum_(states)
         return states
 
     def best(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The best token int64 [T] and its score float32 [T], of each rank's best among its own tokens.
+        """The best token int64 [T] and its score float32 [T] over all ranks, given this rank's best.
 
         Of equal scores the lowest token wins, and NaN wins over all, as in an argmax of the whole.
         """
         bits = scores.contiguous().view(torch.int32).long()
-        every = self.collectives.gather(torch.stack((tokens + self.part.tokens.start, bits)))
+        every = self.collectives.gather(torch.stack((tokens + self.shard.tokens.start, bits)))
         all_scores = every[:, 1].int().view(torch.float32)
         first = all_scores.argmax(dim=0, keepdim=True)  # ranks hold their tokens in order
         return every[:, 0].gather(0, first).squeeze(0), all_scores.gather(0, first).squeeze(0)
 
     def logits(self, own: Tensor) -> Tensor:
-        """Logits [T, V] of which each rank has computed those of its own tokens."""
-        sizes = [len(tokens) for tokens in self.part.vocabulary]
-        if not len(own):  # of no rows there is nothing to tell each other
+        """Logits [T, V] of all tokens; `own` are those of this rank's tokens."""
+        sizes = [len(tokens) for tokens in self.shard.vocabulary]
+        if not len(own):  # no rows, no exchange
             return own.new_empty(0, sum(sizes))
         padded = own.new_zeros(own.shape[0], max(sizes))
         padded[:, : own.shape[1]] = own
         every = self.collectives.gather(padded)
         return torch.cat([rows[:, :size] for rows, size in zip(every, sizes, strict=True)], dim=1)
+
+
+Part = ModelShard
+part_of = shard_of
+part_shapes = shard_shapes

@@ -1,11 +1,4 @@
-"""A Llama's weights as the engine wants them, loaded from safetensors or made at random.
-
-The one idea: everything is arranged once, here, so that a layer is four matrix products. Query, key and value
-are one matrix, gate and up are one; and the rows of each query and key head go from transformers' order,
-where channel j is paired with channel j + head_dim / 2, to adjacent pairs (2j, 2j + 1), so that rope is one
-complex multiplication (`rope.py`). A dot product of a query and a key does not see the order of channels, as
-long as both have the same.
-"""
+"""A Llama's weights as the engine holds them: loaded, made at random, or quantized in memory."""
 
 from __future__ import annotations
 
@@ -43,8 +36,9 @@ from d3engine.model.expected_tensors import (
     rows_of,
     scheme_of,
 )
+from d3engine.model.gguf_file import forget_header
 from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, QUANTIZATION_SCHEMES, head_forms
-from d3engine.model.shard import Part, part_of_checkpoint
+from d3engine.model.shard import ModelShard, shard_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import bar_columns, hides_bars
 
@@ -53,10 +47,10 @@ from d3engine.progress import bar_columns, hides_bars
 class LayerWeights:
     """One layer. H hidden, Q = heads * head_dim, K = kv heads * head_dim, I intermediate; all on one device.
 
-    The four matrices are float, packed or quantized; norms and biases have the dtype of activations, float matrices
-    that one or a narrower one, from which an operation widens them. The first Q + K rows of `qkv` and `qkv_bias` are in
-    adjacent-pair order, the last K rows (values) are not permuted; `head_norms`, D values for a query's head and D for
-    a key's, are in that order too.
+    The four matrices are float, packed or quantized. Norms and biases have the dtype of activations; float matrices
+    have that dtype or a narrower one, which an operation widens. The first Q + K rows of `qkv` and `qkv_bias` are in
+    adjacent-pair order (`to_adjacent_pairs`), so that rope is one complex multiplication; the last K rows (values) are
+    not permuted. `head_norms`, D values for a query's head and D for a key's, are in that order too.
     """
 
     attention_norm: Tensor  # [H]
@@ -72,7 +66,7 @@ class LayerWeights:
     down_bias: Tensor | None  # [H]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors there are, in the order of the fields; a quantized or packed matrix gives its parts."""
+        """Return all tensors in the order of the fields; a quantized or packed matrix has several."""
         weights = (getattr(self, field.name) for field in fields(self))
         return [tensor for weight in weights if weight is not None for tensor in _tensors_of(weight)]
 
@@ -81,8 +75,7 @@ class LayerWeights:
 class LlamaWeights:
     """All weights; V vocabulary, H hidden.
 
-    `lm_head` is the same object as `embedding` when tied, unless it is packed; an embedding that is no head too is
-    float.
+    `lm_head` is the same object as `embedding` when tied, unless it is packed; an untied embedding is float.
     """
 
     embedding: Table  # [V, H]
@@ -97,7 +90,7 @@ class LlamaWeights:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of float matrices and the embedding; where all of these are quantized, that of activations."""
+        """Of float matrices and the embedding; that of activations where all are quantized."""
         for matrix in (self.layers[0].qkv, self.embedding):
             if isinstance(matrix, PackedWeight):
                 return torch.bfloat16
@@ -107,12 +100,12 @@ class LlamaWeights:
 
     @property
     def has_float_matrices(self) -> bool:
-        """Whether `weight_dtype` says something of a matrix."""
+        """Whether any matrix has `weight_dtype`."""
         return isinstance(self.layers[0].qkv, Tensor | PackedWeight) or isinstance(self.embedding, Tensor)
 
     @property
     def device(self) -> torch.device:
-        """Where all of them lie."""
+        """Of all weights."""
         return self.final_norm.device
 
     @property
@@ -139,31 +132,32 @@ def load_weights(
     weight_dtype: torch.dtype | None = None,
     form: Callable[[Weight], Weight] | None = None,
     show_progress: bool = True,
-    part: Part | None = None,
+    part: ModelShard | None = None,
 ) -> LlamaWeights:
     """Load a model directory's safetensors, or a GGUF file, on `device`; a progress bar only on a terminal.
 
-    Floats are converted to `dtype`, and so is what a GGUF file has quantized, but matrices and the embedding to
-    `weight_dtype` where that is given (an embedding that its family multiplies by a number is not: the product has more
-    bits than the file's values). The matrices of a directory that `d3engine weights quantize` wrote stay quantized, and
-    so do published 8-bit floats with scales of rows; where `config` calls these floats they are multiplied out.
-    safetensors files are memory-mapped: on a CPU a tensor that is held as it is in the file stays there, so the file
-    must not be written to while the weights are in use (a new file may take its place). Every other tensor is copied
-    straight to its place, and what it came from is given back: the peak is the model and one tensor. All names, shapes
-    and dtypes are checked against `config` before anything is allocated. Raises `ModelFormatError` naming tensor and
-    file for what is missing, unexpected, doubled, wrongly shaped, of another dtype than allowed, not finite or too
-    large for `dtype`; see `check_tensors` for a tied lm_head.
+    Floats, and what a GGUF file has quantized, become `dtype`; matrices and the embedding become `weight_dtype` where
+    that is given. An embedding that its family scales stays in `dtype`: the product has more bits than the file's
+    values. Matrices of `d3engine weights quantize`, and published 8-bit floats with scales of rows, stay quantized;
+    where `config` calls the latter floats they are dequantized.
 
-    What `form` makes of a matrix is held in its place, for the native library: the same values in another form, one by
-    one. With `part` only what a rank holds is read, and its values are checked; `config` is still the whole
-    model's.
+    safetensors files are memory-mapped. On a CPU a tensor that is held as stored stays in the file, so the file must
+    not be written to while the weights are in use (a rename may replace it). Other tensors are copied to their place
+    and their pages released: the peak is the model and one tensor.
+
+    `form`, for the native library, replaces each matrix by one of the same values in another layout. With `part` only a
+    rank's shard is read and checked; `config` is still the whole model's.
+
+    Raises `ModelFormatError`, naming tensor and file and before anything is allocated, for tensors that are missing,
+    unexpected, doubled, or of the wrong shape or dtype; and for values that are not finite or too large for `dtype`.
+    `check_tensors` has the rule of a tied lm_head.
     """
     with open_checkpoint(model) as checkpoint:
         if config.quantization is None:
             checkpoint = floats_of_rows(checkpoint)
         check_tensors(checkpoint, config)
         if part is not None:
-            checkpoint, config = part_of_checkpoint(checkpoint, config, part), part.config(config)
+            checkpoint, config = shard_checkpoint(checkpoint, config, part), part.config(config)
         total = sum(checkpoint.entries[name].nbytes for name in expected_tensors(config))
         with tqdm(
             total=total,
@@ -177,6 +171,7 @@ def load_weights(
         ) as progress:
             loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, form, torch.device(device), progress)
             weights = loader.load()
+    forget_header()
     return weights
 
 
@@ -188,12 +183,11 @@ def random_weights(
     seed: int,
     weight_dtype: torch.dtype | None = None,
 ) -> LlamaWeights:
-    """Return weights of the right shapes as at the start of a training: for benchmarks, where only sizes
-    matter.
+    """Return weights as at the start of a training, for benchmarks, where only sizes matter.
 
-    Normal with deviation 0.02, divided by sqrt(2 L) for the two matrices of a layer that write to the
-    residual stream (GPT-2's rule, so that activations stay of one size at any depth); norms are ones, biases
-    zeros. Dtypes as of `load_weights`.
+    Normal with deviation 0.02, divided by sqrt(2 L) for the two matrices of a layer that write to the residual stream
+    (GPT-2's rule, so that activations keep their size at any depth); norms are ones, biases zeros. Dtypes as of
+    `load_weights`.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     residual = 0.02 / math.sqrt(2 * config.num_layers)
@@ -277,7 +271,7 @@ class _Loader:
         )
 
     def _matrix(self, modules: _Modules, num_columns: int) -> Weight:
-        """Return the modules' matrices on top of each other, in the form that the config names."""
+        """Return the modules' matrices on top of each other, in the config's scheme."""
         scheme = scheme_of(next(iter(modules)) + ".weight", self.config)
         if scheme is None:
             tensors = _with(".weight", modules)
@@ -289,7 +283,7 @@ class _Loader:
         return self._held(Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales), names[0])
 
     def _held(self, matrix: Weight, names: Iterable[str]) -> Weight:
-        """A matrix made of these tensors in its form; where that is another, the file is only read for it."""
+        """A matrix of these tensors in its layout; if that is a new one, the file's pages are released."""
         made = matrix if self.form is None else self.form(matrix)
         if made is not matrix:
             for name in names:
@@ -315,7 +309,7 @@ class _Loader:
         return table
 
     def _vector_or_table(self, name: str, multiplier: float, dtype: torch.dtype) -> Tensor:
-        """One tensor times a number; one that stays as it is may lie in its file."""
+        """One tensor times a number; with the number 1 it may stay in its file."""
         if multiplier == 1.0:
             return self._stack({name: None}, dtype)
         entry = self.checkpoint.entries[name]
@@ -357,14 +351,14 @@ class _Loader:
 
 @dataclass(frozen=True)
 class _Rows:
-    """So many rows of a tensor; those of `num_heads` heads become adjacent pairs."""
+    """`count` rows of a tensor; those of `num_heads` heads become adjacent pairs."""
 
     count: int
     num_heads: int | None
 
 
 _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
-"""What is stacked, from top to bottom; None: all rows of it as they are."""
+"""Modules or tensors to stack, from top to bottom; None: all rows as stored."""
 
 _LM_HEAD: _Modules = {"lm_head": None}
 
@@ -389,7 +383,7 @@ _QUANTIZE: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
 
 
 def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
-    """Return a float matrix [N, K] as "int8" or "fp8" (one scale per row), or "int4" (a scale for 128 columns of one).
+    """Return a float matrix [N, K] as "int8" or "fp8" (one scale per row), or "int4" (a scale for 128 columns).
 
     Raises `InvalidValueError` for another scheme and for a matrix that is quantized already, `ValueError` for NaN or
     infinity in it.
@@ -401,7 +395,7 @@ def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
 
 
 def check_head_form(form: str, is_tied: bool) -> None:
-    """Raise `InvalidValueError` unless the LM head of a model, which may be its embedding, can have this form."""
+    """Raise `InvalidValueError` unless an LM head, which may be the embedding, can have this form."""
     forms = head_forms(is_tied)
     tied = " for a model whose head is its embedding" if is_tied else ""
     require(form in forms, "lm_head", form, f"one of {', '.join(forms)}{tied}")
@@ -423,9 +417,9 @@ def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAU
 
 
 def in_form(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaWeights:
-    """Return `weights` with every matrix in the form that `form` makes of it, of the same values.
+    """Return `weights` with every matrix in the layout that `form` makes of it, of the same values.
 
-    An embedding stays as it is, unless it is the head and single rows can be read from that in its new form.
+    The embedding stays, unless it is the head and single rows can be read from the new layout.
     """
     made = with_matrices(weights, form)
     if made.lm_head is not made.embedding:
@@ -437,20 +431,21 @@ def in_form(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaWei
 def with_matrices(
     weights: LlamaWeights, change: Callable[[Weight], Weight], change_head: Callable[[Weight], Weight] | None = None
 ) -> LlamaWeights:
-    """Return `weights` with `change` applied to each matrix of the layers, and `change_head` to the LM head, which may
-    be the embedding; None: `change` to an own head, and nothing to the embedding.
+    """Return `weights` with `change` applied to the layers' matrices and `change_head` to the LM head.
+
+    None: `change` for an untied head, and none for the embedding.
     """
 
-    def layer(given: LayerWeights) -> LayerWeights:
-        return replace(
-            given,
-            qkv=change(given.qkv),
-            output=change(given.output),
-            gate_up=change(given.gate_up),
-            down=change(given.down),
+    layers = tuple(
+        replace(
+            layer,
+            qkv=change(layer.qkv),
+            output=change(layer.output),
+            gate_up=change(layer.gate_up),
+            down=change(layer.down),
         )
-
-    layers = tuple(layer(given) for given in weights.layers)
+        for layer in weights.layers
+    )
     if weights.lm_head is not weights.embedding:
         return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
     table = weights.embedding if change_head is None else change_head(weights.embedding)
