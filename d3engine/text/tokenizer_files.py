@@ -1,9 +1,4 @@
-"""Meta's own tokenizer.model of Llama 3: a list of byte strings with their ranks, in base64, as tiktoken reads it.
-
-The one idea: byte-pair encoding joins the two neighbours whose union has the lowest rank, so every way to split a token
-into two others is a merge, in the order of the ranks, and `tokenizers` can run it. The pattern is Meta's (llama-models,
-models/llama3/tokenizer.py), the special tokens have the names of Llama 3.1's tokenizer.json.
-"""
+"""Tokenizer files: special tokens, Meta's tiktoken file, and checks of tokenizer.json pipelines."""
 
 from __future__ import annotations
 
@@ -24,6 +19,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from d3engine.errors import ModelFormatError, must_be
 from d3engine.model.source import ModelFiles, ModelSource, files_of
 
+# Meta's tokenizer.model of Llama 3 (llama-models, models/llama3/tokenizer.py): byte strings with ranks, in base64, as
+# tiktoken reads it. The special tokens have the names of Llama 3.1's tokenizer.json.
 _FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s")
 _LONGEST_TOKEN = 1024  # bytes; the longest of Llama 3 has 128
 _PATTERN = (
@@ -48,7 +45,7 @@ _NAMES = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Whether a tokenizer.model is such a file, and not one of sentencepiece."""
+    """Whether a tokenizer.model is tiktoken's format, not sentencepiece's."""
     return _FIRST_LINE.match(content) is not None
 
 
@@ -95,6 +92,7 @@ def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Every split of a token into two others, in the order of ranks: BPE joins the pair of the lowest rank."""
     for token in sorted(ranks, key=ranks.__getitem__):
         splits = ((token[:i], token[i:]) for i in range(1, len(token)))
         known = [(left, right) for left, right in splits if left in ranks and right in ranks]
@@ -167,7 +165,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
 
 
 def added_tokens(model: ModelSource, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the tokens behind the vocabulary by id: `added_tokens_decoder`, else those of added_tokens.json.
+    """Return the tokens added to the vocabulary by id: `added_tokens_decoder`, else added_tokens.json.
 
     Each is an AddedToken's fields. Raises `ModelFormatError` for what is malformed.
     """
@@ -203,19 +201,22 @@ def _content(field: str, value: object) -> str | None:
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """Whether a value is a string without lone surrogates, which JSON can spell and no text has."""
+    """Whether a value is a string without lone surrogates, which JSON can express and no text has."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-_SELDOM = {*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)} - set(b"\t\n")
-"""Bytes that real tokenizers may lack: of control characters and of rare ones, and those that UTF-8 never has."""
+_RARE = {*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)} - set(b"\t\n")
+"""Bytes that real tokenizers may lack: control characters, rare ones, and those that UTF-8 never has."""
 _BYTES, _SPACE_MARK = '"ByteLevel"', "\u2581"
 _FEW = 16
-"""So many tokens of several characters may be without a merge: they may have been added later."""
+"""Tokens of several characters that may lack a merge: they may have been added later."""
 
 
 def missing_in(pipeline: Mapping[str, Any]) -> str | None:
-    """What a parsed tokenizer.json lacks, as the end of a sentence; None where nothing is missing."""
+    """What a parsed tokenizer.json lacks, as the end of a sentence; None where nothing is missing.
+
+    Without it texts become other tokens than in training.
+    """
     model = pipeline["model"]
     vocabulary = {token[0] if isinstance(token, list) else token for token in model["vocab"]}
     if not vocabulary:
@@ -229,7 +230,7 @@ def missing_in(pipeline: Mapping[str, Any]) -> str | None:
         return f"has {_BYTES} in its normalizer or pre_tokenizer, but not in its decoder"
     if _BYTES in before and model.get("unk_token") is None and not model.get("byte_fallback"):
         table = byte_of_character()
-        absent = [byte for char, byte in table.items() if char not in vocabulary and byte not in _SELDOM]
+        absent = [byte for char, byte in table.items() if char not in vocabulary and byte not in _RARE]
         if absent:
             return f"has no token for {len(absent)} of the bytes of texts, such as {min(absent)}"
     if model.get("byte_fallback") and model.get("unk_token") is None:
@@ -243,7 +244,7 @@ def missing_in(pipeline: Mapping[str, Any]) -> str | None:
 
 
 def _missing_merges(model: Mapping[str, Any], vocabulary: Collection[str], added: Collection[str]) -> str | None:
-    """Most tokens of several characters come from a merge."""
+    """That most tokens of several characters have no merge, as the end of a sentence; else None."""
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
     made = {"".join(pair) for pair in pairs}
     long = [token for token in vocabulary if len(token) > 1 and token not in added and not token.startswith("<0x")]
@@ -254,18 +255,18 @@ def _missing_merges(model: Mapping[str, Any], vocabulary: Collection[str], added
 
 
 MOST_COMPOSED = 4
-"""Characters of a text, at most, that Unicode's NFC makes one of."""
+"""Most characters of a text that Unicode's NFC composes into one."""
 _WHITESPACE = [character for character in map(chr, range(0x3001)) if character.isspace()]
 
 
 @dataclass(frozen=True)
 class TokenLengths:
-    """The longest token of a vocabulary, in bytes, and what else of a text may stand for one token.
+    """A bound of the tokens of a text, for pipelines of `tokenizers` that drop nothing of a text.
 
     Attributes:
         most_bytes: of a text in UTF-8 that one token stands for at most.
-        composes: whether characters are composed before (NFC).
-        strips: whether an added token may take whitespace around it with it.
+        composes: whether characters are composed first (NFC).
+        strips: whether an added token may absorb whitespace around it.
     """
 
     most_bytes: int
@@ -274,7 +275,7 @@ class TokenLengths:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Self | None:
-        """Of a pipeline; None for one that may drop something of a text, or put a long stretch into one token."""
+        """The bound of a pipeline; None if it may drop text, or put a long stretch into one token."""
         composes = _normalizer_composes(_state(backend.normalizer))
         if composes is None or not _splits_only(_state(backend.pre_tokenizer)):
             return None
@@ -288,7 +289,7 @@ class TokenLengths:
         return cls(max(sizes, default=1), composes, any(token.lstrip or token.rstrip for token in added))
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least."""
+        """A lower bound of the tokens of `text`."""
         if text.isascii():
             size = len(text)
         elif self.composes:
@@ -305,7 +306,7 @@ def _state(part: Any) -> Any:
 
 
 def _normalizer_composes(normalizer: Any) -> bool | None:
-    """Whether a normalizer composes characters; None for one that may make a text shorter in another way."""
+    """Whether a normalizer composes characters; None if it may shorten a text in another way."""
     kind = None if normalizer is None else normalizer["type"]
     if kind in (None, "Prepend"):
         return False
@@ -322,7 +323,7 @@ def _normalizer_composes(normalizer: Any) -> bool | None:
 
 
 def _splits_only(part: Any) -> bool:
-    """Whether a pre-tokenizer leaves all of a text there."""
+    """Whether a pre-tokenizer drops nothing of a text."""
     kind = None if part is None else part["type"]
     if kind == "Sequence":
         return all(map(_splits_only, part["pretokenizers"]))
@@ -338,7 +339,7 @@ def _has_byte_level(part: Any) -> bool:
 
 
 def _has_every_byte(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
-    """Whether no stretch of a text is unknown to a model: it would be dropped, or be one token however long it is."""
+    """Whether a model knows every text: an unknown stretch would be dropped, or be one token of any length."""
     if not isinstance(model, models.BPE):
         return False
     if is_byte_level:
@@ -355,12 +356,12 @@ def byte_of_character() -> Mapping[str, int]:
     return MappingProxyType(table | {chr(0x100 + i): byte for i, byte in enumerate(others)})
 
 
-def bytes_of_piece(piece: str) -> bytes:
-    """Return the bytes that a piece stands for.
+def bytes_of_token(token: str) -> bytes:
+    """Return the bytes that a byte-level token stands for.
 
-    An added token's text may have characters outside the table; it is then plain text, as in `tokenizers`.
+    An added token may have characters outside the table; it is then plain text, as in `tokenizers`.
     """
     table = byte_of_character()
-    if all(char in table for char in piece):
-        return bytes(table[char] for char in piece)
-    return piece.encode("utf-8")
+    if all(char in table for char in token):
+        return bytes(table[char] for char in token)
+    return token.encode("utf-8")
