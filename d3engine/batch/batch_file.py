@@ -1,8 +1,4 @@
-"""What comes of a batch's lines, and the file that it is written to.
-
-The one idea: the file is its own record. A line is written whole when its answer is complete; what is there when a
-batch begins is not asked again, and a last line that was torn is asked anew.
-"""
+"""The files of a batch: lines of requests, and the results, from which an ended batch resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: IO[bytes]) -> None:
-        file.seek(2**40)  # nobody can read what is locked, so it is behind the end
+        file.seek(2**40)  # beyond the end, as locked bytes cannot be read
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         file.seek(0)
 
@@ -38,12 +34,12 @@ else:
 
 
 BEGINS = b'{"id":"batch_req_'
-"""Every line of a batch's results begins so."""
+"""The beginning of every line of a batch's results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What has come of a line: `status` and `body` are the route's answer; both are empty for a line at fault."""
+    """The result of a line: `status` and `body` of the route's response; both are empty for a faulty line."""
 
     line: Line
     status: int = 0
@@ -52,7 +48,7 @@ class Result:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the line has been answered; otherwise it has been told why not."""
+        """Whether the request succeeded."""
         return self.status == 200
 
     def written(self) -> bytes:
@@ -75,7 +71,11 @@ class _Written(msgspec.Struct):
 
 
 class Results:
-    """A file of results that is open and nobody else's."""
+    """An open file of results, locked against other batches.
+
+    A line is written whole when its response is complete. Lines that are there when a batch begins are not requested
+    again; an incomplete last line is.
+    """
 
     def __init__(self, path: Path, file: Any) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class Results:
     def has(self, line: Line) -> bool:
         """Whether the file has a result of this line.
 
-        Raises `InvalidValueError` where it has one of another line with the same name: it is another batch's.
+        Raises `InvalidValueError` where it has one of another line with the same name: the file is another batch's.
         """
         if line.custom_id is None:
             return line.id in self._ids
@@ -103,40 +103,40 @@ class Results:
             self._file.flush()
 
     def read(self) -> None:
-        """Take in what is there, without a last line that was torn."""
+        """Read the results that are there; cut off an incomplete last line."""
         end = 0
         for content in self._file:
             if not content.endswith(b"\n"):
                 if not (content.startswith(BEGINS) or BEGINS.startswith(content)):
-                    raise self._not_ours()
+                    raise self._other_file_error()
                 break
-            self._note(content)
+            self._record(content)
             end += len(content)
         self._file.truncate(end)
         self._file.seek(end)
 
-    def _note(self, content: bytes) -> None:
+    def _record(self, content: bytes) -> None:
         try:
             found = msgspec.json.decode(content, type=_Written)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise self._not_ours() from None
+            raise self._other_file_error() from None
         if not content.startswith(BEGINS):
-            raise self._not_ours()
+            raise self._other_file_error()
         if found.custom_id is None:
             self._ids.add(found.id)
         else:
             self._of_names[found.custom_id] = found.id
 
-    def _not_ours(self) -> InvalidValueError:
+    def _other_file_error(self) -> InvalidValueError:
         allowed = "a new file, or the results of a batch that d3engine has begun; what is in it stays as it is"
         return InvalidValueError("OUT", str(self._path), allowed)
 
 
 @contextmanager
 def open_results(path: Path) -> Iterator[Results]:
-    """The results at `path`, where new ones go behind those that are there.
+    """The results at `path`; new ones are appended.
 
-    Raises `InvalidValueError` for a file of anything else, for one that cannot be written, and while another batch
+    Raises `InvalidValueError` for a file of another kind, for one that cannot be written, and while another batch
     writes to it.
     """
     try:
@@ -156,20 +156,20 @@ def open_results(path: Path) -> Iterator[Results]:
             results.read()
         yield results
     finally:
-        with naming(path):  # writes what a full disk has not taken
+        with naming(path):  # flushes, which fails on a full disk
             file.close()
 
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-"""Where the bodies of a batch may go."""
+"""The routes of a batch's bodies."""
 
 LONGEST_LINE = 64 * 2**20
-"""Bytes; nothing longer is read into memory."""
+"""Limit of a line in bytes; a longer one is not read into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a line cannot be run, in OpenAI's words for errors of a batch."""
+    """Why a line cannot be run, as OpenAI's batches report errors."""
 
     code: str
     message: str
@@ -183,9 +183,9 @@ class Line:
         number: of the line in its file, from 1.
         id: "batch_req_" and a hash of the line.
         custom_id: its name in the file; None where it has none, or is no JSON.
-        url: the route that its body is for.
-        body: JSON, as it stands in the file.
-        fault: why it cannot be run; None where it can.
+        url: the route of its body.
+        body: JSON, as in the file.
+        fault: why it cannot be run, or None.
     """
 
     number: int
@@ -219,7 +219,8 @@ def read_lines(path: Path) -> Iterator[Line]:
             while content := file.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(content) > LONGEST_LINE and not content.endswith(b"\n"):
-                    yield _too_long(number, content)
+                    message = f"The line has more than {LONGEST_LINE:,} bytes."
+                    yield _faulty(number, content, None, "line_too_long", message)
                     while content and not content.endswith(b"\n"):
                         content = file.readline(LONGEST_LINE)
                 elif content.strip():
@@ -229,41 +230,37 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def line_of(number: int, content: bytes) -> Line:
-    """What the `number`-th line of a file asks for."""
+    """The request of the `number`-th line of a file, or its fault."""
     try:
-        asked = msgspec.json.decode(content, type=_Request)
-        streamed = msgspec.json.decode(asked.body, type=_Streamed)
+        request = msgspec.json.decode(content, type=_Request)
+        streamed = msgspec.json.decode(request.body, type=_Streamed)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         return _faulty(number, content, _name_of(content), "invalid_line", f"The line is no request: {error}.")
-    fault = _fault_of(asked, streamed)
+    fault = _fault_of(request, streamed)
     if fault is not None:
-        return _faulty(number, content, asked.custom_id, *fault)
-    return Line(number, _id(content), asked.custom_id, asked.url, bytes(asked.body))
+        return _faulty(number, content, request.custom_id, *fault)
+    return Line(number, _id(content), request.custom_id, request.url, bytes(request.body))
 
 
-def _fault_of(asked: _Request, streamed: _Streamed) -> tuple[str, str] | None:
-    if not asked.custom_id:
+def _fault_of(request: _Request, streamed: _Streamed) -> tuple[str, str] | None:
+    if not request.custom_id:
         return "invalid_custom_id", "custom_id must be a text of at least one character."
-    if asked.method != "POST":
-        return "invalid_method", must_be("method", asked.method, "POST") + "."
-    if asked.url not in URLS:
-        return "invalid_url", must_be("url", asked.url, f"one of {', '.join(URLS)}") + "."
+    if request.method != "POST":
+        return "invalid_method", must_be("method", request.method, "POST") + "."
+    if request.url not in URLS:
+        return "invalid_url", must_be("url", request.url, f"one of {', '.join(URLS)}") + "."
     if streamed.stream:
         return "unsupported_parameter", must_be("stream", True, "absent or false in a batch") + "."
     return None
 
 
 def _faulty(number: int, content: bytes, custom_id: str | None, code: str, message: str) -> Line:
-    own = content if custom_id else b"%d %s" % (number, content)  # or equal lines without a name would be one
+    own = content if custom_id else b"%d %s" % (number, content)  # tells equal lines without a name apart
     return Line(number, _id(own), custom_id or None, fault=Fault(code, message))
 
 
-def _too_long(number: int, beginning: bytes) -> Line:
-    return _faulty(number, beginning, None, "line_too_long", f"The line has more than {LONGEST_LINE:,} bytes.")
-
-
 def _name_of(content: bytes) -> str | None:
-    """Of a line that is no request."""
+    """The custom_id of a line that is no request, if it has one."""
     try:
         return msgspec.json.decode(content, type=_Named).custom_id
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -1,8 +1,4 @@
-"""The server's routes as an ASGI app that brings its own engine: for servers that start their workers themselves.
-
-The one idea: nothing is loaded when the app is made, so a program may make one in a process that forks others; the
-engine comes with the app's lifespan, in the process that serves.
-"""
+"""The core of the adapters: an engine behind the server's app, and sampling parameters out of JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +29,9 @@ from d3engine.server.settings import ServerSettings
 def asgi_app(
     model: str | os.PathLike[str], *, settings: ServerSettings | None = None, **engine_arguments: Any
 ) -> Starlette:
-    """All routes of `d3engine serve`, over an engine that starts and ends with the app.
+    """All routes of `d3engine serve`, over an engine that starts and ends with the app's lifespan.
+
+    The call itself loads nothing, so a process may make the app before it forks workers.
 
     Args:
         model: as for `Engine`.
@@ -44,9 +42,9 @@ def asgi_app(
 
 
 def embedded_settings(model: str | os.PathLike[str], **changes: Any) -> ServerSettings:
-    """Settings of an app behind somebody else's server, which says who may call and by what name.
+    """Settings of an app behind another server, which controls access and host names.
 
-    The model is called what it was named by, a directory by its last name; `changes` are arguments of `ServerSettings`.
+    The model's name is `model`, of a directory its last component; `changes` are arguments of `ServerSettings`.
     """
     path = Path(model)
     name = path.resolve().name if path.exists() else os.fspath(model)
@@ -55,7 +53,7 @@ def embedded_settings(model: str | os.PathLike[str], **changes: Any) -> ServerSe
 
 
 class AtRoot:
-    """An app wherever it is mounted: it sees paths as if nothing stood before them, by which its guards know routes."""
+    """An app that is mounted under a prefix and sees paths without it, as its guards know routes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -92,17 +90,19 @@ class _WithEngine:
 
 
 DECIDED = ("output_kind", "detokenize")
-"""What the stack decides, and no request."""
+"""Fields that the stack sets, and no request."""
 
 FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in DECIDED)
 
 
 class FieldReader:
-    """Reads the parameters of the requests to one engine.
+    """Reads the sampling parameters of requests to one engine; refuses unknown fields by name.
+
+    A depth is read as by our server, so that no request names code or files.
 
     Args:
-        client: the engine, whose defaults hold where a request says nothing.
-        settings: which depths requests may ask for; those of our server without them.
+        client: the engine, with the defaults of absent fields.
+        settings: the depths that requests may name; None: those of our server.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings | None = None) -> None:
@@ -110,7 +110,7 @@ class FieldReader:
         self._depths = DepthPolicies(settings or ServerSettings(model_names=("model",)), client.depth)
 
     def params(self, given: Mapping[str, Any], kind: RequestOutputKind, *, detokenize: bool = True) -> SamplingParams:
-        """The parameters of one request; null stands for what is not said. Raises `InvalidValueError`."""
+        """The parameters of one request; null counts as absent. Raises `InvalidValueError`."""
         require(isinstance(given, Mapping), "sampling parameters", given, "an object")
         for name, value in given.items():
             require(name in FIELDS, name, value, f"absent, since the sampling parameters are {', '.join(FIELDS)}")
@@ -118,22 +118,22 @@ class FieldReader:
         if "depth" in wanted:
             wanted["depth"] = self._depth(wanted["depth"])
         if "structured_outputs" in wanted:
-            wanted["structured_outputs"] = _form(wanted["structured_outputs"])
+            wanted["structured_outputs"] = _structured_outputs(wanted["structured_outputs"])
         return replace(self._defaults, **wanted, output_kind=kind, detokenize=detokenize)
 
-    def _depth(self, asked: object) -> Any:
-        require(isinstance(asked, str | Mapping), "depth", asked, 'a name, or an object with "policy"')
+    def _depth(self, given: object) -> Any:
+        require(isinstance(given, str | Mapping), "depth", given, 'a name, or an object with "policy"')
         try:
-            return self._depths.read("", asked, None)  # type: ignore[arg-type]  # it is one of the two
+            return self._depths.read("", given, None)  # type: ignore[arg-type]  # it is one of the two
         except RequestError as error:
-            raise InvalidValueError("depth", asked, f"one that is allowed here ({error.message})") from None
+            raise InvalidValueError("depth", given, f"one that is allowed here ({error.message})") from None
 
 
-def _form(given: object) -> StructuredOutputsParams:
+def _structured_outputs(given: object) -> StructuredOutputsParams:
     require(isinstance(given, Mapping), "structured_outputs", given, "an object")
     assert isinstance(given, Mapping)
-    said = {name: value for name, value in given.items() if value is not None}
-    for name, value in said.items():
+    present = {name: value for name, value in given.items() if value is not None}
+    for name, value in present.items():
         names = StructuredOutputsParams.names()
         require(name in names, f"structured_outputs.{name}", value, f"absent; there are {', '.join(names)}")
-    return StructuredOutputsParams(**said)
+    return StructuredOutputsParams(**present)

@@ -1,8 +1,4 @@
-"""A door before several replicas: passes requests on, and knows what to say when one of them dies.
-
-The one idea: what has not been said can be asked again. Until a replica's first word its request goes to another one if
-it dies; after that the client is told that the stream is broken.
-"""
+"""A reverse proxy with retry before several replicas, the routing between them, and a replica."""
 
 from __future__ import annotations
 
@@ -34,31 +30,34 @@ from d3engine.server.settings import ServerSettings
 _log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Replicas that may die over one request before it is refused."""
+"""Replicas that may die during one request before it is refused."""
 
-PASSED_ON = ("type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
-"""Of a request's scope, beside its path."""
+FORWARDED = ("type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
+"""Fields of a request's scope that a replica gets, besides its path."""
 
 
 class ReplicaDiedError(FailedError):
-    """A replica has ended while it answered."""
+    """A replica has ended during a request."""
 
 
 Ask = Callable[[Scope, bytes], AsyncGenerator[list[Message], None]]
-"""`Replica.answer` of one of the replicas. Raises `ReplicaDiedError`, or `RequestError` where none takes requests."""
+"""`Replica.answer` of one of the replicas. Raises `ReplicaDiedError`, or `RequestError` where none is available."""
 
 AskAll = Callable[[Scope, bytes], Awaitable[Sequence[tuple[str, list[Message]]]]]
-"""`Replica.whole_answer` of all that answer. Raises `RequestError` where none does."""
+"""`Replica.whole_answer` of all reachable replicas. Raises `RequestError` where none is."""
 
 
 class Proxy:
-    """An app that lets replicas answer; /metrics are those of all of them.
+    """An app that forwards requests to replicas; /metrics merges those of all replicas.
+
+    If a replica dies before its first byte of a response, another one gets the request; after that the client gets an
+    error event.
 
     Args:
-        ask: one of them.
-        ask_all: all of them.
-        max_body_bytes: of a body so much is read, and one byte more, by which a replica sees that it is too long.
-        api_keys, metrics_keys: those of the replicas, without which nothing of a body is read.
+        ask: sends a request to one replica.
+        ask_all: sends a request to all replicas.
+        max_body_bytes: limit of a body; one more byte is read, so that a replica refuses a longer one.
+        api_keys, metrics_keys: those of the replicas; without a valid one no body is read.
     """
 
     def __init__(
@@ -75,35 +74,35 @@ class Proxy:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = _plain(scope)
-        written = _Written(send, asked["path"])
+        request = _forwarded(scope)
+        response = _ClientResponse(send, request["path"])
         try:
-            self._keys.check(asked)
+            self._keys.check(request)
             body = await _read(receive, self._max_body_bytes + 1)
-            if asked["path"] == METRICS_PATH:
-                await written.write(_of_all(await self._ask_all(asked, body)))
+            if request["path"] == METRICS_PATH:
+                await response.write(_merged_metrics(await self._ask_all(request, body)))
             else:
-                await self._pass_on(asked, body, written)
+                await self._forward(request, body, response)
         except Exception as error:
-            await written.fail(as_request_error(error))
+            await response.fail(as_request_error(error))
 
-    async def _pass_on(self, asked: Scope, body: bytes, written: _Written) -> None:
+    async def _forward(self, request: Scope, body: bytes, response: _ClientResponse) -> None:
         for _ in range(ATTEMPTS):
             try:
-                async with aclosing(self._ask(asked, body)) as answer:
+                async with aclosing(self._ask(request, body)) as answer:
                     async for messages in answer:
-                        await written.write(messages)
+                        await response.write(messages)
                 return
             except ReplicaDiedError as error:
-                _log.warning("a replica has died over %s: %s", asked["path"], error)
-                if written.has_begun:
+                _log.warning("a replica has died over %s: %s", request["path"], error)
+                if response.has_begun:
                     break
         message = "The replica that wrote this answer has died; ask again."
         raise RequestError(503, message, code="replica_died", headers={"Retry-After": RETRY_AFTER})
 
 
-class _Written:
-    """What a client has been sent so far. The head of an answer waits for the first piece of its body."""
+class _ClientResponse:
+    """The response to a client so far. Its head waits for the first part of the body."""
 
     def __init__(self, send: Send, path: str) -> None:
         self._send = send
@@ -131,7 +130,7 @@ class _Written:
         return kind.startswith(b"text/event-stream")
 
     async def fail(self, error: RequestError) -> None:
-        """Say it by a status, or by the last event of a stream that has begun; any other answer can only be cut off."""
+        """Send an error response, or the last event of a begun stream; raise `error` in any other begun response."""
         if self.has_begun:
             if not self._is_stream:
                 raise error
@@ -141,8 +140,8 @@ class _Written:
         await self.write(_messages(error_response(error, self._path)))
 
 
-def _of_all(answers: Sequence[tuple[str, list[Message]]]) -> list[Message]:
-    """Their metrics as one answer; the first refusal where there is one."""
+def _merged_metrics(answers: Sequence[tuple[str, list[Message]]]) -> list[Message]:
+    """The metrics of all replicas as one response, or the first refusal."""
     for _, (start, *rest) in answers:
         if start["status"] != 200:
             return [start, *rest]
@@ -159,31 +158,31 @@ def _messages(response: Response) -> list[Message]:
 
 async def _read(receive: Receive, most: int) -> bytes:
     """The body, or its first `most` bytes."""
-    pieces: list[bytes] = []
+    chunks: list[bytes] = []
     length, more = 0, True
     while more and length < most:
         message = await receive()
-        pieces.append(message.get("body", b""))
-        length += len(pieces[-1])
+        chunks.append(message.get("body", b""))
+        length += len(chunks[-1])
         more = message.get("more_body", False)
-    return b"".join(pieces)[:most]
+    return b"".join(chunks)[:most]
 
 
-def _plain(scope: Scope) -> Scope:
-    """What a replica must know of a request; the path as if nothing stood before it."""
+def _forwarded(scope: Scope) -> Scope:
+    """The part of a request's scope that a replica needs; the path without the mount prefix."""
     path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-    return {name: scope[name] for name in PASSED_ON if name in scope} | {"path": path, "root_path": ""}
+    return {name: scope[name] for name in FORWARDED if name in scope} | {"path": path, "root_path": ""}
 
 
 PREFIX_BYTES = 256
-"""Of a prompt, by which it is told whether others begin alike."""
+"""Bytes of a prompt's beginning that identify a shared prefix."""
 
 _SEARCHED_BYTES = 65536
 _PROMPTS = [re.compile(rb'"(?:%s)"\s*:\s*' % names) for names in (b"system|instructions", b"prompt|messages|input")]
-"""The fields that a prompt begins with, where they stand in a body. No text in JSON can look like one of them."""
+"""Fields that a prompt begins with; no text inside JSON can look like one of them."""
 
 Busy = Mapping[str, int]
-"""The name of each replica, of which there is one at least -> the requests that it has been given and not finished."""
+"""Replica, at least one -> its unfinished requests."""
 
 
 class Routing(Protocol):
@@ -195,7 +194,7 @@ class Routing(Protocol):
 
 @dataclass
 class RoundRobin:
-    """One after the other."""
+    """Each replica in turn."""
 
     _next: int = 0
 
@@ -206,7 +205,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The one with the fewest requests; of equal ones the first."""
+    """The replica with the fewest requests; of equal ones the first."""
 
     def choose(self, now: float, prefix: bytes, busy: Busy) -> str:
         return least_loaded(busy)
@@ -214,10 +213,10 @@ class LeastLoaded:
 
 @dataclass
 class ByPrefix:
-    """Each prefix has a home, whose cache then holds it; a home with `bound` times the average sends others away.
+    """Each prefix has a home replica, whose cache holds it; above `bound` times the average load another one is used.
 
-    Where replicas come or go, only the prefixes of those that have gone, and a fair share for each that has come, move
-    (highest random weight: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996).
+    When replicas come or go, only the prefixes of those that left, and a fair share for each new one, move (highest
+    random weight: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996).
     """
 
     bound: float = 1.25
@@ -229,8 +228,10 @@ class ByPrefix:
 
 @dataclass
 class ByCohort:
-    """All that arrive within `window` seconds go to one replica, so that its answers are of one age and the other
-    replicas, to which nobody young comes, stay shallow. The next window's is the least loaded one."""
+    """Requests that arrive within `window` seconds go to one replica; the next window takes the least loaded one.
+
+    So the sequences of a replica are of one age, and replicas without new ones stay shallow.
+    """
 
     window: float
     bound: float = 1.25
@@ -251,16 +252,16 @@ def least_loaded(busy: Busy) -> str:
 
 
 def is_overloaded(busy: Busy, name: str, bound: float) -> bool:
-    """Whether a replica would have more than `bound` times the average, the new request counted, and one to spare."""
+    """Whether a replica would have, with the new request, more than `bound` times the average and one."""
     total = sum(busy.values()) + 1
     return (busy[name] + 1) * len(busy) > bound * total + len(busy)
 
 
 def beginning(body: bytes) -> bytes:
-    """How the prompt of a request begins, as it stands in its JSON; of one without a prompt, how its body begins.
+    """The beginning of a request's prompt, as in its JSON; without a prompt that of the body.
 
-    What is said to the model before all else counts, wherever it stands. The body is not read as JSON, so a prompt that
-    is written in two ways has two beginnings.
+    A system prompt counts first, wherever it is in the body. The body is not parsed, so a prompt in two JSON spellings
+    has two beginnings.
     """
     for prompt in _PROMPTS:
         if found := prompt.search(body, 0, _SEARCHED_BYTES):
@@ -274,14 +275,14 @@ ROUTINGS: dict[str, Callable[[float], Routing]] = {
     "by prefix": lambda window: ByPrefix(),
     "by depth cohort": lambda window: ByCohort(window),
 }
-"""Name -> a new routing, given the seconds of a cohort's window."""
+"""Name -> factory of a routing, given the window of a cohort in seconds. `benchmarks.cluster` simulates the same."""
 
 
 class Replica:
-    """One engine, which is loaded when this returns, and the server's app before it.
+    """One engine behind the server's app, for a proxy in another process; loaded when the constructor returns.
 
     Args:
-        name: tells it from the others.
+        name: unique among the replicas.
         model: as for `Engine`.
         settings: of the app.
         engine_arguments: as for `Engine`.
@@ -294,15 +295,15 @@ class Replica:
         self._stall_seconds = settings.guards.health_stall_seconds
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-        """The messages by which the app answers a request, as ASGI has them; those that wait come together.
+        """The app's ASGI messages in response to a request; messages that wait come together.
 
-        Closing it, or cancelling who reads it, ends the request.
+        Closing the generator, or cancelling its reader, ends the request.
         """
-        batcher = _Outbox()
-        answering = asyncio.create_task(self._app(scope, whole(body), batcher.send))
-        answering.add_done_callback(batcher.end)
+        queue = _MessageQueue()
+        answering = asyncio.create_task(self._app(scope, whole(body), queue.send))
+        answering.add_done_callback(queue.end)
         try:
-            while messages := await batcher.take():
+            while messages := await queue.take():
                 yield messages
             await answering
         finally:
@@ -310,12 +311,12 @@ class Replica:
             await asyncio.gather(answering, return_exceptions=True)
 
     async def whole_answer(self, scope: Scope, body: bytes) -> tuple[str, list[Message]]:
-        """The name of the replica, and all messages of `answer`: for what every replica is asked."""
+        """The name of the replica and all messages of `answer`, for requests to every replica."""
         async with aclosing(self.answer(scope, body)) as answer:
             return self._name, [message async for messages in answer for message in messages]
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` where the engine has ended or hangs, so that the replica is replaced."""
+        """Raise `EngineDeadError` where the engine has ended or hangs; Ray then replaces the replica."""
         found = health(self._engine.heartbeat(), self._app.state.traffic, self._stall_seconds)
         if not found.is_ok:
             raise EngineDeadError(found.reason)
@@ -325,26 +326,26 @@ class Replica:
         await self._engine.close()
 
 
-class _Outbox:
-    """What an app has sent and nobody has taken yet."""
+class _MessageQueue:
+    """A queue of the messages that an app has sent."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
-        self._news = asyncio.Event()
-        self._is_over = False
+        self._has_messages = asyncio.Event()
+        self._has_ended = False
 
     async def send(self, message: Message) -> None:
         self._messages.append(message)
-        self._news.set()
+        self._has_messages.set()
 
     def end(self, _: object) -> None:
-        self._is_over = True
-        self._news.set()
+        self._has_ended = True
+        self._has_messages.set()
 
     async def take(self) -> list[Message]:
-        """All that waits, as soon as something does; empty once nothing can come any more."""
-        await self._news.wait()
-        if not self._is_over:
-            self._news.clear()
+        """All waiting messages, as soon as there is one; empty after the end."""
+        await self._has_messages.wait()
+        if not self._has_ended:
+            self._has_messages.clear()
         taken, self._messages = self._messages, []
         return taken
