@@ -1,9 +1,4 @@
-"""Converts llama2.c files and pickled transformers checkpoints into safetensors directories.
-
-The one idea: a converter only says what its format calls things and where they lie; `writing.py` checks and
-writes. llama2.c's files keep the channels of query and key heads as adjacent pairs; model directories are
-always in transformers' half-split order.
-"""
+"""Converters of llama2.c, pickled transformers, GGUF and Meta checkpoints to model directories."""
 
 from __future__ import annotations
 
@@ -53,9 +48,9 @@ def convert_llama2c(
 ) -> None:
     """Convert a llama2.c file (version 0: seven int32, then float32 tensors) to a model directory.
 
-    `tokenizer` is a tokenizer.json or a .model file to put beside the weights. Raises
-    `ModelFormatError` for a file that is not such a checkpoint or has not exactly the size its header asks
-    for, and `InvalidValueError` for a destination in use or a tokenizer that does not fit.
+    `tokenizer` is a tokenizer.json or a .model file to put next to the weights. Raises `ModelFormatError` for a
+    file that is no such checkpoint or has another size than its header requires, and `InvalidValueError` for a
+    destination in use or a tokenizer that does not fit.
     """
     header = _read_llama2c_header(source)
     with output_directory(destination, overwrite=overwrite) as folder:
@@ -75,9 +70,8 @@ def convert_bin(
 ) -> None:
     """Convert a transformers directory with pytorch_model*.bin files to one with safetensors.
 
-    Unpickles with weights_only, which builds tensors and nothing else. config.json, tokenizer and template
-    files are copied. Raises `ModelFormatError` for what the loader would refuse, `InvalidValueError` for a
-    destination in use.
+    Unpickles with weights_only, which builds only tensors, and copies config.json, tokenizer and template files. Raises
+    `ModelFormatError` for what the loader would refuse, `InvalidValueError` for a destination in use.
     """
     config = ModelConfig.from_directory(source)
     tensors: dict[str, PendingTensor] = {}
@@ -101,7 +95,7 @@ _LLAMA2C_LATER_MAGIC = 0x616B3432  # "ak42" opens the versions 1 and 2
 
 @dataclass(frozen=True)
 class _Llama2cHeader:
-    """The seven integers in the file's order; `shared` (the sign of the sixth): no classifier of its own."""
+    """The seven integers in the file's order; `shared` (the sign of the sixth): the classifier is the embedding."""
 
     dim: int
     hidden_dim: int
@@ -117,7 +111,7 @@ class _Llama2cHeader:
         return self.dim // self.n_heads * self.n_kv_heads
 
     def sections(self) -> dict[str, tuple[int, ...]]:
-        """Every run of float32 in the file, in its order; those of layers are stacked over all of them."""
+        """Every array of float32 in the file's order; those of layers are stacked."""
         layers, dim, hidden = self.n_layers, self.dim, self.hidden_dim
         rope_table = (self.seq_len, self.dim // self.n_heads // 2)
         sections: dict[str, tuple[int, ...]] = {
@@ -156,7 +150,7 @@ class _Llama2cHeader:
             max_position_embeddings=self.seq_len,
             tied=self.shared,
             dtype="float32",
-            # run.c ends a text at the token 1 that starts the next one, so 1 is an end of sequence beside 2.
+            # run.c ends a text at the token 1 that starts the next one, so 1 ends a sequence as well as 2.
             eos_token_id=[1, 2],
         )
 
@@ -169,7 +163,7 @@ def _read_llama2c_header(source: Path) -> _Llama2cHeader:
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = _LLAMA2C_HEADER.unpack(raw)
     if dim == _LLAMA2C_LATER_MAGIC:
         raise ModelFormatError(f"{source} is a llama2.c file of version 1 or 2 ('ak42'): only version 0 is read")
-    # run.c: a negative vocabulary size means that a classifier of the model's own ends the file.
+    # run.c: a negative vocabulary size means that a separate classifier ends the file.
     header = _Llama2cHeader(
         dim, hidden_dim, n_layers, n_heads, n_kv_heads, abs(vocab_size), seq_len, shared=vocab_size > 0
     )
@@ -221,7 +215,7 @@ def _from_array(array: Any, num_heads: int | None) -> Tensor:
 
 
 def _bin_files(source: Path) -> list[Path]:
-    """The pytorch_model*.bin files of a directory; with an index, exactly those that it names."""
+    """The pytorch_model*.bin files of a directory; with an index, those that it names."""
     index = source / "pytorch_model.bin.index.json"
     if not is_there(index):
         files = sorted(source.glob("pytorch_model*.bin"))
@@ -241,9 +235,9 @@ def _bin_files(source: Path) -> list[Path]:
 def load_pickled(file: Path) -> dict[str, Tensor]:
     """Memory-map the tensors of a .bin or .pth file.
 
-    A pickle may describe far more than its file holds: one value that counts as a matrix of millions, one storage under
-    a thousand names, packed data. Raises `ModelFormatError` for that, for anything but dense tensors, and for a file
-    that cannot be read.
+    A pickle may describe far more than its file holds: one value expanded to a matrix, one storage under a thousand
+    names, compressed data. Raises `ModelFormatError` for that, for anything but dense tensors, and for a file that
+    cannot be read.
     """
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
     try:
@@ -257,7 +251,7 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
                 state = torch.load(path_of(opened), **options)  # written before torch 1.6: cannot be mapped
     except ModelFormatError:
         raise
-    except Exception as error:  # in a damaged file the unpickler runs into whatever Python can raise
+    except Exception as error:  # for a damaged file the unpickler can raise anything
         raise ModelFormatError(f"{file} cannot be read as a torch checkpoint: {first_line(error)}") from None
     if not isinstance(state, dict):
         raise ModelFormatError(f"{file} must hold a dict of tensors, not a {type(state).__name__}")
@@ -271,7 +265,7 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
 
 
 def _refuse_packed(file: Path, opened: BinaryIO) -> None:
-    """Raise for a zip file with packed entries: torch never packs, and unpacked they may be any size."""
+    """Raise for a zip file with compressed entries, which may expand to any size; torch writes none."""
     if opened.read(4) != b"PK\x03\x04":
         return
     with zipfile.ZipFile(opened) as archive:
@@ -281,7 +275,7 @@ def _refuse_packed(file: Path, opened: BinaryIO) -> None:
 
 
 def _refuse_more_than_is_there(file: Path, state: dict[str, Tensor]) -> None:
-    """Twice its size is what a file can honestly hold, where two names share each storage."""
+    """Raise for tensors of more than twice the file's size: at most two names share a storage."""
     described, there = sum(tensor.nbytes for tensor in state.values()), file.stat().st_size
     if described > 2 * there:
         raise ModelFormatError(f"{file} has {there:,} bytes and describes tensors of {described:,}: they repeat values")
@@ -301,9 +295,9 @@ def convert_gguf(
 ) -> None:
     """Convert a GGUF file to a model directory, its tensors dequantized to `dtype`.
 
-    Tokenizer, special tokens and chat template come along. Raises `ModelFormatError` for a file that is damaged or
-    holds what is not supported, `InvalidValueError` for a destination in use or another dtype, and `MissingExtraError`
-    without the package `gguf`.
+    Tokenizer, special tokens and chat template are converted too. Raises `ModelFormatError` for a file that is damaged
+    or not supported, `InvalidValueError` for a destination in use or another dtype, and `MissingExtraError` without the
+    package `gguf`.
     """
     require(dtype in GGUF_DTYPES, "dtype", dtype, f"one of {', '.join(GGUF_DTYPES)}")
     files = GGUFFiles(open_gguf(source))
@@ -345,7 +339,7 @@ _META_PARAMS = frozenset(
     }
 )
 
-# Meta's name of a layer's tensor: transformers' name, and the dimension along which model parallelism cut it.
+# Meta's name of a layer's tensor -> transformers' name, and the dimension of Meta's model parallelism.
 _META_LAYER: dict[str, tuple[str, int | None]] = {
     "attention_norm": ("input_layernorm", None),
     "attention.wq": ("self_attn.q_proj", 0),
@@ -374,9 +368,9 @@ def convert_meta(
 ) -> list[str]:
     """Convert a directory of Meta's (consolidated.*.pth, params.json, tokenizer.model) to a model directory.
 
-    params.json does not say how long a context the model was trained for, nor by how much a "scaled" rope is
-    stretched; where they cannot be told from the rest, the two arguments must be given. Returns notes for the
-    user, such as a tokenizer that was left out. Raises `ModelFormatError` and `InvalidValueError`.
+    params.json has neither the trained context length nor the factor of a "scaled" rope; where they do not follow from
+    other fields, the two arguments are required. Returns notes for the user, such as a tokenizer that was left out.
+    Raises `ModelFormatError` and `InvalidValueError`.
     """
     model = _read_meta(source)
     tensors = _meta_tensors(model)
@@ -438,7 +432,7 @@ def _read_meta(source: Path) -> _MetaModel:
 
 
 def _meta_tensors(model: _MetaModel) -> dict[str, PendingTensor]:
-    """Name every tensor as transformers does and describe how its parts are joined."""
+    """Every tensor by transformers' name, joined from its shards when read."""
     num_heads = model.integer("n_heads")
     num_kv_heads = model.integer("n_kv_heads", num_heads)
     heads = {"attention.wq": num_heads, "attention.wk": num_kv_heads}
@@ -460,7 +454,7 @@ def _meta_name(model: _MetaModel, name: str) -> tuple[str, int | None, str]:
     if name == _META_OUTPUT:
         return LM_HEAD, 0, name
     if name == _META_EMBEDDING:
-        # Llama 1 and 2 cut the columns, Llama 3 the rows: only the shape tells.
+        # Llama 1 and 2 cut the columns, Llama 3 the rows, as the shape shows.
         return EMBEDDING, 0 if model.parts(name)[0].shape[-1] == model.integer("dim") else 1, name
     prefix, _, rest = name.partition(".")
     layer, _, key = rest.removesuffix(".weight").partition(".")

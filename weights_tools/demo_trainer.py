@@ -1,9 +1,4 @@
-"""The demo model in a form that trains fast on a CPU: depth trained in, Muon, greedy generation, export.
-
-The one idea: rows of a batch are aligned at the border between prompt and answer, and D3's skips are nested,
-so layer l of a training pass simply runs on the column slice ``[0 : P + c_l)`` and the remaining columns pass
-through. That is D3 exactly as the engine runs it, and it saves compute in training too.
-"""
+"""The demo model for training on a CPU: data, batches, losses with depth trained in, Muon, export."""
 
 import io
 import itertools
@@ -26,6 +21,7 @@ from d3engine.evaluation import word_problems
 from d3engine.evaluation.procedural import WORD_PROBLEMS, SolvedQuestion, all_problems
 from d3engine.evaluation.word_problems import MAX_NUMBER, Split
 from d3engine.weights_tools.demo_text import text_files
+from d3engine.weights_tools.writing import hf_config
 
 NEVER = 1 << 30
 BOS, EOS = 1, 2
@@ -84,7 +80,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DemoModel(nn.Module):
-    """Weights stacked over layers (Muon likes them so), q/k/v and gate/up fused."""
+    """A Llama with weights stacked over layers, as Muon needs them, q/k/v and gate/up fused."""
+
+    # Rows of a batch are aligned at the end of their prompts, and D3's skips are nested. So layer l of a training pass
+    # runs on the columns [0 : P + c_l), and the others pass through: exactly D3, at less cost.
 
     cos: Tensor
     sin: Tensor
@@ -160,7 +159,7 @@ class DemoModel(nn.Module):
     def move_to_the_end(self, layers: Sequence[int]) -> None:
         """Puts some layers above all others, in their order.
 
-        A layer that is hardly missed below the window of D3 makes room there for one that is.
+        A layer that matters little below D3's window makes room there for one that matters.
         """
         order = [layer for layer in range(self.config.layers) if layer not in layers] + sorted(layers)
         for stack in (self.qkv, self.out, self.gate_up, self.down, self.norms):
@@ -175,7 +174,7 @@ class DemoModel(nn.Module):
         longest = max(map(len, prompts))
         pad = torch.tensor([longest - len(p) for p in prompts])
         step_ids = torch.tensor([[eos] * (longest - len(p)) + p for p in prompts])
-        # Left padding shifts a row's positions; rope is relative, so only the mask has to know.
+        # Left padding shifts a row's positions; rope is relative, so only the mask depends on it.
         visible = torch.arange(longest + max_tokens)[None] >= pad[:, None]
         caches: list[tuple[Tensor, Tensor] | None] = [None] * c.layers
         produced: list[Tensor] = []
@@ -262,7 +261,7 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
     safetensors.torch.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "tokenizer.model").write_bytes(tokenizer_model)
     files: dict[str, dict[str, object]] = {
-        "config.json": hf_config(c),
+        "config.json": config_json(c),
         "generation_config.json": {
             "bos_token_id": BOS,
             "eos_token_id": EOS,
@@ -277,7 +276,7 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
 
 
 def load(model: DemoModel, directory: Path) -> bytes:
-    """Takes over the weights of a directory that ``export`` has written; returns its tokenizer's model."""
+    """Loads the weights of a directory that ``export`` has written; returns its tokenizer's model."""
     stored = safetensors.torch.load_file(directory / "model.safetensors")
     with torch.no_grad():
         for name, tensor in hf_weights(model).items():
@@ -312,30 +311,24 @@ def hf_weights(model: DemoModel) -> dict[str, Tensor]:
     return weights
 
 
-def hf_config(c: DemoConfig) -> dict[str, object]:
+def config_json(c: DemoConfig) -> dict[str, object]:
     """Returns config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.width,
-        "intermediate_size": c.ffn,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": c.max_positions,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "torch_dtype": "bfloat16",
-    }
+    config = hf_config(
+        vocab_size=c.vocab_size,
+        hidden_size=c.width,
+        intermediate_size=c.ffn,
+        num_layers=c.layers,
+        num_heads=c.heads,
+        num_kv_heads=c.kv_heads,
+        rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.max_positions,
+        tied=False,
+        dtype="bfloat16",
+        rope_theta=c.rope_theta,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    return config | {"head_dim": c.head_dim}
 
 
 Example = tuple[list[int], list[int]]  # prompt ids with bos, answer ids with eos
@@ -355,11 +348,11 @@ class Batch:
 def mixed_problems(
     tasks: list[str], split: Split, seed: int, single_step_share: float = 0.0, giver_share: float = 0.0
 ) -> Iterator[SolvedQuestion]:
-    """Yields problems of the tasks for ever, each as often as the others.
+    """Yields problems of the tasks for ever, each task as often as the others.
 
-    Instead of a share of them come word problems of a single step, which no measured task has: a user asks them first.
-    With a `giver_share` the word problems tell so much more of their gains and losses by who gives alone, which is what
-    few layers learn last.
+    A `single_step_share` of them are word problems of one step, which no measured task has and users try first. With a
+    `giver_share`, that share of gains and losses in word problems is stated only by who gives, which few layers learn
+    last.
     """
     streams = [
         word_problems.problems(split, seed, giver_share=giver_share)
@@ -375,7 +368,7 @@ def mixed_problems(
 
 
 def train_tokenizer(tasks: list[str], vocab_size: int) -> bytes:
-    """Returns a serialized sentencepiece BPE model in which every number with its space is one piece."""
+    """Returns a serialized sentencepiece BPE model in which every number with its space is one token."""
     sample = itertools.islice(mixed_problems(tasks, "train", seed=0), 20000)
     texts = (problem.solved for problem in sample)
     model = io.BytesIO()
@@ -438,7 +431,7 @@ def batches(
             rows.sort(key=lambda row: len(row[1]))
             size = max(8, round(TOKENS_PER_BATCH / (length + sum(len(a) for _, a in rows) / len(rows))))
             while len(rows) >= size:
-                # A remainder too small for a batch waits for the next pool, so no length is ever starved.
+                # A remainder too small for a batch waits for the next pool, so no length starves.
                 at = rng.randrange(len(rows) - size + 1) if len(rows) % size else 0
                 ready.append(rows[at : at + size])
                 del rows[at : at + size]
@@ -465,7 +458,7 @@ def draw_cutoff(rng: random.Random, config: DemoConfig, full_depth_share: float)
 def draw_tail(rng: random.Random, prompt: int, share: float) -> int:
     """Returns how many of a prompt's last tokens count as generated: in most batches none, seldom nearly all.
 
-    A prompt that stops early, say before "Answer:", leaves these tokens to be generated, at their steps' depths.
+    So the model learns to generate the end of a prompt that stops early, at its steps' depths.
     """
     if rng.random() >= share:
         return 0

@@ -1,9 +1,6 @@
-"""Looks at a model: `inspect_model` shows what is in it, `verify_model` runs every check of the
-loader.
+"""Inspection of a model from headers, and verification by the checks of the loader.
 
-The one idea: both go through the loader's own reading and checking code, one tensor at a time, so that a
-directory that verifies is one that loads, in little memory. (Not named inspect.py: scripts of this folder run
-with it first on the path, where that name would hide the standard library's.)
+Not inspect.py: scripts of this folder, first on their path, would import it for the standard library's.
 """
 
 from __future__ import annotations
@@ -45,14 +42,14 @@ class TensorGroup:
         self.nbytes += entry.nbytes
 
     def row(self) -> tuple[str, ...]:
-        """For people."""
+        """The columns `TENSOR_COLUMNS` as text."""
         shape = " x ".join(map(str, self.shape))
         return self.name, f"{self.count}", shape, self.dtype, f"{self.values:,}", f"{self.nbytes:,}"
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model directory holds."""
+    """The configuration, sizes and tensors of a model directory."""
 
     facts: dict[str, Any]
     groups: list[TensorGroup]
@@ -62,19 +59,19 @@ class Inspection:
         return {**self.facts, "tensors": [asdict(group) for group in self.groups]}
 
     def configuration(self) -> list[tuple[str, str]]:
-        """Rows of a table: what config.json says, and sizes."""
+        """Rows of a table of config.json and sizes."""
         return _configuration(self.facts)
 
     def tensors(self) -> list[tuple[str, ...]]:
-        """Rows of a table with the columns `TENSOR_COLUMNS`, layers summed up."""
+        """Rows of a table with the columns `TENSOR_COLUMNS`, summed over layers."""
         return [group.row() for group in self.groups]
 
 
 def inspect_model(directory: Path) -> Inspection:
-    """What a model directory holds, from headers alone.
+    """The contents of a model directory, from headers only.
 
     Raises `ModelFormatError` for a directory whose files cannot be read; tensors that do not fit the configuration
-    are shown as they are (`verify_model` checks them).
+    are shown unchecked (`verify_model` checks them).
     """
     config = ModelConfig.from_directory(directory)
     with open_checkpoint(directory) as checkpoint:
@@ -82,10 +79,9 @@ def inspect_model(directory: Path) -> Inspection:
 
 
 def verify_model(directory: Path, *, show_progress: bool = True) -> None:
-    """Raise `ModelFormatError` unless configuration, names, shapes and values are all fit for `load_weights`.
+    """Raise `ModelFormatError` unless configuration, names, shapes and values are valid for `load_weights`.
 
-    Values are checked as the engine would hold them: in the configuration's dtype, or the file's where it
-    names none.
+    Reads one tensor at a time. Values are checked in the configuration's dtype, or the file's where it names none.
     """
     config = ModelConfig.from_directory(directory)
     load_generation_config(directory)
@@ -140,7 +136,7 @@ def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _num_parameters(config: ModelConfig, checkpoint: Checkpoint) -> int:
-    """What the files hold; of a quantized model, what the float model held: scales are no parameters."""
+    """Values in the files; for a quantized model those of the float model, as scales are no parameters."""
     if config.quantization is None:
         return sum(entry.num_values for entry in checkpoint.entries.values())
     shapes = expected_tensors(config.quantized(None)).values()

@@ -1,8 +1,4 @@
-"""Quantizes a model directory: the matrices become int8, fp8 or int4, everything else is copied.
-
-The one idea: this is a conversion like the others (`writing.py`). Each tensor of the new directory is described
-first, and made of the old one when its shard is written, so that one shard and one matrix are in memory.
-"""
+"""Quantizes a model directory: its matrices become int8, fp8 or int4, everything else is copied."""
 
 from __future__ import annotations
 
@@ -48,17 +44,17 @@ def quantize_model(
 ) -> None:
     """Write the model directory or GGUF file `source`, its matrices quantized by `scheme`, to `destination`.
 
-    The LM head becomes `lm_head`, one of LM_HEAD_FORMS, and with it an embedding that is the head too. Norms, biases
-    and any other embedding keep the dtype of the file. Configs, tokenizer and chat template are copied, and config.json
-    gets a `quantization_config`. A d3.json stays behind: what was calibrated on the float weights says nothing of
-    these. Raises `ModelFormatError` for what the loader would refuse, `InvalidValueError` for an unknown scheme, a form
-    that the head cannot have, a source that is quantized already and a destination in use.
+    The LM head, and an embedding tied to it, become `lm_head`, one of LM_HEAD_FORMS. Norms, biases and an untied
+    embedding keep the dtype of the file. Configs, tokenizer and chat template are copied, and config.json gets a
+    `quantization_config`. A d3.json is left out, as it was calibrated on the float weights. Raises `ModelFormatError`
+    for what the loader would refuse, `InvalidValueError` for an unknown scheme, a form that the head cannot have, a
+    source that is quantized already and a destination in use.
     """
     if scheme not in QUANTIZATION_SCHEMES:
         raise InvalidValueError("scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
     config = ModelConfig.from_directory(source)
     if files_of(source).scheme_of_others() is not None:
-        config = config.quantized(None)  # as the floats that they stand for
+        config = config.quantized(None)  # dequantized below
     if config.quantization is not None:
         raise InvalidValueError("MODEL", str(source), f"a model with float weights (this one is {config.quantization})")
     check_head_form(lm_head, config.tie_word_embeddings)
@@ -99,7 +95,7 @@ def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, quantized: Mod
 
 
 class _Matrix:
-    """One matrix of the source; it is quantized when its values are asked for, and its scales wait for their turn."""
+    """One matrix of the source, quantized when its values are read; its scales are read after them."""
 
     def __init__(self, checkpoint: Checkpoint, entry: TensorEntry, scheme: str) -> None:
         self._checkpoint, self._entry, self._scheme = checkpoint, entry, scheme

@@ -37,13 +37,13 @@ from d3engine.weights_tools.demo_trainer import (
     Muon,
     batch_loss,
     batches,
+    config_json,
     cutoffs,
     draw_cutoff,
     draw_tail,
     encode,
     exits_loss,
     export,
-    hf_config,
     load,
     mixed_problems,
     train_tokenizer,
@@ -428,7 +428,7 @@ def earlier_model(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"must be a model that this script has made; got {text!r}, without {missing[0]}"
         )
-    if json.loads((directory / "config.json").read_text()) != hf_config(DemoConfig()):
+    if json.loads((directory / "config.json").read_text()) != config_json(DemoConfig()):
         raise argparse.ArgumentTypeError(f"must be a model of the shape that this script trains; got {text!r}")
     return directory
 

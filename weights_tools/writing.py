@@ -1,9 +1,4 @@
-"""Writes a model directory: checked first, in shards, and whole or not at all.
-
-The one idea: a converter describes its tensors (`PendingTensor`: a shape and how to read it) before reading
-any. So names and shapes meet the loader's own checks before the first byte is written, and only one shard is
-in memory at a time.
-"""
+"""Writes a model directory in shards, checked before the first byte, and whole or not at all."""
 
 from __future__ import annotations
 
@@ -57,7 +52,10 @@ _SENTENCEPIECE_CONFIG = {
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor still to be read: which file errors name, what it will be, and how to get it."""
+    """A tensor still to be read: the file for errors, its shape and dtype, and the function that reads it.
+
+    So names and shapes are checked before any is read, and only one shard is in memory at a time.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -67,13 +65,12 @@ class PendingTensor:
 
 @contextmanager
 def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a new folder; when the block ends without an error, its files are those of `destination`.
+    """Yield a new folder; when the block ends without an error, its files become those of `destination`.
 
-    A destination that is not there yet appears with all its files at once. One with files in it is refused unless
-    `overwrite`; then its old weight files go, and files of the same name as a new one are replaced. An error or an
-    interrupt puts all of them back. Should the process be killed in that moment, the destination has no config.json,
-    so that nobody loads a half of each model, and the old files lie in "old" in a hidden folder there. Raises
-    `InvalidValueError`.
+    A new destination appears with all its files at once. One with files is refused unless `overwrite`; then its weight
+    files, and files of the same names as new ones, are replaced. An error or an interrupt restores them. If the process
+    is killed while it replaces files, the destination has no config.json, so that no mixed model can be loaded, and the
+    old files are in "old" in a hidden folder there. Raises `InvalidValueError`.
     """
     if destination.exists() and not destination.is_dir():
         raise InvalidValueError("DST", str(destination), "a directory, or a path where none exists yet")
@@ -81,7 +78,7 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
         raise InvalidValueError("DST", str(destination), "a new or empty directory (or give --overwrite)")
     is_new = not destination.exists()
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # Files can be moved only within one file system, and an existing directory may be where another one begins.
+    # Renames need one file system, and an existing directory may be a mount point.
     work = Path(tempfile.mkdtemp(dir=destination.parent if is_new else destination, prefix=f".{destination.name}."))
     folder, old = work / "new", work / "old"
     try:
@@ -92,7 +89,7 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
             os.rename(folder, destination)
         else:
             _replace_files(folder, destination, old)
-        shutil.rmtree(old)  # only now: until here it could be put back
+        shutil.rmtree(old)  # until here it could be restored
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for empty in (old, work):
@@ -101,9 +98,9 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _replace_files(folder: Path, destination: Path, old: Path) -> None:
-    """Move the files of `folder` into `destination`, and what they replace into `old`; undo that on any error.
+    """Move the files of `folder` into `destination`, and the replaced ones into `old`; undo it on any error.
 
-    config.json, without which nothing can be loaded, goes first and comes last.
+    config.json, without which nothing can be loaded, leaves first and arrives last.
     """
     arriving = sorted((file.name for file in folder.iterdir()), key=lambda name: name == CONFIG_FILE)
     stale = {file.name for file in destination.glob("model*.safetensors")} | {INDEX_FILE, *arriving}
@@ -123,7 +120,7 @@ def _replace_files(folder: Path, destination: Path, old: Path) -> None:
 
 
 def copy_companions(source: ModelSource, folder: Path, *, leave: Container[str] = ()) -> None:
-    """Write down what a model holds beside its weights: configs, tokenizer and the like; but not `leave`."""
+    """Copy a model's files besides its weights, such as configs and tokenizer, but not `leave`."""
     files = files_of(source)
     for name in COMPANIONS:
         if name not in leave and files.has(name):
@@ -242,7 +239,7 @@ def _tokenizer_json_size(content: bytes) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """What a library's error says, cut to one line."""
+    """The first line of a library's error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -255,12 +252,10 @@ def write_weights(
     show_progress: bool = True,
     description: str = "converting",
 ) -> None:
-    """Write the tensors `config` asks for as safetensors: one file, or shards of at most `shard_bytes` and an
-    index.
+    """Write the tensors of `config` as safetensors: one file, or shards of at most `shard_bytes` and an index.
 
-    A single tensor larger than `shard_bytes` gets a shard of its own. What a checkpoint may carry beyond that
-    (old rope buffers, the second copy of a tied embedding) is dropped; anything else raises
-    `ModelFormatError` before writing.
+    A tensor larger than `shard_bytes` gets a separate shard. Old rope buffers and the second copy of a tied embedding
+    are dropped; other surplus tensors raise `ModelFormatError` before writing.
     """
     _check(tensors, config)
     wanted = {name: tensors[name] for name in expected_tensors(config)}
@@ -274,15 +269,14 @@ def write_weights(
         for name, shard in zip(names, shards, strict=True):
             contents = {}
             for key in shard:
-                # A copy of its own: a view into a mapped or merged file would be written with its whole
-                # storage.
+                # Copied, as a view into a mapped or merged file would be written with its whole storage.
                 contents[key] = wanted[key].read().clone(memory_format=torch.contiguous_format)
                 progress.update(contents[key].nbytes)
             try:
                 save_file(contents, folder / name, metadata={"format": "pt"})
             except SafetensorError as error:
                 raise FailedError(f"{folder / name} cannot be written: {error}") from error
-            shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes for its owner alone
+            shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes with mode 600
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -302,7 +296,7 @@ def _check(tensors: Mapping[str, PendingTensor], config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Stands for a mapped safetensors file where the loader's checks look into a tensor."""
+    """A `TensorFile` of pending tensors, for the loader's checks."""
 
     tensors: Mapping[str, PendingTensor]
 
@@ -313,7 +307,7 @@ class _Reader:
         return self.tensors[name].read()[row]
 
     def give_back(self, name: str) -> None:
-        """Nothing: what a converter reads is its own."""
+        """Do nothing: nothing is kept."""
 
 
 def _nbytes(tensor: PendingTensor) -> int:
@@ -321,7 +315,7 @@ def _nbytes(tensor: PendingTensor) -> int:
 
 
 def _plan_shards(tensors: Mapping[str, PendingTensor], shard_bytes: int) -> list[list[str]]:
-    """Cut the tensor names, in their order, into runs of at most `shard_bytes`."""
+    """Split the tensor names, in their order, into shards of at most `shard_bytes`."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
