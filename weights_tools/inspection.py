@@ -6,7 +6,6 @@ Not inspect.py: scripts of this folder, first on their path, would import it for
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +21,10 @@ from d3engine.model.source import open_checkpoint
 from d3engine.progress import bar_columns, hides_bars
 
 TENSOR_COLUMNS = ("name", "count", "shape", "dtype", "values", "bytes")
+_SIZES = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("tie_word_embeddings", "max_position_embeddings"),
+)
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
@@ -60,7 +63,26 @@ class Inspection:
 
     def configuration(self) -> list[tuple[str, str]]:
         """Rows of a table of config.json and sizes."""
-        return _configuration(self.facts)
+        facts = self.facts
+        scheme = facts["quantization"]
+        factor = "" if facts["rope_factor"] is None else f" x{facts['rope_factor']:g}"
+        rows = {
+            "layers": f"{facts['num_layers']}",
+            "hidden / intermediate": f"{facts['hidden_size']:,} / {facts['intermediate_size']:,}",
+            "heads / kv heads x size": f"{facts['num_heads']} / {facts['num_kv_heads']} x {facts['head_dim']}",
+            "vocabulary": f"{facts['vocab_size']:,}" + (" (tied)" if facts["tie_word_embeddings"] else ""),
+            "positions": f"{facts['max_position_embeddings']:,}",
+            "rope": f"{facts['rope_type']}{factor}, theta {facts['rope_theta']:g}",
+            "dtype": facts["dtype"] or "not given",
+            "bos / eos": f"{facts['bos_token_id']} / {', '.join(map(str, facts['eos_token_ids'])) or None}",
+            "quantization": "none"
+            if scheme is None
+            else f"{scheme}, LM head {facts['lm_head_quantization'] or 'float'}",
+            "parameters": f"{facts['num_parameters']:,}",
+            "file bytes": f"{facts['file_bytes']:,}",
+            "KV bytes per token": f"{facts['kv_bytes_per_token']:,} ({8 * facts['bytes_per_kv_value']}-bit)",
+        }
+        return list(rows.items())
 
     def tensors(self) -> list[tuple[str, ...]]:
         """Rows of a table with the columns `TENSOR_COLUMNS`, summed over layers."""
@@ -101,25 +123,12 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
                 progress.update(entry.nbytes)
 
 
-def kv_bytes_per_token(config: ModelConfig, bytes_per_value: int) -> int:
-    """Bytes of keys and values that one token occupies over all layers at full depth."""
-    return 2 * config.num_layers * config.kv_size * bytes_per_value
-
-
 def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     entries = checkpoint.entries.values()
     in_files = max((entry.bytes_per_value for entry in entries if not entry.name.endswith(SCALES)), default=2)
     itemsize = getattr(torch, config.dtype).itemsize if config.dtype else in_files
     return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
+        **{name: getattr(config, name) for name in _SIZES},
         "rope_type": config.rope.rope_type,
         "rope_factor": config.rope.factor,
         "rope_theta": config.rope.theta,
@@ -130,7 +139,7 @@ def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         "lm_head_quantization": config.head_quantization,
         "num_parameters": _num_parameters(config, checkpoint),
         "file_bytes": sum(entry.nbytes for entry in entries),
-        "kv_bytes_per_token": kv_bytes_per_token(config, itemsize),
+        "kv_bytes_per_token": 2 * config.num_layers * config.kv_size * itemsize,  # at full depth
         "bytes_per_kv_value": itemsize,
     }
 
@@ -150,23 +159,3 @@ def _tensor_groups(checkpoint: Checkpoint) -> list[TensorGroup]:
         group = TensorGroup(name, entry.shape, entry.type_name)
         groups.setdefault((name, entry.shape, entry.type_name), group).add(entry)
     return [groups[key] for key in sorted(groups)]
-
-
-def _configuration(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    scheme = facts["quantization"]
-    factor = "" if facts["rope_factor"] is None else f" x{facts['rope_factor']:g}"
-    rows = {
-        "layers": f"{facts['num_layers']}",
-        "hidden / intermediate": f"{facts['hidden_size']:,} / {facts['intermediate_size']:,}",
-        "heads / kv heads x size": f"{facts['num_heads']} / {facts['num_kv_heads']} x {facts['head_dim']}",
-        "vocabulary": f"{facts['vocab_size']:,}" + (" (tied)" if facts["tie_word_embeddings"] else ""),
-        "positions": f"{facts['max_position_embeddings']:,}",
-        "rope": f"{facts['rope_type']}{factor}, theta {facts['rope_theta']:g}",
-        "dtype": facts["dtype"] or "not given",
-        "bos / eos": f"{facts['bos_token_id']} / {', '.join(map(str, facts['eos_token_ids'])) or None}",
-        "quantization": "none" if scheme is None else f"{scheme}, LM head {facts['lm_head_quantization'] or 'float'}",
-        "parameters": f"{facts['num_parameters']:,}",
-        "file bytes": f"{facts['file_bytes']:,}",
-        "KV bytes per token": f"{facts['kv_bytes_per_token']:,} ({8 * facts['bytes_per_kv_value']}-bit)",
-    }
-    return list(rows.items())

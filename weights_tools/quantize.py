@@ -13,12 +13,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.model.checkpoint import Checkpoint, TensorEntry, dtype_of, quantized_tensors, value_dtype
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
-from d3engine.model.expected_tensors import (
-    check_tensors,
-    check_values,
-    expected_tensors,
-    scheme_of,
-)
+from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, scheme_of
 from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
 from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
 from d3engine.model.weights import check_head_form, quantize_matrix

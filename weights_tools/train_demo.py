@@ -169,12 +169,7 @@ class DemoRun:
         validation = list(itertools.islice(mixed_problems(args.tasks, "validation", 0), 100))
         resumed = self.load_checkpoint() if args.resume else 0
         stream = batches(
-            self.tokenizer,
-            args.tasks,
-            args.seed,
-            args.prompt_loss_weight,
-            args.single_step_share,
-            args.giver_share,
+            self.tokenizer, args.tasks, args.seed, args.prompt_loss_weight, args.single_step_share, args.giver_share
         )
         for batch in stream:
             if progress.step >= schedule.steps:

@@ -189,9 +189,16 @@ def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
 
     Meta's file becomes a tokenizer.json, which others read too.
     """
-    content, name, config = _tokenizer_bytes(tokenizer), f"tokenizer{tokenizer.suffix}", _SENTENCEPIECE_CONFIG
+    if not tokenizer.is_file() or tokenizer.suffix not in (".model", ".json"):
+        raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a .model file")
+    content = read_bytes(tokenizer, DATA_BYTES)
+    name, config = f"tokenizer{tokenizer.suffix}", _SENTENCEPIECE_CONFIG
     if is_tiktoken(content):
-        content, names = _json_of_ranks(tokenizer, content)
+        try:
+            backend, names = read_tiktoken(tokenizer, content, {})
+        except ModelFormatError as error:
+            raise InvalidValueError("tokenizer", str(tokenizer), f"a readable .model file ({error})") from None
+        content = backend.to_str().encode()
         name, config = "tokenizer.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     size = _tokenizer_size(tokenizer, name, content)
     if size > vocab_size:
@@ -203,39 +210,19 @@ def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
         write_json(folder / "tokenizer_config.json", config)
 
 
-def _tokenizer_bytes(tokenizer: Path) -> bytes:
-    if not tokenizer.is_file() or tokenizer.suffix not in (".model", ".json"):
-        raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a .model file")
-    return read_bytes(tokenizer, DATA_BYTES)
-
-
-def _json_of_ranks(tokenizer: Path, content: bytes) -> tuple[bytes, dict[str, str]]:
-    try:
-        backend, names = read_tiktoken(tokenizer, content, {})
-    except ModelFormatError as error:
-        raise InvalidValueError("tokenizer", str(tokenizer), f"a readable .model file ({error})") from None
-    return backend.to_str().encode(), names
-
-
 def _tokenizer_size(tokenizer: Path, name: str, content: bytes) -> int:
     """The number of tokens in a tokenizer file; `InvalidValueError` if the engine cannot read it."""
     try:
-        return _sentencepiece_size(content) if name.endswith(".model") else _tokenizer_json_size(content)
+        if name.endswith(".model"):
+            from sentencepiece import SentencePieceProcessor
+
+            return int(SentencePieceProcessor(model_proto=content).get_piece_size())
+        from tokenizers import Tokenizer
+
+        return int(guarded(Tokenizer.from_buffer, content).get_vocab_size())
     except Exception as error:  # both libraries raise bare Exception and RuntimeError for a bad file
         allowed = f"a readable tokenizer.json or .model file ({first_line(error)})"
         raise InvalidValueError("tokenizer", str(tokenizer), allowed) from None
-
-
-def _sentencepiece_size(content: bytes) -> int:
-    from sentencepiece import SentencePieceProcessor
-
-    return int(SentencePieceProcessor(model_proto=content).get_piece_size())
-
-
-def _tokenizer_json_size(content: bytes) -> int:
-    from tokenizers import Tokenizer
-
-    return int(guarded(Tokenizer.from_buffer, content).get_vocab_size())
 
 
 def first_line(error: Exception) -> str:
@@ -260,7 +247,10 @@ def write_weights(
     _check(tensors, config)
     wanted = {name: tensors[name] for name in expected_tensors(config)}
     shards = _plan_shards(wanted, shard_bytes)
-    names = _shard_names(len(shards))
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE_FILE]
     total = sum(_nbytes(tensor) for tensor in wanted.values())
     disable = hides_bars() if show_progress else True
     with tqdm(
@@ -325,9 +315,3 @@ def _plan_shards(tensors: Mapping[str, PendingTensor], shard_bytes: int) -> list
         shards[-1].append(name)
         filled += _nbytes(tensor)
     return shards
-
-
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

@@ -295,20 +295,9 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
 
 
 ENGINE_OPTIONS = (
-    "device",
-    "dtype",
-    "weight_dtype",
-    "pack_weights",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "kv_cache_dtype",
-    "kv_cache_memory_bytes",
-    "gpu_memory_utilization",
-    "enable_prefix_caching",
-    "seed",
-    "tokenizer",
+    *("device", "dtype", "weight_dtype", "pack_weights", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching"),
+    *("seed", "tokenizer"),
 )
 """Arguments that are passed to `Engine`."""
 

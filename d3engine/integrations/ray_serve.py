@@ -148,11 +148,7 @@ class _RayProxy:
     """The ingress of the application."""
 
     def __init__(
-        self,
-        replicas: DeploymentHandle,
-        max_body_bytes: int,
-        api_keys: tuple[str, ...],
-        metrics_keys: tuple[str, ...],
+        self, replicas: DeploymentHandle, max_body_bytes: int, api_keys: tuple[str, ...], metrics_keys: tuple[str, ...]
     ) -> None:
         self._replicas = replicas
         self._proxy = Proxy(self._ask, self._ask_all, max_body_bytes, api_keys, metrics_keys)

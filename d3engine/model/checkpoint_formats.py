@@ -26,7 +26,7 @@ from d3engine.model.checkpoint import (
     is_layer_matrix,
     quantized_tensors,
 )
-from d3engine.model.families import GGUF_LAYER_MODULES
+from d3engine.model.families import GGUF_LAYER_MODULES, GGUFLayout, TensorNames
 from d3engine.model.gguf_file import GGUFFile
 from d3engine.model.gguf_metadata import FREQ_FACTORS, gguf_family
 from d3engine.model.quantization_config import FP8_GROUPS, Block
@@ -253,7 +253,6 @@ def _block_in(shape: tuple[int, ...], scales: tuple[int, ...], named: Block | No
     return named if (-(-rows // high), -(-columns // wide)) == (down, across) else None
 
 
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """Modules with rows of heads, which may be in another order than transformers', and the config's number of heads."""
@@ -264,9 +263,8 @@ def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
 
     Raises `ModelFormatError` for a tensor that no model here has, or whose rows are not the config's heads.
     """
-    _, layout = gguf_family(file)
-    modules = {**GGUF_LAYER_MODULES, **layout.modules}
-    names = {_name_of(file, name, modules): name for name in file.tensors if name != FREQ_FACTORS}
+    family, layout = gguf_family(file)
+    names = {_name_of(file, name, family.names, layout): name for name in file.tensors if name != FREQ_FACTORS}
     heads = {module: config[field] for module, field in _HEADS.items()} if layout.adjacent_pairs else {}
     tensors = GGUFTensors(file, names, heads)
     return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
@@ -313,15 +311,20 @@ class GGUFTensors:
         return self._heads.get(name.split(".")[-2])
 
 
-def _name_of(file: GGUFFile, name: str, modules: Mapping[str, str]) -> str:
+def _name_of(file: GGUFFile, name: str, names: TensorNames, layout: GGUFLayout) -> str:
     """transformers' name of a tensor; raises `ModelFormatError` for an unknown one."""
-    module, _, kind = name.rpartition(".")
-    if module in _NAMES and kind == "weight":
-        return f"{_NAMES[module]}.weight"
     found = _LAYER.fullmatch(name)
-    if found is None or found[2] not in modules:
+    module = None if found is None else layout.modules.get(found[2]) or GGUF_LAYER_MODULES.get(found[2])
+    if found is not None and module is not None:
+        return f"{names.layer(int(found[1]))}{module}.{found[3]}"
+    own = {
+        "token_embd.weight": names.embedding,
+        "output_norm.weight": names.final_norm,
+        "output.weight": "lm_head.weight",
+    }
+    if name not in own:
         raise ModelFormatError(f"{file.path}: tensor {name!r} is not supported: no model here has it")
-    return f"model.layers.{found[1]}.{modules[found[2]]}.{found[3]}"
+    return own[name]
 
 
 def to_adjacent_pairs(weight: Tensor, num_heads: int) -> Tensor:

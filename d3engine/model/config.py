@@ -118,7 +118,8 @@ class ModelConfig:
         """
         family = family_of(Fields(config, CONFIG_FILE))
         fields = Fields({**family.defaults, **config}, CONFIG_FILE)
-        _refuse_other_models(fields, family)
+        slides = family.has_window(fields) and fields.get("sliding_window") is not None
+        _refuse_other_models(fields, family, slides)
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         head_dim = _head_dim(fields, hidden_size, num_heads)
@@ -144,7 +145,7 @@ class ModelConfig:
             has_head_norms=family.has_head_norms,
             multipliers=multipliers,
             tensor_names=family.names,
-            sliding_window=_sliding_window(fields, family),
+            sliding_window=fields.integer("sliding_window") if slides else None,
             bos_token_id=_bos_token_id(fields, generation_config, family.bos_token_id),
             eos_token_ids=_eos_token_ids(fields, generation_config, family.eos_token_ids),
             dtype=_dtype(fields),
@@ -234,7 +235,7 @@ def not_applied(model: ModelSource) -> dict[str, Any]:
     }
 
 
-def _refuse_other_models(fields: Fields, family: Family) -> None:
+def _refuse_other_models(fields: Fields, family: Family, slides: bool) -> None:
     """Raise for options that make the model another than a Llama."""
     family.check(fields)
     for name, (neutral, why) in _NEUTRAL.items():
@@ -242,17 +243,11 @@ def _refuse_other_models(fields: Fields, family: Family) -> None:
         if value is not None and value not in neutral:
             allowed = " or ".join(json.dumps(one).replace('"', "'") for one in neutral) or "absent"
             fields.refuse(name, allowed + why)
-    _refuse_other_layers(fields, family)
+    # Which layers have the window does not matter: no text becomes longer than it.
+    need_layer_types(fields, ("full_attention", *(["sliding_attention"] if slides else [])))
     # pretraining_tp > 1 made transformers 4 split matrix products into slices and sum them: the same numbers
     # but for rounding, and transformers 5 no longer does it. So it is checked and then has no effect.
     fields.integer("pretraining_tp", default=1)
-
-
-def _refuse_other_layers(fields: Fields, family: Family) -> None:
-    """Every layer attends to the whole text, or to a window of it where the config names one."""
-    # Which layers have the window does not matter: no text becomes longer.
-    slides = family.has_window(fields) and fields.get("sliding_window") is not None
-    need_layer_types(fields, ("full_attention", *(["sliding_attention"] if slides else [])))
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> RopeConfig:
@@ -261,12 +256,6 @@ def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> 
         name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
         fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")
     return rope
-
-
-def _sliding_window(fields: Fields, family: Family) -> int | None:
-    if not family.has_window(fields) or fields.get("sliding_window") is None:
-        return None
-    return fields.integer("sliding_window")
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:

@@ -247,10 +247,7 @@ FAMILIES = (
         },
         bos_token_id=0,
         biases=_seed_oss_biases,
-        gguf=GGUFLayout(
-            "seed_oss",
-            modules={"post_attention_norm": "post_attention_layernorm"},
-        ),
+        gguf=GGUFLayout("seed_oss", modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
     Family(
         ("GraniteForCausalLM",),
@@ -286,12 +283,7 @@ FAMILIES = (
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
         "internlm3",
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 32_768,
-            "rms_norm_eps": 1e-5,
-        },
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5},
         biases=_internlm3_biases,
     ),
     Family(

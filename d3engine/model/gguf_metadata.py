@@ -429,11 +429,11 @@ def _split(*patterns: str) -> tuple[dict[str, Any], ...]:
     return *steps, byte_level(use_regex=False)
 
 
-_LLAMA3_WORDS = (
+LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SEED = _QWEN2.replace(r"]+[\r\n]*|", "]+|")
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
@@ -446,8 +446,8 @@ _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
 # A name stands for the pre-tokenizer of the model's own tokenizer.json, so the table is in that file's terms. Unknown
 # names are refused: a guess would give other tokens, and poor answers.
 _PRE_TOKENIZERS = {
-    "llama-bpe": PreTokenizer(_split(_LLAMA3_WORDS), whole_words=True, begins=True),
-    "smaug-bpe": PreTokenizer(_split(_LLAMA3_WORDS)),
+    "llama-bpe": PreTokenizer(_split(LLAMA3_PATTERN), whole_words=True, begins=True),
+    "smaug-bpe": PreTokenizer(_split(LLAMA3_PATTERN)),
     "qwen2": PreTokenizer(_split(_QWEN2)),
     "seed-coder": PreTokenizer(_split(_SEED)),
     "gpt-2": PreTokenizer((byte_level(use_regex=True),)),

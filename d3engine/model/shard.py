@@ -51,10 +51,7 @@ class ModelShard:
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The config of the rank's layers; the vocabulary is still the whole one."""
         return replace(
-            whole,
-            num_heads=len(self.heads),
-            num_kv_heads=len(self.kv_heads),
-            intermediate_size=len(self.channels),
+            whole, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), intermediate_size=len(self.channels)
         )
 
 

@@ -56,12 +56,7 @@ class PromptReader:
         """The prompt's text, if it was given as one, and its token ids."""
         text, ids = self._text_and_ids(prompt)
         require(len(ids) > 0, "prompt", prompt, "a prompt of at least one token")
-        require(
-            len(ids) < self._max_model_len,
-            "prompt",
-            f"{len(ids)} tokens",
-            self._shorter,
-        )
+        require(len(ids) < self._max_model_len, "prompt", f"{len(ids)} tokens", self._shorter)
         return text, self._checked_ids(ids)
 
     def _text_and_ids(self, prompt: Any) -> tuple[str | None, Sequence[int]]:

@@ -243,11 +243,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _name_special_tokens(self, path: Path, config: Mapping[str, Any]) -> None:
         """Take BOS and EOS from tokenizer_config.json, else from the model itself."""
         ids = {token: i for i, token in self._tokens.items()}
-        own = {
-            "bos_token": self._plain.bos_id(),
-            "eos_token": self._plain.eos_id(),
-            "unk_token": self._plain.unk_id(),
-        }
+        own = {"bos_token": self._plain.bos_id(), "eos_token": self._plain.eos_id(), "unk_token": self._plain.unk_id()}
         from_model = {field: self._tokens[i] for field, i in own.items() if i >= 0}
         self.special_tokens = from_model | named_special_tokens(config)
         found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token"))

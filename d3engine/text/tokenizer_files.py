@@ -17,16 +17,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from d3engine.errors import ModelFormatError, must_be
+from d3engine.model.gguf_metadata import LLAMA3_PATTERN
 from d3engine.model.source import ModelFiles, ModelSource, files_of
 
 # Meta's tokenizer.model of Llama 3 (llama-models, models/llama3/tokenizer.py): byte strings with ranks, in base64, as
 # tiktoken reads it. The special tokens have the names of Llama 3.1's tokenizer.json.
 _FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s")
 _LONGEST_TOKEN = 1024  # bytes; the longest of Llama 3 has 128
-_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -60,7 +57,7 @@ def read_tiktoken(path: Path, content: bytes, config: Mapping[str, Any]) -> tupl
     merges = [(text[left], text[right]) for left, right in _merges(ranks)]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
