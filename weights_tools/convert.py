@@ -256,7 +256,10 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
             raise ModelFormatError(f"{file}: {name!r} is a {type(tensor).__name__}, not a tensor")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise ModelFormatError(f"{file}: tensor {name!r} is no dense tensor with values of its own")
-    _refuse_more_than_is_there(file, state)
+    # Twice its size is the most that a file can hold, where two names share each storage.
+    described, size = sum(tensor.nbytes for tensor in state.values()), file.stat().st_size
+    if described > 2 * size:
+        raise ModelFormatError(f"{file} has {size:,} bytes and describes tensors of {described:,}: they repeat values")
     return state
 
 
@@ -268,13 +271,6 @@ def _refuse_packed(file: Path, opened: BinaryIO) -> None:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ModelFormatError(f"{file}: {entry.filename!r} is packed, which torch.save never does")
-
-
-def _refuse_more_than_is_there(file: Path, state: dict[str, Tensor]) -> None:
-    """Raise for tensors of more than twice the file's size: at most two names share a storage."""
-    described, there = sum(tensor.nbytes for tensor in state.values()), file.stat().st_size
-    if described > 2 * there:
-        raise ModelFormatError(f"{file} has {there:,} bytes and describes tensors of {described:,}: they repeat values")
 
 
 GGUF_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from d3engine.model.checkpoint import SCALES, Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, held_dtype
 from d3engine.model.source import open_checkpoint
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.model.weights import byte_progress
 
 TENSOR_COLUMNS = ("name", "count", "shape", "dtype", "values", "bytes")
 _SIZES = (
@@ -112,10 +111,7 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
         check_tensors(checkpoint, config)
         entries = [checkpoint.entries[name] for name in expected_tensors(config)]
         total = sum(entry.nbytes for entry in entries)
-        disable = hides_bars() if show_progress else True
-        with tqdm(
-            total=total, desc="verifying", unit="B", unit_scale=True, disable=disable, ncols=bar_columns()
-        ) as progress:
+        with byte_progress(total, "verifying", show_progress) as progress:
             for entry in entries:
                 tensor = checkpoint.read(entry.name)
                 check_values(entry, tensor, tensor.to(held_dtype(entry, dtype or tensor.dtype)))

@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.files import DATA_BYTES, is_there, naming, read_bytes
@@ -24,7 +23,7 @@ from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, 
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
 from d3engine.model.source import COMPANIONS, CONFIG_FILE, ModelSource, files_of
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.model.weights import byte_progress
 from d3engine.text.tokenizer import guarded
 from d3engine.text.tokenizer_files import is_tiktoken, read_tiktoken
 
@@ -252,10 +251,7 @@ def write_weights(
     if count == 1:
         names = [SINGLE_FILE]
     total = sum(_nbytes(tensor) for tensor in wanted.values())
-    disable = hides_bars() if show_progress else True
-    with tqdm(
-        total=total, desc=description, unit="B", unit_scale=True, disable=disable, ncols=bar_columns()
-    ) as progress:
+    with byte_progress(total, description, show_progress) as progress:
         for name, shard in zip(names, shards, strict=True):
             contents = {}
             for key in shard:

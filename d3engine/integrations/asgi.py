@@ -38,7 +38,25 @@ def asgi_app(
         settings: as for the server; None: `embedded_settings(model)`.
         engine_arguments: as for `AsyncEngine`.
     """
-    return _WithEngine(model, settings or embedded_settings(model), engine_arguments).app
+    server_settings = settings or embedded_settings(model)
+    running: list[ASGIApp] = []
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine = await asyncio.to_thread(AsyncEngine, model, **engine_arguments)
+        try:
+            running.append(AtRoot(create_app(engine, server_settings)))
+            yield
+        finally:
+            running.clear()
+            await engine.close()
+
+    async def forward(scope: Scope, receive: Receive, send: Send) -> None:
+        if not running:
+            raise RuntimeError("the app's lifespan has not begun: its server must run it")
+        await running[0](scope, receive, send)
+
+    return Starlette(routes=[Mount("/", app=forward)], lifespan=lifespan)
 
 
 def embedded_settings(model: str | os.PathLike[str], **changes: Any) -> ServerSettings:
@@ -63,30 +81,6 @@ class AtRoot:
             path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
             scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
         await self._app(scope, receive, send)
-
-
-class _WithEngine:
-    def __init__(self, model: str | os.PathLike[str], settings: ServerSettings, arguments: dict[str, Any]) -> None:
-        self._model = model
-        self._settings = settings
-        self._arguments = arguments
-        self._inner: ASGIApp | None = None
-        self.app = Starlette(routes=[Mount("/", app=self._pass_on)], lifespan=self._lifespan)
-
-    @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        engine = await asyncio.to_thread(AsyncEngine, self._model, **self._arguments)
-        try:
-            self._inner = AtRoot(create_app(engine, self._settings))
-            yield
-        finally:
-            self._inner = None
-            await engine.close()
-
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._inner is None:
-            raise RuntimeError("the app's lifespan has not begun: its server must run it")
-        await self._inner(scope, receive, send)
 
 
 DECIDED = ("output_kind", "detokenize")

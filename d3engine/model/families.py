@@ -107,18 +107,12 @@ class GGUFLayout:
     has_rope_switch: bool = False
 
 
-def _llama_biases(fields: Fields) -> Biases:
-    attention = fields.boolean("attention_bias")
-    return Biases(qkv=attention, output=attention, mlp=fields.boolean("mlp_bias"))
+def _biases(qkv: str, output: str, mlp: str | None = None) -> Callable[[Fields], Biases]:
+    """Reads each bias from the field of that name; None: no bias."""
+    return lambda fields: Biases(fields.boolean(qkv), fields.boolean(output), mlp is not None and fields.boolean(mlp))
 
 
-def _seed_oss_biases(fields: Fields) -> Biases:
-    return Biases(fields.boolean("attention_bias"), fields.boolean("attention_out_bias"), fields.boolean("mlp_bias"))
-
-
-def _qwen3_biases(fields: Fields) -> Biases:
-    attention = fields.boolean("attention_bias")
-    return Biases(qkv=attention, output=attention)
+_llama_biases = _biases("attention_bias", "attention_bias", "mlp_bias")
 
 
 def _internlm3_biases(fields: Fields) -> Biases:
@@ -246,7 +240,7 @@ FAMILIES = (
             "attention_bias": True,
         },
         bos_token_id=0,
-        biases=_seed_oss_biases,
+        biases=_biases("attention_bias", "attention_out_bias", "mlp_bias"),
         gguf=GGUFLayout("seed_oss", modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
     Family(
@@ -298,7 +292,7 @@ FAMILIES = (
         bos_token_id=None,
         eos_token_ids=(),
         has_window=_uses_window,
-        biases=_qwen3_biases,
+        biases=_biases("attention_bias", "attention_bias"),
         has_head_norms=True,
         gguf=GGUFLayout("qwen3"),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -159,20 +159,19 @@ def load_weights(
         if part is not None:
             checkpoint, config = shard_checkpoint(checkpoint, config, part), part.config(config)
         total = sum(checkpoint.entries[name].nbytes for name in expected_tensors(config))
-        with tqdm(
-            total=total,
-            desc="loading weights",
-            unit="B",
-            unit_scale=True,
-            disable=hides_bars() if show_progress else True,
-            ncols=bar_columns(),
-            delay=0.5,
-            leave=False,
-        ) as progress:
+        with byte_progress(total, "loading weights", show_progress, delay=0.5, leave=False) as progress:
             loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, form, torch.device(device), progress)
             weights = loader.load()
     forget_header()
     return weights
+
+
+def byte_progress(total: int, description: str, show: bool, **options: Any) -> tqdm[None]:
+    """A progress bar of bytes, on a terminal only; `options` are further ones of tqdm."""
+    disable = hides_bars() if show else True
+    return tqdm(
+        total=total, desc=description, unit="B", unit_scale=True, disable=disable, ncols=bar_columns(), **options
+    )
 
 
 def random_weights(
