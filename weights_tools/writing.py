@@ -1,4 +1,4 @@
-"""Writes a model directory in shards, checked before the first byte, and whole or not at all."""
+"""Writes a model directory in shards: checked first, and whole or not at all."""
 
 from __future__ import annotations
 

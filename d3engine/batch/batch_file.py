@@ -1,4 +1,4 @@
-"""The files of a batch: lines of requests, and the results, from which an ended batch resumes."""
+"""The files of a batch: lines of requests, and results from which a batch resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core of the adapters: an engine behind the server's app, and sampling parameters out of JSON."""
+"""The adapters' core: an engine behind the server's app, and parameters out of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of KServe: its open inference protocol (v2) over HTTP and gRPC, and OpenAI's routes."""
+"""A model of KServe: its open inference protocol (v2), and OpenAI's routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM`: the engine with vLLM's arguments. Those without a counterpart need a value without effect."""
+"""`LLM`: the engine with vLLM's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine as a model of lm-evaluation-harness, `d3engine`; importing this module registers it."""
+"""The engine as the model `d3engine` of lm-evaluation-harness; importing it registers it."""
 
 from __future__ import annotations
 

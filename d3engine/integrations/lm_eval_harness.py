@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness under several depth policies on one engine (extra `eval`)."""
+"""Tasks of lm-evaluation-harness under several depth policies (extra `eval`)."""
 
 from __future__ import annotations
 

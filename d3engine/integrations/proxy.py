@@ -1,4 +1,4 @@
-"""A reverse proxy with retry before several replicas, the routing between them, and a replica."""
+"""A reverse proxy with retry before several replicas, their routing, and a replica."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Ray Serve: OpenAI's routes over several replicas of an engine, on one machine or on a cluster (extra `ray`).
-
-from ray import serve
-from d3engine.integrations.ray_serve import app
-
-serve.run(app("demo", num_replicas=2))
-"""
+"""Ray Serve: OpenAI's routes over several replicas of an engine (extra `ray`)."""
 
 from __future__ import annotations
 
@@ -57,6 +51,11 @@ def app(
     **engine_arguments: Any,
 ) -> serve.Application:
     """An application for `ray.serve.run`, or for `serve run MODULE:NAME`.
+
+        from ray import serve
+        from d3engine.integrations.ray_serve import app
+
+        serve.run(app("demo", num_replicas=2))
 
     It has two deployments: replicas, each an engine behind the app of `d3engine serve`, and proxies without a model,
     which outlive them and report a replica's death.

@@ -1,4 +1,4 @@
-"""An engine in place of a causal language model of transformers: `generate` with its arguments."""
+"""An engine in place of a causal language model of transformers, with its `generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of NVIDIA Triton's Python backend, with the inputs and outputs of Triton's vLLM backend."""
+"""A model of Triton's Python backend, with the tensors of Triton's vLLM backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model repository for NVIDIA Triton Inference Server, whose Python backend runs an engine."""
+"""A model repository of NVIDIA Triton, whose Python backend runs an engine."""
 
 from __future__ import annotations
 

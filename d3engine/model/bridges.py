@@ -1,8 +1,4 @@
-"""Linear shortcuts (bridges): affine maps that replace windows of skipped layers, and their file.
-
-Fitted in closed form as in Din et al. 2023, "Jump to Conclusions: Short-Cutting Transformers With Linear
-Transformations", and in static pruning (Shopkhoev et al. 2025, "ReplaceMe").
-"""
+"""Linear shortcuts (bridges): affine maps over windows of skipped layers, and their file."""
 
 from __future__ import annotations
 
@@ -41,6 +37,8 @@ class Bridge:
     """The map that replaces the layers [first, stop): `h + weight @ (down @ h) + offset`.
 
     It costs about a tenth of one layer and writes no KV entries, so a bridged window frees its cache as a skipped one.
+    Sources: Din et al. 2023, "Jump to Conclusions: Short-Cutting Transformers With Linear Transformations"; Shopkhoev
+    et al. 2025, "ReplaceMe".
 
     Attributes:
         weight: [H, H], or [H, r] with `down`.

@@ -1,4 +1,4 @@
-"""The tensors of a model's safetensors files, memory-mapped, and the names of quantized ones."""
+"""The tensors of memory-mapped safetensors files, and the names of quantized ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of published 8-bit floats and of GGUF files, read by our names and in our formats."""
+"""Checkpoints of published 8-bit floats and of GGUF files as tensors of our own formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The validated, frozen description of a Llama that config.json and generation_config.json give."""
+"""The validated description of a Llama, from config.json and generation_config.json."""
 
 from __future__ import annotations
 

@@ -132,11 +132,10 @@ def is_ignored_tensor(name: str) -> bool:
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raise `ModelFormatError` unless the checkpoint holds exactly the tensors that `config` asks for, of the right
-    shapes and dtypes.
+    """Raise `ModelFormatError` unless a checkpoint has exactly the tensors of `config`, with their shapes and dtypes.
 
-    A tied model may carry an lm_head.weight equal to its embedding. If the two differ the model is refused:
-    transformers 4 drops that lm_head and transformers 5 unties it, so no answer would be right for everyone.
+    A tied model may have an lm_head.weight equal to its embedding. If the two differ the model is refused:
+    transformers 4 drops that lm_head and transformers 5 unties it, so either choice would be wrong for some users.
     """
     entries = checkpoint.entries
     expected = expected_tensors(config)

@@ -44,8 +44,9 @@ class Biases:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Granite's factors: of the embedding, of query-key products (None: 1 / sqrt(head_dim)), of a block's output; and
-    the divisor of logits.
+    """Granite's factors of the embedding, of query-key products, of a block's output, and its divisor of logits.
+
+    `attention` None: 1 / sqrt(head_dim).
     """
 
     # A norm is blind to the scale of the residual stream, but for its epsilon. So the stream is held divided by

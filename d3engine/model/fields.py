@@ -1,4 +1,4 @@
-"""The values of a model's JSON file, read one by one: typed, bounded, and refused by file, field and value."""
+"""Typed, bounded access to the values of a model's JSON files; errors name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header and tensors of a GGUF file, read with every count and length checked against the file."""
+"""Header and tensors of a GGUF file; every count and length is checked against the file."""
 
 from __future__ import annotations
 

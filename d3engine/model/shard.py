@@ -1,4 +1,4 @@
-"""Tensor parallelism: the shard of a model that a rank holds, and the sums that join the ranks."""
+"""Tensor parallelism: the shard of a model on each rank, and the sums over ranks."""
 
 from __future__ import annotations
 
@@ -282,5 +282,3 @@ class Ranks:
 
 
 Part = ModelShard
-part_of = shard_of
-part_shapes = shard_shapes

@@ -1,4 +1,4 @@
-"""A Llama's weights as the engine holds them: loaded, made at random, or quantized in memory."""
+"""A Llama's weights in the engine: loaded, made at random, or quantized in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of a conversation, checked by field, as the plain JSON that a template reads."""
+"""The messages of a conversation, checked, as the plain JSON that a template reads."""
 
 from __future__ import annotations
 

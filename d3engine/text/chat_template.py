@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the model's Jinja chat template or one that the caller gives."""
+"""Conversations to prompts, by the model's Jinja chat template or a given one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detokenization: the text of a growing sequence with its stop strings, and of single tokens."""
+"""The text of growing sequences, with stop strings, and of single tokens."""
 
 from __future__ import annotations
 

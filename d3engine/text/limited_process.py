@@ -1,4 +1,4 @@
-"""Untrusted programs (chat templates, grammars) in child processes with limits: the parent's side."""
+"""Child processes with limits for untrusted chat templates and grammars."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The child process that runs untrusted programs, and the frames of its pipes.
+"""The child process that runs untrusted programs, and the frames of its pipes."""
 
-The parent imports this module too, so it imports nothing slow: no torch, and jinja2 only with the first request for it.
-"""
-
+# The parent imports this module too, so it imports nothing slow: no torch, and jinja2 only with a request for it.
 from __future__ import annotations
 
 import json

@@ -210,8 +210,3 @@ def load_question_template(model: ModelSource) -> QuestionTemplate | None:
 
 def _is_short_text(value: object) -> bool:
     return isinstance(value, str) and len(value) <= _MAX_CHARACTERS
-
-
-PromptForm = QuestionTemplate
-load_prompt_form = load_question_template
-PROMPT_FORM_FILE = QUESTION_TEMPLATE_FILE

@@ -1,4 +1,4 @@
-"""A chat template under jinja2's sandbox with transformers' functions, and an analysis of its syntax tree."""
+"""A chat template in jinja2's sandbox, and an analysis of its syntax tree."""
 
 from __future__ import annotations
 

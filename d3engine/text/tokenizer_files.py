@@ -1,4 +1,4 @@
-"""Tokenizer files: special tokens, Meta's tiktoken file, and checks of tokenizer.json pipelines."""
+"""Special tokens, Meta's tiktoken file, and checks of tokenizer.json pipelines."""
 
 from __future__ import annotations
 
