@@ -79,7 +79,7 @@ def convert_bin(
         for name, tensor in load_pickled(file).items():
             if name in tensors:
                 raise ModelFormatError(f"tensor {name!r} is in both {tensors[name].file} and {file}")
-            tensors[name] = PendingTensor(file, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
+            tensors[name] = PendingTensor(file, tuple(tensor.shape), tensor.dtype, tensor.detach)
     with output_directory(destination, overwrite=overwrite) as folder:
         copy_companions(source, folder)
         write_weights(folder, config, tensors, shard_bytes=shard_bytes, show_progress=show_progress)
