@@ -14,9 +14,9 @@ from d3engine.model.checkpoint import Checkpoint, TensorEntry, dtype_of, quantiz
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, scheme_of
-from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
+from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
 from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
-from d3engine.model.weights import check_head_form, quantize_matrix
+from d3engine.model.weights import check_head_scheme, quantize_matrix
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
@@ -32,17 +32,17 @@ def quantize_model(
     destination: Path,
     scheme: str,
     *,
-    lm_head: str = DEFAULT_HEAD_FORM,
+    lm_head: str = DEFAULT_HEAD_SCHEME,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     show_progress: bool = True,
 ) -> None:
     """Write the model directory or GGUF file `source`, its matrices quantized by `scheme`, to `destination`.
 
-    The LM head, and an embedding tied to it, become `lm_head`, one of LM_HEAD_FORMS. Norms, biases and an untied
+    The LM head, and an embedding tied to it, become `lm_head`, one of LM_HEAD_SCHEMES. Norms, biases and an untied
     embedding keep the dtype of the file. Configs, tokenizer and chat template are copied, and config.json gets a
     `quantization_config`. A d3.json is left out, as it was calibrated on the float weights. Raises `ModelFormatError`
-    for what the loader would refuse, `InvalidValueError` for an unknown scheme, a form that the head cannot have, a
+    for what the loader would refuse, `InvalidValueError` for an unknown scheme, one that the head cannot have, a
     source that is quantized already and a destination in use.
     """
     if scheme not in QUANTIZATION_SCHEMES:
@@ -52,7 +52,7 @@ def quantize_model(
         config = config.quantized(None)  # dequantized below
     if config.quantization is not None:
         raise InvalidValueError("MODEL", str(source), f"a model with float weights (this one is {config.quantization})")
-    check_head_form(lm_head, config.tie_word_embeddings)
+    check_head_scheme(lm_head, config.tie_word_embeddings)
     if destination.exists() and destination.samefile(source):
         raise InvalidValueError("DST", str(destination), "another directory than MODEL")
     with open_checkpoint(source) as given, output_directory(destination, overwrite=overwrite) as folder:

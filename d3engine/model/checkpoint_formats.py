@@ -55,7 +55,7 @@ def scheme_of_fp8(checkpoint: Checkpoint, block: Block | None) -> str | None:
     return FP8_GROUPS if all(found is not None and found[1] == GROUP for found in blocks) else None
 
 
-def own_form_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
+def fp8_checkpoint(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
     """The tensors of a published checkpoint by our names: rows of 8 bits and their scales, or floats.
 
     With a scheme (`scheme_of_fp8`) a layer's matrix becomes `X.qweight`, as stored, and `X.scales`, float32 [rows] or

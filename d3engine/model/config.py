@@ -11,7 +11,7 @@ from typing import Any
 from d3engine.errors import ModelFormatError
 from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of, need_layer_types
 from d3engine.model.fields import Fields
-from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
+from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
 from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
 
 __all__ = [
@@ -155,7 +155,7 @@ class ModelConfig:
 
     def quantized(self, scheme: str | None) -> ModelConfig:
         """The config after `d3engine weights quantize --scheme`; None: that of float weights."""
-        return replace(self, quantization=scheme, head_quantization=None if scheme is None else DEFAULT_HEAD_FORM)
+        return replace(self, quantization=scheme, head_quantization=None if scheme is None else DEFAULT_HEAD_SCHEME)
 
     @property
     def max_length(self) -> int:

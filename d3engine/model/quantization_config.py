@@ -13,9 +13,9 @@ QUANTIZATION_METHOD = "d3engine"
 QUANTIZATION_SCHEMES = ("int8", "int4", "fp8")
 FP8_GROUPS = "fp8_groups"
 """A scheme of published files alone: 8-bit floats with a scale for 128 input channels of an output channel."""
-LM_HEAD_FORMS = ("int8", "int4", "float")
+LM_HEAD_SCHEMES = ("int8", "int4", "float")
 """What an LM head may be with quantized matrices; one that is the embedding too is not int4."""
-DEFAULT_HEAD_FORM = "int8"
+DEFAULT_HEAD_SCHEME = "int8"
 """Under both schemes: four bits of a head cost far more accuracy than those of all layers."""
 
 FP8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt")
@@ -58,18 +58,18 @@ def read_quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | 
         own.refuse("scheme", f"one of {', '.join(QUANTIZATION_SCHEMES)}")
     # Old directories do not name the head: an own one is as the matrices, one tied to the embedding float.
     head = given.get("lm_head", "float" if is_tied else scheme)
-    if head not in head_forms(is_tied):
+    if head not in head_schemes(is_tied):
         tied = " (this model's is its embedding)" if is_tied else ""
-        own.refuse("lm_head", f"one of {', '.join(head_forms(is_tied))}, or absent{tied}")
+        own.refuse("lm_head", f"one of {', '.join(head_schemes(is_tied))}, or absent{tied}")
     for name in given:
         if name not in ("quant_method", "scheme", "lm_head"):
             own.refuse(name, "absent, since only quant_method, scheme and lm_head are read")
     return str(scheme), None if head == "float" else str(head)
 
 
-def head_forms(is_tied: bool) -> tuple[str, ...]:
-    """Those of LM_HEAD_FORMS that a head can have: rows of an embedding are not read from int4."""
-    return tuple(form for form in LM_HEAD_FORMS if not (is_tied and form == "int4"))
+def head_schemes(is_tied: bool) -> tuple[str, ...]:
+    """Those of LM_HEAD_SCHEMES that a head can have: rows of an embedding are not read from int4."""
+    return tuple(scheme for scheme in LM_HEAD_SCHEMES if not (is_tied and scheme == "int4"))
 
 
 def is_fp8(fields: Fields) -> bool:

@@ -134,11 +134,11 @@ class DirectoryFiles(ModelFiles):
     @contextmanager
     def open_checkpoint(self) -> Iterator[Checkpoint]:
         from d3engine.model.checkpoint import open_safetensors
-        from d3engine.model.checkpoint_formats import own_form_of_fp8
+        from d3engine.model.checkpoint_formats import fp8_checkpoint
 
         with open_safetensors(self.path) as checkpoint:
             published = self._published_fp8()
-            yield checkpoint if published is None else own_form_of_fp8(checkpoint, block_of(published))
+            yield checkpoint if published is None else fp8_checkpoint(checkpoint, block_of(published))
 
     def scheme_of_others(self) -> str | None:
         published = self._published_fp8()

@@ -37,7 +37,7 @@ from d3engine.model.expected_tensors import (
     scheme_of,
 )
 from d3engine.model.gguf_file import forget_header
-from d3engine.model.quantization_config import DEFAULT_HEAD_FORM, QUANTIZATION_SCHEMES, head_forms
+from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_SCHEMES, head_schemes
 from d3engine.model.shard import ModelShard, shard_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import bar_columns, hides_bars
@@ -393,21 +393,21 @@ def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
     return _QUANTIZE[scheme](matrix)
 
 
-def check_head_form(form: str, is_tied: bool) -> None:
-    """Raise `InvalidValueError` unless an LM head, which may be the embedding, can have this form."""
-    forms = head_forms(is_tied)
+def check_head_scheme(scheme: str, is_tied: bool) -> None:
+    """Raise `InvalidValueError` unless an LM head, which may be the embedding, can have this scheme."""
+    schemes = head_schemes(is_tied)
     tied = " for a model whose head is its embedding" if is_tied else ""
-    require(form in forms, "lm_head", form, f"one of {', '.join(forms)}{tied}")
+    require(scheme in schemes, "lm_head", scheme, f"one of {', '.join(schemes)}{tied}")
 
 
-def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAULT_HEAD_FORM) -> LlamaWeights:
+def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAULT_HEAD_SCHEME) -> LlamaWeights:
     """Return `weights` with the matrices of the layers and the LM head quantized on their device.
 
-    The head becomes `lm_head`, one of LM_HEAD_FORMS. Norms, biases and an embedding that is no head are those of
-    `weights`. Raises as `quantize_matrix`, and `InvalidValueError` for a form that the head cannot have.
+    The head becomes `lm_head`, one of LM_HEAD_SCHEMES. Norms, biases and an embedding that is no head are those of
+    `weights`. Raises as `quantize_matrix`, and `InvalidValueError` for a scheme that the head cannot have.
     """
     is_tied = weights.lm_head is weights.embedding
-    check_head_form(lm_head, is_tied)
+    check_head_scheme(lm_head, is_tied)
     return with_matrices(
         weights,
         lambda matrix: quantize_matrix(matrix, scheme),
@@ -415,8 +415,8 @@ def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAU
     )
 
 
-def in_form(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaWeights:
-    """Return `weights` with every matrix in the layout that `form` makes of it, of the same values.
+def in_layout(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaWeights:
+    """Return `weights` with every matrix in the layout that `form` gives it, of the same values.
 
     The embedding stays, unless it is the head and single rows can be read from the new layout.
     """

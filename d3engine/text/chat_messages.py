@@ -13,7 +13,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
-class MessageForm:
+class MessageFormat:
     """How a template reads messages."""
 
     walks_parts: bool = False
@@ -24,7 +24,7 @@ class MessageForm:
     """Those of `REASONING_FIELDS` that it reads."""
 
 
-def check_messages(messages: object, form: MessageForm) -> list[dict[str, Any]]:
+def check_messages(messages: object, form: MessageFormat) -> list[dict[str, Any]]:
     """Return a copy for a template that reads `form`. Raises `InvalidValueError` naming the malformed field."""
     require(isinstance(messages, list | tuple), "messages", messages, "a list of messages")
     assert isinstance(messages, list | tuple)
@@ -46,7 +46,7 @@ def plain(name: str, value: Any, depth: int = 0) -> Any:
     return [plain(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
 
 
-def _check_message(name: str, message: object, form: MessageForm) -> dict[str, Any]:
+def _check_message(name: str, message: object, form: MessageFormat) -> dict[str, Any]:
     require(isinstance(message, Mapping), name, message, "an object with role and content")
     assert isinstance(message, Mapping)
     role = message.get("role")
@@ -71,7 +71,7 @@ def _rename_reasoning(name: str, given: dict[str, Any], given_fields: list[str],
     given |= dict.fromkeys(wanted, text)
 
 
-def _content(name: str, content: object, form: MessageForm) -> str | list[dict[str, Any]]:
+def _content(name: str, content: object, form: MessageFormat) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if form.only_walks else content
     require(isinstance(content, list), name, content, "a string or a list of text parts")

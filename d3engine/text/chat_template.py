@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.files import CONFIG_BYTES
 from d3engine.model.source import ModelSource, files_of
-from d3engine.text.chat_messages import MessageForm, check_messages, plain
+from d3engine.text.chat_messages import MessageFormat, check_messages, plain
 from d3engine.text.limited_process import LimitedProcessError, LimitError, ProcessLimits, ask
 from d3engine.text.tokenizer import Tokenizer
 from d3engine.text.tokenizer_files import named_special_tokens, read_tokenizer_config
@@ -105,7 +105,7 @@ class ChatTemplate:
         if "failed" in reply:
             raise ModelFormatError(f"chat template: {reply['failed']}")
         form = reply["form"]
-        self._form = MessageForm(**form | {"reasoning_fields": tuple(form["reasoning_fields"])})
+        self._form = MessageFormat(**form | {"reasoning_fields": tuple(form["reasoning_fields"])})
 
     def render(
         self,

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from d3engine.text.chat_messages import REASONING_FIELDS, MessageForm
+from d3engine.text.chat_messages import REASONING_FIELDS, MessageFormat
 
 _WALKING_FILTERS = frozenset(("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"))
 _PART_FIELDS = ("text", "type")
@@ -42,7 +42,7 @@ def compile_template(source: str) -> CompiledTemplate:
     environment = _Environment()
     try:
         tree = environment.parse(source)
-        return CompiledTemplate(environment.from_string(tree), _message_form(tree))
+        return CompiledTemplate(environment.from_string(tree), _message_format(tree))
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from None
 
@@ -56,7 +56,7 @@ def _compiled(source: str) -> CompiledTemplate:
 class CompiledTemplate:
     """A template, and the form of the messages that it reads."""
 
-    def __init__(self, template: jinja2.Template, form: MessageForm) -> None:
+    def __init__(self, template: jinja2.Template, form: MessageFormat) -> None:
         self._template = template
         self.form = form
 
@@ -136,13 +136,13 @@ def _strftime_now(format: str) -> str:
 # Analysis of the syntax tree
 
 
-def _message_form(tree: nodes.Template) -> MessageForm:
+def _message_format(tree: nodes.Template) -> MessageFormat:
     reads = {id(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Call)) if _reads_content(node)}
     names = _content_names(tree)
     walked = [root for expression in _walked(tree) for root in _roots(expression) if _is_content(root, names)]
     strings = {node.attr for node in tree.find_all(nodes.Getattr)}
     strings |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return MessageForm(
+    return MessageFormat(
         walks_parts=bool(walked),
         only_walks=bool(walked) and reads == {id(root) for root in walked},
         reasoning_fields=tuple(field for field in REASONING_FIELDS if field in strings),
