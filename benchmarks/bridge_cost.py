@@ -30,7 +30,7 @@ from d3engine.engine import Engine
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.config import ModelConfig
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import shape_of
 from d3engine.research.evaluation.work import Work, work_of

@@ -27,7 +27,7 @@ from benchmarks.report import environment, positive, summary, tell
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.labels import policy_in_words
-from d3engine.integrations.routing import ROUTINGS, Busy, Routing, least_loaded
+from d3engine.integrations.proxy import ROUTINGS, Busy, Routing, least_loaded
 from d3engine.plan import Plan
 from d3engine.request.sequence import Sequence as TokenSequence
 from d3engine.scheduling.running import Counters

@@ -31,8 +31,7 @@ from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.depth.statistics import layer_bound
 from d3engine.kernels.native.bf12 import packed
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import in_form, quantize_weights, with_matrices
-from d3engine.model.weights import LlamaWeights
+from d3engine.model.weights import LlamaWeights, in_layout, quantize_weights, with_matrices
 
 KINDS = ("f32", "16-bit", "12-bit", "8-bit", "4-bit")
 PARTS = ("decode", "depth", "prompt")
@@ -83,7 +82,7 @@ def in_kind(weights: LlamaWeights, kind: str) -> LlamaWeights:
     if kind in ("16-bit", "12-bit"):
         narrow = methodcaller("to", torch.bfloat16)
         narrowed = with_matrices(weights, narrow, narrow)
-        return in_form(narrowed, packed) if kind == "12-bit" else narrowed
+        return in_layout(narrowed, packed) if kind == "12-bit" else narrowed
     return quantize_weights(weights, {"8-bit": "int8", "4-bit": "int4"}[kind])
 
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from benchmarks.report import environment, tell
 from d3engine.cli.observing import observe
 from d3engine.depth import D3, Schedule
-from d3engine.model.rope import Rope
+from d3engine.model.llama import Rope
 from d3engine.research.analysis.answers import Answered
 from d3engine.research.analysis.kinds import Kind, TokenKinds
 from d3engine.research.analysis.layers import Mean, compared, mean_of_clusters

@@ -20,9 +20,9 @@ import torch
 from d3engine.depth import D3, DepthPolicy
 from d3engine.engine import Engine
 from d3engine.loading.model_directory import model_directory
+from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
-from d3engine.model.head_order import to_half_split
-from d3engine.model.model_files import CONFIG_FILE
+from d3engine.model.source import CONFIG_FILE
 from d3engine.model.weights import LlamaWeights, load_weights, random_weights
 from d3engine.request.params import SamplingParams
 

@@ -21,9 +21,8 @@ from benchmarks.systems import RANDOM_MODELS
 from d3engine import kernels
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
-from d3engine.model.llama import Llama
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.rope import Rope
+from d3engine.model.llama import Llama, Rope
+from d3engine.model.source import CONFIG_FILE
 from d3engine.model.weights import LlamaWeights, random_weights
 
 CPU = torch.device("cpu")

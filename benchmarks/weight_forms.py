@@ -34,8 +34,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.kernels.matrices import Weight
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
-from d3engine.model.quantization import quantize_matrix, with_matrices
-from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.model.weights import LlamaWeights, load_weights, quantize_matrix, with_matrices
 
 FLOATS = "float32"
 

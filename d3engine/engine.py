@@ -38,7 +38,7 @@ from d3engine.request.params import RequestOutputKind, SamplingParams
 from d3engine.sampling.verification import VerifyingSampler
 from d3engine.scheduling.waiting import Admission
 from d3engine.stats import EngineStats, engine_stats
-from d3engine.text.chat_prompts import ChatPrompts
+from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list
 from d3engine.text.tokenizer import load_tokenizer
 

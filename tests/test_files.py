@@ -17,8 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from d3engine import files
-from d3engine.batch.lines import read_lines
-from d3engine.batch.results import open_results
+from d3engine.batch.batch_file import open_results, read_lines
 from d3engine.cli import app
 from d3engine.cli.engine_options import _form
 from d3engine.depth.policy import calibrated_for, policy_from_directory
@@ -35,7 +34,7 @@ from d3engine.research.evaluation.bbh import load_bbh
 from d3engine.research.evaluation.gsm8k import load_gsm8k
 from d3engine.research.evaluation.kept import KeptAnswers
 from d3engine.text.chat_template import load_chat_template
-from d3engine.text.prompt_form import PROMPT_FORM_FILE, load_prompt_form
+from d3engine.text.prompts import QUESTION_TEMPLATE_FILE, load_question_template
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.weights_tools.convert import convert_llama2c, load_pickled
 
@@ -108,7 +107,7 @@ READERS: list[tuple[str, Callable[[Path], Any]]] = [
     ("tokenizer_config.json", load_tokenizer),
     ("special_tokens_map.json", load_tokenizer),
     ("chat_template.jinja", load_chat_template),
-    (PROMPT_FORM_FILE, load_prompt_form),
+    (QUESTION_TEMPLATE_FILE, load_question_template),
     ("model.safetensors", open_weights),
     ("model.safetensors.index.json", open_weights),
     ("gsm8k/train.jsonl", read_gsm8k),
@@ -179,7 +178,7 @@ OPENED_ELSEWHERE = {
     # To write.
     *(
         "d3engine/research/evaluation/kept.py: open",
-        "d3engine/batch/results.py: os.open",
+        "d3engine/batch/batch_file.py: os.open",
         "weights_tools/fetch.py: target.open",
     ),
     # Files of the system, of the package, and of this process.
@@ -198,7 +197,7 @@ OPENED_ELSEWHERE = {
     "weights_tools/demo_text.py: (directory / 'config.json').read_text",
     "weights_tools/demo_text.py: (directory / 'tokenizer.model').read_bytes",
     "weights_tools/train_demo.py: (self.out / 'FINISH').read_text",
-    "weights_tools/demo_options.py: (directory / 'config.json').read_text",
+    "weights_tools/train_demo.py: (directory / 'config.json').read_text",
 }
 OPENERS = ("open", "os.open", "safe_open", "torch.load", "np.load", "np.memmap", "np.fromfile")
 NO_PATHS = ("self.", "files.", "archive.")

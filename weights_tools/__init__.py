@@ -1,1 +1,1 @@
-"""Tools around model directories: convert, quantize, inspect, verify, and train the demo model."""
+"""Tools for model directories: convert, quantize, inspect, verify; demo training."""

@@ -1,8 +1,6 @@
-"""The demo model's text files: its tokenizer as a tokenizer.json, its chat template, and the form of its prompts.
+"""The demo model's text files: its tokenizer.json, chat template and question template.
 
-The one idea: tokenizer.model is what the model was trained with, and the tokenizer.json made from it gives the same
-ids; stacks that read only the latter (transformers, and servers that tokenize with it) then ask the model what we ask
-it. `python -m d3engine.weights_tools.demo_text DIRECTORY` writes these files anew beside a tokenizer.model.
+`python -m d3engine.weights_tools.demo_text DIRECTORY` writes them anew next to a tokenizer.model.
 """
 
 import argparse
@@ -16,7 +14,7 @@ from d3engine.research.evaluation.word_problems import MAX_NUMBER, PROMPT_PREFIX
 from d3engine.text.tokenizer import SPACE_MARK
 
 NUMBERS = [f"{SPACE_MARK}{number}" for number in range(MAX_NUMBER + 1)]
-"""Pieces that are never taken apart and never merged, with the space before them."""
+"""Tokens that are never split or merged, with the space before them."""
 
 CHAT_TEMPLATE = f"""\
 {{#- The model was trained on one question at a time: of a conversation the last question stands alone. -#}}
@@ -46,9 +44,9 @@ CHAT_TEMPLATE = f"""\
 
 
 def text_files(tokenizer_model: bytes, max_positions: int) -> dict[str, str]:
-    """The content of each file that says how the model's text becomes ids, by name."""
+    """The content of each text file, by name."""
     config = {
-        # Not LlamaTokenizer: by that name transformers would take tokenizer.json's vocabulary and rebuild the rest.
+        # Not LlamaTokenizer, for which transformers would take only tokenizer.json's vocabulary and rebuild the rest.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": True,
         "add_eos_token": False,
@@ -65,23 +63,26 @@ def text_files(tokenizer_model: bytes, max_positions: int) -> dict[str, str]:
 
 
 def tokenizer_json(tokenizer_model: bytes) -> str:
-    """A tokenizer.json that gives the ids of a sentencepiece BPE model whose user-defined pieces are `NUMBERS`."""
+    """A tokenizer.json with the same ids as a sentencepiece BPE model whose user-defined tokens are `NUMBERS`.
+
+    For stacks that read only this file, such as transformers.
+    """
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model)
     vocabulary = {model.id_to_piece(i): i for i in range(model.piece_size())}
-    special = [piece for piece, i in vocabulary.items() if model.is_control(i) or model.is_unknown(i)]
-    bytes_ = {piece for piece, i in vocabulary.items() if model.is_byte(i)}
+    special = [token for token, i in vocabulary.items() if model.is_control(i) or model.is_unknown(i)]
+    bytes_ = {token for token, i in vocabulary.items() if model.is_byte(i)}
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
             merges=_merges(model, vocabulary.keys() - bytes_ - {*special, *NUMBERS}),
             byte_fallback=True,
             unk_token="<unk>",
-            ignore_merges=True,  # numbers are in the vocabulary and made of no other pieces
+            ignore_merges=True,  # numbers are in the vocabulary and are no merge of other tokens
         )
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), normalizers.Replace(" ", SPACE_MARK)])
-    numbers = "|".join(sorted((piece for piece in NUMBERS if piece in vocabulary), key=len, reverse=True))
-    # The second keeps a text that spells a byte piece ("<0x41>") from being taken for it, whole as it stands there.
+    numbers = "|".join(sorted((token for token in NUMBERS if token in vocabulary), key=len, reverse=True))
+    # The second splits a text that spells a byte token ("<0x41>"), which would otherwise become that token.
     splits = [Regex(numbers), Regex("<(?=0x[0-9A-F]{2}>)")]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated") for split in splits])
     tokenizer.decoder = decoders.Sequence(
@@ -90,18 +91,18 @@ def tokenizer_json(tokenizer_model: bytes) -> str:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", vocabulary["<s>"])]
     )
-    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return str(tokenizer.to_str(pretty=True)) + "\n"
 
 
-def _merges(model: sentencepiece.SentencePieceProcessor, pieces: set[str]) -> list[tuple[str, str]]:
-    """Every pair of pieces that together are a piece, in the order in which sentencepiece merges them."""
+def _merges(model: sentencepiece.SentencePieceProcessor, tokens: set[str]) -> list[tuple[str, str]]:
+    """Every pair of tokens whose union is a token, in sentencepiece's order of merges."""
     pairs = [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(pieces, key=lambda piece: -model.get_score(model.piece_to_id(piece)))
-        for cut in range(1, len(piece))
+        (token[:cut], token[cut:])
+        for token in sorted(tokens, key=lambda token: -model.get_score(model.piece_to_id(token)))
+        for cut in range(1, len(token))
     ]
-    return [(left, right) for left, right in pairs if left in pieces and right in pieces]
+    return [(left, right) for left, right in pairs if left in tokens and right in tokens]
 
 
 def main() -> None:

@@ -1,23 +1,27 @@
-"""The demo model in a form that trains fast on a CPU: depth trained in, Muon, greedy generation, export.
+"""The demo model for training on a CPU: data, losses with depth, Muon, export."""
 
-The one idea: rows of a batch are aligned at the border between prompt and answer, and D3's skips are nested,
-so layer l of a training pass simply runs on the column slice ``[0 : P + c_l)`` and the remaining columns pass
-through. That is D3 exactly as the engine runs it, and it saves compute in training too.
-"""
-
+import io
+import itertools
 import json
 import math
+import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
 import safetensors.torch
+import sentencepiece
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from d3engine.research.evaluation import word_problems
+from d3engine.research.evaluation.procedural import WORD_PROBLEMS, SolvedQuestion, all_problems
+from d3engine.research.evaluation.word_problems import MAX_NUMBER, Split
 from d3engine.weights_tools.demo_text import text_files
+from d3engine.weights_tools.writing import hf_config
 
 NEVER = 1 << 30
 BOS, EOS = 1, 2
@@ -76,7 +80,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DemoModel(nn.Module):
-    """Weights stacked over layers (Muon likes them so), q/k/v and gate/up fused."""
+    """A Llama with weights stacked over layers, as Muon needs them, q/k/v and gate/up fused."""
+
+    # Rows of a batch are aligned at the end of their prompts, and D3's skips are nested. So layer l of a training pass
+    # runs on the columns [0 : P + c_l), and the others pass through: exactly D3, at less cost.
 
     cos: Tensor
     sin: Tensor
@@ -152,7 +159,7 @@ class DemoModel(nn.Module):
     def move_to_the_end(self, layers: Sequence[int]) -> None:
         """Puts some layers above all others, in their order.
 
-        A layer that is hardly missed below the window of D3 makes room there for one that is.
+        A layer that matters little below D3's window makes room there for one that matters.
         """
         order = [layer for layer in range(self.config.layers) if layer not in layers] + sorted(layers)
         for stack in (self.qkv, self.out, self.gate_up, self.down, self.norms):
@@ -167,7 +174,7 @@ class DemoModel(nn.Module):
         longest = max(map(len, prompts))
         pad = torch.tensor([longest - len(p) for p in prompts])
         step_ids = torch.tensor([[eos] * (longest - len(p)) + p for p in prompts])
-        # Left padding shifts a row's positions; rope is relative, so only the mask has to know.
+        # Left padding shifts a row's positions; rope is relative, so only the mask depends on it.
         visible = torch.arange(longest + max_tokens)[None] >= pad[:, None]
         caches: list[tuple[Tensor, Tensor] | None] = [None] * c.layers
         produced: list[Tensor] = []
@@ -254,13 +261,8 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
     safetensors.torch.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "tokenizer.model").write_bytes(tokenizer_model)
     files: dict[str, dict[str, object]] = {
-        "config.json": hf_config(c),
-        "generation_config.json": {
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-            "do_sample": False,
-            "temperature": 0.0,
-        },
+        "config.json": config_json(c),
+        "generation_config.json": {"bos_token_id": BOS, "eos_token_id": EOS, "do_sample": False, "temperature": 0.0},
         "training.json": training,
     }
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
@@ -269,7 +271,7 @@ def export(model: DemoModel, tokenizer_model: bytes, training: dict[str, object]
 
 
 def load(model: DemoModel, directory: Path) -> bytes:
-    """Takes over the weights of a directory that ``export`` has written; returns its tokenizer's model."""
+    """Loads the weights of a directory that ``export`` has written; returns its tokenizer's model."""
     stored = safetensors.torch.load_file(directory / "model.safetensors")
     with torch.no_grad():
         for name, tensor in hf_weights(model).items():
@@ -304,27 +306,182 @@ def hf_weights(model: DemoModel) -> dict[str, Tensor]:
     return weights
 
 
-def hf_config(c: DemoConfig) -> dict[str, object]:
+def config_json(c: DemoConfig) -> dict[str, object]:
     """Returns config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.width,
-        "intermediate_size": c.ffn,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": c.max_positions,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "torch_dtype": "bfloat16",
-    }
+    config = hf_config(
+        vocab_size=c.vocab_size,
+        hidden_size=c.width,
+        intermediate_size=c.ffn,
+        num_layers=c.layers,
+        num_heads=c.heads,
+        num_kv_heads=c.kv_heads,
+        rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.max_positions,
+        tied=False,
+        dtype="bfloat16",
+        rope_theta=c.rope_theta,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    return config | {"head_dim": c.head_dim}
+
+
+Example = tuple[list[int], list[int]]  # prompt ids with bos, answer ids with eos
+TOKENS_PER_BATCH = 3072
+PROMPT_LOSS_WEIGHT = 0.1  # a prompt's content is random: only its form can be learnt
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and their loss weights, both (rows, time); the first ``prompt`` columns are the prompts."""
+
+    tokens: Tensor
+    weights: Tensor
+    prompt: int
+
+
+def mixed_problems(
+    tasks: list[str], split: Split, seed: int, single_step_share: float = 0.0, giver_share: float = 0.0
+) -> Iterator[SolvedQuestion]:
+    """Yields problems of the tasks for ever, each task as often as the others.
+
+    A `single_step_share` of them are word problems of one step, which no measured task has and users try first. With a
+    `giver_share`, that share of gains and losses in word problems is stated only by who gives, which few layers learn
+    last.
+    """
+    streams = [
+        word_problems.problems(split, seed, giver_share=giver_share)
+        if giver_share and task == WORD_PROBLEMS
+        else all_problems(task, split, seed)
+        for task in tasks
+    ]
+    rng = random.Random(f"mix-{split}-{seed}")
+    single_steps = word_problems.problems(split, seed, fewest=1, most=1)
+    while True:
+        is_single = bool(single_step_share) and rng.random() < single_step_share
+        yield next(single_steps if is_single else rng.choice(streams))
+
+
+def train_tokenizer(tasks: list[str], vocab_size: int) -> bytes:
+    """Returns a serialized sentencepiece BPE model in which every number with its space is one token."""
+    sample = itertools.islice(mixed_problems(tasks, "train", seed=0), 20000)
+    texts = (problem.solved for problem in sample)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.split("\n")),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=1.0,
+        # A copied number must always look the same: split digits never learnt to copy in the same time.
+        user_defined_symbols=[f"▁{number}" for number in range(MAX_NUMBER + 1)],
+        minloglevel=2,
+        num_threads=1,
+    )
+    return model.getvalue()
+
+
+def encode(tokenizer: sentencepiece.SentencePieceProcessor, problem: SolvedQuestion) -> Example:
+    """Returns a problem as token ids."""
+    prompt = [BOS, *tokenizer.encode(problem.prompt)]
+    return prompt, [*tokenizer.encode(problem.solution), EOS]
+
+
+def make_batch(rows: list[Example], prompt_weight: float = PROMPT_LOSS_WEIGHT) -> Batch:
+    """Returns rows of one prompt length as a batch; answers are padded on the right with eos of weight 0."""
+    prompt = len(rows[0][0])
+    longest = max(len(answer) for _, answer in rows)
+    tokens = torch.full((len(rows), prompt + longest), EOS)
+    weights = torch.zeros(len(rows), prompt + longest)
+    weights[:, 1:prompt] = prompt_weight
+    for index, (prompt_ids, answer_ids) in enumerate(rows):
+        end = prompt + len(answer_ids)
+        tokens[index, :end] = torch.tensor(prompt_ids + answer_ids)
+        weights[index, prompt:end] = 1.0
+    return Batch(tokens, weights, prompt)
+
+
+def batches(
+    tokenizer: sentencepiece.SentencePieceProcessor,
+    tasks: list[str],
+    seed: int,
+    prompt_weight: float,
+    single_step_share: float = 0.0,
+    giver_share: float = 0.0,
+) -> Iterator[Batch]:
+    """Yields batches of about TOKENS_PER_BATCH tokens for ever: equal prompt, similar answer lengths."""
+    stream, rng = mixed_problems(tasks, "train", seed, single_step_share, giver_share), random.Random(seed)
+    kept: dict[int, list[Example]] = defaultdict(list)
+    while True:
+        for problem in itertools.islice(stream, 6000):
+            prompt, answer = encode(tokenizer, problem)
+            kept[len(prompt)].append((prompt, answer))
+        ready = []
+        for length, rows in kept.items():
+            if not rows:
+                continue
+            rows.sort(key=lambda row: len(row[1]))
+            size = max(8, round(TOKENS_PER_BATCH / (length + sum(len(a) for _, a in rows) / len(rows))))
+            while len(rows) >= size:
+                # A remainder too small for a batch waits for the next pool, so no length starves.
+                at = rng.randrange(len(rows) - size + 1) if len(rows) % size else 0
+                ready.append(rows[at : at + size])
+                del rows[at : at + size]
+        rng.shuffle(ready)
+        yield from (make_batch(rows, prompt_weight) for rows in ready)
+
+
+STARTS, START_WEIGHTS = (0.5, 0.6, 0.7, 0.8), (1, 6, 1, 1)
+ALPHAS = (0.8, 0.9, 0.95, 0.99, 0.995, 0.999)
+ALPHA_WEIGHTS = (2, 4, 2, 2, 1, 1)
+# Of the batches whose border is moved into the prompt, most stop just before the answer, as a question without
+# "\nAnswer:" does; the others may stop anywhere.
+SHORT_TAIL, LONG_TAIL_SHARE = 8, 0.3
+
+
+def draw_cutoff(rng: random.Random, config: DemoConfig, full_depth_share: float) -> list[int] | None:
+    """Returns the depth policy of one batch, as cutoffs; None is full depth."""
+    if rng.random() < full_depth_share:
+        return None
+    (alpha,), (start,) = rng.choices(ALPHAS, ALPHA_WEIGHTS), rng.choices(STARTS, START_WEIGHTS)
+    return cutoffs(config.layers, alpha, start)
+
+
+def draw_tail(rng: random.Random, prompt: int, share: float) -> int:
+    """Returns how many of a prompt's last tokens count as generated: in most batches none, seldom nearly all.
+
+    So the model learns to generate the end of a prompt that stops early, at its steps' depths.
+    """
+    if rng.random() >= share:
+        return 0
+    return rng.randint(1, prompt - 1) if rng.random() < LONG_TAIL_SHARE else rng.randint(1, min(SHORT_TAIL, prompt - 1))
+
+
+def batch_loss(model: DemoModel, batch: Batch, cutoff: list[int] | None, tail: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns (loss to minimise, mean loss over answer tokens alone) under a depth policy."""
+    return token_loss(model, batch, model(batch.tokens[:, :-1], batch.prompt - tail, cutoff))
+
+
+def exits_loss(model: DemoModel, batch: Batch, exits: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the sum of the losses at full depth and at each exit, and each over answer tokens alone, by name.
+
+    Once D3's window has grown to its end, a token runs the layers below it alone: that is an exit, and one pass at
+    full depth trains all of them.
+    """
+    depths = {"full": model.config.layers} | {f"exit {depth}": depth for depth in exits}
+    passes = model.leave_at(batch.tokens[:, :-1], list(depths.values()))
+    losses, answer_losses = zip(*(token_loss(model, batch, hidden) for hidden in passes), strict=True)
+    return torch.stack(losses).sum(), dict(zip(depths, answer_losses, strict=True))
+
+
+def token_loss(model: DemoModel, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (weighted mean loss, mean loss over answer tokens) of hidden states (rows, time - 1, width)."""
+    keep = batch.weights[:, 1:].flatten() > 0
+    weights = batch.weights[:, 1:].flatten()[keep]
+    logits = F.linear(hidden.flatten(0, 1)[keep], model.lm_head)
+    losses = F.cross_entropy(logits, batch.tokens[:, 1:].flatten()[keep], reduction="none")
+    answers = weights == 1
+    return (losses * weights).sum() / weights.sum(), losses.detach()[answers].mean()

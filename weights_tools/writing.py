@@ -1,9 +1,4 @@
-"""Writes a model directory: checked first, in shards, and whole or not at all.
-
-The one idea: a converter describes its tensors (`PendingTensor`: a shape and how to read it) before reading
-any. So names and shapes meet the loader's own checks before the first byte is written, and only one shard is
-in memory at a time.
-"""
+"""Writes a model directory in shards: checked first, and whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,19 +16,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.files import DATA_BYTES, is_there, naming, read_bytes
 from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
-from d3engine.model.companions import COMPANIONS
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.source import ModelSource, files_of
-from d3engine.progress import bar_columns, hides_bars
-from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
-from d3engine.text.tokenizer_faults import guarded
+from d3engine.model.source import COMPANIONS, CONFIG_FILE, ModelSource, files_of
+from d3engine.model.weights import byte_progress
+from d3engine.text.tokenizer import guarded
+from d3engine.text.tokenizer_files import is_tiktoken, read_tiktoken
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
@@ -59,7 +51,10 @@ _SENTENCEPIECE_CONFIG = {
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor still to be read: which file errors name, what it will be, and how to get it."""
+    """A tensor still to be read: the file for errors, its shape and dtype, and the function that reads it.
+
+    So names and shapes are checked before any is read, and only one shard is in memory at a time.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -69,13 +64,12 @@ class PendingTensor:
 
 @contextmanager
 def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a new folder; when the block ends without an error, its files are those of `destination`.
+    """Yield a new folder; when the block ends without an error, its files become those of `destination`.
 
-    A destination that is not there yet appears with all its files at once. One with files in it is refused unless
-    `overwrite`; then its old weight files go, and files of the same name as a new one are replaced. An error or an
-    interrupt puts all of them back. Should the process be killed in that moment, the destination has no config.json,
-    so that nobody loads a half of each model, and the old files lie in "old" in a hidden folder there. Raises
-    `InvalidValueError`.
+    A new destination appears with all its files at once. One with files is refused unless `overwrite`; then its weight
+    files, and files of the same names as new ones, are replaced. An error or an interrupt restores them. If the process
+    is killed while it replaces files, the destination has no config.json, so that no mixed model can be loaded, and the
+    old files are in "old" in a hidden folder there. Raises `InvalidValueError`.
     """
     if destination.exists() and not destination.is_dir():
         raise InvalidValueError("DST", str(destination), "a directory, or a path where none exists yet")
@@ -83,7 +77,7 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
         raise InvalidValueError("DST", str(destination), "a new or empty directory (or give --overwrite)")
     is_new = not destination.exists()
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # Files can be moved only within one file system, and an existing directory may be where another one begins.
+    # Renames need one file system, and an existing directory may be a mount point.
     work = Path(tempfile.mkdtemp(dir=destination.parent if is_new else destination, prefix=f".{destination.name}."))
     folder, old = work / "new", work / "old"
     try:
@@ -94,7 +88,7 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
             os.rename(folder, destination)
         else:
             _replace_files(folder, destination, old)
-        shutil.rmtree(old)  # only now: until here it could be put back
+        shutil.rmtree(old)  # until here it could be restored
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for empty in (old, work):
@@ -103,9 +97,9 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _replace_files(folder: Path, destination: Path, old: Path) -> None:
-    """Move the files of `folder` into `destination`, and what they replace into `old`; undo that on any error.
+    """Move the files of `folder` into `destination`, and the replaced ones into `old`; undo it on any error.
 
-    config.json, without which nothing can be loaded, goes first and comes last.
+    config.json, without which nothing can be loaded, leaves first and arrives last.
     """
     arriving = sorted((file.name for file in folder.iterdir()), key=lambda name: name == CONFIG_FILE)
     stale = {file.name for file in destination.glob("model*.safetensors")} | {INDEX_FILE, *arriving}
@@ -125,7 +119,7 @@ def _replace_files(folder: Path, destination: Path, old: Path) -> None:
 
 
 def copy_companions(source: ModelSource, folder: Path, *, leave: Container[str] = ()) -> None:
-    """Write down what a model holds beside its weights: configs, tokenizer and the like; but not `leave`."""
+    """Copy a model's files besides its weights, such as configs and tokenizer, but not `leave`."""
     files = files_of(source)
     for name in COMPANIONS:
         if name not in leave and files.has(name):
@@ -194,9 +188,16 @@ def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
 
     Meta's file becomes a tokenizer.json, which others read too.
     """
-    content, name, config = _tokenizer_bytes(tokenizer), f"tokenizer{tokenizer.suffix}", _SENTENCEPIECE_CONFIG
+    if not tokenizer.is_file() or tokenizer.suffix not in (".model", ".json"):
+        raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a .model file")
+    content = read_bytes(tokenizer, DATA_BYTES)
+    name, config = f"tokenizer{tokenizer.suffix}", _SENTENCEPIECE_CONFIG
     if is_tiktoken(content):
-        content, names = _json_of_ranks(tokenizer, content)
+        try:
+            backend, names = read_tiktoken(tokenizer, content, {})
+        except ModelFormatError as error:
+            raise InvalidValueError("tokenizer", str(tokenizer), f"a readable .model file ({error})") from None
+        content = backend.to_str().encode()
         name, config = "tokenizer.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     size = _tokenizer_size(tokenizer, name, content)
     if size > vocab_size:
@@ -208,43 +209,23 @@ def add_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> None:
         write_json(folder / "tokenizer_config.json", config)
 
 
-def _tokenizer_bytes(tokenizer: Path) -> bytes:
-    if not tokenizer.is_file() or tokenizer.suffix not in (".model", ".json"):
-        raise InvalidValueError("tokenizer", str(tokenizer), "a tokenizer.json or a .model file")
-    return read_bytes(tokenizer, DATA_BYTES)
-
-
-def _json_of_ranks(tokenizer: Path, content: bytes) -> tuple[bytes, dict[str, str]]:
-    try:
-        backend, names = read_tiktoken(tokenizer, content, {})
-    except ModelFormatError as error:
-        raise InvalidValueError("tokenizer", str(tokenizer), f"a readable .model file ({error})") from None
-    return backend.to_str().encode(), names
-
-
 def _tokenizer_size(tokenizer: Path, name: str, content: bytes) -> int:
     """The number of tokens in a tokenizer file; `InvalidValueError` if the engine cannot read it."""
     try:
-        return _sentencepiece_size(content) if name.endswith(".model") else _tokenizer_json_size(content)
+        if name.endswith(".model"):
+            from sentencepiece import SentencePieceProcessor
+
+            return int(SentencePieceProcessor(model_proto=content).get_piece_size())
+        from tokenizers import Tokenizer
+
+        return int(guarded(Tokenizer.from_buffer, content).get_vocab_size())
     except Exception as error:  # both libraries raise bare Exception and RuntimeError for a bad file
         allowed = f"a readable tokenizer.json or .model file ({first_line(error)})"
         raise InvalidValueError("tokenizer", str(tokenizer), allowed) from None
 
 
-def _sentencepiece_size(content: bytes) -> int:
-    from sentencepiece import SentencePieceProcessor
-
-    return int(SentencePieceProcessor(model_proto=content).get_piece_size())
-
-
-def _tokenizer_json_size(content: bytes) -> int:
-    from tokenizers import Tokenizer
-
-    return int(guarded(Tokenizer.from_buffer, content).get_vocab_size())
-
-
 def first_line(error: Exception) -> str:
-    """What a library's error says, cut to one line."""
+    """The first line of a library's error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -257,34 +238,31 @@ def write_weights(
     show_progress: bool = True,
     description: str = "converting",
 ) -> None:
-    """Write the tensors `config` asks for as safetensors: one file, or shards of at most `shard_bytes` and an
-    index.
+    """Write the tensors of `config` as safetensors: one file, or shards of at most `shard_bytes` and an index.
 
-    A single tensor larger than `shard_bytes` gets a shard of its own. What a checkpoint may carry beyond that
-    (old rope buffers, the second copy of a tied embedding) is dropped; anything else raises
-    `ModelFormatError` before writing.
+    A tensor larger than `shard_bytes` gets a separate shard. Old rope buffers and the second copy of a tied embedding
+    are dropped; other surplus tensors raise `ModelFormatError` before writing.
     """
     _check(tensors, config)
     wanted = {name: tensors[name] for name in expected_tensors(config)}
     shards = _plan_shards(wanted, shard_bytes)
-    names = _shard_names(len(shards))
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE_FILE]
     total = sum(_nbytes(tensor) for tensor in wanted.values())
-    disable = hides_bars() if show_progress else True
-    with tqdm(
-        total=total, desc=description, unit="B", unit_scale=True, disable=disable, ncols=bar_columns()
-    ) as progress:
+    with byte_progress(total, description, show_progress) as progress:
         for name, shard in zip(names, shards, strict=True):
             contents = {}
             for key in shard:
-                # A copy of its own: a view into a mapped or merged file would be written with its whole
-                # storage.
+                # Copied, as a view into a mapped or merged file would be written with its whole storage.
                 contents[key] = wanted[key].read().clone(memory_format=torch.contiguous_format)
                 progress.update(contents[key].nbytes)
             try:
                 save_file(contents, folder / name, metadata={"format": "pt"})
             except SafetensorError as error:
                 raise FailedError(f"{folder / name} cannot be written: {error}") from error
-            shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes for its owner alone
+            shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes with mode 600
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -304,7 +282,7 @@ def _check(tensors: Mapping[str, PendingTensor], config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Stands for a mapped safetensors file where the loader's checks look into a tensor."""
+    """A `TensorFile` of pending tensors, for the loader's checks."""
 
     tensors: Mapping[str, PendingTensor]
 
@@ -315,7 +293,7 @@ class _Reader:
         return self.tensors[name].read()[row]
 
     def give_back(self, name: str) -> None:
-        """Nothing: what a converter reads is its own."""
+        """Do nothing: nothing is kept."""
 
 
 def _nbytes(tensor: PendingTensor) -> int:
@@ -323,7 +301,7 @@ def _nbytes(tensor: PendingTensor) -> int:
 
 
 def _plan_shards(tensors: Mapping[str, PendingTensor], shard_bytes: int) -> list[list[str]]:
-    """Cut the tensor names, in their order, into runs of at most `shard_bytes`."""
+    """Split the tensor names, in their order, into shards of at most `shard_bytes`."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -333,9 +311,3 @@ def _plan_shards(tensors: Mapping[str, PendingTensor], shard_bytes: int) -> list
         shards[-1].append(name)
         filled += _nbytes(tensor)
     return shards
-
-
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

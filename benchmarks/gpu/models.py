@@ -24,9 +24,8 @@ from d3engine.environment import KERNELS, PROGRAMMATIC_LAUNCH
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.loading.memory import named_dtype
 from d3engine.model.config import ModelConfig
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.quantization import quantize_weights
-from d3engine.model.weights import LlamaWeights, random_weights
+from d3engine.model.source import CONFIG_FILE
+from d3engine.model.weights import LlamaWeights, quantize_weights, random_weights
 from d3engine.request.params import SamplingParams
 
 LLAMA2_7B = {

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from d3engine.model.config import ModelConfig
-from d3engine.model.rope import Rope
+from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights, LlamaWeights
 
 

@@ -19,7 +19,7 @@ from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 from d3engine.stats import EngineStats
-from d3engine.text.chat_prompts import Messages
+from d3engine.text.chat_template import Messages
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import Tokenizer
 

@@ -39,7 +39,7 @@ from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.scheduling.waiting import Immediate, IntervalAdmission
-from d3engine.text.chat_prompts import ChatPrompts
+from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import load_tokenizer
 

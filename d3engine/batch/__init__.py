@@ -1,1 +1,1 @@
-"""Files of requests, as OpenAI's batches have them: read line by line, answered many at once, written as they come."""
+"""Batch inference from files of requests, in OpenAI's batch format."""

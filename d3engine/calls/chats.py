@@ -10,7 +10,7 @@ from typing import Any
 from d3engine.calls.new_requests import refuse_others
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
-from d3engine.text.chat_prompts import ChatPrompts, Messages, as_conversations
+from d3engine.text.chat_template import ChatPrompts, Messages, as_conversations
 from d3engine.text.prompts import Prompt
 
 

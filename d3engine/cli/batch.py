@@ -27,8 +27,7 @@ from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
-    from d3engine.batch.lines import Line
-    from d3engine.batch.results import Result, Results
+    from d3engine.batch.batch_file import Line, Result, Results
 
 app = new_app()
 
@@ -59,7 +58,7 @@ def batch(
     require_server_packages("d3engine batch")
     require_integer("--ray-engines", ray_engines, 1)
     require(ray is not None or ray_engines == 1, "--ray-engines", ray_engines, "given with --ray alone")
-    from d3engine.batch.results import open_results
+    from d3engine.batch.batch_file import open_results
     from d3engine.server.settings import ServerSettings
 
     settings = ServerSettings(**served_as(model, what))
@@ -91,7 +90,7 @@ def _check_files(source: Path, target: Path) -> None:
 
 def _check_names(source: Path) -> int:
     """How many lines there are; raises `InvalidValueError` where two have one name."""
-    from d3engine.batch.lines import read_lines
+    from d3engine.batch.batch_file import read_lines
 
     numbers: dict[str, int] = {}
     total = 0
@@ -107,7 +106,7 @@ def _check_names(source: Path) -> int:
 
 
 def _missing(source: Path, results: Results) -> Iterator[Line]:
-    from d3engine.batch.lines import read_lines
+    from d3engine.batch.batch_file import read_lines
 
     return (line for line in read_lines(source) if not results.has(line))
 
@@ -116,7 +115,7 @@ def _missing(source: Path, results: Results) -> Iterator[Line]:
 def _engine(model: str, depth: Depth, options: Options, settings: Any) -> Iterator[Answering]:
     """An engine of this process."""
     from d3engine.async_engine.async_engine import AsyncEngine
-    from d3engine.batch.answering import Answers
+    from d3engine.batch.runner import Answers
 
     engine = AsyncEngine(model, depth=depth, **engine_arguments(model, options))
     try:
@@ -132,10 +131,10 @@ def _engines_on_ray(
     address: str, num_engines: int, model: str, depth: Depth, options: Options, settings: Any
 ) -> Iterator[Answering]:
     """Engines of a Ray cluster; each reads the options where it runs."""
-    from d3engine.integrations.ray_batch import RayAnswers
+    from d3engine.integrations.ray_batch import RayBatchRunner
 
     on_gpu = str(options.get("device", "")).startswith("cuda")
-    answers = RayAnswers(
+    answers = RayBatchRunner(
         address,
         partial(_arguments, model, depth, options),
         settings,

@@ -302,7 +302,7 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
 def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]]) -> str:
     """By which a saved state is known to be of this very fit."""
-    from d3engine.model.fingerprint import fingerprint
+    from d3engine.model.expected_tensors import fingerprint
     from d3engine.research.bridges.fitting import text_hash
 
     return json.dumps([fingerprint(directory), list(windows), text_hash(texts)])
@@ -312,7 +312,7 @@ def _bridges(
     engine: Engine, found: Sequence[Fitted], fit: Any, texts: Sequence[Sequence[int]], about: dict[str, Any]
 ) -> Bridges:
     from d3engine.model.bridges import Bridges
-    from d3engine.model.fingerprint import fingerprint
+    from d3engine.model.expected_tensors import fingerprint
     from d3engine.research.bridges.fitting import text_hash
 
     ridges = {f"{one.bridge.first}:{one.bridge.stop}": one.ridge for one in found}

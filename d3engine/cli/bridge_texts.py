@@ -182,7 +182,7 @@ def read_own_bridges(engine: Engine, path: Path, device: Any) -> Bridges:
     import torch
 
     from d3engine.model.bridges import read_bridges
-    from d3engine.model.fingerprint import fingerprint
+    from d3engine.model.expected_tensors import fingerprint
 
     try:
         found = read_bridges(path)

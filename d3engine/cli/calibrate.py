@@ -271,7 +271,7 @@ def calibrate_command(
     measures_depths()
 
     from d3engine.model.bridges import BRIDGES_FILE
-    from d3engine.model.fingerprint import fingerprint
+    from d3engine.model.expected_tensors import fingerprint
     from d3engine.research.calibration.bridge_choices import check_target
     from d3engine.research.calibration.scoring import EngineScorer
     from d3engine.research.calibration.tasks import calibration_task

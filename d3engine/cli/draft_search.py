@@ -50,7 +50,7 @@ def find_draft(
     nothing here, with the values that were given."""
     from tqdm import tqdm
 
-    from d3engine.model.fingerprint import fingerprint
+    from d3engine.model.expected_tensors import fingerprint
     from d3engine.research.calibration.draft_search import EngineDraftScorer, best_draft, search_draft
     from d3engine.research.calibration.report import write_policy_file
     from d3engine.research.calibration.scoring import Part

@@ -210,7 +210,7 @@ def _kept_answers(
     path: Path, engine: Engine, planned: Sequence[tuple[Sequence[DepthPolicy], SamplingParams]]
 ) -> KeptAnswers:
     """The answers of earlier runs of the same weights; refused where an answer depends on more than its prompt."""
-    from d3engine.model.fingerprint import fingerprint
+    from d3engine.model.expected_tensors import fingerprint
 
     for policies, params in planned:
         require(params.temperature == 0, "--answers", str(path), "absent unless answers are greedy (--temperature 0)")

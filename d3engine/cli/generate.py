@@ -130,9 +130,9 @@ def _in_form_of(model: str, directory: Path, texts: list[str]) -> list[str]:
     A chat template is not used, as by the completions of every API; stderr says what uses it.
     """
     from d3engine.text.chat_template import load_chat_template
-    from d3engine.text.prompt_form import load_prompt_form
+    from d3engine.text.prompts import load_question_template
 
-    form = load_prompt_form(directory)
+    form = load_question_template(directory)
     if form is None:
         with suppress(ModelFormatError):  # a template that is broken is nothing to recommend
             if load_chat_template(directory) is not None:

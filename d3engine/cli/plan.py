@@ -154,7 +154,7 @@ def _config_of(model: str) -> tuple[ModelConfig, Path | None]:
     """The sizes of a model, and where it lies, if it does."""
     from d3engine.model.config import ModelConfig
     from d3engine.model.fields import read_json_object
-    from d3engine.model.model_files import CONFIG_FILE
+    from d3engine.model.source import CONFIG_FILE
 
     if model in KNOWN:
         return ModelConfig.from_dict(KNOWN[model]), None

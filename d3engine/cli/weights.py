@@ -72,7 +72,7 @@ def meta_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a directory of Meta's: consolidated.*.pth, params.json, tokenizer.model."""
-    from d3engine.weights_tools.convert_meta import convert_meta
+    from d3engine.weights_tools.convert import convert_meta
 
     require(source.is_dir(), "SRC", str(source), "a directory of Meta's, with params.json and consolidated.*.pth")
     notes = convert_meta(
@@ -106,7 +106,7 @@ def gguf_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a GGUF file, its tokenizer and chat template."""
-    from d3engine.weights_tools.convert_gguf import convert_gguf
+    from d3engine.weights_tools.convert import convert_gguf
 
     file = _gguf_of(source)
     convert_gguf(file, destination, dtype=dtype.value, shard_bytes=_shard_bytes(shard_size), overwrite=overwrite)
@@ -132,7 +132,7 @@ class Scheme(StrEnum):
 
 
 class HeadForm(StrEnum):
-    """What the LM head becomes; `LM_HEAD_FORMS` as an option."""
+    """What the LM head becomes; `LM_HEAD_SCHEMES` as an option."""
 
     int8 = "int8"
     int4 = "int4"

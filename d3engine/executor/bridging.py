@@ -20,10 +20,9 @@ from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.interface import ExecutorStats
 from d3engine.files import beside
-from d3engine.model.bridge_weights import BridgeWeights, held
-from d3engine.model.bridges import BRIDGES_FILE, Window, read_bridges
+from d3engine.model.bridges import BRIDGES_FILE, BridgeWeights, Window, held, read_bridges
 from d3engine.model.config import ModelConfig
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.plan import BridgedRows
 
 

@@ -22,9 +22,8 @@ from d3engine.executor.hidden_states import HiddenStateCache
 from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
 from d3engine.model.config import ModelConfig
-from d3engine.model.llama import Llama
-from d3engine.model.parallel import Ranks
-from d3engine.model.rope import Rope
+from d3engine.model.llama import Llama, Rope
+from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
 from d3engine.plan import ExecutorCapabilities, Plan, Span
 from d3engine.request.sampling_mode import SamplingMode

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
-from d3engine.model.bridge_weights import BridgeWeights
+from d3engine.model.bridges import BridgeWeights
 from d3engine.model.weights import LayerWeights
 
 

@@ -1,1 +1,1 @@
-"""The engine in other people's programs; each module needs an optional package."""
+"""Adapters to serving stacks and libraries; each module needs an optional package."""

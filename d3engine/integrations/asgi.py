@@ -1,15 +1,12 @@
-"""The server's routes as an ASGI app that brings its own engine: for servers that start their workers themselves.
-
-The one idea: nothing is loaded when the app is made, so a program may make one in a process that forks others; the
-engine comes with the app's lifespan, in the process that serves.
-"""
+"""The adapters' core: an engine behind the server's app, and parameters out of JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +15,53 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.async_engine.async_engine import AsyncEngine
+from d3engine.async_engine.client import EngineClient
+from d3engine.errors import InvalidValueError, require
+from d3engine.request.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from d3engine.server.app import create_app
+from d3engine.server.errors import RequestError
 from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.settings import ServerSettings
 
 
 def asgi_app(
     model: str | os.PathLike[str], *, settings: ServerSettings | None = None, **engine_arguments: Any
 ) -> Starlette:
-    """All routes of `d3engine serve`, over an engine that starts and ends with the app.
+    """All routes of `d3engine serve`, over an engine that starts and ends with the app's lifespan.
+
+    The call itself loads nothing, so a process may make the app before it forks workers.
 
     Args:
         model: as for `Engine`.
         settings: as for the server; None: `embedded_settings(model)`.
         engine_arguments: as for `AsyncEngine`.
     """
-    return _WithEngine(model, settings or embedded_settings(model), engine_arguments).app
+    server_settings = settings or embedded_settings(model)
+    running: list[ASGIApp] = []
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine = await asyncio.to_thread(AsyncEngine, model, **engine_arguments)
+        try:
+            running.append(AtRoot(create_app(engine, server_settings)))
+            yield
+        finally:
+            running.clear()
+            await engine.close()
+
+    async def forward(scope: Scope, receive: Receive, send: Send) -> None:
+        if not running:
+            raise RuntimeError("the app's lifespan has not begun: its server must run it")
+        await running[0](scope, receive, send)
+
+    return Starlette(routes=[Mount("/", app=forward)], lifespan=lifespan)
 
 
 def embedded_settings(model: str | os.PathLike[str], **changes: Any) -> ServerSettings:
-    """Settings of an app behind somebody else's server, which says who may call and by what name.
+    """Settings of an app behind another server, which controls access and host names.
 
-    The model is called what it was named by, a directory by its last name; `changes` are arguments of `ServerSettings`.
+    The model's name is `model`, of a directory its last component; `changes` are arguments of `ServerSettings`.
     """
     path = Path(model)
     name = path.resolve().name if path.exists() else os.fspath(model)
@@ -48,7 +70,7 @@ def embedded_settings(model: str | os.PathLike[str], **changes: Any) -> ServerSe
 
 
 class AtRoot:
-    """An app wherever it is mounted: it sees paths as if nothing stood before them, by which its guards know routes."""
+    """An app that is mounted under a prefix and sees paths without it, as its guards know routes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -60,25 +82,51 @@ class AtRoot:
         await self._app(scope, receive, send)
 
 
-class _WithEngine:
-    def __init__(self, model: str | os.PathLike[str], settings: ServerSettings, arguments: dict[str, Any]) -> None:
-        self._model = model
-        self._settings = settings
-        self._arguments = arguments
-        self._inner: ASGIApp | None = None
-        self.app = Starlette(routes=[Mount("/", app=self._pass_on)], lifespan=self._lifespan)
+DECIDED = ("output_kind", "detokenize")
+"""Fields that the stack sets, and no request."""
 
-    @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        engine = await asyncio.to_thread(AsyncEngine, self._model, **self._arguments)
+FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in DECIDED)
+
+
+class FieldReader:
+    """Reads the sampling parameters of requests to one engine; refuses unknown fields by name.
+
+    A depth is read as by our server, so that no request names code or files.
+
+    Args:
+        client: the engine, with the defaults of absent fields.
+        settings: the depths that requests may name; None: those of our server.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerSettings | None = None) -> None:
+        self._defaults = client.default_sampling_params
+        self._depths = DepthPolicies(settings or ServerSettings(model_names=("model",)), client.depth)
+
+    def params(self, given: Mapping[str, Any], kind: RequestOutputKind, *, detokenize: bool = True) -> SamplingParams:
+        """The parameters of one request; null counts as absent. Raises `InvalidValueError`."""
+        require(isinstance(given, Mapping), "sampling parameters", given, "an object")
+        for name, value in given.items():
+            require(name in FIELDS, name, value, f"absent, since the sampling parameters are {', '.join(FIELDS)}")
+        wanted = {name: value for name, value in given.items() if value is not None}
+        if "depth" in wanted:
+            wanted["depth"] = self._depth(wanted["depth"])
+        if "structured_outputs" in wanted:
+            wanted["structured_outputs"] = _structured_outputs(wanted["structured_outputs"])
+        return replace(self._defaults, **wanted, output_kind=kind, detokenize=detokenize)
+
+    def _depth(self, given: object) -> Any:
+        require(isinstance(given, str | Mapping), "depth", given, 'a name, or an object with "policy"')
         try:
-            self._inner = AtRoot(create_app(engine, self._settings))
-            yield
-        finally:
-            self._inner = None
-            await engine.close()
+            return self._depths.read("", given, None)  # type: ignore[arg-type]  # it is one of the two
+        except RequestError as error:
+            raise InvalidValueError("depth", given, f"one that is allowed here ({error.message})") from None
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._inner is None:
-            raise RuntimeError("the app's lifespan has not begun: its server must run it")
-        await self._inner(scope, receive, send)
+
+def _structured_outputs(given: object) -> StructuredOutputsParams:
+    require(isinstance(given, Mapping), "structured_outputs", given, "an object")
+    assert isinstance(given, Mapping)
+    present = {name: value for name, value in given.items() if value is not None}
+    for name, value in present.items():
+        names = StructuredOutputsParams.names()
+        require(name in names, f"structured_outputs.{name}", value, f"absent; there are {', '.join(names)}")
+    return StructuredOutputsParams(**present)

@@ -1,8 +1,4 @@
-"""NVIDIA Dynamo: an engine for its workers, token ids in and token ids out.
-
-Dynamo's frontend speaks OpenAI's API, tokenizes, and makes text of tokens; the one idea here is that depth comes by the
-id of the model, as from our server's aliases, since that is the one field of a request that Dynamo hands on unread.
-"""
+"""NVIDIA Dynamo: an engine for its workers, token ids in and token ids out."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.depth import DepthPolicy
 from d3engine.errors import MissingExtraError, require
-from d3engine.integrations.fields import FIELDS, FieldReader
+from d3engine.integrations.asgi import FIELDS, FieldReader
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.server.metrics import Exposition
@@ -26,20 +22,22 @@ try:
 except ImportError as error:
     raise MissingExtraError(error.name or "ai-dynamo", "dynamo", "d3engine integrations dynamo") from None
 
+# Dynamo's frontend speaks OpenAI's API and (de)tokenizes. It passes on unread only one field of a request, the model's
+# id; so the id selects the depth, as our server's aliases do.
 BY_DYNAMO = ("stop", "max_thinking_tokens", "apply_context_length_limit")
-"""Conditions of an end that its frontend looks after, or that ask for nothing here."""
+"""Stop conditions that the frontend applies, or that have no effect here."""
 RENAMED = {"stop_token_ids_hidden": "stop_token_ids", "guided_decoding": "structured_outputs"}
 FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
 class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
-    """An engine as Dynamo's worker calls it.
+    """An engine with the interface of a Dynamo worker.
 
     Args:
         make: loads the engine.
-        directory: of the model, where Dynamo's frontend finds tokenizer and chat template.
-        name: the id of the model at the engine's own depth.
-        aliases: further ids, each at one depth.
+        directory: of the model; Dynamo's frontend reads tokenizer and chat template there.
+        name: the model's id at the engine's default depth.
+        aliases: further ids, each with a depth policy.
     """
 
     def __init__(
@@ -53,15 +51,15 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """Dynamo's own launcher would call it, to read options of its own; ours are those of the command."""
+        """Called by Dynamo's launcher, which is not supported: `d3engine integrations dynamo` reads the options."""
         raise NotImplementedError("a worker is started by `d3engine integrations dynamo`, which reads the options")
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Load the engine, and say how much room it has."""
+        """Load the engine and report its capacity."""
         self._engine = engine = self._make()
         self._reader = FieldReader(engine, ServerSettings(model_names=(self._name,), depth_aliases=self._aliases))
         settings, stats = engine.settings, await engine.stats()
-        room = LlmRegistration(
+        capacity = LlmRegistration(
             context_length=engine.max_model_len,
             kv_cache_block_size=settings.block_size,
             total_kv_blocks=stats.kv_blocks_total // engine.config.num_layers,
@@ -69,10 +67,10 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
         aliases = list(self._aliases)
-        return EngineConfig(self._directory, self._name, llm=room, model_aliases=aliases)
+        return EngineConfig(self._directory, self._name, llm=capacity, model_aliases=aliases)
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """The tokens of one request as they come. Dynamo closes it when the client leaves."""
+        """The tokens of one request as they are sampled. Dynamo closes the generator when the client leaves."""
         assert self._engine is not None
         params = self._reader.params(self._fields(request), RequestOutputKind.DELTA, detokenize=False)
         given = self._engine.generate(list(request["token_ids"]), params)
@@ -86,18 +84,18 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]  # untyped
                     return
 
     async def register_prometheus(self, metrics: Any) -> None:
-        """Let the worker's /metrics have the engine's figures, under the names that our server gives them."""
+        """Add the engine's metrics to the worker's /metrics, under our server's names."""
         assert self._engine is not None
         engine, exposition = self._engine.sync(), Exposition("d3engine")
         metrics.register_prometheus_expfmt_callback(lambda: exposition.text_of_engine(engine.stats()).decode())
 
     async def cleanup(self) -> None:
-        """End the engine; called by the worker when it ends, also where `start` has failed."""
+        """End the engine; called when the worker ends, even if `start` has failed."""
         if self._engine is not None:
             await self._engine.close()
 
     def _fields(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The request's parameters under our names. Raises `InvalidValueError` for what cannot be honoured."""
+        """The request's parameters by our names. Raises `InvalidValueError` for unsupported ones."""
         asked: dict[str, Any] = {**(request.get("sampling_options") or {}), **(request.get("stop_conditions") or {})}
         fields: dict[str, Any] = {}
         for name, value in asked.items():
@@ -125,7 +123,7 @@ def _chunk(output: RequestOutput, answer: CompletionOutput, num_tokens: int) -> 
 
 
 def run_worker(engine: DynamoEngine, **worker: Any) -> None:
-    """Serve requests of Dynamo's frontends until a signal comes; `worker` is what its `WorkerConfig` takes."""
+    """Serve requests of Dynamo's frontends until a signal; `worker` are arguments of its `WorkerConfig`."""
 
     async def make(_: object) -> tuple[DynamoEngine, WorkerConfig]:
         return engine, WorkerConfig(**worker)

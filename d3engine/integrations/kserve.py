@@ -1,8 +1,4 @@
-"""A model of KServe: its open inference protocol (v2) over HTTP and gRPC, and OpenAI's routes beside it.
-
-The one idea: a v2 request is a completion in other words, so the server's own route answers it. Texts come in a tensor,
-everything else in parameters, which have the names of a completion's fields.
-"""
+"""A model of KServe: its open inference protocol (v2), and OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -31,24 +27,24 @@ except ImportError as error:
 
 TEXT_INPUT, TOKEN_INPUT = "text_input", "input_ids"
 OPENAI_PREFIX = "/openai"
-"""Where KServe has OpenAI's routes."""
+"""KServe's prefix of OpenAI's routes."""
 
 _TAKE_TEXT = frozenset({"stop", "cache_salt", "depth"})
-"""Fields whose text is not JSON of something else."""
+"""Fields that take a plain text as well as JSON."""
 
 
 class D3Model(Model):  # type: ignore[misc, unused-ignore]
-    """One engine, as KServe sees a model.
+    """One engine as a KServe model. The server's route answers a v2 request, which is a completion in other fields.
 
     Inputs: `text_input` (BYTES, any number of texts) or `input_ids` (INT64 [tokens] or [prompts, tokens]). Parameters:
     the fields of POST /v1/completions, those that are no text, number or switch as JSON in a text, "depth" as a name or
-    JSON. Outputs, an entry for each answer: `text_output`, `finish_reason` (BYTES), and with `return_depths` or
+    JSON. Outputs, an entry for each choice: `text_output`, `finish_reason` (BYTES), and with `return_depths` or
     `return_token_ids` the layers of each token and the token ids (BYTES, JSON).
 
     Args:
         name: the model's name.
         model: as for `Engine`.
-        settings: what requests may ask for; None: as `d3engine serve` has it.
+        settings: limits of requests; None: those of `d3engine serve`.
         engine_arguments: as for `AsyncEngine`.
     """
 
@@ -73,10 +69,10 @@ class D3Model(Model):  # type: ignore[misc, unused-ignore]
         return self.ready
 
     def start(self) -> None:
-        """Nothing to do before the first request; KServe asks for it."""
+        """Do nothing before the first request; KServe calls it."""
 
     def stop(self) -> None:
-        """Let answers in progress end, then the engine: KServe calls it from its event loop, at its own end."""
+        """Let running requests end, then the engine; KServe calls it from its event loop when it ends."""
         self.ready = False
         self._ending = asyncio.ensure_future(self._end())
 
@@ -85,7 +81,7 @@ class D3Model(Model):  # type: ignore[misc, unused-ignore]
         await self.engine.close()
 
     async def healthy(self) -> bool:
-        """Whether the engine lives and makes steps."""
+        """Whether the engine is alive and makes steps."""
         found = health(self.engine.heartbeat(), self.app.state.traffic, self._settings.guards.health_stall_seconds)
         return bool(self.ready and found.is_ok)
 
@@ -109,8 +105,8 @@ class D3Model(Model):  # type: ignore[misc, unused-ignore]
         ]
         for name, found in (("depths", "d3ext"), ("token_ids", "token_ids")):
             if found in choices[0]:
-                told = [choice[found]["depths"] if found == "d3ext" else choice[found] for choice in choices]
-                outputs.append(_output(name, [msgspec.json.encode(one).decode() for one in told]))
+                values = [choice[found]["depths"] if found == "d3ext" else choice[found] for choice in choices]
+                outputs.append(_output(name, [msgspec.json.encode(one).decode() for one in values]))
         return InferResponse(payload.id or answered.request_id, self.name, outputs)
 
 
@@ -139,7 +135,7 @@ def _prompts(request: InferRequest) -> Any:
 
 
 def _fields(parameters: Any) -> dict[str, Any]:
-    """The fields of a completion that parameters stand for."""
+    """The fields of a completion, from a request's parameters."""
     found = {name: _value(name, _plain(value)) for name, value in dict(parameters or {}).items()}
     for name in found:
         if name not in CompletionRequest.__struct_fields__ or name in ("prompt", "stream", "stream_options"):
@@ -148,7 +144,7 @@ def _fields(parameters: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Of gRPC a message that holds one of several kinds."""
+    """A parameter's value; in gRPC it is a message with one of several kinds."""
     kind = value.WhichOneof("parameter_choice") if hasattr(value, "WhichOneof") else None
     return value if kind is None else getattr(value, kind)
 

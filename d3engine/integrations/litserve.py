@@ -1,7 +1,4 @@
-"""A route of the server behind LitServe: its workers hold an engine each, its own server takes the requests.
-
-The one idea: a worker answers with the very events that our server would send, so clients of OpenAI's streams read on.
-"""
+"""A route of the server behind LitServe: each of its workers has an engine."""
 
 from __future__ import annotations
 
@@ -28,15 +25,15 @@ ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
 class D3LitAPI(LitAPI):  # type: ignore[misc, unused-ignore]
-    """Streams of OpenAI's completions or chats, by an engine in each of LitServe's workers.
+    """Streams of OpenAI's completions or chats, with our server's events, by an engine in each of LitServe's workers.
 
-    A refusal comes as the stream's only event: LitServe has sent a 200 by then. LitServe tells a worker nothing of a
-    client that leaves, so its answer is computed to its end.
+    A refusal is the stream's only event: LitServe has already sent a 200. LitServe does not tell a worker that a client
+    has left, so its request runs to the end.
 
     Args:
         model: as for `Engine`.
-        api_path: which of the server's routes it is.
-        settings: what requests may ask for; None: as `d3engine serve` has it.
+        api_path: the server's route.
+        settings: limits of requests; None: those of `d3engine serve`.
         engine_arguments: as for `AsyncEngine`.
     """
 
@@ -59,15 +56,15 @@ class D3LitAPI(LitAPI):  # type: ignore[misc, unused-ignore]
         self.engine = AsyncEngine(self._model, **self._arguments)
         self._app = create_app(self.engine, self._settings)
 
-    # LitServe makes a route of these two and reads their annotations: without any it hands on the body as it is.
+    # LitServe reads the annotations of these two: without any it passes the body on unchanged.
 
     async def decode_request(self, request):  # type: ignore[no-untyped-def]
-        """The body, as our route takes it; streamed, whatever it says."""
-        asked = {**request, "stream": True} if isinstance(request, dict) else request
-        return msgspec.json.encode(asked)
+        """The body for our route, with `stream` set."""
+        body = {**request, "stream": True} if isinstance(request, dict) else request
+        return msgspec.json.encode(body)
 
     async def predict(self, body: bytes) -> AsyncIterator[str]:
-        """The events of the answer, or the one that says why there is none."""
+        """The events of the response, or one event with the refusal."""
         is_stream = True
         async with aclosing(messages_of(self._app, self.api_path, body)) as messages:
             async for message in messages:
@@ -77,6 +74,6 @@ class D3LitAPI(LitAPI):  # type: ignore[misc, unused-ignore]
                     yield text if is_stream else f"data: {text}\n\ndata: [DONE]\n\n"
 
     async def encode_response(self, output):  # type: ignore[no-untyped-def]
-        """The events as they are."""
+        """The events, unchanged."""
         async for text in output:
             yield text

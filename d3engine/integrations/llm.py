@@ -1,8 +1,4 @@
-"""`LLM`: the engine under the name that vLLM's users know, with vLLM's arguments where they mean the same here.
-
-An argument of vLLM's that we have nothing for is taken where its value asks for what happens anyway, and refused by
-its name otherwise; nothing is taken and ignored.
-"""
+"""`LLM`: the engine with vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ SAME: Same = {
     "runner": (("auto", "generate"), "'auto' or 'generate'"),
     "task": (("auto", "generate"), "'auto' or 'generate'"),
 }
-"""Arguments of vLLM's that we have no use for: the values that ask for what happens anyway, and what is allowed."""
+"""Arguments of vLLM's without a counterpart: the values without effect, and what is allowed."""
 
 DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
@@ -55,7 +51,7 @@ class LLM(Engine):
     """`Engine` for code written for vLLM: the same methods, and vLLM's names of arguments.
 
     Args:
-        model: as `Engine` takes it.
+        model: as for `Engine`.
         revision: a branch, a tag or a commit of a model of the Hugging Face hub, as in "owner/name@revision".
         arguments: `Engine`'s, and of vLLM's others those in `SAME`, with the values listed there.
 

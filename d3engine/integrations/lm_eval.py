@@ -1,9 +1,4 @@
-"""The engine as a model of lm-evaluation-harness, under the name `d3engine`. Importing this module registers it.
-
-The one idea: the harness asks for three things, and each is one kind of request to the engine. Text is `generate`; a
-log-likelihood is the prompt's log-probabilities, whose last token comes as the only token allowed to follow. Requests
-join and leave the engine's batch as they come, so the harness's batch size is only a limit.
-"""
+"""The engine as the model `d3engine` of lm-evaluation-harness; importing it registers it."""
 
 from __future__ import annotations
 
@@ -33,10 +28,10 @@ except ImportError as error:
     raise MissingExtraError("lm-eval", "eval") from error
 
 DEFAULT_MAX_GEN_TOKS = 256
-"""Tokens of an answer whose task names no limit, as in the harness's own backends."""
+"""Limit of an answer whose task has none, as in the harness's own backends."""
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a task's generation_kwargs may say of sampling, beside `until`, `do_sample` and the length."""
+"""Sampling options of a task's generation_kwargs, besides `until`, `do_sample` and the length."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +41,7 @@ NO_WORK = Work()
 
 @dataclass
 class Usage:
-    """What the answers of a task have cost so far, and what the schedule promised: nothing, where tokens decide."""
+    """The cost of a task's answers so far, and the nominal one of the schedule; zeros where tokens decide the depth."""
 
     answers: int = 0
     work: Work = NO_WORK
@@ -55,38 +50,40 @@ class Usage:
     nominal_layers: int = 0
 
     def add(self, work: Work, finish_reason: str | None, nominal_depths: Iterable[int]) -> None:
-        """Count one answer; `nominal_depths` are those of the longest answer that was allowed, if known beforehand."""
-        promised = list(nominal_depths)
+        """Count one answer; `nominal_depths` are those of the longest allowed answer, if known beforehand."""
+        nominal = list(nominal_depths)
         self.answers += 1
         self.work += work
         self.unfinished += finish_reason == "length"
-        self.nominal_tokens += len(promised)
-        self.nominal_layers += sum(promised)
+        self.nominal_tokens += len(nominal)
+        self.nominal_layers += sum(nominal)
 
     @property
     def nominal_mean_layers(self) -> float | None:
-        """Over the longest answers that were allowed; None where nothing was promised."""
+        """Over the longest allowed answers; None where the schedule is not known beforehand."""
         return self.nominal_layers / self.nominal_tokens if self.nominal_tokens else None
 
 
 @register_model("d3engine")  # type: ignore[untyped-decorator, unused-ignore]
 class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
-    """A Llama in d3engine, as lm-evaluation-harness sees a model.
+    """A Llama in d3engine as a model of lm-evaluation-harness.
 
     Args:
-        pretrained: a model as `Engine` takes it, or an `Engine` that is open (then no engine option is allowed).
-        depth: a `DepthPolicy`, "auto" (the model's d3.json), or a policy's name, whose options follow as arguments of
-            their own: `depth=d3,alpha=A,start=S`.
-        max_length: tokens of context and answer at most; longer contexts lose their beginning, as in the harness's HF
-            backend. None: one fewer than the engine's max_model_len.
-        max_gen_toks: tokens of an answer whose task does not say, or a function that tells them by the task's name.
-        add_bos_token: False encodes without the tokenizer's special tokens; None and True with them, as its files say.
-        prefix_token_id: what stands for an empty context. None: BOS, else EOS.
-        batch_size: sequences that run at once at most; "auto" is the engine's default.
+        pretrained: a model as for `Engine`, or an open `Engine` (then no engine option is allowed).
+        depth: a `DepthPolicy`, "auto" (the model's d3.json), or a policy's name, with its options as further arguments:
+            `depth=d3,alpha=A,start=S`.
+        max_length: limit of context and answer in tokens; longer contexts lose their beginning, as in the harness's HF
+            backend. None: one less than the engine's max_model_len.
+        max_gen_toks: limit of an answer whose task has none, or a function of the task's name.
+        add_bos_token: False encodes without the tokenizer's special tokens; None and True with them.
+        prefix_token_id: token of an empty context. None: BOS, else EOS.
+        batch_size: limit of running sequences; "auto" is the engine's default. Requests join and leave the batch
+            individually.
         device, dtype, max_model_len, ...: arguments of `Engine`.
 
-    Log-likelihoods are at full depth whatever the policy: it is about generated tokens, and they generate none.
-    Raises `InvalidValueError` for what neither the engine nor the policy takes.
+    Log-likelihoods are at full depth with any policy, as they generate no tokens: they are a prompt's
+    log-probabilities, whose last token is the only one allowed to follow. Raises `InvalidValueError` for arguments
+    that neither the engine nor the policy takes.
     """
 
     def __init__(
@@ -126,17 +123,17 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self.usage: dict[str, Usage] = {}
-        """Task -> what its generated answers have cost."""
+        """Task -> cost of its generated answers."""
 
     def total_usage(self) -> Usage:
-        """What the generated answers of all tasks have cost."""
+        """The cost of the generated answers of all tasks."""
         total = Usage()
         for usage in self.usage.values():
             for name, value in vars(usage).items():
                 setattr(total, name, getattr(total, name) + value)
         return total
 
-    # -- what the harness asks of a tokenizer --------------------------------------------------------------------
+    # -- the harness's interface of a tokenizer -----------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int | None:
@@ -145,7 +142,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text without context."""
+        """The token before the first one of a text without context."""
         for token in (self._prefix_token_id, self._tokenizer.bos_token_id, self._tokenizer.eos_token_id):
             if token is not None:
                 return token
@@ -160,7 +157,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         return self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation; without a generation prompt it ends with the last message, to be continued."""
+        """The prompt of a conversation; without a generation prompt it ends within the last message."""
         template = load_chat_template(self.engine.directory)
         require(template is not None, "apply_chat_template", True, "False for a model without a chat template")
         assert template is not None
@@ -169,19 +166,19 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, by which the harness tells its caches apart; None when none is to be applied."""
+        """The template's source, a key of the harness's caches; None when none is applied."""
         template = load_chat_template(self.engine.directory) if chat_template else None
         return None if template is None else template.source
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness tells its caches apart."""
+        """A key of the harness's caches."""
         return str(self.engine.directory).replace("/", "__")
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, up to the first of its stops; contexts too long lose their beginning."""
+        """The continuation of each context, up to its first stop; too long contexts lose their beginning."""
         prompts, params = [], []
         for request in requests:
             context, gen_kwargs = request.args
@@ -218,9 +215,9 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Sum of the log-probabilities of each continuation, and whether greedy decoding would give it.
+        """Sum of the log-probabilities of each continuation, and whether it is the greedy one.
 
-        The last `max_length + 1` tokens count, so that the model sees `max_length`, as in the HF backend.
+        Only the last `max_length + 1` tokens count, so that the model gets `max_length`, as in the HF backend.
         """
         if requests and not isinstance(self.policy, FullDepth):
             _log.warning("log-likelihoods are at full depth: a depth policy is about generated tokens")
@@ -272,7 +269,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     def _run(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], what: str, disable_tqdm: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Each request's last output as it finishes, with its place; few wait in the engine at a time."""
+        """Each request's place and last output as it finishes; few wait in the engine at a time."""
         engine = self.engine
         require(not engine.has_unfinished_requests(), "pretrained", "a busy one", "an engine that answers nobody else")
         waiting = deque(sorted(range(len(prompts)), key=lambda place: -len(prompts[place])))
@@ -294,26 +291,15 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         finally:
             if places:
                 engine.abort_request(list(places))
-                engine.step()  # takes their last outputs, so that none is left for a later run
+                engine.step()  # consumes their last outputs
 
 
 ENGINE_OPTIONS = (
-    "device",
-    "dtype",
-    "weight_dtype",
-    "pack_weights",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "kv_cache_dtype",
-    "kv_cache_memory_bytes",
-    "gpu_memory_utilization",
-    "enable_prefix_caching",
-    "seed",
-    "tokenizer",
+    *("device", "dtype", "weight_dtype", "pack_weights", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching"),
+    *("seed", "tokenizer"),
 )
-"""Arguments that go to `Engine` as they are."""
+"""Arguments that are passed to `Engine`."""
 
 
 def _policy(depth: DepthPolicy | str, options: dict[str, Any]) -> DepthPolicy | str:
@@ -338,7 +324,7 @@ def _raise_fault(output: RequestOutput) -> None:
 
 
 def _continuation_logprob(output: RequestOutput, continuation: list[int]) -> tuple[float, bool]:
-    """Sum over the continuation, whose last token is the one generated and the others the prompt's last."""
+    """Sum over the continuation: its last token is the generated one, the others are the prompt's last."""
     answer = output.outputs[0]
     assert output.prompt_logprobs is not None
     assert answer.logprobs is not None

@@ -1,9 +1,4 @@
-"""Tasks of lm-evaluation-harness under several policies, on one engine.
-
-The one idea: the harness keeps every answer's score. Where a metric is right or wrong, policies are compared answer by
-answer with our own intervals; of other means the usual interval is shown, of anything else none. Needs the extra
-`eval`.
-"""
+"""Tasks of lm-evaluation-harness under several depth policies (extra `eval`)."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of one task. `outcomes` are the questions', in order, where the figure is their mean; else None."""
+    """One metric of one task. `outcomes` are those of the questions, in order, if `value` is their mean; else None."""
 
     task: str
     name: str
@@ -45,7 +40,7 @@ class Metric:
 
     @property
     def interval(self) -> Interval | None:
-        """95 %: Wilson's for right and wrong, the normal one for other means, None for what is no mean."""
+        """The 95 % interval: Wilson's for right and wrong, the normal one for other means, else None."""
         if self.right is not None:
             return wilson_interval(sum(self.right), len(self.right))
         if self.outcomes is None or len(self.outcomes) < 2:
@@ -56,7 +51,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """All tasks under one policy. `cost` is of the generated answers alone, but for its seconds: of the whole run."""
+    """All tasks under one policy. `cost` is of the generated answers, but its seconds are of the whole run."""
 
     title: str
     metrics: tuple[Metric, ...]
@@ -64,9 +59,9 @@ class HarnessRun:
 
 
 def find_tasks(names: Sequence[str], include_path: str | None) -> Any:
-    """The harness's index of tasks that has these; its own, which takes long to read, only if the folder lacks one.
+    """An index of the harness's tasks with these; the default tasks, slow to read, only if the folder lacks one.
 
-    Raises `InvalidValueError` for a name that the harness does not know, `MissingExtraError` where it is not installed.
+    Raises `InvalidValueError` for an unknown name, `MissingExtraError` without the harness.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -99,7 +94,7 @@ def run_tasks(
     max_gen_toks: int | Callable[[str], int],
     manager: Any,
 ) -> list[HarnessRun]:
-    """Evaluate the tasks under each (title, policy) in turn; raises `D3EngineError` for a task that there is not."""
+    """Evaluate the tasks under each (title, policy) in turn; raises `D3EngineError` for a task without data."""
     from lm_eval import simple_evaluate
 
     from d3engine.integrations.lm_eval import D3EngineLM
@@ -121,7 +116,7 @@ def run_tasks(
                     task_manager=manager,
                     fewshot_random_seed=seed,
                 )
-        except OSError as error:  # what `datasets` raises without network, and for files that are not there
+        except OSError as error:  # of `datasets` without network, and for missing files
             of_the_hub = unreachable if isinstance(error, ConnectionError) else None
             raise D3EngineError(_without_data(names, of_the_hub or f"{type(error).__name__}: {error}")) from error
         seconds = time.perf_counter() - began
@@ -139,24 +134,21 @@ def _without_data(names: Sequence[str], why: str) -> str:
 
 
 def _unreachable_hub() -> str | None:
-    """That the Hugging Face hub does not answer, in words; None if it does, or is not to be asked (HF_HUB_OFFLINE)."""
+    """An error text if the Hugging Face hub is unreachable; None if it is reachable or HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return None
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # of an HTTP library, which is another one by its version
+    except Exception as error:  # the HTTP library depends on the version
         return f"{constants.ENDPOINT} cannot be reached: {error or type(error).__name__}"
     return None
 
 
 @contextmanager
 def _as_downloaded_before() -> Iterator[None]:
-    """Lets the hub's library take what is in its cache and ask for nothing.
-
-    Of itself it asks a hub that does not answer six times for a file, with half a minute from the first to the last.
-    """
+    """Make the hub's library use only its cache: it would try an unreachable hub six times, for half a minute."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True  # which it reads at every request
@@ -167,7 +159,7 @@ def _as_downloaded_before() -> Iterator[None]:
 
 
 def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:
-    """Every figure of every task that has samples; groups, which only repeat them, are left out."""
+    """Every metric of every task with samples; groups, which only repeat them, are left out."""
     metrics = []
     for task, samples in found["samples"].items():
         for key, value in found["results"][task].items():
@@ -182,14 +174,14 @@ def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:
 
 
 def _mean_of(outcomes: list[Any], value: float) -> tuple[float, ...] | None:
-    """The outcomes as numbers if `value` is their mean; None where a metric is something else."""
+    """The outcomes as numbers if `value` is their mean, else None."""
     if not outcomes or not all(isinstance(outcome, int | float) for outcome in outcomes):
         return None
     return tuple(map(float, outcomes)) if isclose(fmean(outcomes), value, abs_tol=1e-9) else None
 
 
 def harness_tables(runs: Sequence[HarnessRun]) -> list[Table]:
-    """Every metric of every task by policy, and what the generated answers cost."""
+    """Tables of every metric of every task by policy, and of the cost of generated answers."""
     rows = []
     for place, first in enumerate(runs[0].metrics):
         for number, run in enumerate(runs):
@@ -213,7 +205,7 @@ def harness_tables(runs: Sequence[HarnessRun]) -> list[Table]:
 
 
 def harness_charts(runs: Sequence[HarnessRun]) -> list[Chart]:
-    """Each metric whose answers are right or wrong, by policy."""
+    """A chart of each metric whose answers are right or wrong, by policy."""
     charts = []
     for place, metric in enumerate(runs[0].metrics):
         points = [
@@ -231,7 +223,7 @@ def _with_layers(run: HarnessRun) -> str:
 
 
 def harness_dict(run: HarnessRun, first: HarnessRun) -> dict[str, Any]:
-    """A run for machines; `minus_first` is None in the first one, and where answers are not right or wrong."""
+    """A run as JSON; `minus_first` is None in the first one, and where answers are not right or wrong."""
     cost = run.cost
     return {
         "depth": cost.policy.describe(),

@@ -1,8 +1,4 @@
-"""Batches on Ray: the lines of a file go through Ray Data to engines on one machine or on a cluster (extra `ray`).
-
-The one idea: an engine answers several blocks of lines at once, so that it is not idle while the last line of one of
-them is written.
-"""
+"""Batches on Ray: Ray Data distributes the lines of a file to engines (extra `ray`)."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from d3engine.async_engine.async_engine import AsyncEngine
-from d3engine.batch.answering import Answers
-from d3engine.batch.lines import Line
-from d3engine.batch.results import Result
+from d3engine.batch.batch_file import Line, Result
+from d3engine.batch.runner import BatchRunner
 from d3engine.errors import FailedError, MissingExtraError
 from d3engine.server.settings import ServerSettings
 
@@ -31,24 +26,24 @@ except ImportError:
 
 LINES_PER_BLOCK = 64
 LINES_PER_CALL = LINES_PER_BLOCK // 4
-"""Ray Data makes four such calls at once for each block."""
+"""Ray Data makes four of these calls concurrently for each block."""
 BLOCKS_AT_ONCE = 3
-"""Of one engine."""
+"""Concurrent blocks of an engine, so that it is not idle during the last line of one."""
 CONNECT_SECONDS = 10.0
 
 Arguments: TypeAlias = Callable[[], Mapping[str, Any]]
-"""Gives `AsyncEngine`'s arguments where the engine is; it is pickled."""
+"""Makes `AsyncEngine`'s arguments in the engine's process; it is pickled."""
 
 
-class RayAnswers:
-    """Engines that a Ray cluster runs, as `Answers` is one of this process.
+class RayBatchRunner:
+    """Engines on a Ray cluster, with the interface of `BatchRunner`.
 
     Args:
-        address: of the cluster, as `ray.init` takes it: "auto" the one that runs here, "local" one of our own.
+        address: of the cluster, as `ray.init` takes it: "auto" for one that runs here, "local" for a new one.
         arguments: of each engine.
-        settings: what a line may ask for.
-        num_engines: how many engines answer.
-        actor_options: Ray's of each engine's process.
+        settings: what a line may request.
+        num_engines: number of engines.
+        actor_options: Ray's, of each engine's process.
 
     Raises:
         FailedError: for a cluster that cannot be reached.
@@ -66,18 +61,18 @@ class RayAnswers:
         _check_there(address)
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
-        except Exception as error:  # a Ray that takes longer than it allows itself to start raises that very class
+        except Exception as error:  # Ray raises this class when its start takes too long
             raise FailedError(f"cannot reach Ray at {address!r}: {error}") from None
         self._arguments = arguments, settings
         self._num_engines = num_engines
         self._options = {"num_cpus": 1, "max_concurrency": BLOCKS_AT_ONCE, **(actor_options or {})}
 
     def close(self) -> None:
-        """Leave the cluster; one of our own ends."""
+        """Leave the cluster; a "local" one ends."""
         ray.shutdown()
 
     def results(self, lines: Iterable[Line]) -> Iterator[Result]:
-        """What comes of each line, block by block as they are complete; the lines are all taken at once."""
+        """The result of each line, block by block as they complete; all lines are read first."""
         logging.getLogger("ray.data").setLevel(logging.WARNING)
         ray.data.DataContext.get_current().enable_progress_bars = False
         rows = [{"line": msgspec.msgpack.encode(line)} for line in lines]
@@ -100,10 +95,10 @@ class RayAnswers:
 
 
 def _check_there(address: str) -> None:
-    """Raise `FailedError` for a machine that does not answer: Ray would try for minutes, and then end the process."""
+    """Raise `FailedError` for an unreachable machine: Ray would try for minutes and then end the process."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdecimal()):
-        return  # a word of Ray's
+        return  # a keyword of Ray's
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
@@ -111,12 +106,12 @@ def _check_there(address: str) -> None:
 
 
 class _Engine:
-    """One engine, in a process that Ray has made for it."""
+    """One engine, in a process of Ray's."""
 
     def __init__(self, arguments: Arguments, settings: ServerSettings) -> None:
-        self._answers = Answers(AsyncEngine(**arguments()), settings)
+        self._runner = BatchRunner(AsyncEngine(**arguments()), settings)
 
     async def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         lines = [msgspec.msgpack.decode(line, type=Line) for line in batch["line"].to_pylist()]
-        results = await asyncio.gather(*map(self._answers.answer, lines))
+        results = await asyncio.gather(*map(self._runner.run_line, lines))
         return pyarrow.table({"result": pyarrow.array(map(msgspec.msgpack.encode, results), pyarrow.binary())})

@@ -1,18 +1,10 @@
-"""Ray Serve: OpenAI's routes over several replicas of an engine, on one machine or on a cluster (extra `ray`).
-
-    from ray import serve
-    from d3engine.integrations.ray_serve import app
-
-    serve.run(app("demo", num_replicas=2))
-
-The one idea: two deployments. Each replica holds an engine behind the very app that `d3engine serve` runs; before them
-stands a door without a model, which outlives them and says what has become of a request when one of them dies.
-"""
+"""Ray Serve: OpenAI's routes over several replicas of an engine (extra `ray`)."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,9 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from d3engine.errors import MissingExtraError, require, require_integer, require_number
-from d3engine.integrations.door import Proxy, ReplicaDiedError
-from d3engine.integrations.replica import Replica
-from d3engine.integrations.routing import ROUTINGS
+from d3engine.integrations.proxy import ROUTINGS, Proxy, Replica, ReplicaDiedError, beginning, least_loaded
 from d3engine.server.errors import RequestError
 from d3engine.server.middleware.limits import RETRY_AFTER
 from d3engine.server.settings import ServerSettings
@@ -35,11 +25,12 @@ try:
     from ray.serve.config import RequestRouterConfig
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
     from ray.serve.handle import DeploymentHandle
+    from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 except ImportError:
     raise MissingExtraError("ray[serve]", "ray", "d3engine.integrations.ray_serve") from None
 
-DOOR_PLACES = 10_000
-"""Requests that a door passes on at once: it only carries them, so the replicas set the limit."""
+PROXY_REQUESTS = 10_000
+"""Concurrent requests of a proxy: it only forwards them, so the replicas set the limit."""
 
 ASK_ALL_SECONDS = 10.0
 
@@ -61,19 +52,26 @@ def app(
 ) -> serve.Application:
     """An application for `ray.serve.run`, or for `serve run MODULE:NAME`.
 
+        from ray import serve
+        from d3engine.integrations.ray_serve import app
+
+        serve.run(app("demo", num_replicas=2))
+
+    It has two deployments: replicas, each an engine behind the app of `d3engine serve`, and proxies without a model,
+    which outlive them and report a replica's death.
+
     Args:
-        model: as for `Engine`; a path must lead to it on every machine of the cluster.
-        num_replicas: engines; a pair lets Ray keep between so many and so many of them, by how many requests wait.
-        num_doors: processes that take connections' requests to them.
-        max_ongoing_requests: that one replica has at once; what comes beyond waits at the door for any of them.
-        max_queue: that may wait at a door; further ones are refused by a 429.
-        drain_timeout: seconds for the answers of a replica that is no longer wanted to end.
-        routing: which replica a request goes to, by one of the rules of `d3engine.integrations.routing.ROUTINGS`, such
-            as "by prefix"; None: Ray's own, of two replicas at random the one with fewer requests. Each door follows it
-            for itself.
-        cohort_seconds: how long "by depth cohort" sends requests to one replica.
-        settings: of the server before each engine, as `d3engine serve` has them. Ray binds the port, but who may call,
-            under which names and with which keys is said here; by default this machine alone.
+        model: as for `Engine`; a path must be valid on every machine of the cluster.
+        num_replicas: engines; with a pair Ray scales between the two numbers, by the requests that wait.
+        num_doors: proxy processes.
+        max_ongoing_requests: concurrent requests of a replica; further ones wait in the proxy for any replica.
+        max_queue: requests that may wait in a proxy; further ones get a 429.
+        drain_timeout: seconds for the running requests of a replica that is removed.
+        routing: the rule of `d3engine.integrations.proxy.ROUTINGS` that selects a replica, such as "by prefix"; None:
+            Ray's own, of two replicas at random the one with fewer requests. Each proxy applies it independently.
+        cohort_seconds: window of "by depth cohort", in which requests go to one replica.
+        settings: of the server before each engine, as of `d3engine serve`: hosts, names and keys. Ray binds the port.
+            By default only this machine may call.
         autoscaling: further fields of Ray's `AutoscalingConfig`, where `num_replicas` is a pair.
         actor_options: Ray's options of a replica's process, such as `{"num_cpus": 4, "num_gpus": 1}`.
         engine_arguments: as for `Engine`.
@@ -91,21 +89,21 @@ def app(
     require(routing is None or routing in ROUTINGS, "routing", routing, f"None, {', '.join(ROUTINGS)}")
     require_number("cohort_seconds", cohort_seconds, 0, 86400)
     replicas = serve.deployment(_RayReplica, name="Replica").options(
-        **_how_many(num_replicas, max_ongoing_requests, autoscaling),
+        **_scaling(num_replicas, max_ongoing_requests, autoscaling),
         max_ongoing_requests=max_ongoing_requests,
         max_queued_requests=max_queue,
         graceful_shutdown_timeout_s=drain_timeout,
-        **_how_routed(routing, cohort_seconds),
+        **_router(routing, cohort_seconds),
         ray_actor_options={"num_cpus": 1, **(actor_options or {})},
     )
-    doors = serve.deployment(_RayDoor, name="Proxy").options(
+    proxies = serve.deployment(_RayProxy, name="Proxy").options(
         num_replicas=num_doors,
-        max_ongoing_requests=DOOR_PLACES,
+        max_ongoing_requests=PROXY_REQUESTS,
         graceful_shutdown_timeout_s=drain_timeout,
         ray_actor_options={"num_cpus": 0},
     )
     guards = settings.guards
-    return doors.bind(
+    return proxies.bind(
         replicas.bind(os.fspath(model), settings, engine_arguments),
         guards.max_body_bytes,
         guards.api_keys,
@@ -113,10 +111,10 @@ def app(
     )
 
 
-def _how_many(
+def _scaling(
     num_replicas: int | tuple[int, int], at_once: int, autoscaling: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The number of replicas as Ray is told; a replica more is wanted as soon as requests wait for a place."""
+    """Ray's options of the number of replicas; one is added as soon as requests wait."""
     if isinstance(num_replicas, int):
         require(autoscaling is None, "autoscaling", autoscaling, "None where num_replicas is one number")
         return {"num_replicas": require_integer("num_replicas", num_replicas, 1)}
@@ -129,38 +127,34 @@ def _how_many(
     return {"autoscaling_config": {**bounds, **(autoscaling or {})}}
 
 
-def _how_routed(routing: str | None, cohort_seconds: float) -> dict[str, Any]:
+def _router(routing: str | None, cohort_seconds: float) -> dict[str, Any]:
     if routing is None:
         return {}
-    said = {"routing": routing, "cohort_seconds": cohort_seconds}
-    path = "d3engine.integrations.ray_router:RuleRouter"
-    return {"request_router_config": RequestRouterConfig(request_router_class=path, request_router_kwargs=said)}
+    rule = {"routing": routing, "cohort_seconds": cohort_seconds}
+    path = "d3engine.integrations.ray_serve:RuleRouter"
+    return {"request_router_config": RequestRouterConfig(request_router_class=path, request_router_kwargs=rule)}
 
 
 class _RayReplica(Replica):
-    """A replica as Ray makes it, which calls `check_health` by itself."""
+    """A replica as a deployment; Ray calls `check_health`."""
 
     def __init__(self, model: str, settings: ServerSettings, engine_arguments: Mapping[str, Any]) -> None:
         name = serve.get_replica_context().replica_id.unique_id
         super().__init__(name, model, settings, engine_arguments)
 
 
-class _RayDoor:
+class _RayProxy:
     """The ingress of the application."""
 
     def __init__(
-        self,
-        replicas: DeploymentHandle,
-        max_body_bytes: int,
-        api_keys: tuple[str, ...],
-        metrics_keys: tuple[str, ...],
+        self, replicas: DeploymentHandle, max_body_bytes: int, api_keys: tuple[str, ...], metrics_keys: tuple[str, ...]
     ) -> None:
         self._replicas = replicas
-        self._door = Proxy(self._ask, self._ask_all, max_body_bytes, api_keys, metrics_keys)
+        self._proxy = Proxy(self._ask, self._ask_all, max_body_bytes, api_keys, metrics_keys)
 
     async def __call__(self, request: Request) -> Response:
-        """Called by Ray, which lets the response write itself."""
-        return _Written(self._door)
+        """Called by Ray; the response writes itself."""
+        return _ProxyResponse(self._proxy)
 
     async def _ask(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
         answer: Any = self._replicas.options(stream=True).answer.remote(scope, body)
@@ -168,7 +162,7 @@ class _RayDoor:
             async for messages in answer:
                 yield messages
         except (GeneratorExit, asyncio.CancelledError):
-            with suppress(Exception):  # why it has ended already
+            with suppress(Exception):  # it has ended already
                 answer.cancel()
             raise
         except RayActorError as error:
@@ -177,34 +171,65 @@ class _RayDoor:
             message = "The replicas have as many requests as they take; try again later."
             raise RequestError(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER}) from None
         except DeploymentUnavailableError:
-            raise _none_there() from None
+            raise _no_replica() from None
 
     async def _ask_all(self, scope: Scope, body: bytes) -> list[tuple[str, list[Message]]]:
         answers = self._replicas.broadcast("whole_answer", scope, body)
         found = await answers.results_async(timeout_s=ASK_ALL_SECONDS, return_exceptions=True)
         sound = [answer for answer in found if not isinstance(answer, BaseException)]
         if not sound:
-            raise _none_there()
+            raise _no_replica()
         return sound
 
 
-def _none_there() -> RequestError:
+def _no_replica() -> RequestError:
     headers = {"Retry-After": RETRY_AFTER}
     return RequestError(503, "No replica can be reached.", code="no_replica", headers=headers)
 
 
-class _Written(Response):
-    """The door's answer, which it writes itself."""
+class _ProxyResponse(Response):
+    """A response that the proxy writes."""
 
-    def __init__(self, door: Proxy) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         super().__init__()
-        self._door = door
+        self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_once(message: Message) -> None:
-            if message["type"] == "http.response.start":  # Ray adds the id of the request itself
+            if message["type"] == "http.response.start":  # Ray adds the request's id
                 headers = [header for header in message["headers"] if header[0] != b"x-request-id"]
                 message = {**message, "headers": headers}
             await send(message)
 
-        await self._door(scope, receive, send_once)
+        await self._proxy(scope, receive, send_once)
+
+
+class RuleRouter(RequestRouter):  # type: ignore[misc]  # untyped
+    """Selects the replica that the rule names, and any other where that one is full."""
+
+    def initialize_state(self, *, routing: str, cohort_seconds: float) -> None:
+        """Called by Ray with the deployment's `request_router_kwargs`."""
+        self._rule = ROUTINGS[routing](cohort_seconds)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Ranks of replicas: Ray takes the first rank with room, and in it the replica with fewest requests."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # between two rounds, where all are full
+        busy = {name_of(one): self.replica_queue_len_cache.get(one.replica_id) or 0 for one in candidate_replicas}
+        chosen = self._chosen(pending_request, busy)
+        first = [one for one in candidate_replicas if name_of(one) == chosen]
+        return [first, [one for one in candidate_replicas if one not in first]]
+
+    def _chosen(self, request: PendingRequest, busy: dict[str, int]) -> str:
+        _scope, body = request.args
+        if not body:  # no generation, so no cohort
+            return least_loaded(busy)
+        return self._rule.choose(time.monotonic(), beginning(body), busy)
+
+
+def name_of(replica: Any) -> str:
+    """A replica's name, as in the metrics."""
+    return str(replica.replica_id.unique_id)

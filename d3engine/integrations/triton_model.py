@@ -1,8 +1,4 @@
-"""A model of NVIDIA Triton's Python backend, with the inputs and outputs of Triton's own vLLM backend.
-
-`triton_repository` writes a repository whose `model.py` imports this. The one idea: Triton hands requests over and goes
-on; each is a task on its event loop, which sends what the engine says as it comes, until its client cancels.
-"""
+"""A model of Triton's Python backend, with the tensors of Triton's vLLM backend."""
 
 from __future__ import annotations
 
@@ -20,19 +16,19 @@ from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import D3EngineError, InvalidValueError, require
 from d3engine.files import read_json
-from d3engine.integrations.fields import FieldReader
+from d3engine.integrations.asgi import FieldReader
 from d3engine.integrations.triton_repository import ARGUMENTS_FILE
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.server.metrics import COUNTERS, GAUGES
 from d3engine.stats import EngineStats
 
-LOOK_SECONDS = 0.1
-"""How often Triton is asked whether a client has cancelled."""
+POLL_SECONDS = 0.1
+"""Interval of checks whether a client has cancelled."""
 
 
 class TritonPythonModel:
-    """What Triton makes of it, and calls."""
+    """The class that Triton instantiates; `triton_repository` writes a `model.py` that imports it."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine that `model.json` describes."""
@@ -43,10 +39,10 @@ class TritonPythonModel:
         self._engine = AsyncEngine(**arguments)
         self._reader = FieldReader(self._engine)
         self._metrics = _Metrics()
-        self._metrics.tell(self._engine.sync().stats())
+        self._metrics.update(self._engine.sync().stats())
 
     async def execute(self, requests: Sequence[Any]) -> None:
-        """Answer requests; Triton calls it again meanwhile."""
+        """Answer requests, each in a task; Triton calls it again meanwhile."""
         await asyncio.gather(*map(self._answer, requests))
 
     def finalize(self) -> None:
@@ -56,7 +52,7 @@ class TritonPythonModel:
     async def _answer(self, request: Any) -> None:
         sender = request.get_response_sender()
         answering = asyncio.create_task(self._send_answer(request, sender))
-        while not (await asyncio.wait({answering}, timeout=LOOK_SECONDS))[0]:
+        while not (await asyncio.wait({answering}, timeout=POLL_SECONDS))[0]:
             if sender.is_cancelled():
                 answering.cancel()
         try:
@@ -70,8 +66,8 @@ class TritonPythonModel:
         except Exception as fault:
             pb_utils.Logger.log_error(f"a request failed: {fault!r}")
             _send_error(sender, "The model failed on this request.", pb_utils.TritonError.INTERNAL)
-        with suppress(D3EngineError):  # an engine that has ended has none
-            self._metrics.tell(await self._engine.stats())
+        with suppress(D3EngineError):  # the engine may have ended
+            self._metrics.update(await self._engine.stats())
 
     async def _send_answer(self, request: Any, sender: Any) -> None:
         stream = bool(_input(request, "stream", False))
@@ -91,7 +87,7 @@ class TritonPythonModel:
 
 
 class _Metrics:
-    """What the engine counts, at Triton's own /metrics under the server's names, as it was when it was last told."""
+    """The engine's metrics in Triton's /metrics, under our server's names, as of the last update."""
 
     def __init__(self) -> None:
         families = pb_utils.MetricFamily
@@ -101,7 +97,7 @@ class _Metrics:
         self._gauges = {name: family.Metric(labels={}) for name, family in gauges.items()}
         self._counters = {name: family.Metric(labels={}) for name, family in counters.items()}
 
-    def tell(self, stats: EngineStats) -> None:
+    def update(self, stats: EngineStats) -> None:
         for name, _, of in GAUGES:
             self._gauges[name].set(float(of(stats) or 0))
         for name, _, of in COUNTERS:
@@ -110,7 +106,7 @@ class _Metrics:
 
 
 def _response(request: Any, output: RequestOutput, before: str) -> Any:
-    """What the client wants to have of an output; `before` stands before each text."""
+    """The requested parts of an output; `before` is put before each text."""
     answers = output.outputs
     found = {
         "text_output": _texts(before + answer.text for answer in answers),
@@ -128,7 +124,7 @@ def _texts(texts: Any) -> np.ndarray[Any, Any]:
 
 
 def _input(request: Any, name: str, default: Any) -> Any:
-    """The one element of an input that may be absent."""
+    """The single element of an optional input."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return default if tensor is None else tensor.as_numpy().reshape(-1)[0]
 

@@ -1,8 +1,4 @@
-"""A model repository for NVIDIA Triton Inference Server: three files by which its Python backend runs an engine.
-
-`config.pbtxt` says what goes in and out, `1/model.py` names our class, `1/model.json` holds the engine's arguments as
-the one of Triton's vLLM backend does. Nothing of Triton is needed to write them.
-"""
+"""A model repository of NVIDIA Triton, whose Python backend runs an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ INPUTS = (
     ("sampling_parameters", "TYPE_STRING", True),
     ("exclude_input_in_output", "TYPE_BOOL", True),
 )
-"""Name, type, whether it may be absent."""
+"""Name, type, whether it is optional."""
 
 OUTPUTS = (
     ("text_output", "TYPE_STRING"),
@@ -44,20 +40,20 @@ __all__ = ["TritonPythonModel"]
 def write_triton_repository(
     directory: Path, name: str, model: str, engine_arguments: Mapping[str, Any], *, on_gpu: bool = False
 ) -> Path:
-    """Write a model into a repository, which may hold others.
+    """Write a model into a repository, which may have others: config.pbtxt, 1/model.py and 1/model.json.
 
     Args:
-        directory: the repository; made where it is not there.
+        directory: the repository; created if it does not exist.
         name: of the model in it.
-        model: as for `Engine`; a path must lead to it where Triton runs.
-        engine_arguments: further ones of `Engine`'s, as JSON has them; a policy as d3.json has it.
+        model: as for `Engine`; a path must be valid where Triton runs.
+        engine_arguments: further arguments of `Engine`, as JSON; a policy as in d3.json.
         on_gpu: whether Triton gives the model one of its GPUs.
 
     Returns:
         The model's directory in the repository.
 
     Raises:
-        InvalidValueError: for a name that Triton could not have, and a model of that name that is there already.
+        InvalidValueError: for a name that Triton does not allow, and for one that exists already.
         FailedError: where it cannot be written.
     """
     fits = name.isascii() and name.replace("_", "").replace("-", "").replace(".", "").isalnum() and name[0] != "."
@@ -82,7 +78,7 @@ def write_triton_repository(
 
 
 def _config(name: str, kind: str) -> str:
-    """One instance: the engine batches by itself. Decoupled: one request has as many responses as it needs."""
+    """One instance, as the engine batches; decoupled, as a request may have several responses."""
     inputs = [
         f'  {{ name: "{field}" data_type: {type_} dims: [ 1 ]{" optional: true" if optional else ""} }}'
         for field, type_, optional in INPUTS

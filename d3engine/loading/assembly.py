@@ -26,8 +26,7 @@ from d3engine.loading.memory import num_blocks
 from d3engine.loading.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import in_form
-from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.model.weights import LlamaWeights, in_layout, load_weights
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.tokenizer import Tokenizer
 
@@ -87,7 +86,7 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
             form=form,
         )
     elif form is not None:
-        weights = in_form(weights, form)
+        weights = in_layout(weights, form)
     _check_weights(weights, settings)
     build = partial(build_executor, settings, weights, bridges=bridges)
 

@@ -21,8 +21,8 @@ from d3engine.errors import ModelFormatError, require
 from d3engine.files import beside, is_there, sha256_of
 from d3engine.model.bridges import BRIDGES_FILE, most_bytes
 from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.fields import of_a_model
-from d3engine.model.fingerprint import fingerprint
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from d3engine.kernels.native.model import NativeError
 from d3engine.loading.device import kernels_for, settle_programmatic_launch
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.config import ModelConfig
-from d3engine.model.parallel import Ranks
+from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
 
 NOWHERE = torch.device("meta")

@@ -22,8 +22,7 @@ from typing import Any
 
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
 from d3engine.files import DATA_BYTES
-from d3engine.model.companions import COMPANIONS
-from d3engine.model.model_files import CONFIG_FILE
+from d3engine.model.source import COMPANIONS, CONFIG_FILE
 from d3engine.progress import hides_bars
 
 FILES = (*COMPANIONS, "model.safetensors", "model.safetensors.index.json", "model*-of-*.safetensors")

@@ -17,8 +17,7 @@ from d3engine.loading.host import check_length, machine_bytes, table_bytes
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import SCALES, VALUES
-from d3engine.model.part import Part, part_of
-from d3engine.model.part_tensors import part_shapes
+from d3engine.model.shard import Part, shard_of, shard_shapes
 
 NAMES = ("auto", "fp8", "fp8_e4m3")
 """As in vLLM; "auto" is the dtype of activations, the other two are the same."""
@@ -173,7 +172,7 @@ def fit(config: ModelConfig, scheme: str | None, devices: Sequence[int], demand:
     named = scheme or str(DTYPE).removeprefix("torch.")
     of_scheme = config if scheme == config.quantization else config.quantized(scheme)
     try:
-        parts = [part_of(of_scheme, rank, len(devices)) for rank in range(len(devices))]
+        parts = [shard_of(of_scheme, rank, len(devices)) for rank in range(len(devices))]
     except InvalidValueError as error:
         return Fit(weights=named, reason=str(error))
     return min(
@@ -210,7 +209,7 @@ def weight_bytes(config: ModelConfig, part: Part, dtype: torch.dtype = DTYPE) ->
             return 1 if name.endswith(VALUES) else 4
         return dtype.itemsize
 
-    return sum(prod(shape) * of_value(name) for name, shape in part_shapes(config, part).items())
+    return sum(prod(shape) * of_value(name) for name, shape in shard_shapes(config, part).items())
 
 
 def bridge_bytes(config: ModelConfig, schedule: Schedule) -> int:

@@ -18,7 +18,7 @@ from d3engine.errors import InvalidValueError, ModelFormatError, require, requir
 from d3engine.loading.hub import hub_directory
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
-from d3engine.model.model_files import CONFIG_FILE
+from d3engine.model.source import CONFIG_FILE
 from d3engine.request.params import SamplingParams
 
 _log = logging.getLogger(__name__)

@@ -36,8 +36,7 @@ from d3engine.loading.host import pytorch_threads_for
 from d3engine.loading.memory import num_blocks
 from d3engine.loading.settings import EngineSettings, plain_settings, settings_of_plain
 from d3engine.model.config import ModelConfig
-from d3engine.model.parallel import Ranks
-from d3engine.model.part import ARGUMENT, Part, part_of
+from d3engine.model.shard import ARGUMENT, Part, Ranks, shard_of
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.waiting import Immediate
 
@@ -199,7 +198,7 @@ def follow(leader: Leader, place: Place) -> None:
 
 
 def _load(settings: EngineSettings, place: Place, *, show_progress: bool) -> tuple[EngineSettings, Part, LlamaWeights]:
-    part = part_of(settings.config, place.rank, place.size)
+    part = shard_of(settings.config, place.rank, place.size)
     own = settings.of_part(part, rank_device(settings.device, place.index))
     if own.device.type == "cuda":
         torch.cuda.set_device(own.device)

@@ -23,12 +23,11 @@ from d3engine.loading.memory import MOST_LENGTH, check_memory, fitting_length, r
 from d3engine.loading.model_directory import model_directory, resolve_max_model_len
 from d3engine.loading.ranks import is_under_torchrun, own_index, rank_device
 from d3engine.loading.settings import EngineSettings, ExecutorKind
-from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry
+from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
-from d3engine.model.mapped_file import dtype_of
-from d3engine.model.part import ARGUMENT, Part, part_of
+from d3engine.model.shard import ARGUMENT, Part, shard_of
 from d3engine.model.source import open_checkpoint
 from d3engine.scheduling.waiting import Admission, Immediate
 
@@ -245,7 +244,7 @@ def resolve_settings(
         check_packing(settings)
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
     if max_model_len is None:
-        fits = fitting_length(of_rank, part or part_of(config, 0, 1))
+        fits = fitting_length(of_rank, part or shard_of(config, 0, 1))
         settings, of_rank = (_at_most(fits, one) for one in (settings, of_rank))
         _tell_length(settings)
     check_memory(of_rank)
@@ -277,7 +276,7 @@ def check_ranks(size: int, config: ModelConfig, device: torch.device, held: torc
         require(device.index is None, "device", str(device), f'"auto" or "cuda" beside {ARGUMENT}={size}')
         here = torch.cuda.device_count()
         require(is_under_torchrun() or size <= here, ARGUMENT, size, f"at most the GPUs of this machine, {here}")
-    return part_of(config, 0, size)
+    return shard_of(config, 0, size)
 
 
 def check_switches(**switches: object) -> None:

@@ -17,7 +17,7 @@ from d3engine.depth.policy import named_bridges
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.model.config import ModelConfig
-from d3engine.model.part import Part
+from d3engine.model.shard import Part
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.scheduler import SchedulerConfig
 from d3engine.scheduling.waiting import Admission

@@ -1,12 +1,4 @@
-"""Bridges: an affine map in the place of a window of skipped layers, and the file that holds those of a model.
-
-The one idea: what the layers [first, stop) make of a hidden state is roughly `h + W h + c`, at a tenth of one layer's
-cost. The map writes no KV entries, so a bridged window frees its cache as a skipped one does. Such a map is good for
-the weights that it was fitted to alone, so the file names them by their fingerprint.
-
-Shortcuts fitted in closed form are known from Din et al. 2023, "Jump to Conclusions: Short-Cutting Transformers With
-Linear Transformations", and from static pruning (Shopkhoev et al. 2025, "ReplaceMe").
-"""
+"""Linear shortcuts (bridges): affine maps over windows of skipped layers, and their file."""
 
 from __future__ import annotations
 
@@ -24,15 +16,17 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.files import as_json, open_regular, path_of, write_whole
+from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import quantize_int8
 from d3engine.model.fields import of_a_model
 
 BRIDGES_FILE = "bridges.safetensors"
-"""In a model's directory, or beside its GGUF file: the bridges that a policy calls "auto"."""
+"""In a model's directory, or next to its GGUF file: the bridges that a policy calls "auto"."""
 
 FORMAT = "d3engine-bridges-1"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What a file may hold its maps in."""
+"""Dtypes of maps in a file."""
 
 Window: TypeAlias = tuple[int, int]
 """(first, stop): the layers first .. stop - 1."""
@@ -40,10 +34,14 @@ Window: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Bridge:
-    """What stands in for the layers [first, stop): `h + weight @ (down @ h) + offset`.
+    """The map that replaces the layers [first, stop): `h + weight @ (down @ h) + offset`.
+
+    It costs about a tenth of one layer and writes no KV entries, so a bridged window frees its cache as a skipped one.
+    Sources: Din et al. 2023, "Jump to Conclusions: Short-Cutting Transformers With Linear Transformations"; Shopkhoev
+    et al. 2025, "ReplaceMe".
 
     Attributes:
-        weight: [H, H], or [H, r] beside `down`.
+        weight: [H, H], or [H, r] with `down`.
         offset: [H].
         down: [r, H] of a bridge of rank r; None of a full one.
     """
@@ -68,18 +66,16 @@ class Bridge:
         return sum(tensor.numel() for tensor in self._tensors().values())
 
     def crossed(self, hidden: Tensor) -> Tensor:
-        """The states [T, H] behind the window, of those before it; in the dtype of `hidden`."""
+        """The states [T, H] after the window, given those before it; in the dtype of `hidden`."""
         inner = hidden if self.down is None else F.linear(hidden, self.down)
         return hidden + F.linear(inner, self.weight, self.offset)
 
     def of_nothing(self) -> Bridge:
-        """One of the same shapes that changes no state: with zeros where a product begins to be added, so that steps
-        of gradient descent can still move it."""
+        """A bridge of the same shapes that changes no state; gradient descent can still move it, as `down` stays."""
         return replace(self, weight=torch.zeros_like(self.weight), offset=torch.zeros_like(self.offset))
 
     def cut(self, rank: int) -> Bridge:
-        """Its largest singular values alone, so many, float32: the nearest map of that rank where all states count
-        alike. One that is fitted at that rank knows which of them do."""
+        """Its `rank` largest singular values, float32: the nearest map of that rank if all states weigh the same."""
         whole = self.weight.double() if self.down is None else self.weight.double() @ self.down.double()
         left, values, right = torch.linalg.svd(whole, full_matrices=False)
         weight, down = (left[:, :rank] * values[:rank]).float(), right[:rank].float()
@@ -101,8 +97,8 @@ class Bridge:
 class Bridges:
     """The bridges of one model, by their windows.
 
-    `fingerprint` is that of the weights (`d3engine.model.fingerprint`); `about` says for people what they were fitted
-    on, and how well they stand in.
+    A map is good only for the weights it was fitted to: `fingerprint` names them (`expected_tensors.fingerprint`).
+    `about` describes for people what the maps were fitted on, and their errors.
     """
 
     fingerprint: str
@@ -142,10 +138,10 @@ def most_bytes(num_layers: int, hidden_size: int) -> int:
 
 
 def read_bridges(path: str | Path, sizes: tuple[int, int] | None = None) -> Bridges:
-    """The bridges of a file, as it holds them; whose weights they belong to is the caller's to compare.
+    """The bridges of a file, as stored; the caller compares the fingerprint.
 
-    `sizes` are the layers and the hidden size of the model that they are for, compared before a tensor is read. Raises
-    `ModelFormatError`, naming the file, for anything that `write_bridges` has not written, and for other sizes.
+    `sizes` are the model's layers and hidden size, compared before a tensor is read. Raises `ModelFormatError`, naming
+    the file, for anything that `write_bridges` has not written, and for other sizes.
     """
     with of_a_model(), open_regular(path) as opened:
         try:
@@ -196,3 +192,52 @@ def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bri
         if not bool(torch.isfinite(low) & torch.isfinite(high)):
             raise ValueError(f"{name}.{part} has numbers that are not finite")
     return Bridge(*window, **tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class BridgeWeights:
+    """A bridge as an engine holds it, crossed by an operation of its layers: `h + weight (down h) + offset`.
+
+    `weight` [H, H], or [H, r] with `down` [r, H]; `offset` [H] in the dtype of activations.
+    """
+
+    first: int
+    stop: int
+    weight: Weight
+    offset: Tensor
+    down: Weight | None = None
+
+    @property
+    def window(self) -> Window:
+        return self.first, self.stop
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.offset.nbytes + (0 if self.down is None else self.down.nbytes)
+
+    def cross(self, kernels: Any, hidden: Tensor, num_rows: Tensor | None = None) -> None:
+        """Apply the map to the states `hidden` [T, H] in place, by the operations of `kernels`.
+
+        `num_rows` int32 [1] on the device: later rows are left unchanged.
+        """
+        inner = hidden.clone()
+        if self.down is not None:
+            inner = hidden.new_zeros(hidden.shape[0], self.down.shape[0])
+            kernels.linear_residual(hidden, self.down, None, inner, num_rows=num_rows)
+        kernels.linear_residual(inner, self.weight, self.offset, hidden, num_rows=num_rows)
+
+
+def held(
+    bridge: Bridge, *, dtype: torch.dtype, weight_dtype: torch.dtype, quantization: str | None, device: torch.device
+) -> BridgeWeights:
+    """A bridge of a file for activations of `dtype`, in the format of an engine's matrices."""
+    # With int4 layers maps are int8: one replaces several layers, so its errors weigh more and its bytes less than a
+    # layer's (`docs/bridges.md` has figures).
+
+    def matrix(values: Tensor) -> Weight:
+        there = values.to(device)
+        return quantize_int8(there) if quantization is not None else there.to(weight_dtype).contiguous()
+
+    down = None if bridge.down is None else matrix(bridge.down)
+    offset = bridge.offset.to(device, dtype).contiguous()
+    return BridgeWeights(bridge.first, bridge.stop, matrix(bridge.weight), offset, down)

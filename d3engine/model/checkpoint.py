@@ -1,40 +1,44 @@
-"""Opens the safetensors files of a model directory and reads single tensors from them, memory-mapped.
-
-The one idea: headers first. Every name, shape, dtype and file is known and cross-checked when
-`open_safetensors` returns, before a single weight is read or allocated. The directory is untrusted: shard
-names must be plain names inside it, and whatever is truncated, doubled or contradictory is an error that
-names the file and the tensor.
-"""
+"""The tensors of memory-mapped safetensors files, and the names of quantized ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import is_there, open_regular, path_of
+from d3engine.files import as_json, is_there, open_regular, path_of
+from d3engine.kernels.quantized import GROUP
 from d3engine.model.fields import of_a_model, read_json_object
-from d3engine.model.mapped_file import MappedFile
+from d3engine.model.quantization_config import FP8_GROUPS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
-"""Eight bits with scales beside them, of which `fp8_tensors.py` knows."""
+"""8-bit floats with scales in tensors of other names (`checkpoint_formats.py`)."""
 _BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1, "I8": 1, "U8": 1}
+
+
+VALUES, SCALES = ".qweight", ".scales"
+"""The suffixes, in place of ".weight", of a quantized matrix's two tensors."""
+
+VALUE_DTYPES = {"int8": "I8", "fp8": FP8, FP8_GROUPS: FP8, "int4": "U8"}
+"""Scheme -> dtype of a quantized matrix's values, by safetensors' name."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """How a file holds a tensor whose values it does not hold one by one: what it calls that, and the bytes."""
+    """The file's own type of a tensor that it stores in another format, and its bytes there."""
 
     name: str
     nbytes: int
@@ -42,9 +46,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a file's header says of one tensor; `dtype` is safetensors' name for what is read, such as "BF16".
+    """One tensor in a file's header; `dtype` is safetensors' name, such as "BF16", of what is read.
 
-    `packed` is None where the file holds just that.
+    `packed` is None where the file stores it in that dtype.
     """
 
     name: str
@@ -56,10 +60,7 @@ class TensorEntry:
     @property
     def num_values(self) -> int:
         """Product of the shape."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def bytes_per_value(self) -> int:
@@ -73,21 +74,21 @@ class TensorEntry:
 
     @property
     def type_name(self) -> str:
-        """What the file calls the kind of its values."""
+        """The file's name for the type of its values."""
         return self.dtype if self.packed is None else self.packed.name
 
 
 class TensorFile(Protocol):
-    """Where tensors are read from: a mapped file, or what a converter reads instead of one."""
+    """A source of tensors: a mapped file, or a reader that converts another format."""
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of that name, on the CPU."""
 
     def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
-        """That row of its first dimension alone."""
+        """One row of its first dimension."""
 
     def give_back(self, name: str) -> None:
-        """Let go of what reading that tensor has brought into memory."""
+        """Release the memory that reading the tensor has taken."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +99,15 @@ class Checkpoint:
     _sources: dict[Path, TensorFile]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor on the CPU, in the dtype of its entry; one of a safetensors file lies in it
-        (`MappedFile.tensor` says how).
+        """Return one tensor on the CPU, in the dtype of its entry; it may be used after the block.
 
-        It may be used after the block.
+        A tensor of a safetensors file stays in the mapped file (`MappedFile.tensor`).
         """
         entry = self.entries[name]
         return self._sources[entry.file].tensor(name, entry.dtype, entry.shape)
 
     def give_back(self, name: str) -> None:
-        """Let go of the memory that a tensor takes; for those that were copied, or only looked at."""
+        """Release the memory of a tensor that was copied, or only inspected."""
         self._sources[self.entries[name].file].give_back(name)
 
     def read_row(self, name: str, row: int) -> bytes:
@@ -122,9 +122,10 @@ def open_safetensors(directory: str | Path) -> Iterator[Checkpoint]:
     """Open all safetensors files of a model directory: `model.safetensors`, or else the shards its index
     names.
 
-    Raises `ModelFormatError` for a missing, unreadable, truncated or corrupt file, a tensor held by two
-    shards, an index that disagrees with its shards, a shard name that is a path, and a dtype other than F64,
-    F32, F16, BF16, F8_E4M3, I8 and U8. Which tensor may have which dtype is `check_tensors`' business.
+    Checks every name, shape, dtype and file before a weight is read. Raises `ModelFormatError` for a missing,
+    unreadable, truncated or corrupt file, a tensor held by two shards, an index that disagrees with its shards, a shard
+    name that is a path, and a dtype other than F64, F32, F16, BF16, F8_E4M3, I8 and U8. `check_tensors` decides which
+    tensor may have which dtype.
     """
     index = _read_index(Path(directory))
     entries: dict[str, TensorEntry] = {}
@@ -146,7 +147,7 @@ def open_safetensors(directory: str | Path) -> Iterator[Checkpoint]:
 def _read_index(directory: Path) -> dict[str, str] | None:
     """Return the index's map from tensor name to shard name; None when a single file holds everything.
 
-    As in transformers, a `model.safetensors` wins over an index beside it.
+    As in transformers, `model.safetensors` takes precedence over an index.
     """
     if is_there(directory / SINGLE_FILE):
         return None
@@ -176,7 +177,7 @@ def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
 
 
 def _no_weights(directory: Path) -> ModelFormatError:
-    """The error for a directory without safetensors; it names the converter if there is work for one."""
+    """The error for a directory without safetensors; it names the converter for other weights there."""
     found = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
     if any(directory.glob("consolidated*.pth")):
         return ModelFormatError(f"{found}; convert its .pth files: d3engine weights convert meta {directory} DST")
@@ -197,7 +198,7 @@ def _opened(file: Path) -> tuple[list[TensorEntry], MappedFile]:
             raise ModelFormatError(f"{file} is not a valid safetensors file: {error}") from None
         try:
             return entries, MappedFile(file, opened)
-        except (OSError, ValueError, KeyError) as error:  # its header has just been valid: another process writes
+        except (OSError, ValueError, KeyError) as error:  # its header was valid a moment ago: another process writes
             raise ModelFormatError(f"{file} cannot be read: {error}") from None
 
 
@@ -224,3 +225,94 @@ def _check_index(path: Path, index: dict[str, str], entries: dict[str, TensorEnt
     for tensor, entry in entries.items():
         if tensor not in index:
             raise ModelFormatError(f"{entry.file}: tensor {tensor!r} is not in {path}")
+
+
+def is_layer_matrix(name: str) -> bool:
+    """Whether a tensor, by its name as a float, is a matrix of a layer."""
+    return name.endswith("_proj.weight")
+
+
+def has_groups(scheme: str | None) -> bool:
+    """Whether 128 input channels of an output channel share a scale."""
+    return scheme in ("int4", FP8_GROUPS)
+
+
+def value_dtype(scheme: str) -> torch.dtype:
+    """The dtype of the values of a matrix quantized by `scheme`."""
+    return dtype_of(VALUE_DTYPES[scheme])
+
+
+def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the values and the scales that stand for a matrix `name` of `shape` (N, K)."""
+    module = name.removesuffix(".weight")
+    rows, columns = shape
+    if not has_groups(scheme):
+        return {module + VALUES: (rows, columns), module + SCALES: (rows,)}
+    groups = -(-columns // GROUP)
+    stored = groups * GROUP // 2 if scheme == "int4" else columns
+    return {module + VALUES: (rows, stored), module + SCALES: (rows, groups)}
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of safetensors' name for it, such as "BF16", for the dtypes that `open_safetensors` allows."""
+    return _DTYPES[name]
+
+
+class MappedFile:
+    """One file with a valid header, mapped into memory as long as one of its tensors is in use."""
+
+    # Pages of a mapped file are no memory of the process. A tensor that is used as stored is never copied; after a copy
+    # `give_back` releases the pages, so that at most one tensor is in memory twice.
+
+    def __init__(self, file: Path, opened: BinaryIO) -> None:
+        """Map `opened`, the open `file`. Writes to its tensors stay in this process and never reach the file."""
+        self._file = file
+        self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        header_end = 8 + int.from_bytes(self._map[:8], "little")
+        header = as_json(self._map[8:header_end], file)
+        self._ranges = {
+            name: (header_end + entry["data_offsets"][0], header_end + entry["data_offsets"][1])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def tensor(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        """A tensor of the file, copied only where its address is not aligned to its dtype.
+
+        The file must not change while the tensor is in use; a rename may replace it.
+        """
+        begin, end = self._ranges[name]
+        held = dtype_of(dtype)
+        if begin == end:
+            return torch.empty(tuple(shape), dtype=held)
+        if end > len(self._map):
+            raise ModelFormatError(f"{self._file}: tensor {name!r} cannot be read: the file has become shorter")
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=begin)
+        if begin % held.itemsize:
+            raw = raw.clone()
+        return raw.view(held).view(tuple(shape))
+
+    def row(self, name: str, dtype: str, shape: Sequence[int], row: int) -> Tensor:
+        """One row of a tensor; no other page is read."""
+        return self.tensor(name, dtype, shape)[row]
+
+    def give_back(self, name: str) -> None:
+        """Release the pages of a tensor; a later access reads them from the file again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        begin, end = self._ranges[name]
+        # Only whole pages: those at the ends belong to other tensors too.
+        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -1,9 +1,4 @@
-"""Reads config.json and generation_config.json of a model into one validated, frozen description of a Llama.
-
-The one idea: what the engine cannot honour it refuses here, by field, value and what is allowed, so that
-nothing after this file has to ask whether a number is sane or whether a model is really a Llama. Other names for one
-are in `families.py`.
-"""
+"""The validated description of a Llama, from config.json and generation_config.json."""
 
 from __future__ import annotations
 
@@ -16,24 +11,22 @@ from typing import Any
 from d3engine.errors import ModelFormatError
 from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of, need_layer_types
 from d3engine.model.fields import Fields
-from d3engine.model.fp8_config import FP8_METHODS, is_fp8
-from d3engine.model.model_files import CONFIG_FILE
-from d3engine.model.rope_config import RopeConfig, read_rope_config
-from d3engine.model.source import ModelSource, files_of
+from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
+from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
 
-GENERATION_CONFIG_FILE = "generation_config.json"
+__all__ = [
+    "DTYPES",
+    "FP8_GROUPS",
+    "GENERATION_CONFIG_FILE",
+    "QUANTIZATION_SCHEMES",
+    "ModelConfig",
+    "RopeConfig",
+    "load_generation_config",
+    "not_applied",
+    "read_rope_config",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-QUANTIZATION_METHOD = "d3engine"
-"""What `quant_method` says in the quantization_config of a directory that `d3engine weights quantize` wrote."""
-QUANTIZATION_SCHEMES = ("int8", "int4", "fp8")
-FP8_GROUPS = "fp8_groups"
-"""A scheme of published files alone: 8-bit floats with a scale for 128 input channels of an output channel."""
-LM_HEAD_FORMS = ("int8", "int4", "float")
-"""What an LM head may be beside quantized matrices; one that is the embedding too is not int4."""
-DEFAULT_HEAD_FORM = "int8"
-"""Under both schemes: four bits of a head cost far more of the answers than those of all layers."""
 
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), ""),
@@ -51,7 +44,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_scale": ((1.0,), ", since logits are not scaled"),
     **dict.fromkeys(("alibi", "qk_layernorm", "use_qk_norm", "attn_temperature_tuning"), ((False,), "")),
 }
-"""Keys that change what transformers or vLLM computes and that are not read here: the values without effect, and why.
+"""Keys that change the result of transformers or vLLM and are not read here: the values without effect, and why.
 
 null has no effect either. tests/model/test_config_keys.py compares this table with transformers' own sources.
 """
@@ -70,7 +63,7 @@ _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "penalty_alpha": (0,),
     "max_time": (),
 }
-"""Keys of generation_config.json that change an answer and are not applied, with the values without effect."""
+"""Keys of generation_config.json that change the output and are not applied, with the values without effect."""
 
 _MAX_LAYERS = 10_000
 """Far above any real model, low enough that the names built from it stay harmless."""
@@ -87,7 +80,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float  # as the engine adds it: see `Multipliers`
+    rms_norm_eps: float  # as the engine adds it (`Multipliers`)
     rope: RopeConfig
     layers_without_rope: tuple[int, ...]  # whose queries and keys are not rotated
     max_position_embeddings: int
@@ -96,7 +89,7 @@ class ModelConfig:
     has_head_norms: bool  # of the queries and the keys of each head, before rope
     multipliers: Multipliers
     tensor_names: TensorNames
-    sliding_window: int | None  # what the model attends to at most, itself included
+    sliding_window: int | None  # tokens that one attends to at most, itself included
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -105,8 +98,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: ModelSource) -> ModelConfig:
-        """Read config.json and, where present, generation_config.json of a model directory, or what a GGUF file has of
-        them.
+        """Read config.json and, where present, generation_config.json of a model directory or GGUF file.
 
         Raises `ModelFormatError` naming the file and field of anything missing, malformed or not supported.
         """
@@ -126,7 +118,8 @@ class ModelConfig:
         """
         family = family_of(Fields(config, CONFIG_FILE))
         fields = Fields({**family.defaults, **config}, CONFIG_FILE)
-        _refuse_other_models(fields, family)
+        slides = family.has_window(fields) and fields.get("sliding_window") is not None
+        _refuse_other_models(fields, family, slides)
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         head_dim = _head_dim(fields, hidden_size, num_heads)
@@ -134,7 +127,7 @@ class ModelConfig:
         max_positions = fields.integer("max_position_embeddings", default=2048)
         multipliers = family.multipliers(fields)
         is_tied = fields.boolean("tie_word_embeddings")
-        quantization, head_quantization = _quantization(fields, is_tied)
+        quantization, head_quantization = read_quantization(fields, is_tied)
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
@@ -152,7 +145,7 @@ class ModelConfig:
             has_head_norms=family.has_head_norms,
             multipliers=multipliers,
             tensor_names=family.names,
-            sliding_window=_sliding_window(fields, family),
+            sliding_window=fields.integer("sliding_window") if slides else None,
             bos_token_id=_bos_token_id(fields, generation_config, family.bos_token_id),
             eos_token_ids=_eos_token_ids(fields, generation_config, family.eos_token_ids),
             dtype=_dtype(fields),
@@ -161,21 +154,21 @@ class ModelConfig:
         )
 
     def quantized(self, scheme: str | None) -> ModelConfig:
-        """The config that `d3engine weights quantize --scheme` would make of this one; None: that of float weights."""
-        return replace(self, quantization=scheme, head_quantization=None if scheme is None else DEFAULT_HEAD_FORM)
+        """The config after `d3engine weights quantize --scheme`; None: that of float weights."""
+        return replace(self, quantization=scheme, head_quantization=None if scheme is None else DEFAULT_HEAD_SCHEME)
 
     @property
     def max_length(self) -> int:
-        """The positions that the model reaches: linear and dynamic rope stretch those it was pretrained with.
+        """The positions that the model reaches, as in vLLM: linear and dynamic rope stretch the pretrained length.
 
-        For every other rope type max_position_embeddings says it already. As in vLLM.
+        For every other rope type it is max_position_embeddings.
         """
         stretch = self.rope.factor if self.rope.rope_type in ("linear", "dynamic") else None
         return int(self.max_position_embeddings * (stretch or 1))
 
     @property
     def attention_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """The factor of products of queries and keys."""
         given = self.multipliers.attention
         return 1.0 / math.sqrt(self.head_dim) if given is None else given
 
@@ -207,12 +200,11 @@ class ModelConfig:
 
 
 def load_generation_config(model: ModelSource) -> dict[str, Any]:
-    """Return the sampling defaults that generation_config.json sets: {} without the file, null values left
-    out.
+    """Return the sampling defaults of generation_config.json without null values; {} without the file.
 
-    Keys: temperature, top_p, min_p, repetition_penalty (floats), top_k, max_new_tokens (ints), do_sample
-    (bool), eos_token_ids (tuple of ints). Raises `ModelFormatError` for a value of the wrong type; ranges are
-    SamplingParams' business.
+    Keys: temperature, top_p, min_p, repetition_penalty (floats), top_k, max_new_tokens (ints), do_sample (bool),
+    eos_token_ids (tuple of ints). Raises `ModelFormatError` for a value of the wrong type; `SamplingParams` checks
+    ranges.
     """
     files = files_of(model)
     if not files.has(GENERATION_CONFIG_FILE):
@@ -233,7 +225,7 @@ def load_generation_config(model: ModelSource) -> dict[str, Any]:
 
 
 def not_applied(model: ModelSource) -> dict[str, Any]:
-    """The keys of generation_config.json that change an answer in transformers and not here, with their values."""
+    """The keys of generation_config.json that change transformers' output and not ours, with their values."""
     files = files_of(model)
     given = files.read_json_object(GENERATION_CONFIG_FILE) if files.has(GENERATION_CONFIG_FILE) else {}
     return {
@@ -243,25 +235,19 @@ def not_applied(model: ModelSource) -> dict[str, Any]:
     }
 
 
-def _refuse_other_models(fields: Fields, family: Family) -> None:
-    """Raise for what would make another model of this member of `family` than a Llama."""
+def _refuse_other_models(fields: Fields, family: Family, slides: bool) -> None:
+    """Raise for options that make the model another than a Llama."""
     family.check(fields)
     for name, (neutral, why) in _NEUTRAL.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
             allowed = " or ".join(json.dumps(one).replace('"', "'") for one in neutral) or "absent"
             fields.refuse(name, allowed + why)
-    _refuse_other_layers(fields, family)
+    # Which layers have the window does not matter: no text becomes longer than it.
+    need_layer_types(fields, ("full_attention", *(["sliding_attention"] if slides else [])))
     # pretraining_tp > 1 made transformers 4 split matrix products into slices and sum them: the same numbers
     # but for rounding, and transformers 5 no longer does it. So it is checked and then has no effect.
     fields.integer("pretraining_tp", default=1)
-
-
-def _refuse_other_layers(fields: Fields, family: Family) -> None:
-    """Every layer attends to the whole text, or to a window of it where the config names one."""
-    # Which layers have the window does not matter: no text becomes longer.
-    slides = family.has_window(fields) and fields.get("sliding_window") is not None
-    need_layer_types(fields, ("full_attention", *(["sliding_attention"] if slides else [])))
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> RopeConfig:
@@ -270,12 +256,6 @@ def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> 
         name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
         fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")
     return rope
-
-
-def _sliding_window(fields: Fields, family: Family) -> int | None:
-    if not family.has_window(fields) or fields.get("sliding_window") is None:
-        return None
-    return fields.integer("sliding_window")
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
@@ -325,40 +305,155 @@ def _dtype(fields: Fields) -> str | None:
     return str(dtype)
 
 
-def head_forms(is_tied: bool) -> tuple[str, ...]:
-    """Those of LM_HEAD_FORMS that a head can have: rows of an embedding are not read from int4."""
-    return tuple(form for form in LM_HEAD_FORMS if not (is_tied and form == "int4"))
+# The keys transformers reads for each rope type, beyond the type and theta themselves.
+_ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+
+_MAX_FACTOR = 1_000_000
+"""Far above any real model, low enough that the length it stretches to is a number."""
 
 
-def _quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | None]:
-    """The schemes of our own quantization, of the matrices and of the LM head. How 8-bit floats of others are held
-    follows from their files (`ModelFiles.scheme_of_others`); any other method is refused by its name.
+@dataclass(frozen=True)
+class RopeConfig:
+    """The fields that transformers' rope functions read; None where the type does not use one.
 
-    Directories from before there was a choice do not say what the head is: an own one is as the matrices, and one tied
-    to the embedding float.
+    `factor` is None only for "default", and for a yarn with null: the ratio of the context lengths then.
     """
-    given = fields.get("quantization_config")
-    if given is None:
-        return None, None
-    if not isinstance(given, Mapping):
-        fields.refuse("quantization_config", "an object, or absent")
-    own = Fields(given, f"{fields.source}: quantization_config")
-    if is_fp8(own):
-        return None, None
-    if own.get("quant_method") != QUANTIZATION_METHOD:
-        own.refuse(
-            "quant_method",
-            f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights, or of 8-bit "
-            f"floats: {', '.join(FP8_METHODS)}",
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def read_rope_config(fields: Fields, head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
+    """Return the rope of a config, read as transformers reads it. Raises `ModelFormatError`.
+
+    Both spellings are read, and must agree: `rope_theta` with `rope_scaling` (transformers 4), and `rope_parameters`
+    (transformers 5).
+    """
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            fields.refuse(name, "an object or null")
+        if value:
+            found.append(_read_rope(fields, name, value, max_positions, default_theta))
+    if not found:
+        found.append(_read_rope(fields, "rope_parameters", {}, max_positions, default_theta))
+    if found[0] != found[-1]:
+        fields.refuse("rope_scaling", "the same as rope_parameters where both are given")
+    if found[0].rope_type == "dynamic" and head_dim == 2:
+        raise ModelFormatError(f"{fields.source}: head_dim must be above 2 for dynamic rope; got 2")
+    return found[0]
+
+
+def _read_rope(
+    outer: Fields, name: str, values: Mapping[str, Any], max_positions: int, default_theta: float
+) -> RopeConfig:
+    rope = Fields(values, f"{outer.source}: {name}")
+    rope_type = _rope_type(rope)
+    _refuse_unknown_rope_keys(rope, rope_type)
+    known = _ROPE_KEYS[rope_type]
+    original = None
+    if "original_max_position_embeddings" in known:
+        original = _original_max_positions(outer, rope, max_positions)
+    rescales = rope_type != "default"
+    if rescales and "factor" not in values:
+        raise ModelFormatError(f"{rope.source}: factor is missing")
+    null_allowed = rope_type == "yarn"
+    config = RopeConfig(
+        rope_type=rope_type,
+        theta=_rope_theta(outer, rope, default_theta),
+        factor=(rope.optional_number if null_allowed else rope.number)("factor") if rescales else None,
+        low_freq_factor=rope.number("low_freq_factor") if "low_freq_factor" in known else None,
+        high_freq_factor=rope.number("high_freq_factor") if "high_freq_factor" in known else None,
+        original_max_position_embeddings=original,
+        attention_factor=rope.optional_number("attention_factor"),
+        # Zero means "not set" for these four: transformers takes them with `or` and `and`.
+        beta_fast=rope.number("beta_fast", default=32.0, zero_allowed=True) or 32.0,
+        beta_slow=rope.number("beta_slow", default=1.0, zero_allowed=True) or 1.0,
+        mscale=rope.optional_number("mscale", zero_allowed=True),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", zero_allowed=True),
+        truncate=rope.boolean("truncate", default=True),
+    )
+    _check_rope_ranges(rope, config)
+    return config
+
+
+def _rope_type(rope: Fields) -> str:
+    key = "rope_type" if rope.get("rope_type") is not None else "type"
+    rope_type = "default" if rope.get(key) is None else rope.get(key)
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
+        rope.refuse(key, f"one of {', '.join(_ROPE_KEYS)}")
+    if rope.get("type") not in (None, rope_type):
+        rope.refuse("type", f"the same as rope_type={rope_type!r}")
+    return rope_type
+
+
+def _refuse_unknown_rope_keys(rope: Fields, rope_type: str) -> None:
+    """Raise for a key that is not read and could change the angles."""
+    neutral = {"rope_type", "type", "rope_theta"}
+    for key, value in rope.values.items():
+        without_effect = (
+            value is None
+            or (key == "partial_rotary_factor" and value == 1)
+            or (key == "finetuned" and value is True)  # yarn's own configs: says how the weights were trained
         )
-    scheme = own.get("scheme")
-    if scheme not in QUANTIZATION_SCHEMES:
-        own.refuse("scheme", f"one of {', '.join(QUANTIZATION_SCHEMES)}")
-    head = given.get("lm_head", "float" if is_tied else scheme)
-    if head not in head_forms(is_tied):
-        tied = " (this model's is its embedding)" if is_tied else ""
-        own.refuse("lm_head", f"one of {', '.join(head_forms(is_tied))}, or absent{tied}")
-    for name in given:
-        if name not in ("quant_method", "scheme", "lm_head"):
-            own.refuse(name, "absent, since only quant_method, scheme and lm_head are read")
-    return str(scheme), None if head == "float" else str(head)
+        if key not in neutral | _ROPE_KEYS[rope_type] and not without_effect:
+            allowed = ", ".join(sorted(_ROPE_KEYS[rope_type])) or "none"
+            rope.refuse(key, f"absent, since rope type {rope_type!r} reads: {allowed}")
+
+
+def _rope_theta(outer: Fields, rope: Fields, default: float) -> float:
+    theta = outer.optional_number("rope_theta")
+    inner = rope.optional_number("rope_theta")
+    if theta is not None and inner is not None and theta != inner:
+        rope.refuse("rope_theta", f"the same as the rope_theta={theta} beside it")
+    chosen = inner or theta or default
+    if chosen <= 1:
+        (rope if inner else outer).refuse("rope_theta", "a finite number above 1")
+    return chosen
+
+
+def _original_max_positions(outer: Fields, rope: Fields, max_positions: int) -> int:
+    """Inside the rope parameters or next to them; without either, max_position_embeddings as in transformers."""
+    name = "original_max_position_embeddings"
+    outside = outer.integer(name) if outer.get(name) is not None else None
+    inner = rope.integer(name) if rope.get(name) is not None else None
+    if outside is not None and inner is not None and outside != inner:
+        rope.refuse(name, f"the same as the {name}={outside} beside it")
+    return inner or outside or max_positions
+
+
+def _check_rope_ranges(rope: Fields, config: RopeConfig) -> None:
+    if config.factor is not None and not 1 <= config.factor <= _MAX_FACTOR:
+        rope.refuse("factor", f"a number from 1 to {_MAX_FACTOR:,}")
+    if (config.high_freq_factor or math.inf) <= (config.low_freq_factor or 0):
+        rope.refuse("high_freq_factor", f"a number above low_freq_factor={config.low_freq_factor}")
+    if config.beta_fast < config.beta_slow:
+        rope.refuse("beta_fast", f"a number of at least beta_slow={config.beta_slow}")

@@ -1,51 +1,52 @@
-"""What tensors a model's files must hold: names, shapes, dtypes and values, checked before and while loading.
-
-The one idea: the config says everything. `expected_tensors` spells it out, and whatever is missing, unexpected or
-different is an error that names tensor and file, before anything is allocated for it.
-"""
+"""The tensors that a model's files must hold, their checks, and the fingerprint of them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.kernels.quantized import GROUP
-from d3engine.model.checkpoint import FLOAT_DTYPES, FP8, Checkpoint, TensorEntry
-from d3engine.model.config import FP8_GROUPS, ModelConfig
-from d3engine.model.families import TensorNames
-from d3engine.model.mapped_file import dtype_of
-from d3engine.model.model_files import CONFIG_FILE
+from d3engine.model.checkpoint import (
+    FLOAT_DTYPES,
+    VALUE_DTYPES,
+    Checkpoint,
+    TensorEntry,
+    dtype_of,
+    is_layer_matrix,
+    quantized_tensors,
+)
+from d3engine.model.checkpoint import SCALES as SCALES
+from d3engine.model.checkpoint import VALUES as VALUES
+from d3engine.model.config import ModelConfig
+from d3engine.model.families import Multipliers, TensorNames
+from d3engine.model.source import CONFIG_FILE, ModelSource, files_of
 
 EMBEDDING = TensorNames().embedding
 FINAL_NORM = TensorNames().final_norm
 LM_HEAD = "lm_head.weight"
-"""A Llama's own names, which converters write; other families may call the first two something else."""
+"""A Llama's names, which converters write; other families may have others for the first two."""
 
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 """The norms of a query's head and of a key's, under "self_attn.", where a family has them."""
 
-VALUES, SCALES = ".qweight", ".scales"
-"""What stands in the place of ".weight" in the names of a quantized matrix's two tensors."""
-
 _Part = TypeVar("_Part")
 
-_VALUE_DTYPES = {"int8": "I8", "fp8": FP8, FP8_GROUPS: FP8, "int4": "U8"}
-"""Of the values of a quantized matrix, by its scheme, in safetensors' names."""
-
-# Buffers that old versions of transformers saved beside the weights; rope.py makes its own.
+# Rope frequencies that old versions of transformers saved; `Rope` computes its own.
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape in the file of every tensor a model of this config must have.
+    """Return name and shape, as in the file, of every tensor that a model of this config must have.
 
-    Names are those that transformers gives them in the model's family. Of a quantized model, `X.qweight` and `X.scales`
-    stand for each matrix `X.weight` that is quantized.
+    Names are transformers' for the model's family. In a quantized model `X.qweight` and `X.scales` replace each
+    quantized matrix `X.weight`.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in _float_tensors(config).items():
@@ -55,7 +56,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def float_matrices(config: ModelConfig) -> list[str]:
-    """Names of the expected tensors that are matrices of floats: what is multiplied, and the embedding."""
+    """Names of the expected float matrices, the embedding included."""
     return [
         name
         for name, shape in expected_tensors(config).items()
@@ -64,9 +65,9 @@ def float_matrices(config: ModelConfig) -> list[str]:
 
 
 def scheme_of(name: str, config: ModelConfig) -> str | None:
-    """How a tensor is quantized, by the name that it has as a float: the layers' matrices, and the LM head.
+    """The scheme of a tensor, by its name as a float; None for floats. Layer matrices and the LM head have one.
 
-    Of an embedding that is no head only one row is read for a token, so it stays float.
+    An embedding that is no head stays float: a token reads only one row of it.
     """
     if is_layer_matrix(name):
         return config.quantization
@@ -74,44 +75,18 @@ def scheme_of(name: str, config: ModelConfig) -> str | None:
     return config.head_quantization if name == head else None
 
 
-def is_layer_matrix(name: str) -> bool:
-    """Whether a tensor, by the name that it has as a float, is one of the layers' matrices."""
-    return name.endswith("_proj.weight")
-
-
-def has_groups(scheme: str | None) -> bool:
-    """Whether 128 input channels of an output channel share a scale."""
-    return scheme in ("int4", FP8_GROUPS)
-
-
-def value_dtype(scheme: str) -> torch.dtype:
-    """The dtype of the values of a matrix that is quantized so."""
-    return dtype_of(_VALUE_DTYPES[scheme])
-
-
-def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the values and the scales that stand for a matrix `name` of `shape` (N, K)."""
-    module = name.removesuffix(".weight")
-    rows, columns = shape
-    if not has_groups(scheme):
-        return {module + VALUES: (rows, columns), module + SCALES: (rows,)}
-    groups = -(-columns // GROUP)
-    stored = groups * GROUP // 2 if scheme == "int4" else columns
-    return {module + VALUES: (rows, stored), module + SCALES: (rows, groups)}
-
-
 def allowed_dtypes(name: str, config: ModelConfig) -> tuple[str, ...]:
     """The dtypes, in safetensors' names, that an expected tensor of a model may have in its file."""
     if name.endswith(VALUES):
         scheme = scheme_of(name.removesuffix(VALUES) + ".weight", config)
         assert scheme is not None, "names of values come from a scheme"
-        return (_VALUE_DTYPES[scheme],)
+        return (VALUE_DTYPES[scheme],)
     return ("F32",) if name.endswith(SCALES) else FLOAT_DTYPES
 
 
 def held_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
-    """What a loaded tensor has as its dtype: `dtype`, but quantized values and scales stay what they are."""
-    if entry.dtype in _VALUE_DTYPES.values():
+    """The dtype of a loaded tensor: `dtype`, but quantized values and scales keep theirs."""
+    if entry.dtype in VALUE_DTYPES.values():
         return dtype_of(entry.dtype)
     return torch.float32 if entry.name.endswith(SCALES) else dtype
 
@@ -145,23 +120,22 @@ def _float_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def rows_of(modules: Sequence[str], parts: Sequence[_Part]) -> dict[str, list[_Part]]:
-    """Which parts of a stacked matrix, from top to bottom, each module of a checkpoint holds: one, or all of them."""
+    """The parts of a stacked matrix, from top to bottom, that each module of a checkpoint holds: one, or all."""
     if len(modules) == 1:
         return {modules[0]: list(parts)}
     return {module: [part] for module, part in zip(modules, parts, strict=True)}
 
 
 def is_ignored_tensor(name: str) -> bool:
-    """True for what a checkpoint may carry although it is no weight: precomputed rope frequencies."""
+    """True for precomputed rope frequencies, which a checkpoint may carry although they are no weights."""
     return _IGNORED.search(name) is not None
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raise `ModelFormatError` unless the checkpoint holds exactly the tensors that `config` asks for, of the right
-    shapes and dtypes.
+    """Raise `ModelFormatError` unless a checkpoint has exactly the tensors of `config`, with their shapes and dtypes.
 
-    A tied model may carry an lm_head.weight equal to its embedding. If the two differ the model is refused:
-    transformers 4 drops that lm_head and transformers 5 unties it, so no answer would be right for everyone.
+    A tied model may have an lm_head.weight equal to its embedding. If the two differ the model is refused:
+    transformers 4 drops that lm_head and transformers 5 unties it, so either choice would be wrong for some users.
     """
     entries = checkpoint.entries
     expected = expected_tensors(config)
@@ -219,3 +193,46 @@ def _check_stray_lm_head(checkpoint: Checkpoint, embedding: str) -> None:
 
 def _files_of(checkpoint: Checkpoint) -> str:
     return ", ".join(str(file) for file in sorted({entry.file for entry in checkpoint.entries.values()}))
+
+
+# Training changes nearly every value of every tensor, so a few rows tell two trainings apart. A file in which a few
+# single values were edited by hand may keep its fingerprint.
+ROWS = 4
+"""Rows of each tensor in the fingerprint: the first, the last and those evenly between them."""
+
+_COMPUTES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings")
+"""Fields of the config, besides rope's, that change what the same tensors compute; other sizes are their shapes."""
+
+
+def fingerprint(model: ModelSource) -> str:
+    """The fingerprint of a model's weights, by which `d3.json` and bridges name the weights that they are for.
+
+    "sha256:" and the hex SHA-256 of the config's computing fields and of every tensor's name, dtype, shape and `ROWS`
+    rows, in the order of the names. Shards do not matter. Reads a few kilobytes a tensor: about 20 MB of a model of
+    seven billion parameters. Raises `ModelFormatError` for a directory without valid config and weights.
+    """
+    files = files_of(model)
+    config = ModelConfig.from_directory(files)
+    rope = {name: value for name, value in asdict(config.rope).items() if value is not None}
+    computes: list[object] = [{name: getattr(config, name) for name in _COMPUTES}, rope]
+    # Added only where they are set, so that a plain Llama keeps the fingerprint of older versions.
+    if config.multipliers != Multipliers():
+        computes.append(asdict(config.multipliers))
+    if config.layers_without_rope:
+        computes.append({"layers_without_rope": config.layers_without_rope})
+    digest = hashlib.sha256()
+    digest.update(_json(computes))
+    with files.open_checkpoint() as checkpoint:
+        for name in sorted(checkpoint.entries):
+            if is_ignored_tensor(name):
+                continue
+            entry = checkpoint.entries[name]
+            digest.update(_json([name, entry.dtype, entry.shape]))
+            rows = entry.shape[0] if entry.shape else 0
+            for row in sorted({place * (rows - 1) // (ROWS - 1) for place in range(ROWS)} if rows else ()):
+                digest.update(checkpoint.read_row(name, row))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

@@ -1,9 +1,4 @@
-"""The architectures that are a Llama under another name: what each means by its config.json, and its tensors' names.
-
-The one idea: a family is one entry of `FAMILIES`, read while loading. What it has of its own is a name, a default, a
-number or a part of its layers there; a loaded model is a Llama, with or without that part, and no kernel knows of
-families.
-"""
+"""The families of models that run as a Llama: how config.json and a GGUF file name each."""
 
 from __future__ import annotations
 
@@ -14,10 +9,12 @@ from typing import Any
 from d3engine.errors import ModelFormatError
 from d3engine.model.fields import Fields
 
+# After loading, every model is a Llama, with or without an optional part of a layer; no kernel knows families.
+
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What the files call the tensors; `qkv` and `gate_up` are one module for each part, or one that holds all rows."""
+    """Names of tensors in safetensors files; `qkv` and `gate_up` are a module for each matrix, or one for all."""
 
     prefix: str = "model."
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -32,13 +29,13 @@ class TensorNames:
         return f"{self.prefix}norm.weight"
 
     def layer(self, index: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """The prefix of a layer's tensor names."""
         return f"{self.prefix}layers.{index}."
 
 
 @dataclass(frozen=True)
 class Biases:
-    """Which products of a layer have a bias: query, key and value; the attention's output; all of the MLP."""
+    """Which matrices of a layer have a bias: query, key and value; the attention's output; all of the MLP."""
 
     qkv: bool = False
     output: bool = False
@@ -47,13 +44,13 @@ class Biases:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Granite's four numbers: of the embedding, of query-key products (None: 1 / sqrt(head_dim)), of what a block adds
-    to the residual stream, and what logits are divided by.
+    """Granite's factors of the embedding, of query-key products, of a block's output, and its divisor of logits.
 
-    A norm does not see the size of the residual stream, but for its epsilon. So with the stream divided by `residual`
-    all through, blocks add what they add in a Llama; the embedding, epsilon and the final norm take up the rest, and no
-    matrix of a layer has to be touched.
+    `attention` None: 1 / sqrt(head_dim).
     """
+
+    # A norm is blind to the scale of the residual stream, but for its epsilon. So the stream is held divided by
+    # `residual`: blocks then add what they add in a Llama, and only the embedding, epsilon and the final norm change.
 
     embedding: float = 1.0
     attention: float | None = None
@@ -62,48 +59,65 @@ class Multipliers:
 
     @property
     def on_embedding(self) -> float:
-        """What the embedding is multiplied by as it is loaded."""
+        """The factor of the embedding when it is loaded."""
         return self.embedding / self.residual
 
     def on_final_norm(self, tied: bool) -> float:
-        """What the final norm is multiplied by; with a tied head it takes back what the embedding got."""
+        """The factor of the final norm; with a tied head it cancels that of the embedding."""
         return 1.0 / self.logits / (self.on_embedding if tied else 1.0)
 
     def on_epsilon(self) -> float:
-        """What the epsilon of all norms, which is added to a mean of squares, is multiplied by."""
+        """The factor of all norms' epsilon, which is added to a mean of squares."""
         return self.residual**-2
 
 
-@dataclass(frozen=True)
-class GGUFForm:
-    """How a GGUF file holds a family, whose architecture there is its model_type: what differs from Qwen2's.
+GGUF_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Modules of a layer in GGUF files, and transformers' names of them, for families that name no others."""
 
-    `adjacent_pairs`: rows of query and key heads are in llama.cpp's order (`head_order.py`). `modules` are names of a
-    layer's tensors, and what transformers calls them. `keys` are those behind the architecture's name that only this
-    family has, each of which must be there, and the fields of config.json that they become.
+
+@dataclass(frozen=True)
+class GGUFLayout:
+    """How GGUF files hold a family.
+
+    Attributes:
+        architecture: `general.architecture`, and the prefix of the family's keys.
+        adjacent_pairs: whether rows of query and key heads are in llama.cpp's order (`to_adjacent_pairs`).
+        modules: module of a layer -> transformers' name, where it is not that of `GGUF_LAYER_MODULES`.
+        keys: keys that only this family has, all required -> fields of config.json.
+        pre_tokenizers: further values of `tokenizer.ggml.pre` -> the one in `gguf_metadata` with the same rules.
+        has_rope_switch: whether llama.cpp takes a false `rope.scaling.finetuned` as no rope at all.
     """
 
+    architecture: str
     adjacent_pairs: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    pre_tokenizers: Mapping[str, str] = field(default_factory=dict)
+    has_rope_switch: bool = False
 
 
-def _llama_biases(fields: Fields) -> Biases:
-    attention = fields.boolean("attention_bias")
-    return Biases(qkv=attention, output=attention, mlp=fields.boolean("mlp_bias"))
+def _biases(qkv: str, output: str, mlp: str | None = None) -> Callable[[Fields], Biases]:
+    """Reads each bias from the field of that name; None: no bias."""
+    return lambda fields: Biases(fields.boolean(qkv), fields.boolean(output), mlp is not None and fields.boolean(mlp))
 
 
-def _seed_oss_biases(fields: Fields) -> Biases:
-    return Biases(fields.boolean("attention_bias"), fields.boolean("attention_out_bias"), fields.boolean("mlp_bias"))
-
-
-def _qwen3_biases(fields: Fields) -> Biases:
-    attention = fields.boolean("attention_bias")
-    return Biases(qkv=attention, output=attention)
+_llama_biases = _biases("attention_bias", "attention_bias", "mlp_bias")
 
 
 def _internlm3_biases(fields: Fields) -> Biases:
-    """Its own spelling, or the one that transformers 5 saves; unequal ones are not read by transformers either."""
+    """Its own spelling, or the one that transformers 5 saves; transformers too refuses unequal ones."""
     attention = "qkv_bias" if fields.get("qkv_bias") is not None else "attention_bias"
     others = "bias" if fields.get("bias") is not None else "mlp_bias"
     if fields.boolean(attention) != fields.boolean(others):
@@ -126,10 +140,6 @@ def _multiplier(fields: Fields, name: str) -> float:
     if not 1e-6 <= value <= 1e6:
         fields.refuse(name, "a number from 1e-06 to 1,000,000")
     return value
-
-
-def _anything(fields: Fields) -> None:
-    """For families whose fields are all checked by `ModelConfig` itself."""
 
 
 def _is_tied(fields: Fields) -> None:
@@ -165,10 +175,10 @@ def _smollm3_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Family:
-    """One way to say "a Llama" in a config.json.
+    """One family: all that its files name otherwise than a Llama's.
 
     `defaults` are those of the family's config class in transformers where they are not LlamaConfig's; `check` raises
-    `ModelFormatError` for what only this family could ask for and the engine cannot do.
+    `ModelFormatError` for an option of this family alone that the engine cannot honour.
     """
 
     architectures: tuple[str, ...]
@@ -184,8 +194,8 @@ class Family:
     biases: Callable[[Fields], Biases] = lambda fields: Biases()
     has_head_norms: bool = False
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
-    check: Callable[[Fields], None] = _anything
-    gguf: GGUFForm | None = None  # None: llama.cpp writes the family as a "llama"
+    check: Callable[[Fields], None] = lambda fields: None
+    gguf: GGUFLayout | None = None  # None: llama.cpp writes the family as a "llama"
 
 
 FAMILIES = (
@@ -193,7 +203,16 @@ FAMILIES = (
         ("LlamaForCausalLM", "LLaMAForCausalLM"),
         "llama",
         biases=_llama_biases,
-        gguf=GGUFForm(adjacent_pairs=True),
+        gguf=GGUFLayout(
+            "llama",
+            adjacent_pairs=True,
+            pre_tokenizers={
+                **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), "llama-bpe"),
+                **dict.fromkeys(("mellum", "trillion"), "gpt-2"),
+                **dict.fromkeys(("starcoder", "command-r", "minerva-7b"), "smollm"),
+                "dbrx": "smaug-bpe",
+            },
+        ),
     ),
     Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=_llama_biases, check=_is_tied),
     Family(
@@ -210,7 +229,7 @@ FAMILIES = (
         eos_token_ids=(),
         has_window=_uses_window,
         biases=lambda fields: Biases(qkv=True),
-        gguf=GGUFForm(),
+        gguf=GGUFLayout("qwen2", pre_tokenizers=dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2")),
     ),
     Family(
         ("SeedOssForCausalLM",),
@@ -222,16 +241,19 @@ FAMILIES = (
             "attention_bias": True,
         },
         bos_token_id=0,
-        biases=_seed_oss_biases,
-        gguf=GGUFForm(modules={"post_attention_norm": "post_attention_layernorm"}),
+        biases=_biases("attention_bias", "attention_out_bias", "mlp_bias"),
+        gguf=GGUFLayout("seed_oss", modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
     Family(
         ("GraniteForCausalLM",),
         "granite",
         biases=_llama_biases,
         multipliers=_granite_multipliers,
-        gguf=GGUFForm(
+        gguf=GGUFLayout(
+            "granite",
             adjacent_pairs=True,
+            has_rope_switch=True,
+            pre_tokenizers={"refact": "smollm", "granite-docling": "gpt-2"},
             keys={
                 "embedding_scale": "embedding_multiplier",
                 "attention.scale": "attention_multiplier",
@@ -247,7 +269,8 @@ FAMILIES = (
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(32_000,),
         rope_types=("default",),  # transformers reads "yarn" and "su" as longrope here
-        gguf=GGUFForm(
+        gguf=GGUFLayout(
+            "phi3",
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
         ),
@@ -255,12 +278,7 @@ FAMILIES = (
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
         "internlm3",
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 32_768,
-            "rms_norm_eps": 1e-5,
-        },
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5},
         biases=_internlm3_biases,
     ),
     Family(
@@ -275,9 +293,9 @@ FAMILIES = (
         bos_token_id=None,
         eos_token_ids=(),
         has_window=_uses_window,
-        biases=_qwen3_biases,
+        biases=_biases("attention_bias", "attention_bias"),
         has_head_norms=True,
-        gguf=GGUFForm(),
+        gguf=GGUFLayout("qwen3"),
     ),
     Family(
         ("SmolLM3ForCausalLM",),
@@ -289,17 +307,18 @@ FAMILIES = (
         layers_without_rope=_smollm3_layers_without_rope,
         has_window=_uses_window,
         biases=_llama_biases,
-        gguf=GGUFForm(adjacent_pairs=True),  # which layers have rope no file says: the family's default, as llama.cpp
+        # No GGUF file says which layers have rope: they are the family's default, as in llama.cpp.
+        gguf=GGUFLayout("smollm3", adjacent_pairs=True),
     ),
 )
 """In the order of preference where a config names only its architecture, or only its model_type."""
 
-GGUF_FAMILIES = {family.model_type: (family, family.gguf) for family in FAMILIES if family.gguf is not None}
-"""By the name of the architecture in a GGUF file."""
+GGUF_FAMILIES = {family.gguf.architecture: (family, family.gguf) for family in FAMILIES if family.gguf is not None}
+"""`general.architecture` of a GGUF file -> family and layout."""
 
 
 def family_of(fields: Fields) -> Family:
-    """The family that a config's architectures and model_type name; raises `ModelFormatError` for any other."""
+    """The family that architectures and model_type of a config name; raises `ModelFormatError` for others."""
     architectures, model_type = fields.get("architectures"), fields.get("model_type")
     if architectures is None and model_type is None:
         raise ModelFormatError(f"{fields.source}: architectures and model_type are both missing")

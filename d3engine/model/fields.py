@@ -1,8 +1,4 @@
-"""The values of a JSON file, read one by one: typed, bounded, and refused by file, field and value.
-
-The one idea: a config is read through `Fields`, never as a bare dict, so every wrong value ends in the same kind of
-message and no reader can forget that JSON's `true` is an int to Python or that null means absent.
-"""
+"""Typed, bounded access to the values of a model's JSON files; errors name the field."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from d3engine.errors import ModelFormatError, must_be
 from d3engine.files import UnreadableFileError, as_json, read_bytes
 
 _MAX_SIZE = 2**31 - 1
-"""Of every integer: far above any real model, low enough that shapes built from it stay harmless."""
+"""Limit of every integer: far above any real model, low enough for shapes built from it to be harmless."""
 
 
 @contextmanager
@@ -29,7 +25,7 @@ def of_a_model() -> Iterator[None]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise `ModelFormatError` naming the file if it cannot be had."""
+    """Return the object in a JSON file; raise `ModelFormatError` naming a file that cannot be read."""
     with of_a_model():
         content = read_bytes(path)
     return json_object(content, path)

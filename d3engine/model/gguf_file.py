@@ -1,15 +1,11 @@
-"""Reads GGUF files: what ggml's own tools and most of those built on it keep a model in.
-
-The one idea: headers first, and nothing in one is believed. A count or a length is held against the bytes that are left
-before anything is made of it, so a short file costs little time and memory whatever it claims. Only the arithmetic of
-ggml's quantized types is the `gguf` package's; its reader trusts what it reads.
-"""
+"""Header and tensors of a GGUF file; every count and length is checked against the file."""
 
 from __future__ import annotations
 
 import math
 import os
 import struct
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,12 +31,15 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_HEADER_BYTES = 256 * 2**20
 _MAX_ELEMENTS = 4_000_000
-"""Most elements of all arrays of a header together: a vocabulary of 256 thousand tokens has a fifth of that."""
+"""Limit of all arrays of a header together: a vocabulary of 256 thousand tokens has a fifth of that."""
 _MAX_TENSORS = 200_000
 _MAX_KEYS = 100_000
 _MAX_DIMENSIONS = 4
 _VALUES_AT_ONCE = 2**22
-"""Dequantizing takes several times the memory of its result, so it goes by rows: of this many values together."""
+"""Values dequantized at once: dequantizing takes several times the memory of its result."""
+
+_SETTLED_NS = 2 * 10**9
+"""Age of a file from which on an unchanged time stamp means unchanged contents."""
 
 _CHUNK = 2**20
 _LENGTH = struct.Struct("<Q")
@@ -51,7 +50,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor that lies in the file; `shape` is in torch's order, its last dimension contiguous."""
+    """A tensor in the file; `shape` is in torch's order, its last dimension contiguous."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +61,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The checked header of a GGUF file: `metadata` by key (arrays are lists) and `tensors` by name."""
+    """The checked header of a GGUF file: `metadata` by key (arrays are lists), `tensors` by name. Not to be changed."""
 
     path: Path
     metadata: dict[str, Any]
@@ -70,11 +69,11 @@ class GGUFFile:
     _version: tuple[int, ...]  # of the file that the header was read from
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """The tensor of that name, dequantized: the result and a few MiB are all that it takes."""
+        """The tensor of that name, dequantized; takes a few MiB beyond the result."""
         return self.read_rows(name, 0, math.prod(self.tensors[name].shape[:-1])).reshape(self.tensors[name].shape)
 
     def read_rows(self, name: str, first: int, count: int) -> NDArray[np.float32]:
-        """So many rows of a tensor from the one numbered `first` on, as [count, its last dimension]."""
+        """Rows `first` to `first + count` of a tensor, dequantized, as [count, its last dimension]."""
         import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -84,7 +83,7 @@ class GGUFFile:
         values = np.empty((count, tensor.shape[-1]), dtype=np.float32)
         row_bytes = tensor.nbytes // math.prod(tensor.shape[:-1])
         step = max(1, _VALUES_AT_ONCE // tensor.shape[-1])
-        # What is not finite, the loader refuses.
+        # The loader refuses values that are not finite.
         with of_a_model(), open_regular(self.path) as file, np.errstate(all="ignore"):
             if _version_of(file) != self._version:
                 raise ModelFormatError(f"{self.path} has changed since its header was read")
@@ -99,7 +98,7 @@ class GGUFFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a regular file is called or begins as a GGUF file does; what is in it, `open_gguf` finds out."""
+    """Whether a regular file has a GGUF file's suffix or magic; `open_gguf` checks the contents."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -110,7 +109,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Read and check the header of a GGUF file; no tensor is read.
+    """Read and check the header of a GGUF file; no tensor is read. The last header is kept (`forget_header`).
 
     Raises `ModelFormatError`, naming the file, for anything but a whole little-endian GGUF file of version 2 or 3 with
     tensors of `TENSOR_TYPES`, and `MissingExtraError` without the package `gguf`.
@@ -120,8 +119,24 @@ def open_gguf(path: str | Path) -> GGUFFile:
         import gguf  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("gguf", "gguf", "reading GGUF files") from error
-    with of_a_model(), open_regular(path) as file:
-        return _read_file(path, _Header(path, file))
+    global _kept
+    with of_a_model(), open_regular(path) as opened:
+        kept, version = _kept, _version_of(opened)
+        if kept is not None and (kept.path, kept._version) == (path, version):
+            return kept
+        file = _read_file(path, _Header(path, opened))
+        _kept = file if time.time_ns() - version[-1] > _SETTLED_NS else None
+        return file
+
+
+# Loading a model asks for the header six times, and one with a large vocabulary takes 0.2 s to read.
+_kept: GGUFFile | None = None
+
+
+def forget_header() -> None:
+    """Release the header that `open_gguf` keeps: about 30 MB with a large vocabulary."""
+    global _kept
+    _kept = None
 
 
 def _version_of(file: BinaryIO) -> tuple[int, ...]:
@@ -130,7 +145,7 @@ def _version_of(file: BinaryIO) -> tuple[int, ...]:
 
 
 class _Header:
-    """Takes values off the start of a file, and never more than is there."""
+    """Reads values from the start of a file, bounded by its size: a false count costs no time or memory."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -138,7 +153,7 @@ class _Header:
         self.size = os.fstat(file.fileno()).st_size
         self._file = file
         self._elements = 0
-        self._read = 0  # bytes, of which the last ones are in the buffer and those before `_at` are taken
+        self._read = 0  # bytes read so far; the last ones are in the buffer, of which `_at` are consumed
         self._buffer = b""
         self._at = 0
 
@@ -157,7 +172,7 @@ class _Header:
         return self._buffer[self._at - count : self._at]
 
     def _fetch(self, count: int) -> None:
-        """Have so many bytes in the buffer, and some more where there are any."""
+        """Fill the buffer with at least `count` bytes."""
         most = min(self.size, _MAX_HEADER_BYTES)
         left = most - self.position
         if count > left:
@@ -180,7 +195,7 @@ class _Header:
             raise self.error(f"a string that ends at byte {self.position:,} is not UTF-8") from None
 
     def strings(self, count: int) -> list[str]:
-        """As `string`, for the hundreds of thousands that a vocabulary has."""
+        """As `string`, fast for the hundreds of thousands of a vocabulary."""
         found: list[str] = []
         while len(found) < count:
             buffer, at, last = self._buffer, self._at, len(self._buffer) - _LENGTH.size
@@ -194,7 +209,7 @@ class _Header:
                     break
                 at = end
             self._at = at
-            if len(found) < count:  # one that the buffer ends in, or that is none
+            if len(found) < count:  # one that goes beyond the buffer, or is invalid
                 found.append(self.string())
         return found
 
@@ -271,7 +286,7 @@ def _tensor(header: _Header) -> tuple[str, tuple[int, ...], str, int, int]:
 
 
 def _check_places(header: _Header, tensors: Iterable[GGUFTensor], alignment: int) -> None:
-    """Every tensor lies in the file, where it should, and none in another: so data has at most the file's size."""
+    """Raise unless every tensor is inside the file, aligned, and overlaps no other."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset + tensor.nbytes > header.size:

@@ -1,27 +1,26 @@
-"""The Llama forward pass over a plan's rows: embed, the layers of a span, logits.
-
-A layer is five operations of the kernel table. Which rows it runs, and where their entries go, is the
-caller's; a layer knows neither sequences nor depth.
-"""
+"""The Llama forward pass over a plan's rows, and its rotary position embedding (rope)."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.model.config import ModelConfig
-from d3engine.model.parallel import Ranks
+from d3engine.model.config import ModelConfig, RopeConfig
+from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
 
 
 class Llama:
-    """The weights of one model and the operations that run it; with `ranks`, of the part of it that is this rank's.
+    """The weights of one model and the operations that run it; with `ranks`, of this rank's shard.
 
-    What comes out of the methods is the whole model's: every rank calls them alike, with the same rows.
+    The methods return results of the whole model: every rank calls them with the same rows. A layer knows neither
+    sequences nor depth; the caller decides which rows it runs and where their KV entries go.
     """
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights, kernels: Any, ranks: Ranks | None = None) -> None:
@@ -50,7 +49,7 @@ class Llama:
         """Run layer `index` over `hidden` [T, H] in place, and write the rows' KV entries into `pool`.
 
         `rotations` [T, D / 2], `entries` [T, 2]; `attention` is what the kernels prepared for this layer. `num_rows`
-        int32 [1] on the device: rows from there on are left as they are.
+        int32 [1] on the device: later rows are left unchanged.
         """
         self.attention(index, hidden, rotations, pool, entries, attention, num_rows)
         self.mlp(index, hidden, num_rows)
@@ -65,14 +64,14 @@ class Llama:
         attention: Any,
         num_rows: Tensor | None = None,
     ) -> None:
-        """The first part of `layer`, as it says."""
+        """The attention block of `layer`, with its arguments."""
         weights = self.weights.layers[index]
         queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
         attended = self.kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
         self._add(attended, weights.output, weights.output_bias, hidden, num_rows)
 
     def mlp(self, index: int, hidden: Tensor, num_rows: Tensor | None = None) -> None:
-        """The second part of `layer`, over `hidden` [T, H] in place."""
+        """The MLP block of `layer`, over `hidden` [T, H] in place."""
         weights, eps = self.weights.layers[index], self.config.rms_norm_eps
         gated = self.kernels.gate_up(
             hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows
@@ -89,7 +88,7 @@ class Llama:
         self.ranks.collectives.sum_(hidden)
 
     def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: KVPool, entries: Tensor) -> None:
-        """Write only the KV entries that layer `index` would have for `hidden` [T, H] (CALM's rule for an exit)."""
+        """Write only the KV entries of layer `index` for `hidden` [T, H] (CALM's rule for an exit)."""
         self._qkv(index, hidden, rotations, pool, entries)
 
     def _qkv(
@@ -101,7 +100,7 @@ class Llama:
         entries: Tensor,
         num_rows: Tensor | None = None,
     ) -> Tensor:
-        """A layer's queries [T, N, D]; its keys and values are written into `pool`."""
+        """A layer's queries [T, N, D]; writes its keys and values into `pool`."""
         weights = self.weights.layers[index]
         queries: Tensor = self.kernels.qkv(
             hidden,
@@ -119,7 +118,7 @@ class Llama:
         return queries
 
     def likeliest(self, hidden: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The likeliest token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
+        """The most likely token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         best: tuple[Tensor, Tensor] = self.kernels.lm_head_argmax(
             hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows
@@ -129,7 +128,7 @@ class Llama:
     def draw(
         self, hidden: Tensor, rows: SamplingRows, steps: Tensor, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A draw int64 [T] at each row's temperature for its step, and the score float32 [T] with which it won."""
+        """A sample int64 [T] at each row's temperature for its step, and its winning score float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         drawn: tuple[Tensor, Tensor] = self.kernels.lm_head_sample(
             hidden,
@@ -140,7 +139,7 @@ class Llama:
             rows.seeds,
             rows.indices,
             steps,
-            first_token=0 if self.ranks is None else self.ranks.part.tokens.start,
+            first_token=0 if self.ranks is None else self.ranks.shard.tokens.start,
             num_rows=num_rows,
         )
         return drawn if self.ranks is None else self.ranks.best(*drawn)
@@ -150,3 +149,164 @@ class Llama:
         weights, eps = self.weights, self.config.rms_norm_eps
         logits: Tensor = self.kernels.lm_head(hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows)
         return logits if self.ranks is None else self.ranks.logits(logits)
+
+
+class Rope:
+    """The rotations of positions [0, max_positions) of a model, on one device.
+
+    Channels of a head are adjacent pairs, so a pair is one complex number, which rope multiplies by
+    `attention_scaling * exp(i * position * inv_freq)`. `table` complex64 [max_positions, head_dim / 2] holds these
+    factors, computed in float32 on the CPU: in bfloat16 neighbouring positions above 256 would coincide.
+    `depends_on_length` is True only for "dynamic" (NTK) rope, whose frequencies change once a sequence outgrows
+    max_position_embeddings. A generated token is the last of its sequence when it is first computed, so its rotation
+    follows from its position even then: `generated_table` holds those.
+    """
+
+    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str) -> None:
+        frequencies, self.attention_scaling = inverse_frequencies(config)
+        positions = torch.arange(max_positions)
+        self.table = _rotations(positions, frequencies, self.attention_scaling).to(device)
+        self.depends_on_length = config.rope.rope_type == "dynamic"
+        self._head_dim = config.head_dim
+        self._trained_length = config.max_position_embeddings
+        self._rope = config.rope
+        self._unturned = torch.ones(1, config.head_dim // 2, dtype=torch.complex64, device=device)
+        self._num_layers, self._layers_without_rope = config.num_layers, config.layers_without_rope
+        self.generated_table = self.table
+        if self.depends_on_length:
+            every = positions.to(device)
+            self.generated_table = self.rotations(every, every + 1)
+
+    def rotations(self, positions: Tensor, sequence_lengths: Tensor | None = None) -> Tensor:
+        """Return complex64 [T, head_dim / 2], the rotation of every channel pair for each of T rows.
+
+        positions: int64 [T], each below max_positions. sequence_lengths: int64 [T], read only if
+        `depends_on_length`: the length of the row's sequence when the row was first computed, max(prompt
+        length, position + 1), because keys keep the frequencies they were written with. (transformers keeps
+        the frequencies of its longest past sequence too, until one shorter than the trained length arrives;
+        here a row never depends on its neighbours.) Raises `ValueError` if lengths are needed and not given.
+        """
+        known = self.table.index_select(0, positions)
+        if not self.depends_on_length:
+            return known
+        if sequence_lengths is None:
+            raise ValueError("dynamic rope needs the length of each row's sequence: sequence_lengths is None")
+        frequencies = self._dynamic_frequencies(sequence_lengths)
+        grown = _rotations(positions, frequencies, self.attention_scaling)
+        # A select, not a branch: no wait for the device. Short rows take the table, exact for them.
+        return torch.where((sequence_lengths > self._trained_length)[:, None], grown, known)
+
+    def of_layers(self, rotations: Tensor) -> list[Tensor]:
+        """The rotations of each layer, [T, head_dim / 2] each: `rotations`, or ones in a layer without rope.
+
+        So every layer runs the same operations on the same shapes. The ones share one row of memory.
+        """
+        each = [rotations] * self._num_layers
+        for layer in self._layers_without_rope:
+            each[layer] = self._unturned.expand_as(rotations)
+        return each
+
+    def _dynamic_frequencies(self, sequence_lengths: Tensor) -> Tensor:
+        """Float32 [T, head_dim / 2]: NTK-aware frequencies for sequence lengths int64 [T]."""
+        length = sequence_lengths.clamp(min=self._trained_length)[:, None]
+        return _frequencies(_ntk_base(self._rope, length, self._trained_length, self._head_dim), self._head_dim)
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Return (inv_freq float32 [head_dim / 2] on the CPU, attention_scaling), bit-identical to transformers'.
+
+    So the order of operations is that of transformers' `modeling_rope_utils`: a last-bit change of a frequency shows at
+    position 8192. For "dynamic" these are the frequencies up to the trained length.
+    """
+    rope = config.rope
+    plain = _frequencies(rope.theta, config.head_dim)
+    match rope.rope_type:
+        case "linear":
+            return plain / _factor(rope), 1.0
+        case "llama3":
+            return _llama3(rope, plain), 1.0
+        case "yarn":
+            return _yarn(config)
+        case _:
+            return plain, 1.0
+
+
+def _rotations(positions: Tensor, frequencies: Tensor, scaling: float) -> Tensor:
+    """Complex64 [T, D]: scaling * exp(i * angle), angles in float32; frequencies are [D] or [T, D]."""
+    angles = positions.float()[:, None] * frequencies
+    return torch.complex(angles.cos() * scaling, angles.sin() * scaling)
+
+
+def _frequencies(base: float | Tensor, head_dim: int) -> Tensor:
+    """base ** (-2j / head_dim) for each channel pair j, in float32 (Su et al. 2021, section 3.2.2)."""
+    device = base.device if isinstance(base, Tensor) else None
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    return 1.0 / (base**exponents)
+
+
+def _factor(rope: RopeConfig) -> float:
+    assert rope.factor is not None  # ModelConfig refuses a rescaling rope type without one
+    return rope.factor
+
+
+def _ntk_base(rope: RopeConfig, length: Tensor, trained_length: int, head_dim: int) -> Tensor:
+    """The larger base that stretches `trained_length` positions to `length` (dynamic NTK, by u/emozilla)."""
+    factor = _factor(rope)
+    stretch = (factor * length / trained_length) - (factor - 1)
+    return rope.theta * stretch ** (head_dim / (head_dim - 2))
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Llama 3.1's rescaling: keeps short wavelengths, divides long ones by `factor`, interpolates between.
+
+    Source: `apply_scaling` of Meta's llama-models, as transformers computes it.
+    """
+    assert rope.original_max_position_embeddings
+    assert rope.low_freq_factor
+    assert rope.high_freq_factor
+    trained, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    factor = _factor(rope)
+    wavelength = 2 * math.pi / plain
+    is_long = wavelength > trained / low
+    is_short = wavelength < trained / high
+    scaled = torch.where(is_long, plain / factor, plain)
+    smooth = (trained / wavelength - low) / (high - low)
+    interpolated = (1 - smooth) * scaled / factor + smooth * scaled
+    return torch.where(~is_short & ~is_long, interpolated, scaled)
+
+
+def _yarn(config: ModelConfig) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023, section 3): slow pairs interpolated, fast ones kept, a ramp between."""
+    rope, dim = config.rope, config.head_dim
+    assert rope.original_max_position_embeddings
+    trained = rope.original_max_position_embeddings
+    factor = rope.factor or config.max_position_embeddings / trained
+
+    def pair_of(rotations: float) -> float:
+        """The index of the pair that rotates `rotations` times within the trained length."""
+        return (dim * math.log(trained / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # the ramp must not divide by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    kept = 1 - ramp
+    powers = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    frequencies = (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept
+    return frequencies, _yarn_attention_scaling(rope, factor)
+
+
+def _yarn_attention_scaling(rope: RopeConfig, factor: float) -> float:
+    """The factor of cosines and sines: as given, 0.1 ln(factor) + 1, or a ratio of such terms."""
+
+    def term(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return term(rope.mscale) / term(rope.mscale_all_dim)
+    return term(1.0)

@@ -1,28 +1,122 @@
-"""From where a model lies to its files: a directory, or a GGUF file that answers as one.
-
-The one idea: here, and nowhere else, is it decided what a path is. Whatever reads a model takes what `files_of` takes.
-"""
+"""Files of a model directory, or of a GGUF file that answers to the same names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from d3engine.errors import ModelFormatError
-from d3engine.files import is_there, read_bytes
-from d3engine.model.fields import Fields
-from d3engine.model.fp8_config import block_of, is_fp8
-from d3engine.model.gguf_file import open_gguf
-from d3engine.model.gguf_files import GGUFFiles
-from d3engine.model.model_files import CONFIG_FILE, ModelFiles
+from d3engine.errors import ModelFormatError, must_be
+from d3engine.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text, is_there, read_bytes
+from d3engine.model.fields import Fields, json_object, of_a_model
+from d3engine.model.gguf_file import GGUFFile, open_gguf
+from d3engine.model.gguf_metadata import (
+    gguf_config,
+    gguf_sentencepiece,
+    gguf_tokenizer_config,
+    gguf_tokenizer_json,
+    gguf_tokenizer_kind,
+)
+from d3engine.model.quantization_config import block_of, is_fp8
 
 if TYPE_CHECKING:  # torch waits until weights are asked for
     from d3engine.model.checkpoint import Checkpoint
 
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+COMPANIONS = (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "prompt_form.json",
+    "d3.json",
+)
+"""The files of a model directory besides its weights: read, converted and fetched with them."""
+
+
+class ModelFiles(ABC):
+    """The files of one model; `path` is the directory or the file that a user named."""
+
+    path: Path
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name, be it one that cannot be read."""
+
+    @abstractmethod
+    def content(self, name: str, most: int) -> bytes:
+        """The file of that name, at most `most` bytes.
+
+        Raises `UnreadableFileError` where that cannot be had, `ModelFormatError` where it cannot be made.
+        """
+
+    @abstractmethod
+    def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
+        """The weights, by the names that transformers gives them; raises `ModelFormatError`."""
+
+    def place(self, name: str) -> Path:
+        """What errors call the file of that name."""
+        return self.path / name
+
+    def scheme_of_others(self) -> str | None:
+        """Our scheme that holds the layer matrices of a published quantized checkpoint; None for all others.
+
+        Raises `ModelFormatError` as `open_checkpoint`.
+        """
+        return None
+
+    def read_bytes(self, name: str, most: int = DATA_BYTES) -> bytes:
+        """The file of that name; raises `ModelFormatError` where it is missing, no regular file or too long."""
+        with of_a_model():
+            return self.content(name, most)
+
+    def read_text(self, name: str, most: int = DATA_BYTES) -> str:
+        """As `read_bytes`, for UTF-8 text."""
+        content = self.read_bytes(name, most)
+        with of_a_model():
+            return as_text(content, self.place(name))
+
+    def read_json_object(self, name: str) -> dict[str, Any]:
+        """As `read_bytes`, for an object in JSON."""
+        return json_object(self.read_bytes(name, CONFIG_BYTES), self.place(name))
+
+
 ModelSource: TypeAlias = str | Path | ModelFiles
 """A model directory, a GGUF file, or what `files_of` has made of either."""
+
+
+def files_of(model: ModelSource) -> ModelFiles:
+    """The files of a model.
+
+    Raises `ModelFormatError` where there is neither a directory nor a GGUF file with a valid header, and
+    `MissingExtraError` for a GGUF file without the package `gguf`.
+    """
+    if isinstance(model, ModelFiles):
+        return model
+    path = Path(model)
+    if path.is_dir():
+        return DirectoryFiles(path)
+    if path.is_file():
+        return GGUFFiles(open_gguf(path))
+    raise ModelFormatError(f"{path} is neither a directory with config.json and weights nor a GGUF file")
+
+
+def open_checkpoint(model: ModelSource) -> AbstractContextManager[Checkpoint]:
+    """A block in which the tensors of a model can be read.
+
+    Raises `ModelFormatError` as `open_safetensors` and `files_of` do. `check_tensors` compares names, shapes and dtypes
+    with the config.
+    """
+    return files_of(model).open_checkpoint()
 
 
 class DirectoryFiles(ModelFiles):
@@ -34,29 +128,26 @@ class DirectoryFiles(ModelFiles):
     def has(self, name: str) -> bool:
         return is_there(self.path / name)
 
-    def place(self, name: str) -> Path:
-        return self.path / name
-
     def content(self, name: str, most: int) -> bytes:
         return read_bytes(self.path / name, most)
 
     @contextmanager
     def open_checkpoint(self) -> Iterator[Checkpoint]:
         from d3engine.model.checkpoint import open_safetensors
-        from d3engine.model.fp8_tensors import own_form_of_fp8
+        from d3engine.model.checkpoint_formats import fp8_checkpoint
 
         with open_safetensors(self.path) as checkpoint:
             published = self._published_fp8()
-            yield checkpoint if published is None else own_form_of_fp8(checkpoint, block_of(published))
+            yield checkpoint if published is None else fp8_checkpoint(checkpoint, block_of(published))
 
     def scheme_of_others(self) -> str | None:
         published = self._published_fp8()
         if published is None:
             return None
         from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, open_safetensors
-        from d3engine.model.fp8_tensors import scheme_of_fp8
+        from d3engine.model.checkpoint_formats import scheme_of_fp8
 
-        if not self.has(SINGLE_FILE) and not self.has(INDEX_FILE):  # a config alone, of which sizes are asked
+        if not self.has(SINGLE_FILE) and not self.has(INDEX_FILE):  # a config alone, for questions about sizes
             return None
         with open_safetensors(self.path) as checkpoint:
             return scheme_of_fp8(checkpoint, block_of(published))
@@ -72,26 +163,73 @@ class DirectoryFiles(ModelFiles):
         return fields if is_fp8(fields) else None
 
 
-def files_of(model: ModelSource) -> ModelFiles:
-    """The files of the model that lies there.
-
-    Raises `ModelFormatError` where there is neither a directory nor a GGUF file whose header can be believed, and
-    `MissingExtraError` for a GGUF file without the package that reads those.
-    """
-    if isinstance(model, ModelFiles):
-        return model
-    path = Path(model)
-    if path.is_dir():
-        return DirectoryFiles(path)
-    if path.is_file():
-        return GGUFFiles(open_gguf(path))
-    raise ModelFormatError(f"{path} is neither a directory with config.json and weights nor a GGUF file")
+_TEMPLATE = "tokenizer.chat_template"
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""Sampling defaults of a GGUF file's authors: its keys, and those of generation_config.json."""
 
 
-def open_checkpoint(model: ModelSource) -> AbstractContextManager[Checkpoint]:
-    """The weights of a model: a block in which its tensors can be read.
+class GGUFFiles(ModelFiles):
+    """A GGUF file as a model directory: each file is made of the header when it is read."""
 
-    Raises `ModelFormatError` as `open_safetensors` and `files_of` do. Which tensors there must be, of which shapes and
-    dtypes, is `check_tensors`' business.
-    """
-    return files_of(model).open_checkpoint()
+    def __init__(self, file: GGUFFile) -> None:
+        self.path = file.path
+        self._file = file
+
+    def has(self, name: str) -> bool:
+        if name in ("tokenizer.json", "tokenizer.model"):
+            return gguf_tokenizer_kind(self._file) == name
+        if name == "tokenizer_config.json":
+            return gguf_tokenizer_kind(self._file) is not None
+        if name == "chat_template.jinja":
+            return _TEMPLATE in self._file.metadata
+        return name in _MADE
+
+    def content(self, name: str, most: int) -> bytes:
+        if not self.has(name):
+            raise UnreadableFileError(f"{self.path} holds nothing that would be {name} of a model directory")
+        made = _MADE[name](self._file)
+        if len(made) > most:
+            raise UnreadableFileError(f"{self.path}: its {name} would have more than {most:,} bytes, which is the most")
+        return made
+
+    def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
+        from d3engine.model.checkpoint_formats import gguf_checkpoint
+
+        return nullcontext(gguf_checkpoint(self._file, gguf_config(self._file)))
+
+
+def _json(contents: dict[str, Any]) -> bytes:
+    return json.dumps(contents, indent=2).encode() + b"\n"
+
+
+def _generation_config(file: GGUFFile) -> bytes:
+    config = gguf_config(file)
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    given = {name: file.metadata[key] for key, name in _SAMPLING.items() if key in file.metadata}
+    # The shortest decimal of a float32: 0.2 again for what stands for 0.2.
+    return _json(
+        ends | {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in given.items()}
+    )
+
+
+def _chat_template(file: GGUFFile) -> bytes:
+    template = file.metadata[_TEMPLATE]
+    if not isinstance(template, str):
+        raise ModelFormatError(must_be(f"{file.path}: {_TEMPLATE}", template, "a string"))
+    return template.encode("utf-8")
+
+
+_MADE: dict[str, Callable[[GGUFFile], bytes]] = {
+    CONFIG_FILE: lambda file: _json(gguf_config(file)),
+    GENERATION_CONFIG_FILE: _generation_config,
+    "tokenizer.json": gguf_tokenizer_json,
+    "tokenizer.model": gguf_sentencepiece,
+    "tokenizer_config.json": lambda file: _json(gguf_tokenizer_config(file)),
+    "chat_template.jinja": _chat_template,
+}

@@ -1,33 +1,34 @@
-"""A Llama's weights as the engine wants them, loaded from safetensors or made at random.
-
-The one idea: everything is arranged once, here, so that a layer is four matrix products. Query, key and value
-are one matrix, gate and up are one; and the rows of each query and key head go from transformers' order,
-where channel j is paired with channel j + head_dim / 2, to adjacent pairs (2j, 2j + 1), so that rope is one
-complex multiplication (`rope.py`). A dot product of a query and a key does not see the order of channels, as
-long as both have the same.
-"""
+"""A Llama's weights in the engine: loaded, made at random, or quantized in memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from d3engine.errors import InvalidValueError, require
 from d3engine.kernels.lanes import Int8LanesWeight
 from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.packed import PackedWeight
-from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight
-from d3engine.model.checkpoint import Checkpoint, TensorEntry
+from d3engine.kernels.quantized import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+)
+from d3engine.model.checkpoint import SCALES, VALUES, Checkpoint, TensorEntry, dtype_of
+from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import (
     HEAD_NORMS,
-    SCALES,
-    VALUES,
     check_tensors,
     check_values,
     expected_tensors,
@@ -35,10 +36,9 @@ from d3engine.model.expected_tensors import (
     rows_of,
     scheme_of,
 )
-from d3engine.model.fp8_tensors import floats_of_rows
-from d3engine.model.mapped_file import dtype_of
-from d3engine.model.part import Part
-from d3engine.model.part_tensors import part_of_checkpoint
+from d3engine.model.gguf_file import forget_header
+from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_SCHEMES, head_schemes
+from d3engine.model.shard import ModelShard, shard_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
 from d3engine.progress import bar_columns, hides_bars
 
@@ -47,10 +47,10 @@ from d3engine.progress import bar_columns, hides_bars
 class LayerWeights:
     """One layer. H hidden, Q = heads * head_dim, K = kv heads * head_dim, I intermediate; all on one device.
 
-    The four matrices are float, packed or quantized; norms and biases have the dtype of activations, float matrices
-    that one or a narrower one, from which an operation widens them. The first Q + K rows of `qkv` and `qkv_bias` are in
-    adjacent-pair order, the last K rows (values) are not permuted; `head_norms`, D values for a query's head and D for
-    a key's, are in that order too.
+    The four matrices are float, packed or quantized. Norms and biases have the dtype of activations; float matrices
+    have that dtype or a narrower one, which an operation widens. The first Q + K rows of `qkv` and `qkv_bias` are in
+    adjacent-pair order (`to_adjacent_pairs`), so that rope is one complex multiplication; the last K rows (values) are
+    not permuted. `head_norms`, D values for a query's head and D for a key's, are in that order too.
     """
 
     attention_norm: Tensor  # [H]
@@ -66,7 +66,7 @@ class LayerWeights:
     down_bias: Tensor | None  # [H]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors there are, in the order of the fields; a quantized or packed matrix gives its parts."""
+        """Return all tensors in the order of the fields; a quantized or packed matrix has several."""
         weights = (getattr(self, field.name) for field in fields(self))
         return [tensor for weight in weights if weight is not None for tensor in _tensors_of(weight)]
 
@@ -75,8 +75,7 @@ class LayerWeights:
 class LlamaWeights:
     """All weights; V vocabulary, H hidden.
 
-    `lm_head` is the same object as `embedding` when tied, unless it is packed; an embedding that is no head too is
-    float.
+    `lm_head` is the same object as `embedding` when tied, unless it is packed; an untied embedding is float.
     """
 
     embedding: Table  # [V, H]
@@ -91,7 +90,7 @@ class LlamaWeights:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of float matrices and the embedding; where all of these are quantized, that of activations."""
+        """Of float matrices and the embedding; that of activations where all are quantized."""
         for matrix in (self.layers[0].qkv, self.embedding):
             if isinstance(matrix, PackedWeight):
                 return torch.bfloat16
@@ -101,12 +100,12 @@ class LlamaWeights:
 
     @property
     def has_float_matrices(self) -> bool:
-        """Whether `weight_dtype` says something of a matrix."""
+        """Whether any matrix has `weight_dtype`."""
         return isinstance(self.layers[0].qkv, Tensor | PackedWeight) or isinstance(self.embedding, Tensor)
 
     @property
     def device(self) -> torch.device:
-        """Where all of them lie."""
+        """Of all weights."""
         return self.final_norm.device
 
     @property
@@ -133,45 +132,46 @@ def load_weights(
     weight_dtype: torch.dtype | None = None,
     form: Callable[[Weight], Weight] | None = None,
     show_progress: bool = True,
-    part: Part | None = None,
+    part: ModelShard | None = None,
 ) -> LlamaWeights:
     """Load a model directory's safetensors, or a GGUF file, on `device`; a progress bar only on a terminal.
 
-    Floats are converted to `dtype`, and so is what a GGUF file has quantized, but matrices and the embedding to
-    `weight_dtype` where that is given (an embedding that its family multiplies by a number is not: the product has more
-    bits than the file's values). The matrices of a directory that `d3engine weights quantize` wrote stay quantized, and
-    so do published 8-bit floats with scales of rows; where `config` calls these floats they are multiplied out.
-    safetensors files are memory-mapped: on a CPU a tensor that is held as it is in the file stays there, so the file
-    must not be written to while the weights are in use (a new file may take its place). Every other tensor is copied
-    straight to its place, and what it came from is given back: the peak is the model and one tensor. All names, shapes
-    and dtypes are checked against `config` before anything is allocated. Raises `ModelFormatError` naming tensor and
-    file for what is missing, unexpected, doubled, wrongly shaped, of another dtype than allowed, not finite or too
-    large for `dtype`; see `check_tensors` for a tied lm_head.
+    Floats, and what a GGUF file has quantized, become `dtype`; matrices and the embedding become `weight_dtype` where
+    that is given. An embedding that its family scales stays in `dtype`: the product has more bits than the file's
+    values. Matrices of `d3engine weights quantize`, and published 8-bit floats with scales of rows, stay quantized;
+    where `config` calls the latter floats they are dequantized.
 
-    What `form` makes of a matrix is held in its place, for the native library: the same values in another form, one by
-    one. With `part` only what a rank holds is read, and its values are checked; `config` is still the whole
-    model's.
+    safetensors files are memory-mapped. On a CPU a tensor that is held as stored stays in the file, so the file must
+    not be written to while the weights are in use (a rename may replace it). Other tensors are copied to their place
+    and their pages released: the peak is the model and one tensor.
+
+    `form`, for the native library, replaces each matrix by one of the same values in another layout. With `part` only a
+    rank's shard is read and checked; `config` is still the whole model's.
+
+    Raises `ModelFormatError`, naming tensor and file and before anything is allocated, for tensors that are missing,
+    unexpected, doubled, or of the wrong shape or dtype; and for values that are not finite or too large for `dtype`.
+    `check_tensors` has the rule of a tied lm_head.
     """
     with open_checkpoint(model) as checkpoint:
         if config.quantization is None:
             checkpoint = floats_of_rows(checkpoint)
         check_tensors(checkpoint, config)
         if part is not None:
-            checkpoint, config = part_of_checkpoint(checkpoint, config, part), part.config(config)
+            checkpoint, config = shard_checkpoint(checkpoint, config, part), part.config(config)
         total = sum(checkpoint.entries[name].nbytes for name in expected_tensors(config))
-        with tqdm(
-            total=total,
-            desc="loading weights",
-            unit="B",
-            unit_scale=True,
-            disable=hides_bars() if show_progress else True,
-            ncols=bar_columns(),
-            delay=0.5,
-            leave=False,
-        ) as progress:
+        with byte_progress(total, "loading weights", show_progress, delay=0.5, leave=False) as progress:
             loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, form, torch.device(device), progress)
             weights = loader.load()
+    forget_header()
     return weights
+
+
+def byte_progress(total: int, description: str, show: bool, **options: Any) -> tqdm[None]:
+    """A progress bar of bytes, on a terminal only; `options` are further ones of tqdm."""
+    disable = hides_bars() if show else True
+    return tqdm(
+        total=total, desc=description, unit="B", unit_scale=True, disable=disable, ncols=bar_columns(), **options
+    )
 
 
 def random_weights(
@@ -182,12 +182,11 @@ def random_weights(
     seed: int,
     weight_dtype: torch.dtype | None = None,
 ) -> LlamaWeights:
-    """Return weights of the right shapes as at the start of a training: for benchmarks, where only sizes
-    matter.
+    """Return weights as at the start of a training, for benchmarks, where only sizes matter.
 
-    Normal with deviation 0.02, divided by sqrt(2 L) for the two matrices of a layer that write to the
-    residual stream (GPT-2's rule, so that activations stay of one size at any depth); norms are ones, biases
-    zeros. Dtypes as of `load_weights`.
+    Normal with deviation 0.02, divided by sqrt(2 L) for the two matrices of a layer that write to the residual stream
+    (GPT-2's rule, so that activations keep their size at any depth); norms are ones, biases zeros. Dtypes as of
+    `load_weights`.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     residual = 0.02 / math.sqrt(2 * config.num_layers)
@@ -271,7 +270,7 @@ class _Loader:
         )
 
     def _matrix(self, modules: _Modules, num_columns: int) -> Weight:
-        """Return the modules' matrices on top of each other, in the form that the config names."""
+        """Return the modules' matrices on top of each other, in the config's scheme."""
         scheme = scheme_of(next(iter(modules)) + ".weight", self.config)
         if scheme is None:
             tensors = _with(".weight", modules)
@@ -283,7 +282,7 @@ class _Loader:
         return self._held(Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales), names[0])
 
     def _held(self, matrix: Weight, names: Iterable[str]) -> Weight:
-        """A matrix made of these tensors in its form; where that is another, the file is only read for it."""
+        """A matrix of these tensors in its layout; if that is a new one, the file's pages are released."""
         made = matrix if self.form is None else self.form(matrix)
         if made is not matrix:
             for name in names:
@@ -309,7 +308,7 @@ class _Loader:
         return table
 
     def _vector_or_table(self, name: str, multiplier: float, dtype: torch.dtype) -> Tensor:
-        """One tensor times a number; one that stays as it is may lie in its file."""
+        """One tensor times a number; with the number 1 it may stay in its file."""
         if multiplier == 1.0:
             return self._stack({name: None}, dtype)
         entry = self.checkpoint.entries[name]
@@ -351,14 +350,14 @@ class _Loader:
 
 @dataclass(frozen=True)
 class _Rows:
-    """So many rows of a tensor; those of `num_heads` heads become adjacent pairs."""
+    """`count` rows of a tensor; those of `num_heads` heads become adjacent pairs."""
 
     count: int
     num_heads: int | None
 
 
 _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
-"""What is stacked, from top to bottom; None: all rows of it as they are."""
+"""Modules or tensors to stack, from top to bottom; None: all rows as stored."""
 
 _LM_HEAD: _Modules = {"lm_head": None}
 
@@ -373,3 +372,81 @@ def _copy_rows(source: Tensor, target: Tensor, num_heads: int | None) -> None:
     else:  # to_adjacent_pairs, but straight into place: no permuted copy in between
         pairs = target.view(num_heads, -1, 2, *target.shape[1:])
         pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))
+
+
+_QUANTIZE: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": quantize_int8,
+    "fp8": quantize_fp8,
+    "int4": quantize_int4,
+}
+
+
+def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
+    """Return a float matrix [N, K] as "int8" or "fp8" (one scale per row), or "int4" (a scale for 128 columns).
+
+    Raises `InvalidValueError` for another scheme and for a matrix that is quantized already, `ValueError` for NaN or
+    infinity in it.
+    """
+    require(scheme in QUANTIZATION_SCHEMES, "scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
+    if not isinstance(matrix, Tensor):
+        raise InvalidValueError("weights", type(matrix).__name__, "float matrices")
+    return _QUANTIZE[scheme](matrix)
+
+
+def check_head_scheme(scheme: str, is_tied: bool) -> None:
+    """Raise `InvalidValueError` unless an LM head, which may be the embedding, can have this scheme."""
+    schemes = head_schemes(is_tied)
+    tied = " for a model whose head is its embedding" if is_tied else ""
+    require(scheme in schemes, "lm_head", scheme, f"one of {', '.join(schemes)}{tied}")
+
+
+def quantize_weights(weights: LlamaWeights, scheme: str, *, lm_head: str = DEFAULT_HEAD_SCHEME) -> LlamaWeights:
+    """Return `weights` with the matrices of the layers and the LM head quantized on their device.
+
+    The head becomes `lm_head`, one of LM_HEAD_SCHEMES. Norms, biases and an embedding that is no head are those of
+    `weights`. Raises as `quantize_matrix`, and `InvalidValueError` for a scheme that the head cannot have.
+    """
+    is_tied = weights.lm_head is weights.embedding
+    check_head_scheme(lm_head, is_tied)
+    return with_matrices(
+        weights,
+        lambda matrix: quantize_matrix(matrix, scheme),
+        lambda matrix: matrix if lm_head == "float" else quantize_matrix(matrix, lm_head),
+    )
+
+
+def in_layout(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaWeights:
+    """Return `weights` with every matrix in the layout that `form` gives it, of the same values.
+
+    The embedding stays, unless it is the head and single rows can be read from the new layout.
+    """
+    made = with_matrices(weights, form)
+    if made.lm_head is not made.embedding:
+        return made
+    head = form(made.lm_head)
+    return replace(made, lm_head=head, embedding=head if isinstance(head, Int8LanesWeight) else made.embedding)
+
+
+def with_matrices(
+    weights: LlamaWeights, change: Callable[[Weight], Weight], change_head: Callable[[Weight], Weight] | None = None
+) -> LlamaWeights:
+    """Return `weights` with `change` applied to the layers' matrices and `change_head` to the LM head.
+
+    None: `change` for an untied head, and none for the embedding.
+    """
+
+    layers = tuple(
+        replace(
+            layer,
+            qkv=change(layer.qkv),
+            output=change(layer.output),
+            gate_up=change(layer.gate_up),
+            down=change(layer.down),
+        )
+        for layer in weights.layers
+    )
+    if weights.lm_head is not weights.embedding:
+        return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
+    table = weights.embedding if change_head is None else change_head(weights.embedding)
+    assert isinstance(table, Tensor | Int8Weight), "single rows are read from floats and int8"
+    return replace(weights, layers=layers, embedding=table, lm_head=table)

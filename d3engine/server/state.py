@@ -26,7 +26,7 @@ from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.requests.tools import ToolStyles
 from d3engine.server.settings import ServerSettings
 from d3engine.server.tracing import Tracer
-from d3engine.text.token_texts import TokenTexts
+from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 
 

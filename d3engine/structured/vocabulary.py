@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from d3engine.errors import MissingExtraError, require
-from d3engine.text.token_texts import TokenTexts
+from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.tokenizer import DecoderKind, Tokenizer
 
 if TYPE_CHECKING:

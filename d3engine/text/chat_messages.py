@@ -1,8 +1,4 @@
-"""The messages of a conversation, checked by field and copied to plain JSON in the form that a template reads.
-
-The one idea: a malformed message is named before a template stumbles over it, and where clients and templates differ in
-how they write one thing (no content, a list of text parts, an assistant's thoughts), the template gets its own way.
-"""
+"""The messages of a conversation, checked, as the plain JSON that a template reads."""
 
 from __future__ import annotations
 
@@ -13,30 +9,30 @@ from typing import Any
 from d3engine.errors import require
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""What clients and templates call the thoughts of an assistant; one field here."""
+"""Names that clients and templates give an assistant's reasoning; one field here."""
 
 
 @dataclass(frozen=True)
-class MessageForm:
+class MessageFormat:
     """How a template reads messages."""
 
     walks_parts: bool = False
-    """It goes through the parts of a content, which may therefore be a list."""
+    """It iterates over the parts of a content, which may therefore be a list."""
     only_walks: bool = False
-    """And it does nothing else with one: a string would be walked character by character."""
+    """It only iterates: it would go through a string character by character."""
     reasoning_fields: tuple[str, ...] = ()
     """Those of `REASONING_FIELDS` that it reads."""
 
 
-def check_messages(messages: object, form: MessageForm) -> list[dict[str, Any]]:
-    """Return a copy for a template of that form. Raises `InvalidValueError` naming what is malformed."""
+def check_messages(messages: object, form: MessageFormat) -> list[dict[str, Any]]:
+    """Return a copy for a template that reads `form`. Raises `InvalidValueError` naming the malformed field."""
     require(isinstance(messages, list | tuple), "messages", messages, "a list of messages")
     assert isinstance(messages, list | tuple)
     return [_check_message(f"messages[{i}]", message, form) for i, message in enumerate(messages)]
 
 
 def plain(name: str, value: Any, depth: int = 0) -> Any:
-    """Return a copy of JSON-like `value`, so that a template sees no object with methods of its own."""
+    """Return a copy of JSON-like `value`, so that a template sees no custom object."""
     require(depth < 64, name, value, "nested less than 64 deep")
     if type(value) is int:
         require(value.bit_length() <= 4096, name, f"{value.bit_length()} bits", "an integer of at most 4096 bits")
@@ -50,32 +46,32 @@ def plain(name: str, value: Any, depth: int = 0) -> Any:
     return [plain(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
 
 
-def _check_message(name: str, message: object, form: MessageForm) -> dict[str, Any]:
+def _check_message(name: str, message: object, form: MessageFormat) -> dict[str, Any]:
     require(isinstance(message, Mapping), name, message, "an object with role and content")
     assert isinstance(message, Mapping)
     role = message.get("role")
     require(isinstance(role, str), f"{name}.role", role, "a string")
-    # A key without a value is left out, as in transformers: a template asks `is defined` and would write "None".
+    # Keys with the value None are left out, as in transformers: a template asks `is defined` and would write "None".
     given: dict[str, Any] = {key: value for key, value in plain(name, message).items() if value is not None}
-    thoughts = [field for field in REASONING_FIELDS if field in given]
-    # An assistant's message that only calls tools, or only thinks, has no content.
-    if "content" in given or not (given.get("tool_calls") or thoughts):
+    given_fields = [field for field in REASONING_FIELDS if field in given]
+    # An assistant's message with only tool calls or reasoning has no content.
+    if "content" in given or not (given.get("tool_calls") or given_fields):
         given["content"] = _content(f"{name}.content", given.get("content"), form)
-    if thoughts and form.reasoning_fields:
-        _rename_thoughts(name, given, thoughts, form.reasoning_fields)
+    if given_fields and form.reasoning_fields:
+        _rename_reasoning(name, given, given_fields, form.reasoning_fields)
     return given
 
 
-def _rename_thoughts(name: str, given: dict[str, Any], thoughts: list[str], wanted: tuple[str, ...]) -> None:
-    """Give the thoughts the names that the template reads."""
-    text = given[thoughts[0]]
-    for field in thoughts:
+def _rename_reasoning(name: str, given: dict[str, Any], given_fields: list[str], wanted: tuple[str, ...]) -> None:
+    """Give the reasoning the names that the template reads."""
+    text = given[given_fields[0]]
+    for field in given_fields:
         value = given.pop(field)
-        require(value == text, f"{name}.{field}", value, f"the same as {thoughts[0]} beside it")
+        require(value == text, f"{name}.{field}", value, f"the same as {given_fields[0]} beside it")
     given |= dict.fromkeys(wanted, text)
 
 
-def _content(name: str, content: object, form: MessageForm) -> str | list[dict[str, Any]]:
+def _content(name: str, content: object, form: MessageFormat) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if form.only_walks else content
     require(isinstance(content, list), name, content, "a string or a list of text parts")

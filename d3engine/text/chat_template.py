@@ -1,32 +1,40 @@
-"""Chat messages to prompt text, by the Jinja template of a model directory.
-
-The one idea: a template is a program from a stranger, so it is neither compiled nor run here but in a process that is
-limited and can be killed (`limited_process`); what goes to it is plain JSON (`chat_messages`).
-"""
+"""Conversations to prompts, by the model's Jinja chat template or a given one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.files import CONFIG_BYTES
 from d3engine.model.source import ModelSource, files_of
-from d3engine.text.chat_messages import MessageForm, check_messages, plain
+from d3engine.text.chat_messages import MessageFormat, check_messages, plain
 from d3engine.text.limited_process import LimitedProcessError, LimitError, ProcessLimits, ask
-from d3engine.text.special_tokens import named_special_tokens, read_tokenizer_config
+from d3engine.text.tokenizer import Tokenizer
+from d3engine.text.tokenizer_files import named_special_tokens, read_tokenizer_config
 
-__all__ = ["ChatTemplate", "ChatTemplateError", "LimitedProcessError", "ProcessLimits", "load_chat_template"]
+__all__ = [
+    "ChatPrompts",
+    "ChatTemplate",
+    "ChatTemplateError",
+    "LimitedProcessError",
+    "Messages",
+    "ProcessLimits",
+    "as_conversations",
+    "load_chat_template",
+]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _JOB = "d3engine.text.template_sandbox:answer"
 
-# Stands behind the words of a message that is to be continued; letters alone, which no filter escapes.
+# Follows the text of a message to be continued; letters only, which no filter escapes.
 _END_MARK = "endOfTheMessageThatD3engineContinues"
 
 
 class ChatTemplateError(InvalidValueError):
-    """The template refuses these messages, fails on them, or goes beyond its limits; `said` tells what it does."""
+    """The template refuses these messages, fails on them, or exceeds its limits; `said` is the verb and the reason."""
 
     def __init__(self, messages: object, said: str) -> None:
         super().__init__("messages", messages, f"a conversation that the chat template can render, but it {said}")
@@ -35,9 +43,9 @@ class ChatTemplateError(InvalidValueError):
 def load_chat_template(model: ModelSource) -> ChatTemplate | None:
     """Return the chat template of a model, None if it has none.
 
-    `chat_template.jinja` wins over the field of tokenizer_config.json, which is a template or a list of named
-    ones; of a list the one named "default" is taken, and "tool_use" where tools are given. Raises
-    `ModelFormatError` for a template that does not compile.
+    `chat_template.jinja` takes precedence over the field of tokenizer_config.json, which is a template or a list of
+    named ones: "default", and "tool_use" where tools are given. Raises `ModelFormatError` for a template that does not
+    compile.
     """
     files = files_of(model)
     config = read_tokenizer_config(files)
@@ -66,7 +74,10 @@ def _templates_of_config(value: object) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """A chat template; threads may share it."""
+    """A chat template; threads may share it.
+
+    A template is untrusted code, so it is compiled and run in a limited process (`limited_process`), on plain JSON.
+    """
 
     def __init__(
         self,
@@ -78,9 +89,8 @@ class ChatTemplate:
     ) -> None:
         """Check that `source` compiles; `special_tokens` are its variables `bos_token` etc.
 
-        `for_tools` renders in place of it where tools are given.
-
-        Raises `ModelFormatError`, and `LimitedProcessError` where no process for templates can be started.
+        `for_tools` replaces it where tools are given. Raises `ModelFormatError`, and `LimitedProcessError` where no
+        process for templates can be started.
         """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
@@ -95,7 +105,7 @@ class ChatTemplate:
         if "failed" in reply:
             raise ModelFormatError(f"chat template: {reply['failed']}")
         form = reply["form"]
-        self._form = MessageForm(**form | {"reasoning_fields": tuple(form["reasoning_fields"])})
+        self._form = MessageFormat(**form | {"reasoning_fields": tuple(form["reasoning_fields"])})
 
     def render(
         self,
@@ -110,11 +120,11 @@ class ChatTemplate:
         """Return the prompt, to be encoded with `add_special_tokens=False`: the template writes BOS itself.
 
         With `continue_final_message` (and without a generation prompt) it ends where the last message's content ends.
-        `variables` are handed to the template and win over the special tokens. A content given as text parts stays a
-        list for a template that walks through parts, and is joined by line feeds for every other. `reasoning_content`,
-        `reasoning` and `thinking` are one field of a message, under the name that the template reads. Keys whose value
-        is None are left out. Raises `InvalidValueError` naming the field that is malformed, `ChatTemplateError` when
-        the template itself refuses, fails or goes beyond its limits, and `LimitedProcessError`.
+        `variables` are passed to the template and override the special tokens. A content given as text parts stays a
+        list for a template that iterates over parts, and is joined by line feeds for every other. `reasoning_content`,
+        `reasoning` and `thinking` are one field of a message, under the name that the template reads. Keys with the
+        value None are left out. Raises `InvalidValueError` naming a malformed field, `ChatTemplateError` when the
+        template refuses, fails or exceeds its limits, and `LimitedProcessError`.
         """
         if tools is not None and self._for_tools is not None:
             return self._for_tools.render(
@@ -155,12 +165,12 @@ class ChatTemplate:
 def _require_continuable(messages: list[dict[str, Any]], add_generation_prompt: bool) -> None:
     allowed = "false together with add_generation_prompt, which begins a message"
     require(not add_generation_prompt, "continue_final_message", NOTHING, allowed)
-    has_words = bool(messages) and bool(messages[-1].get("content"))
-    require(has_words, "continue_final_message", NOTHING, "false unless the last message has a content")
+    has_content = bool(messages) and bool(messages[-1].get("content"))
+    require(has_content, "continue_final_message", NOTHING, "false unless the last message has a content")
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    """Put the mark and a space behind the message's last words; a template that trims it takes the space away."""
+    """Append the mark and a space to the message's text; a template that trims it removes the space."""
     if isinstance(message["content"], str):
         message["content"] += _END_MARK + " "
     else:
@@ -174,3 +184,99 @@ def _before_end_mark(text: str, messages: object) -> str:
     if not mark:
         raise ChatTemplateError(messages, "does not write the last one as it is, so that cannot be continued")
     return before if after.startswith(" ") else before.rstrip()
+
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation: `{"role": ..., "content": ...}` each."""
+
+_OWN_ARGUMENTS = {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+
+
+class ChatPrompts:
+    """The prompts of one model's conversations, as token ids."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer | None) -> None:
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._own: ChatTemplate | None = None
+        self._is_loaded = False
+        self._given: ChatTemplate | None = None
+
+    def load(self) -> ChatTemplate | None:
+        """The model's template, None without one; its files are read once, at the first call."""
+        if not self._is_loaded:
+            self._own = load_chat_template(self._directory)
+            self._is_loaded = True
+        return self._own
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        return named_special_tokens(read_tokenizer_config(self._directory))
+
+    def token_ids(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt of a conversation; the arguments are those of `Engine.chat`."""
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            require(isinstance(value, bool), name, value, "True or False")
+        is_list = isinstance(tools, Sequence) and not isinstance(tools, str)
+        require(tools is None or is_list, "tools", tools, "a list of JSON objects, or None")
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise InvalidValueError("skip_tokenizer_init", True, "False for chat(), which writes text")
+        text = self._template(chat_template).render(
+            messages,
+            add_generation_prompt,
+            continue_final_message,
+            tools=tools,
+            **_checked_variables(chat_template_kwargs),
+        )
+        return tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        if source is None:
+            own = self.load()
+            if own is None:
+                raise InvalidValueError(
+                    "chat_template", None, f"given for chat(), since {self._directory} has no chat template"
+                )
+            return own
+        if self._given is None or self._given.source != source:
+            self._given = self._read(source)
+        return self._given
+
+    def _read(self, source: object) -> ChatTemplate:
+        if not isinstance(source, str):
+            raise InvalidValueError("chat_template", source, "the text of a Jinja template, or None")
+        try:
+            return ChatTemplate(source, special_tokens=self._special_tokens)
+        except ModelFormatError as error:
+            raise InvalidValueError("chat_template", source, f"a Jinja template that compiles ({error})") from None
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """A list of conversations, or a single one as a list."""
+    require(len(messages) > 0, "messages", messages, "at least one message")
+    return cast(list[Messages], [messages] if isinstance(messages[0], Mapping) else list(messages))
+
+
+def _checked_variables(given: object) -> dict[str, Any]:
+    """The template's variables; raises `InvalidValueError` for one that is an argument of chat()."""
+    if given is None:
+        return {}
+    is_mapping = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    require(is_mapping, "chat_template_kwargs", given, "a mapping of names to JSON values, or None")
+    assert isinstance(given, Mapping)
+    for name in sorted(_OWN_ARGUMENTS.intersection(given)):
+        raise InvalidValueError("chat_template_kwargs", given, f"without {name!r}, which is an argument of its own")
+    return dict(given)

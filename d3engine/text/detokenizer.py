@@ -1,35 +1,32 @@
-"""Text of a growing answer, token by token: what may be shown now, and whether a stop string was reached.
-
-The one idea: text is *settled* once no later token can change it. Each decoder kind has a small stream that
-tells settled text from text that is only tentative (half a character, a run of byte pieces that may still
-turn out invalid); stop strings are looked for in both, but only settled text that cannot begin a stop string
-is ever emitted. So the joined deltas are exactly `tokenizer.decode(ids)`, and no token is decoded more than a
-constant number of times.
-"""
+"""The text of growing sequences, with stop strings, and of single tokens."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from d3engine.errors import require
-from d3engine.text.byte_level import bytes_of_piece
 from d3engine.text.tokenizer import SPACE_MARK, DecoderKind, Tokenizer, byte_of_token, text_of_byte_run
+from d3engine.text.tokenizer_files import bytes_of_token
 
 
 class Detokenizer:
-    """The text side of one sequence. Feed it every generated id, in order.
+    """The text of one sequence, given every generated id in order.
 
-    The text goes on where that of `prompt_token_ids` ends: a space in front of it stays, and a character of which the
-    prompt has the first bytes only belongs to the answer. Without a prompt it is what `decode` makes of the ids alone.
+    The text continues that of `prompt_token_ids`: a space in front of it stays, and a character of which the prompt has
+    only the first bytes belongs to the output. Without a prompt it is `decode` of the ids alone.
 
-    With `stop` strings the text ends before the first of them (behind it with `include_stop_str_in_output`).
-    A stop string counts at the token whose text completes it, if that comes after the first `min_tokens` tokens;
-    one completed earlier is ordinary text. Of several completed by one token the one completed first wins, and of
-    those that end at the same place the one listed first.
+    With `stop` strings the text ends before the first of them (after it with `include_stop_str_in_output`). A stop
+    string counts at the token whose text completes it, if that comes after the first `min_tokens` tokens; one completed
+    earlier is ordinary text. Of several completed by one token the first completed wins, and of those that end at the
+    same place the one listed first.
     """
+
+    # Text is settled once no later token can change it; text that may still change (half a character, a run of byte
+    # tokens) is tentative. Stop strings are matched in both, but only settled text that cannot begin one is returned.
+    # So the joined deltas are exactly `tokenizer.decode(ids)`, and each token is decoded a constant number of times.
 
     def __init__(
         self,
@@ -51,8 +48,8 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._shown: list[str] = []
         self._held = ""
-        self._looked: list[str] = []  # tentative text in which stop strings have been looked for already
-        self._num_looked = 0
+        self._searched: list[str] = []  # tentative text that was already searched for stop strings
+        self._num_searched = 0
         self._finished = False
         self.num_tokens = 0
         """Ids consumed; after a stop the last of them is the one that completed the stop string."""
@@ -89,13 +86,13 @@ class Detokenizer:
         if self._finished or self.stop_reason is not None:
             return ""
         self._finished = True
-        # What the prompt left unfinished is no answer.
+        # A character that the prompt left unfinished is no output.
         return self._emit(self._held + (self._stream.flush() if self._has_answer else ""))
 
     def _take(self, settled: str) -> str:
         if not self._stops:
             return self._emit(settled)
-        found = self._look(settled)
+        found = self._find_stop(settled)
         text = self._held + settled
         if found is not None:
             start, stop = found
@@ -106,33 +103,33 @@ class Detokenizer:
         self._held = text[safe:]
         return self._emit(text[:safe])
 
-    def _look(self, settled: str) -> tuple[int, str] | None:
+    def _find_stop(self, settled: str) -> tuple[int, str] | None:
         """Return where in held + settled + tentative text the stop string starts that ends first, and it."""
-        skip = self._forget_looked(settled)
-        looked = self._num_looked
-        fresh = self._stream.tentative(looked)
+        skip = self._forget_searched(settled)
+        searched = self._num_searched
+        fresh = self._stream.tentative(searched)
         offset = len(self._held)
         found = []
         for stop in self._stops:
             ends = [offset + end for end in stop.settle(settled) if end > skip]
-            ends += [offset + len(settled) + looked + end for end in stop.try_on(fresh, looked > 0)]
+            ends += [offset + len(settled) + searched + end for end in stop.try_on(fresh, searched > 0)]
             found += [(end, stop.text) for end in ends]
-        self._looked.append(fresh)
-        self._num_looked += len(fresh)
+        self._searched.append(fresh)
+        self._num_searched += len(fresh)
         if self.num_tokens <= self._min_tokens or not found:
             return None
         end, text = min(found, key=lambda match: match[0])  # of equal ones the first
         return end - len(text), text
 
-    def _forget_looked(self, settled: str) -> int:
-        """Return how many settled characters were looked at while tentative, and start anew."""
+    def _forget_searched(self, settled: str) -> int:
+        """Return how many settled characters were searched while tentative, and reset."""
         if not settled and self._stream.has_tentative:
             return 0
-        # A run that turned out invalid settles as other text than it promised, and is then looked at again.
-        # One that settles unchanged must not count twice: before min_tokens its stop strings were let pass.
-        looked = "".join(self._looked)
-        self._looked, self._num_looked = [], 0
-        return len(looked) if settled.startswith(looked) else 0
+        # A run that turned out invalid settles as other text, which is searched again. One that settles unchanged must
+        # not count twice: before min_tokens its stop strings were ignored.
+        searched = "".join(self._searched)
+        self._searched, self._num_searched = [], 0
+        return len(searched) if settled.startswith(searched) else 0
 
     def _emit(self, text: str) -> str:
         if text:
@@ -141,7 +138,7 @@ class Detokenizer:
 
 
 class _StopString:
-    """One stop string, looked for in constant amortised time a character (Knuth, Morris and Pratt 1977).
+    """One stop string, matched in constant amortised time a character (Knuth, Morris and Pratt 1977).
 
     The state is the length of the longest prefix of the stop string that the text ends with: at full length
     the stop string has been reached, and otherwise exactly that many characters must be held back.
@@ -156,12 +153,12 @@ class _StopString:
         self._tentative = 0
 
     def settle(self, text: str) -> list[int]:
-        """Move on over settled text; return the lengths of it at which the stop string was complete."""
+        """Advance over settled text; return the lengths of it at which the stop string was complete."""
         self._settled, ends = self._run(self._settled, text)
         return ends
 
     def try_on(self, text: str, goes_on: bool) -> list[int]:
-        """As `settle`, over tentative text that goes on from the last one (or else from the settled text)."""
+        """As `settle`, over tentative text that continues the last one (or else the settled text)."""
         self._tentative, ends = self._run(self._tentative if goes_on else self._settled, text)
         return ends
 
@@ -171,7 +168,7 @@ class _StopString:
 
     def _run(self, state: int, text: str) -> tuple[int, list[int]]:
         ends: list[int] = []
-        # Most text has nothing of a stop string in it; then the search is one `find`.
+        # Most text has no character of a stop string; then the search is one `find`.
         start = 0 if state else text.find(self.text[0])
         if start < 0:
             return 0, ends
@@ -197,7 +194,7 @@ class _Stream(Protocol):
         """Whether `tentative()` would return any text."""
 
     def follow(self, earlier: Sequence[int]) -> None:
-        """Go on behind these ids, before the first push: their text is known, but for an unfinished character."""
+        """Continue after these ids, before the first push: their text is known, but for an unfinished character."""
 
     def push(self, token_id: int) -> str:
         """Take an id; return the text that no later id can change."""
@@ -206,7 +203,7 @@ class _Stream(Protocol):
         """Return the rest, as `decode` reads it when no id follows."""
 
     def tentative(self, start: int = 0) -> str:
-        """Return what the pending ids read as now, complete characters only, from character `start` on."""
+        """Return the text of the pending ids as of now, complete characters only, from character `start` on."""
 
 
 def _open_stream(tokenizer: Tokenizer) -> _Stream:
@@ -218,7 +215,7 @@ def _open_stream(tokenizer: Tokenizer) -> _Stream:
 
 
 class _ByteLevelStream:
-    """Bytes of each piece through an incremental UTF-8 decoder, which holds back incomplete characters."""
+    """Bytes of each token through an incremental UTF-8 decoder, which holds back incomplete characters."""
 
     has_tentative = False
 
@@ -227,11 +224,11 @@ class _ByteLevelStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def follow(self, earlier: Sequence[int]) -> None:
-        pieces = (self._tokenizer.convert_id_to_token(token_id) or "" for token_id in reversed(earlier))
-        self._decoder.decode(_last_bytes(map(bytes_of_piece, pieces)))
+        tokens = (self._tokenizer.convert_id_to_token(token_id) or "" for token_id in reversed(earlier))
+        self._decoder.decode(_last_bytes(map(bytes_of_token, tokens)))
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(bytes_of_piece(self._tokenizer.convert_id_to_token(token_id) or ""))
+        return self._decoder.decode(bytes_of_token(self._tokenizer.convert_id_to_token(token_id) or ""))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -241,7 +238,7 @@ class _ByteLevelStream:
 
 
 def _last_bytes(backwards: Iterable[bytes]) -> bytes:
-    """Return the end of a text whose parts come from its end: at least the bytes that tell what is unfinished there."""
+    """Return the last bytes of a text, given its parts from the end: enough to see an unfinished character."""
     end = b""
     for part in backwards:
         end = part + end
@@ -262,7 +259,7 @@ def _strict_decoder() -> codecs.IncrementalDecoder:
 
 
 class _ByteFallbackStream:
-    """Pieces as they come, but a run of byte pieces only once it has ended: one bad byte spoils all of it."""
+    """Tokens as they come, but a run of byte tokens only once it has ended: one bad byte spoils all of it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -277,8 +274,8 @@ class _ByteFallbackStream:
         return len(self._characters) > self._stripped()
 
     def follow(self, earlier: Sequence[int]) -> None:
-        pieces = (self._tokenizer.convert_id_to_token(token_id) for token_id in reversed(earlier))
-        run = (byte_of_token(piece) for piece in pieces if piece is not None)
+        tokens = (self._tokenizer.convert_id_to_token(token_id) for token_id in reversed(earlier))
+        run = (byte_of_token(token) for token in tokens if token is not None)
         end = _last_bytes(bytes([byte]) for byte in takewhile(lambda byte: byte is not None, run) if byte is not None)
         rest = _unfinished(end)
         texts = filter(None, (self._tokenizer.convert_id_to_token(token_id) for token_id in earlier))
@@ -289,12 +286,12 @@ class _ByteFallbackStream:
             self._read(byte)
 
     def push(self, token_id: int) -> str:
-        piece = self._tokenizer.convert_id_to_token(token_id)
-        if piece is None:
+        token = self._tokenizer.convert_id_to_token(token_id)
+        if token is None:
             return ""
-        byte = byte_of_token(piece)
+        byte = byte_of_token(token)
         if byte is None:
-            return self._settle(self._end_run() + piece.replace(SPACE_MARK, " "))
+            return self._settle(self._end_run() + token.replace(SPACE_MARK, " "))
         self._run.append(byte)
         self._read(byte)
         return ""
@@ -331,14 +328,14 @@ class _ByteFallbackStream:
 
 
 class _WindowStream:
-    """For any other decoder: pending ids are decoded behind a few earlier ones, whose text is cut off.
+    """For any other decoder: pending ids are decoded after a few earlier ones, whose text is cut off.
 
     Exact for decoders whose text at a token depends on a few tokens before it only.
     """
 
     has_tentative = False
     _CONTEXT = 4
-    _PATIENCE = 16  # tokens to wait for a character to become complete, so that endless garbage costs no more
+    _MOST_PENDING = 16  # tokens to wait for a complete character, so that endless garbage costs no more
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -346,8 +343,8 @@ class _WindowStream:
         self._pending: list[int] = []
 
     def follow(self, earlier: Sequence[int]) -> None:
-        known = [i for i in earlier[-self._CONTEXT - self._PATIENCE :] if self._tokenizer.convert_id_to_token(i)]
-        for split in range(len(known), max(len(known) - self._PATIENCE, 0), -1):
+        known = [i for i in earlier[-self._CONTEXT - self._MOST_PENDING :] if self._tokenizer.convert_id_to_token(i)]
+        for split in range(len(known), max(len(known) - self._MOST_PENDING, 0), -1):
             context = known[max(split - self._CONTEXT, 0) : split]
             if not self._tokenizer.decode(context, skip_special_tokens=False).endswith("\ufffd"):
                 self._context, self._pending = context, known[split:]
@@ -361,7 +358,7 @@ class _WindowStream:
         if self._tokenizer.is_byte_fallback(token_id):
             return ""
         text = self._pending_text()
-        if text.endswith("\ufffd") and len(self._pending) < self._PATIENCE:
+        if text.endswith("\ufffd") and len(self._pending) < self._MOST_PENDING:
             return ""
         self._context = (self._context + self._pending)[-self._CONTEXT :]
         self._pending = []
@@ -378,3 +375,72 @@ class _WindowStream:
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)
         both = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
         return both[len(before) :]
+
+
+TokenText: TypeAlias = tuple[str, bytes]
+"""A token's text and its bytes; the text has U+FFFD for a partial character."""
+
+
+class TokenTexts:
+    """The text and bytes of one tokenizer's single tokens, cached."""
+
+    # The bytes of a text's tokens, joined, are the bytes of the text, even where tokens cut characters in halves.
+    # `Tokenizer.decode` of one id differs: it drops the space at a text's beginning.
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._within: dict[int, TokenText] = {}
+        self._first: dict[int, TokenText] = {}
+
+    def of(self, token_id: int, *, is_first: bool = False) -> TokenText:
+        """What the token adds to a text; with `is_first`, at the beginning of a text.
+
+        Special tokens read as spelled, and ids beyond the vocabulary are empty. With `DecoderKind.OTHER` half a
+        character has the bytes of U+FFFD.
+
+        Raises `TokenizerError` where the tokenizer's own library fails on the id.
+        """
+        known = self._first if is_first else self._within
+        if token_id not in known:
+            found = self._bytes(token_id, is_first)
+            known[token_id] = found.decode("utf-8", errors="replace"), found
+        return known[token_id]
+
+    def placed(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> PlacedTexts:
+        """The texts of tokens at the places of this prompt and of its output."""
+        hidden = self._tokenizer.special_ids if skip_special_tokens else frozenset()
+        return PlacedTexts(self, prompt_token_ids, hidden)
+
+    def _bytes(self, token_id: int, is_first: bool) -> bytes:
+        tokenizer = self._tokenizer
+        token = tokenizer.convert_id_to_token(token_id)
+        if token is None:
+            return b""
+        if tokenizer.kind is DecoderKind.BYTE_LEVEL:
+            return bytes_of_token(token)
+        byte = byte_of_token(token) if tokenizer.is_byte_fallback(token_id) else None
+        if byte is not None or tokenizer.kind is DecoderKind.BYTE_FALLBACK:
+            text = token.replace(SPACE_MARK, " ").encode("utf-8") if byte is None else bytes([byte])
+            return text.removeprefix(b" ") if is_first and tokenizer.strips_first_space else text
+        alone = tokenizer.decode([token_id], skip_special_tokens=False)
+        twice = tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+        return (alone if is_first or not twice.startswith(alone) else twice[len(alone) :]).encode("utf-8")
+
+
+class PlacedTexts:
+    """The texts of tokens at the places of one prompt and its output; `hidden` ids are in no text."""
+
+    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+        self._texts = texts
+        self._hidden = hidden
+        shown = (place for place, token in enumerate(prompt_token_ids) if token not in hidden)
+        self._begins = next(shown, len(prompt_token_ids))
+
+    def at(self, place: int, token_id: int) -> TokenText:
+        """A token's text at this place, counted from the prompt's first token."""
+        return self._texts.of(token_id, is_first=place <= self._begins)
+
+    def grow(self, token_id: int, place: int) -> None:
+        """Record that the output has this token at this place."""
+        if place == self._begins and token_id in self._hidden:
+            self._begins += 1

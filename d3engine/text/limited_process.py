@@ -1,8 +1,4 @@
-"""What strangers' programs make (chat templates, grammars) is made in child processes that can be killed.
-
-The one idea: a child is started once and kept warm, and one that has gone beyond a limit, or does not answer as it
-should, is ended and never asked again. Where none can be started nothing is made. This is the parent's side of it.
-"""
+"""Child processes with limits for untrusted chat templates and grammars."""
 
 from __future__ import annotations
 
@@ -25,26 +21,26 @@ from d3engine.errors import D3EngineError, require_integer, require_number
 from d3engine.text import limited_worker
 from d3engine.text.limited_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
 
-_MOST_CHILDREN = 8  # at one time, more than a server's threads that read requests; further threads wait for one
+_MOST_CHILDREN = 8  # at one time; more than a server's threads that parse requests, so that few wait
 _START_SECONDS = 120.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _KERNEL_LIMITS_MEMORY = sys.platform == "linux"
-"""Where the kernel does not hold a process to its address space (macOS), the parent looks at what it holds."""
+"""Where the kernel does not limit the address space (macOS), the parent watches the resident memory."""
 _PASSED_ON = re.compile("PATH|HOME|TMPDIR|TZ|LANG|SYSTEMROOT|(PYTHON|LC_|LD_|DYLD_).*")
-"""Names of the environment variables that a child has: what Python and the loader need, and no keys of any service."""
+"""Environment variables of a child: what Python and the loader need, and no credentials."""
 _CANNOT_START = "the process for chat templates and grammars cannot be started"
 
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What one question to a child may use: to compile a chat template, to render it, to check a grammar."""
+    """Limits of one request to a child: to compile or render a chat template, or to check a grammar."""
 
     characters: int = 4_000_000
-    """Of what is compiled, and of what it writes."""
+    """Of the program, and of its output."""
     seconds: float = 10.0
-    """Processor time, so a busy machine makes nothing fail."""
+    """Processor time, so that a busy machine makes nothing fail."""
     memory_bytes: int = 512 * 1024**2
-    """Beyond what the process takes when it begins."""
+    """Beyond what the process takes at its start."""
 
     def __post_init__(self) -> None:
         require_integer("characters", self.characters, 0)
@@ -53,12 +49,12 @@ class ProcessLimits:
 
     @property
     def patience_seconds(self) -> float:
-        """Wall clock after which a process that takes no processor time is given up, as a guard against hanging."""
+        """Wall clock after which a process is ended, as a guard against hanging without processor time."""
         return 60.0 + 30.0 * self.seconds
 
 
 class LimitError(Exception):
-    """One of `ProcessLimits` is used up; the text says which."""
+    """One of `ProcessLimits` is exceeded; the text says which."""
 
 
 class LimitedProcessError(D3EngineError, RuntimeError):
@@ -66,28 +62,31 @@ class LimitedProcessError(D3EngineError, RuntimeError):
 
 
 class ProcessEndedError(LimitedProcessError):
-    """It ended by itself, while it was at the question: by somebody's signal, or by a crash in it."""
+    """The process ended during a request, by a signal from outside or by a crash."""
 
 
 def ask(job: str, request: dict[str, Any], limits: ProcessLimits) -> dict[str, Any]:
-    """Return what the function `job` ("module:name") makes of a request, in a child (see `limited_worker`).
+    """Return the reply of the function `job` ("module:name") to a request, in a child (`limited_worker`).
 
-    Threads may call it at the same time. Raises `LimitError` where that goes beyond `limits`, `LimitedProcessError`.
+    Threads may call it concurrently. Raises `LimitError` where it exceeds `limits`, and `LimitedProcessError`.
     """
     with _children.one() as child:
         return child.ask({**request, "job": job}, limits)
 
 
 class _Child:
-    """One process. One thread at a time uses it."""
+    """One process, used by one thread at a time.
+
+    It is started once and kept warm; after exceeding a limit or an invalid reply it is ended and never used again.
+    """
 
     def __init__(self) -> None:
         boot = f"import sys; sys.path += sys.argv[1:]; from {limited_worker.__name__} import main; main()"
-        # Without the site module: a quick start, and none of the environment's own start-up code (.pth files).
+        # Without the site module: a quick start, and no start-up code of the environment (.pth files).
         command = python_command("-S", "-c", boot, *_import_paths())
         pipe = subprocess.PIPE
         try:
-            # In a session of its own: Ctrl-C in a terminal is for the parent alone.
+            # In a new session: Ctrl-C in a terminal is for the parent alone.
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=_environment()
             )
@@ -101,7 +100,7 @@ class _Child:
             with self._watched(_START_SECONDS):
                 read_frame(self._replies, max_bytes=1000)
         except EOFError:
-            said = self._last_words()
+            said = self._start_error()
             self.close()
             raise LimitedProcessError(f"{_CANNOT_START}: {said}") from None
         except BaseException:
@@ -109,7 +108,7 @@ class _Child:
             raise
 
     def ask(self, request: dict[str, Any], limits: ProcessLimits) -> dict[str, Any]:
-        """Return the answer; after any exception the process has ended."""
+        """Return the reply; after any exception the process has ended."""
         in_kernel = limits.memory_bytes if _KERNEL_LIMITS_MEMORY else None
         frame = request | {"seconds": limits.seconds, "memory_bytes": in_kernel, "characters": limits.characters}
         try:
@@ -117,15 +116,15 @@ class _Child:
                 write_frame(self._requests, frame)
                 # JSON in ASCII writes a character as up to six bytes, and twelve beyond Unicode's first plane.
                 return read_frame(self._replies, max_bytes=1_000_000 + 12 * limits.characters)
-        except (EOFError, OSError, ValueError):  # it has ended, or says what is no JSON
+        except (EOFError, OSError, ValueError):  # it has ended, or its reply is no JSON
             self.close()
-            raise self._why_it_ended(limits) from None
-        except BaseException:  # Ctrl-C too: what it would still answer would be taken for the next answer
+            raise self._error_of_exit(limits) from None
+        except BaseException:  # Ctrl-C too: a late reply would be taken for the next one
             self.close()
             raise
 
     def is_usable(self) -> bool:
-        """Whether it lives, and is not about to end since the watch has killed it just as it answered."""
+        """Whether it is alive, and was not killed at the moment of its reply."""
         return self._process.poll() is None and not self._killed_for
 
     def close(self) -> None:
@@ -136,7 +135,7 @@ class _Child:
 
     def forget(self) -> None:
         """Leave the process to the parent of this fork."""
-        self._process.returncode = 0  # for Popen: nothing of ours still runs
+        self._process.returncode = 0  # so that Popen takes it as ended
         self._close_pipes()
 
     def _close_pipes(self) -> None:
@@ -146,13 +145,13 @@ class _Child:
 
     @contextmanager
     def _watched(self, seconds: float, memory_bytes: int | None = None) -> Iterator[None]:
-        """Kill the process when `seconds` of wall clock are over or it holds `memory_bytes` more than now."""
+        """Kill the process after `seconds` of wall clock, or when it holds `memory_bytes` more than now."""
         done = threading.Event()
         most = None if memory_bytes is None else _resident_bytes(self._process.pid) + memory_bytes
 
         def watch() -> None:
             deadline = time.monotonic() + seconds
-            while not done.wait(seconds if most is None else _LOOK_SECONDS):
+            while not done.wait(seconds if most is None else _POLL_SECONDS):
                 if most is not None and _resident_bytes(self._process.pid) > most:
                     self._killed_for = "memory"
                 elif time.monotonic() >= deadline:
@@ -169,7 +168,7 @@ class _Child:
             done.set()
             watcher.join()
 
-    def _why_it_ended(self, limits: ProcessLimits) -> Exception:
+    def _error_of_exit(self, limits: ProcessLimits) -> Exception:
         status = self._process.returncode
         if self._killed_for == "memory" or status == EXIT_OUT_OF_MEMORY:
             return LimitError(f"{limits.memory_bytes / 1024**2:g} MiB of memory")
@@ -179,7 +178,7 @@ class _Child:
             return LimitedProcessError(f"the process is silent for {limits.patience_seconds:g} s")
         return ProcessEndedError(f"the process has ended with status {status}")
 
-    def _last_words(self) -> str:
+    def _start_error(self) -> str:
         if self._killed_for:
             return f"it is silent for {_START_SECONDS:g} s"
         assert self._process.stderr is not None
@@ -188,9 +187,9 @@ class _Child:
 
 
 def _import_paths() -> list[str]:
-    """Where the child finds what it imports: the packages that the parent would import."""
+    """The child's import paths: those of the packages that the parent would import."""
     specs = {name: find_spec(name) for name in ("jinja2", "markupsafe", "d3engine", "llguidance")}
-    optional = {"llguidance"}  # of an extra: without it nobody asks for a grammar
+    optional = {"llguidance"}  # of an extra: without it there are no grammars
     missing = [name for name, spec in specs.items() if name not in optional and (spec is None or spec.origin is None)]
     if missing:
         raise LimitedProcessError(f"{_CANNOT_START}: there is no package {missing[0]}")
@@ -203,22 +202,22 @@ def _environment() -> dict[str, str]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """The memory that a process holds, 0 where that cannot be told (it has just ended)."""
+    """The resident memory of a process, 0 if it has just ended."""
     listed = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return int(listed.stdout.strip() or 0) * 1024
 
 
 class _Children:
-    """The processes of this process: those that idle, and leave to start further ones."""
+    """The children of this process: idle ones, and a semaphore for the number of all."""
 
     def __init__(self) -> None:
-        self._leave = threading.BoundedSemaphore(_MOST_CHILDREN)
+        self._permits = threading.BoundedSemaphore(_MOST_CHILDREN)
         self._idle: list[_Child] = []
 
     @contextmanager
     def one(self) -> Iterator[_Child]:
-        """Lend a process that lives, to one thread."""
-        with self._leave:
+        """Lend a live process to one thread."""
+        with self._permits:
             child = self._take() or _Child()
             try:
                 yield child
@@ -230,7 +229,7 @@ class _Children:
 
     def _take(self) -> _Child | None:
         while self._idle:
-            with suppress(IndexError):  # another thread was quicker
+            with suppress(IndexError):  # another thread was faster
                 child = self._idle.pop()
                 if child.is_usable():
                     return child
@@ -242,7 +241,7 @@ class _Children:
             self._idle.pop().close()
 
     def forget(self) -> None:
-        """Leave the processes to the parent of this fork, which goes on to use them."""
+        """Leave the processes to the parent of this fork, which still uses them."""
         for child in self._idle:
             child.forget()
 
@@ -250,7 +249,7 @@ class _Children:
 _children = _Children()
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     global _children
     _children.forget()
     _children = _Children()
@@ -258,4 +257,4 @@ def _begin_anew() -> None:
 
 atexit.register(lambda: _children.close())
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)

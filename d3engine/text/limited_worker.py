@@ -1,14 +1,6 @@
-"""The child process in which strangers' programs are compiled and run, and the frames it is spoken to in.
+"""The child process that runs untrusted programs, and the frames of its pipes."""
 
-The one idea: what a chat template or a grammar may use is limited by the kernel. A timer of processor time ends this
-process wherever it is, even inside one call that would take years, and a limit on its address space turns a huge value
-into a `MemoryError`. The parent starts another process then. Processor time and not wall clock, so that nothing fails
-because a machine is busy.
-
-Imported by the parent too, for the frames, so it imports nothing that takes time: not torch, and jinja2 with the first
-request for it only.
-"""
-
+# The parent imports this module too, so it imports nothing slow: no torch, and jinja2 only with a request for it.
 from __future__ import annotations
 
 import json
@@ -21,9 +13,11 @@ from importlib import import_module
 from typing import Any
 
 EXIT_OUT_OF_MEMORY = 70
-"""Exit status of a process that ran into its memory limit; nothing of it can be trusted to work on."""
-TIME_SIGNAL = getattr(signal, "SIGPROF", 0)  # 0 where no child can be started, but this file imported (Windows)
-"""Ends a process that has used up its time."""
+"""Exit status of a process that ran into its memory limit; it must not go on."""
+# The kernel enforces the limits: a timer of processor time ends the process even inside an endless call, and a limit of
+# the address space turns a huge value into a `MemoryError`. Processor time, so that nothing fails on a busy machine.
+TIME_SIGNAL = getattr(signal, "SIGPROF", 0)  # 0 on Windows, where this module is imported but no child started
+"""The signal that ends a process at its time limit."""
 
 _LENGTH = struct.Struct(">Q")
 _ANY_SIZE = 1 << 40  # the parent is trusted
@@ -38,7 +32,7 @@ def write_frame(descriptor: int, message: dict[str, Any]) -> None:
 
 
 def read_frame(descriptor: int, max_bytes: int) -> dict[str, Any]:
-    """Return the next message. Raises `EOFError` where the pipe ends, or announces more than `max_bytes`."""
+    """Return the next message. Raises `EOFError` where the pipe ends or a message is longer than `max_bytes`."""
     (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size))
     if length > max_bytes:
         raise EOFError
@@ -47,14 +41,14 @@ def read_frame(descriptor: int, max_bytes: int) -> dict[str, Any]:
 
 
 def _read(descriptor: int, size: int) -> bytes:
-    pieces, missing = [], size
+    chunks, missing = [], size
     while missing:
-        piece = os.read(descriptor, min(missing, 1 << 20))
-        if not piece:
+        chunk = os.read(descriptor, min(missing, 1 << 20))
+        if not chunk:
             raise EOFError
-        pieces.append(piece)
-        missing -= len(piece)
-    return b"".join(pieces)
+        chunks.append(chunk)
+        missing -= len(chunk)
+    return b"".join(chunks)
 
 
 def main() -> None:
@@ -80,7 +74,7 @@ def main() -> None:
 
 @cache
 def _job(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The function that answers, by "module:name": the parent's to choose, and imported before anything is limited."""
+    """The function of a job, "module:name", chosen by the parent and imported before limits are set."""
     module, function = name.split(":")
     found: Callable[[dict[str, Any]], dict[str, Any]] = getattr(import_module(module), function)
     return found
@@ -90,7 +84,7 @@ def _prepare_process() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # A parent may ignore or block signals, and a child inherits that.
+    # A child inherits ignored and blocked signals of its parent.
     signal.signal(TIME_SIGNAL, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {TIME_SIGNAL})
     null = os.open(os.devnull, os.O_RDWR)
@@ -99,7 +93,7 @@ def _prepare_process() -> None:
 
 
 def _limit_memory(more_bytes: int | None) -> None:
-    """Allow this process `more_bytes` beyond the address space it has now; None: the parent watches instead."""
+    """Allow this process `more_bytes` beyond its current address space; None: the parent watches instead."""
     if more_bytes is None:
         return
     import resource

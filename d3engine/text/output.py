@@ -1,8 +1,4 @@
-"""The text edge: from the tokens of a step to the RequestOutputs that users see.
-
-The core knows tokens of sequences; here they become text of requests. Whatever fails here (a tokenizer that cannot
-decode an id, say) ends that request alone.
-"""
+"""Request outputs: the text, tokens and metrics of requests, from the tokens of each step."""
 
 from __future__ import annotations
 
@@ -16,21 +12,19 @@ from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, Re
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.sequence import Sequence, Status
 from d3engine.scheduling.running import NewTokens
-from d3engine.text.detokenizer import Detokenizer
-from d3engine.text.token_texts import PlacedTexts, TokenTexts
+from d3engine.text.detokenizer import Detokenizer, PlacedTexts, TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 
 Finish = Callable[[Sequence, FinishReason, "str | int | None"], None]
-"""`Scheduler.finish`: how the text edge ends a sequence (a stop string was found)."""
+"""`Scheduler.finish`, by which a stop string or a fault ends a sequence."""
 
 
 @dataclass(slots=True)
-class _Answer:
-    """One sequence of a request, and the text it has become.
+class _Completion:
+    """One sequence of a request, and its text.
 
-    `num_given` tokens and the finish reason, once `end_given`, were in a delta before; `new_text` was in none yet, and
-    is None where no deltas are wanted. `texts` says what its tokens read as, where their log-probabilities
-    are wanted with text.
+    `num_given` tokens and, with `end_given`, the finish reason were in an earlier delta; `new_text` was in none yet,
+    and is None where no deltas are wanted. `texts` are those of single tokens, for log-probabilities with text.
     """
 
     sequence: Sequence
@@ -45,11 +39,11 @@ class _Answer:
     end_given: bool = False
 
     def output(self) -> CompletionOutput:
-        """All there is so far."""
+        """The whole output so far."""
         return self._output(self.detokenizer.text if self.detokenizer else "", since=0)
 
     def delta(self) -> CompletionOutput:
-        """What is new since the last delta, and nothing else copied."""
+        """The output since the last delta; nothing else is copied."""
         output = self._output("".join(self.new_text or ()), since=self.num_given)
         self.new_text = []
         self.num_given = len(self.sequence.token_ids)
@@ -57,26 +51,26 @@ class _Answer:
         return output
 
     def add_text(self, text: str) -> None:
-        """Take in what the detokenizer has let go."""
+        """Append text that the detokenizer has settled."""
         if self.new_text is not None:
             self.new_text.append(text)
 
     def with_texts(self, logprobs: dict[int, Logprob], place: int) -> dict[int, Logprob]:
-        """The same, with what each token would read as at this place of prompt and answer."""
+        """The same, with each token's text at this place of prompt and output."""
         if self.texts is None:
             return logprobs
         texts = self.texts
         return {i: Logprob(known.logprob, known.rank, *texts.at(place, i)) for i, known in logprobs.items()}
 
-    def forget_unread(self, most: int) -> None:
-        """Drop of its last `most` tokens those that come behind one of which no text could be made."""
+    def drop_undecoded(self, most: int) -> None:
+        """Drop those of the last `most` tokens that follow one that could not be decoded."""
         if self.detokenizer is not None and not self.closed:
             known = max(self.detokenizer.num_tokens, len(self.sequence.token_ids) - most)
             del self.sequence.token_ids[known:], self.sequence.depths[known:], self.depths[known:]
 
     @property
-    def has_news(self) -> bool:
-        """Whether the next delta would hold anything."""
+    def has_delta(self) -> bool:
+        """Whether the next delta would not be empty."""
         grown = len(self.sequence.token_ids) > self.num_given
         return grown or (self.sequence.finish_reason is not None and not self.end_given)
 
@@ -100,7 +94,7 @@ class _Request:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    answers: list[_Answer]
+    completions: list[_Completion]
     kind: RequestOutputKind
     arrival_time: float
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -111,9 +105,9 @@ class _Request:
     num_waiting: int | None = None
 
     def is_due(self, interval: int) -> bool:
-        """Whether what is new of it is worth an output; what follows is counted anew then.
+        """Whether new tokens are due for an output; if so, resets their count.
 
-        So it is where no token is among it, and where the first one is.
+        The first token is always due, and so is an output without new tokens.
         """
         if self.num_waiting is not None and 0 < self.num_waiting < interval:
             return False
@@ -121,33 +115,33 @@ class _Request:
         return True
 
     def count_tokens(self, count: int) -> None:
-        """So many tokens are new."""
+        """Count `count` new tokens."""
         if self.num_waiting is not None:
             self.num_waiting += count
 
     @property
     def finished(self) -> bool:
-        return all(answer.sequence.status is Status.FINISHED for answer in self.answers)
+        return all(completion.sequence.status is Status.FINISHED for completion in self.completions)
 
     def output(self, *, finished: bool) -> RequestOutput:
-        """What the kind of output asks for, as it stands now."""
+        """The output of the request's kind, as of now."""
         if self.kind is not RequestOutputKind.DELTA:
-            prompt = list(self.prompt_token_ids)  # a reader may do with them what he likes
-            return self._output(prompt, [answer.output() for answer in self.answers], 0, finished)
+            prompt = list(self.prompt_token_ids)  # a reader may change them
+            return self._output(prompt, [completion.output() for completion in self.completions], 0, finished)
         if self.prompt_given is None:
             self.prompt_given = list(self.prompt_token_ids)
-        changed = [answer.delta() for answer in self.answers if answer.has_news]
+        changed = [completion.delta() for completion in self.completions if completion.has_delta]
         output = self._output(self.prompt_given, changed, self.num_prompt_logprobs_given, finished)
         self.num_prompt_logprobs_given = len(self.prompt_logprobs or ())
         return output
 
     def _output(
-        self, prompt_token_ids: list[int], answers: list[CompletionOutput], since: int, finished: bool
+        self, prompt_token_ids: list[int], completions: list[CompletionOutput], since: int, finished: bool
     ) -> RequestOutput:
-        """Made for every token of a stream, so that it counts what it takes: one loop, over one sequence mostly."""
+        """One loop, over mostly one sequence: its cost counts, as a stream makes one for every token."""
         scheduled, num_preemptions, num_cached, drafts = None, 0, 0, False
-        for answer in self.answers:
-            sequence = answer.sequence
+        for completion in self.completions:
+            sequence = completion.sequence
             num_preemptions += sequence.num_preemptions
             num_cached = max(num_cached, sequence.num_cached_tokens)
             drafts = drafts or sequence.draft is not None
@@ -159,7 +153,7 @@ class _Request:
             prompt=self.prompt,
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[since:],
-            outputs=answers,
+            outputs=completions,
             finished=finished,
             metrics=RequestMetrics(
                 arrival_time=self.arrival_time,
@@ -168,15 +162,15 @@ class _Request:
                 num_preemptions=num_preemptions,
                 first_scheduled_time=scheduled,
                 last_token_time=self.last_token_time,
-                **(_counts_of_drafts(self.answers) if drafts else {}),
+                **(_counts_of_drafts(self.completions) if drafts else {}),
             ),
             num_cached_tokens=num_cached,
         )
 
 
-def _counts_of_drafts(answers: list[_Answer]) -> dict[str, int]:
-    """What `RequestMetrics` counts of drafts."""
-    drafts = [answer.sequence.draft for answer in answers if answer.sequence.draft is not None]
+def _counts_of_drafts(completions: list[_Completion]) -> dict[str, int]:
+    """The draft counters of `RequestMetrics`."""
+    drafts = [completion.sequence.draft for completion in completions if completion.sequence.draft is not None]
     return {
         "num_drafted_tokens": sum(draft.num_drafted for draft in drafts),
         "num_accepted_tokens": sum(draft.num_accepted for draft in drafts),
@@ -187,7 +181,7 @@ def _counts_of_drafts(answers: list[_Answer]) -> dict[str, int]:
 
 
 class OutputProcessor:
-    """All unfinished requests, as text."""
+    """The outputs of all unfinished requests. A fault here, such as an id that cannot be decoded, ends one request."""
 
     def __init__(self, tokenizer: Tokenizer | None, finish: Finish, stream_interval: int = 1) -> None:
         self._tokenizer = tokenizer
@@ -203,14 +197,14 @@ class OutputProcessor:
         return request_id in self._requests
 
     def add(self, sequences: list[Sequence], prompt: str | None, kind: RequestOutputKind) -> None:
-        """Begin a request of these sequences, whose outputs are of this kind."""
+        """Begin a request of these sequences, with outputs of `kind`."""
         first, wants_deltas = sequences[0], kind is RequestOutputKind.DELTA
         request = _Request(
             request_id=first.request_id,
             prompt=prompt,
             prompt_token_ids=first.prompt_token_ids,
-            answers=[
-                _Answer(
+            completions=[
+                _Completion(
                     sequence,
                     self._detokenizer(sequence),
                     texts=self._placed_texts(sequence),
@@ -246,13 +240,13 @@ class OutputProcessor:
         return self._texts.placed(sequence.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens]) -> list[RequestOutput]:
-        """Take in a step's tokens; returns the requests that have grown or finished, in the order of the batch.
+        """Add a step's tokens; returns the outputs of requests that have grown or finished, in the order of the batch.
 
-        Of steps that a reader takes at once, each token is worth an output where it would be if it had come alone.
+        In a multi-step run with a streaming reader each step gives the outputs that it would give alone.
         """
         grown: dict[str, _Request] = {}
         outputs: list[RequestOutput] = []
-        are_read = plan.multi_step is not None and plan.multi_step.control is not None
+        is_streamed = plan.multi_step is not None and plan.multi_step.control is not None
         now = time.monotonic()
         first = now if sampled.opened is None else sampled.opened
         for rows, found in zip(plan.prompt_rows, sampled.prompt_logprobs, strict=True):
@@ -265,23 +259,23 @@ class OutputProcessor:
         for new in tokens:
             request = self._requests[new.sequence.request_id]
             self._take(request, new, first, now)
-            if are_read and plan.num_steps > 1:
+            if is_streamed and plan.num_steps > 1:
                 outputs += self._outputs([request])
             else:
                 grown[request.request_id] = request
         return outputs + self._outputs(grown.values())
 
     def end(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """The last output of requests whose sequences were ended from outside; they are forgotten."""
+        """The last output of requests whose sequences were ended from outside; removes them."""
         ended = [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
         for request in ended:
-            for answer in request.answers:
-                with suppress(Exception):  # it has ended already; what text could be decoded stands
-                    self._close(answer)
+            for completion in request.completions:
+                with suppress(Exception):  # it has ended already, and keeps the text that could be decoded
+                    self._close(completion)
         return self._outputs(ended)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests whose outputs nobody will ask for."""
+        """Remove requests without an output."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
@@ -297,63 +291,63 @@ class OutputProcessor:
         return outputs
 
     def _take(self, request: _Request, new: NewTokens, first: float, last: float) -> None:
-        """Add tokens, made between these times, to their answer; a fault here ends the request and nobody else's."""
+        """Add tokens, sampled between these times, to their completion; a fault ends only this request."""
         if new.token_ids:
             request.last_token_time = last
             request.count_tokens(len(new.token_ids))
             if request.first_token_time is None:
                 request.first_token_time = first
-        answer = request.answers[new.sequence.index]
+        completion = request.completions[new.sequence.index]
         try:
-            self._extend(answer, new)
+            self._extend(completion, new)
         except Exception as error:
-            answer.forget_unread(len(new.token_ids) - 1)
+            completion.drop_undecoded(len(new.token_ids) - 1)
             self._end_faulty(request, error)
 
     def _end_faulty(self, request: _Request, error: Exception) -> None:
-        """End all sequences of a request that met a fault, those that had just ended otherwise included."""
-        for answer in request.answers:
-            sequence, reason = answer.sequence, f"{type(error).__name__}: {error}"
+        """End all sequences of a request after a fault, those that had just ended otherwise included."""
+        for completion in request.completions:
+            sequence, reason = completion.sequence, f"{type(error).__name__}: {error}"
             self._finish(sequence, FinishReason.ABORT, reason)
             sequence.finish_reason, sequence.stop_reason = FinishReason.ABORT, reason
-            answer.closed = True
+            completion.closed = True
 
-    def _extend(self, answer: _Answer, new: NewTokens) -> None:
-        sequence, token_ids = answer.sequence, new.token_ids
+    def _extend(self, completion: _Completion, new: NewTokens) -> None:
+        sequence, token_ids = completion.sequence, new.token_ids
         if sequence.finish_reason is FinishReason.ABORT or not token_ids:
             return
-        answer.depths += new.depths
+        completion.depths += new.depths
         for token, logprobs in zip(token_ids, new.logprobs or (), strict=False):
-            place = len(sequence.prompt_token_ids) + len(answer.logprobs)
-            answer.logprobs.append(answer.with_texts(logprobs, place))
-            if answer.texts is not None:
-                answer.texts.grow(token, place)
-            answer.cumulative_logprob += logprobs[token].logprob
-        if answer.detokenizer is None:
+            place = len(sequence.prompt_token_ids) + len(completion.logprobs)
+            completion.logprobs.append(completion.with_texts(logprobs, place))
+            if completion.texts is not None:
+                completion.texts.grow(token, place)
+            completion.cumulative_logprob += logprobs[token].logprob
+        if completion.detokenizer is None:
             return
         stops = sequence.finish_reason is FinishReason.STOP and sequence.would_end(token_ids[-1], after=0)
         hides_last = stops and not sequence.params.include_stop_str_in_output
-        answer.add_text(answer.detokenizer.extend(token_ids[:-1] if hides_last else token_ids))
-        if answer.detokenizer.stop_reason is not None:
-            self._stop(answer)
+        completion.add_text(completion.detokenizer.extend(token_ids[:-1] if hides_last else token_ids))
+        if completion.detokenizer.stop_reason is not None:
+            self._stop(completion)
         if sequence.status is Status.FINISHED:
-            self._close(answer)
+            self._close(completion)
 
-    def _stop(self, answer: _Answer) -> None:
-        """End a sequence at its stop string, which takes precedence over the length that may have ended it."""
-        sequence = answer.sequence
-        reason = answer.detokenizer.stop_reason if answer.detokenizer else None
+    def _stop(self, completion: _Completion) -> None:
+        """End a sequence at its stop string, which takes precedence over an end by length."""
+        sequence = completion.sequence
+        reason = completion.detokenizer.stop_reason if completion.detokenizer else None
         self._finish(sequence, FinishReason.STOP, reason)
         sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, reason
 
-    def _close(self, answer: _Answer) -> None:
-        if answer.detokenizer is not None and not answer.closed:
-            answer.closed = True
-            answer.add_text(answer.detokenizer.finish())
+    def _close(self, completion: _Completion) -> None:
+        if completion.detokenizer is not None and not completion.closed:
+            completion.closed = True
+            completion.add_text(completion.detokenizer.finish())
 
     def _take_prompt_logprobs(self, request: _Request, rows: PromptRows, found: list[dict[int, Logprob]]) -> None:
         known = request.prompt_logprobs
         assert known is not None
-        # A preempted prompt comes again from its beginning; what is known already stays.
+        # A preempted prompt is computed again from its beginning; known rows stay.
         for row in found[max(0, len(known) - 1 - rows.position) :]:
-            known.append(request.answers[0].with_texts(row, len(known)))
+            known.append(request.completions[0].with_texts(row, len(known)))

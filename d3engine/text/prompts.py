@@ -1,14 +1,16 @@
-"""What users send, checked against the model before anything is queued: prompts become token ids, words become ids."""
+"""Prompts, parameters and bad words of requests as token ids, checked against the model."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
-from d3engine.errors import InvalidValueError, TokenizerError, require
+from d3engine.errors import InvalidValueError, ModelFormatError, TokenizerError, require
 from d3engine.model.config import ModelConfig
+from d3engine.model.source import ModelSource, files_of
 from d3engine.request.params import SamplingParams
 from d3engine.request.token_rules import BadWords, TokenRules, names_tokens
 from d3engine.text.tokenizer import Tokenizer
@@ -18,7 +20,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """A lone prompt as a list of one; a list or a one-dimensional array of integers is one prompt of token ids."""
+    """A single prompt as a list of one; a list or a one-dimensional array of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if _is_array(prompts):
@@ -31,7 +33,7 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def _is_array(value: object) -> bool:
-    """Whether this is an array of numpy or torch; one without dimensions is no list of anything."""
+    """Whether this is an array of numpy or torch with at least one dimension."""
     return hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0
 
 
@@ -46,19 +48,14 @@ class PromptReader:
         self._rules: WeakValueDictionary[int, TokenRules] = WeakValueDictionary()
         own_eos = tokenizer.eos_token_id if tokenizer else None
         named = {*config.eos_token_ids, *(() if own_eos is None else (own_eos,))}
-        # An id without a row in the embedding can never be chosen, so it ends nothing; files do name such ids.
+        # Files may name ids without a row in the embedding; these are never sampled.
         self.eos_token_ids = frozenset(token for token in named if self._has_row(token))
 
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, where it came as one, and its token ids."""
+        """The prompt's text, if it was given as one, and its token ids."""
         text, ids = self._text_and_ids(prompt)
         require(len(ids) > 0, "prompt", prompt, "a prompt of at least one token")
-        require(
-            len(ids) < self._max_model_len,
-            "prompt",
-            f"{len(ids)} tokens",
-            self._shorter,
-        )
+        require(len(ids) < self._max_model_len, "prompt", f"{len(ids)} tokens", self._shorter)
         return text, self._checked_ids(ids)
 
     def _text_and_ids(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
@@ -93,7 +90,7 @@ class PromptReader:
         return None, prompt
 
     def _check_length(self, text: str) -> None:
-        """Refuse a text that must have too many tokens, before it is encoded."""
+        """Refuse a text that has too many tokens in any case, before it is encoded."""
         assert self._tokenizer is not None
         fewest = self._tokenizer.fewest_tokens(text)
         if fewest >= self._max_model_len:
@@ -109,10 +106,10 @@ class PromptReader:
             require(not params.bad_words, "bad_words", params.bad_words, "None, since the engine has no tokenizer")
 
     def rules(self, params: SamplingParams) -> TokenRules | None:
-        """Which tokens may come, None for any; requests with the same `params` share them."""
+        """The tokens that are allowed, None for all; requests with the same `params` share them."""
         if not names_tokens(params):
             return None
-        found = self._rules.get(id(params))  # which no others can have, as long as these rules keep `params`
+        found = self._rules.get(id(params))  # unique, as these rules keep `params` alive
         if found is None:
             self._rules[id(params)] = found = TokenRules(params, self._bad_words(params))
         return found
@@ -120,7 +117,7 @@ class PromptReader:
     def _bad_words(self, params: SamplingParams) -> BadWords | None:
         """The token sequences of the bad words, at the beginning of a text and after a space.
 
-        A spelling with an id beyond the embedding's rows can never be completed, so it is none to watch for.
+        A spelling with an id beyond the embedding's rows can never be completed and is left out.
         """
         if not params.bad_words or self._tokenizer is None:
             return None
@@ -130,7 +127,7 @@ class PromptReader:
         return BadWords(sorted(word for word in spellings if word and max(word) < size))
 
     def may_share(self, token_ids: list[int]) -> bool:
-        """Whether a prompt's entries depend on its tokens alone, so that the prefix cache may hold them.
+        """Whether a prompt's KV depends on its tokens alone, so that the prefix cache may hold it.
 
         With dynamic rope the angles of a long prompt depend on its length too.
         """
@@ -144,7 +141,7 @@ class PromptReader:
         except InvalidValueError as error:
             raise InvalidValueError(field, error.value, error.allowed) from None
         except TokenizerError as error:
-            if len(texts) > 1:  # one of them is to be named
+            if len(texts) > 1:  # find the one to name
                 return [ids for text in texts for ids in self._encode(field, [text], **options)]
             allowed = f"a text that the model's tokenizer can encode ({error})"
             raise InvalidValueError(field, texts[0], allowed) from error
@@ -153,7 +150,7 @@ class PromptReader:
         return 0 <= token < self._config.vocab_size
 
     def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
-        """The ids of a prompt, all at once where they are what they mostly are: small whole numbers."""
+        """The ids of a prompt, checked all at once in the usual case of plain integers."""
         if set(map(type, ids)) == {int} and self._has_row(min(ids)) and self._has_row(max(ids)):
             return list(ids)
         return [self._checked_id("prompt_token_ids", token) for token in ids]
@@ -166,3 +163,49 @@ class PromptReader:
         size = self._config.vocab_size
         require(self._has_row(value), field, token, f"ids from 0 to {size - 1}, the rows of the embedding")
         return value
+
+
+QUESTION_TEMPLATE_FILE = "prompt_form.json"
+_MAX_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class QuestionTemplate:
+    """The text before a question and after it, such as "Question: " and "\\nAnswer:".
+
+    A model without a chat template may have one for bare questions, in a file of its directory. `Engine` takes every
+    prompt unchanged; a user interface may apply the template.
+    """
+
+    before: str
+    after: str
+
+    def complete(self, text: str) -> str:
+        """The question of `text` in the template, even if one half of the template is there already.
+
+        A text with a question and the beginning of its answer is returned unchanged, and so is one without a question.
+        """
+        if self.after in text:
+            return text
+        question = text.strip().removeprefix(self.before.strip()).removesuffix(self.after.strip()).strip()
+        return f"{self.before}{question}{self.after}" if question else text
+
+    def __str__(self) -> str:
+        return f"{self.before}...{self.after}"
+
+
+def load_question_template(model: ModelSource) -> QuestionTemplate | None:
+    """The question template of a model; None without one. Raises `ModelFormatError` for a malformed file."""
+    files = files_of(model)
+    if not files.has(QUESTION_TEMPLATE_FILE):
+        return None
+    found = files.read_json_object(QUESTION_TEMPLATE_FILE)
+    is_form = set(found) == {"before", "after"} and all(_is_short_text(value) for value in found.values())
+    if not is_form or not found["after"].strip():
+        allowed = f'"before" and "after", texts of at most {_MAX_CHARACTERS} characters, and "after" not empty'
+        raise ModelFormatError(f"{files.place(QUESTION_TEMPLATE_FILE)} must hold {allowed}")
+    return QuestionTemplate(**found)
+
+
+def _is_short_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_CHARACTERS

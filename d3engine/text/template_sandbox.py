@@ -1,9 +1,4 @@
-"""A chat template under jinja2's sandbox, set up as transformers does, and what its syntax tree tells.
-
-The one idea: templates are written for transformers, so they get what transformers offers them, and jinja2's sandbox
-keeps them from Python. How much time and memory one takes is not looked at here: the process around it is limited
-(`limited_worker`).
-"""
+"""A chat template in jinja2's sandbox, and an analysis of its syntax tree."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from d3engine.text.chat_messages import REASONING_FIELDS, MessageForm
+from d3engine.text.chat_messages import REASONING_FIELDS, MessageFormat
 
 _WALKING_FILTERS = frozenset(("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"))
 _PART_FIELDS = ("text", "type")
@@ -29,7 +24,7 @@ _KEPT_TEMPLATES = 8
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The form of the messages that a template reads; with `variables` what it writes; or why it fails."""
+    """Reply with the messages' form that a template reads; with `variables`, with its text; or with its error."""
     try:
         template = _compiled(request["source"])
         if request["variables"] is None:
@@ -37,50 +32,50 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         text = template.render(request["variables"], request["characters"])
     except MemoryError:
         raise
-    except Exception as error:  # a template can raise anything; its traceback shows only generated code
+    except Exception as error:  # a template can raise anything; its traceback has only generated code
         return {"failed": (str(error) or type(error).__name__)[:10_000]}
     return {"too_long": True} if text is None else {"text": text}
 
 
 def compile_template(source: str) -> CompiledTemplate:
-    """Return the template ready to render. Raises `ValueError` saying what is wrong with it."""
+    """Return the compiled template. Raises `ValueError` with the line and the error."""
     environment = _Environment()
     try:
         tree = environment.parse(source)
-        return CompiledTemplate(environment.from_string(tree), _message_form(tree))
+        return CompiledTemplate(environment.from_string(tree), _message_format(tree))
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from None
 
 
 @lru_cache(_KEPT_TEMPLATES)
 def _compiled(source: str) -> CompiledTemplate:
-    """The templates compiled last, by their source."""
+    """The last compiled templates, by their source."""
     return compile_template(source)
 
 
 class CompiledTemplate:
     """A template, and the form of the messages that it reads."""
 
-    def __init__(self, template: jinja2.Template, form: MessageForm) -> None:
+    def __init__(self, template: jinja2.Template, form: MessageFormat) -> None:
         self._template = template
         self.form = form
 
     def render(self, variables: Mapping[str, Any], max_characters: int) -> str | None:
-        """Return what the template writes, None if that is too long. Raises whatever a template can raise: anything."""
-        pieces, written = [], 0
-        for piece in self._template.generate(variables):
-            pieces.append(piece)
-            written += len(piece)
+        """Return the template's text, None if it is too long. Raises anything, as a template can."""
+        chunks, written = [], 0
+        for chunk in self._template.generate(variables):
+            chunks.append(chunk)
+            written += len(chunk)
             if written > max_characters:
                 return None
-        return "".join(pieces)
+        return "".join(chunks)
 
 
-# What transformers offers a template
+# Functions that transformers gives a template
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; a prompt needs only its body."""
+    """`{% generation %}` marks the assistant's text for training; a prompt needs only its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -91,7 +86,7 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """jinja2's `namespace`, the one object that a template can change, without a way to set Python's own attributes."""
+    """jinja2's `namespace`, the one object that a template can change, without access to private attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no name for self, so that a template may use it
         values = dict(*args[1:], **kwargs)
@@ -138,24 +133,24 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-# What the tree tells
+# Analysis of the syntax tree
 
 
-def _message_form(tree: nodes.Template) -> MessageForm:
+def _message_format(tree: nodes.Template) -> MessageFormat:
     reads = {id(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Call)) if _reads_content(node)}
     names = _content_names(tree)
     walked = [root for expression in _walked(tree) for root in _roots(expression) if _is_content(root, names)]
-    words = {node.attr for node in tree.find_all(nodes.Getattr)}
-    words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return MessageForm(
+    strings = {node.attr for node in tree.find_all(nodes.Getattr)}
+    strings |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return MessageFormat(
         walks_parts=bool(walked),
         only_walks=bool(walked) and reads == {id(root) for root in walked},
-        reasoning_fields=tuple(field for field in REASONING_FIELDS if field in words),
+        reasoning_fields=tuple(field for field in REASONING_FIELDS if field in strings),
     )
 
 
 def _walked(tree: nodes.Template) -> Iterator[nodes.Expr]:
-    """Every expression whose items are looked at one by one: in a loop, by a filter for lists, or as `x[0].text`."""
+    """Every expression that is iterated over: in a loop, by a filter for lists, or as `x[0].text`."""
     looked_into = {id(part.node) for part in tree.find_all(nodes.Getattr) if part.attr in _PART_FIELDS}
     looked_into |= {id(part.node) for part in tree.find_all(nodes.Getitem) if _key(part) in _PART_FIELDS}
     for loop in tree.find_all(nodes.For):
@@ -170,7 +165,7 @@ def _walked(tree: nodes.Template) -> Iterator[nodes.Expr]:
 
 
 def _roots(expression: nodes.Expr) -> Iterator[nodes.Expr]:
-    """What an expression may take its items from: `a` and `b` of `(a if x else b)[1:] | list`."""
+    """The expressions whose items an expression may have: `a` and `b` of `(a if x else b)[1:] | list`."""
     sources: list[nodes.Expr | None] = []
     match expression:
         case nodes.CondExpr():
@@ -189,7 +184,7 @@ def _roots(expression: nodes.Expr) -> Iterator[nodes.Expr]:
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """The names that a content is given: by `set`, or as the argument of a macro."""
+    """The names that hold a content: set by `set`, or as the argument of a macro."""
     names: set[str] = set()
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     while True:
@@ -225,7 +220,7 @@ def _reads_content(expression: nodes.Expr) -> bool:
 
 
 def _key(expression: nodes.Expr) -> str | None:
-    """The constant name that an expression looks up, None where it looks up none."""
+    """The constant name that an expression looks up, else None."""
     if isinstance(expression, nodes.Getattr):
         return expression.attr
     constant = expression.arg if isinstance(expression, nodes.Getitem) else None

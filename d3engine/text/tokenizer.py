@@ -1,33 +1,31 @@
-"""Text to token ids and back, from a model directory's own tokenizer files.
-
-The one idea: the files decide. `tokenizer.json` is run as it is by `tokenizers`; `tokenizer.model` by
-`sentencepiece`, whose pieces we join ourselves so that both kinds decode by the same three rules
-(`DecoderKind`). What the engine adds is only what the files leave open: which tokens are special, and BOS
-exactly once.
-"""
+"""Text to token ids and back, by a model's own tokenizer files."""
 
 from __future__ import annotations
 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import sentencepiece
 import tokenizers
 
-from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.model.model_files import ModelFiles
-from d3engine.model.source import ModelSource, files_of
-from d3engine.text.pipeline_checks import missing_in
-from d3engine.text.special_tokens import added_tokens, named_special_tokens, read_tokenizer_config, special_tokens
-from d3engine.text.tiktoken_file import is_tiktoken, read_tiktoken
-from d3engine.text.token_lengths import TokenLengths
-from d3engine.text.tokenizer_faults import guarded
+from d3engine.errors import InvalidValueError, ModelFormatError, TokenizerError
+from d3engine.model.source import ModelFiles, ModelSource, files_of
+from d3engine.text.tokenizer_files import (
+    TokenLengths,
+    added_tokens,
+    is_tiktoken,
+    missing_in,
+    named_special_tokens,
+    read_tiktoken,
+    read_tokenizer_config,
+    special_tokens,
+)
 
 SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -38,22 +36,22 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 LONG_TEXT = 4096
-"""Characters, or token ids, from which on `tokenizers` is called so that other threads of Python run meanwhile."""
+"""Characters, or token ids, from which on `tokenizers` is called by functions that release the GIL."""
 
 
 class DecoderKind(Enum):
-    """How a tokenizer's pieces become text; streaming needs one rule for each."""
+    """How a tokenizer's tokens become text; streaming needs one rule for each."""
 
     BYTE_LEVEL = "byte_level"
-    """Every character of a piece stands for one byte (GPT-2's table; Llama 3)."""
+    """Every character of a token stands for one byte (GPT-2's table; Llama 3)."""
     BYTE_FALLBACK = "byte_fallback"
-    """Pieces are text, U+2581 a space; `<0xNN>` pieces are bytes, a run of them one unit (Llama 2)."""
+    """Tokens are text, U+2581 a space; `<0xNN>` tokens are bytes, a run of them one unit (Llama 2)."""
     OTHER = "other"
-    """Anything else: only `decode` itself knows."""
+    """Anything else: only `decode` applies the rule."""
 
 
 class Tokenizer(ABC):
-    """What the engine asks of a tokenizer. Immutable once loaded, so threads may share it."""
+    """The engine's interface of a tokenizer. Immutable once loaded, so threads may share it."""
 
     kind: DecoderKind
     vocab_size: int
@@ -80,7 +78,7 @@ class Tokenizer(ABC):
         return [self.encode(text, add_special_tokens) for text in texts]
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, in much less time than it takes to encode it."""
+        """Return a lower bound of the tokens of `text`, much faster than encoding it."""
         return 0
 
     @abstractmethod
@@ -92,11 +90,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def convert_id_to_token(self, token_id: int) -> str | None:
-        """Return the piece as the vocabulary spells it, None outside the vocabulary."""
+        """Return the token as the vocabulary spells it, None outside the vocabulary."""
 
     @abstractmethod
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Return whether the id is a `<0xNN>` piece that decodes to one byte."""
+        """Return whether the id is a `<0xNN>` token that decodes to one byte."""
 
 
 def load_tokenizer(model: ModelSource) -> Tokenizer:
@@ -121,7 +119,7 @@ def load_tokenizer(model: ModelSource) -> Tokenizer:
 
 
 class FastTokenizer(Tokenizer):
-    """A `tokenizer.json`, or what was read into the same form, run by the `tokenizers` package.
+    """A `tokenizer.json`, or another file read into the same pipeline, run by the `tokenizers` package.
 
     Its post-processor alone decides on BOS and EOS, as in transformers 5: `add_bos_token` and `add_eos_token`
     of tokenizer_config.json are for tokenizer.model, which has none.
@@ -129,8 +127,7 @@ class FastTokenizer(Tokenizer):
 
     def __init__(self, path: Path, backend: tokenizers.Tokenizer, decoder: object, config: Mapping[str, Any]) -> None:
         self._tokenizer = backend
-        # The file may carry the padding and truncation of a training run; a prompt must be neither padded nor
-        # cut.
+        # The file may have the padding and truncation of a training run.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.special_tokens = named_special_tokens(config)
@@ -156,7 +153,7 @@ class FastTokenizer(Tokenizer):
             return [self.encode(text, add_special_tokens) for text in texts]
         for text in texts:
             _require_unicode(text)
-        # Unlike `encode`, it lets other threads of Python run.
+        # Unlike `encode`, it releases the GIL.
         found = guarded(self._tokenizer.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
         return [one.ids for one in found]
 
@@ -167,7 +164,7 @@ class FastTokenizer(Tokenizer):
         known = [int(token_id) for token_id in token_ids if 0 <= token_id < self.vocab_size]
         if len(known) < LONG_TEXT:
             text: str = guarded(self._tokenizer.decode, known, skip_special_tokens=skip_special_tokens)
-        else:  # which lets other threads of Python run
+        else:  # releases the GIL
             (text,) = guarded(self._tokenizer.decode_batch, [known], skip_special_tokens=skip_special_tokens)
         return text
 
@@ -191,11 +188,10 @@ class FastTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A `tokenizer.model`, encoded by `sentencepiece` between the special tokens of the text.
 
-    The space that sentencepiece puts before a text goes before the first stretch of text only, or before
-    every stretch if tokenizer_config.json says `legacy: true`; `add_prefix_space: false` puts none.
-    sentencepiece itself is the reference: transformers 5 converts the model to BPE merges and then splits
-    runs of spaces otherwise than the model was trained with (it gives the two-space piece, which has the
-    lowest score, the highest rank).
+    The space that sentencepiece puts before a text goes before the first stretch of text only, or before every stretch
+    if tokenizer_config.json says `legacy: true`; `add_prefix_space: false` puts none. sentencepiece itself is the
+    reference: transformers 5 converts the model to BPE merges and then splits runs of spaces otherwise than in training
+    (it gives the two-space token, which has the lowest score, the highest rank).
     """
 
     kind = DecoderKind.BYTE_FALLBACK
@@ -208,13 +204,13 @@ class SentencePieceTokenizer(Tokenizer):
             self._prefixing = self._plain
         self._later = self._prefixing if config.get("legacy") else self._plain
         self.strips_first_space = self._prefixing.normalize("a").startswith(SPACE_MARK)
-        pieces = {i: self._plain.id_to_piece(i) for i in range(self._plain.piece_size())}
-        special = {i for i in pieces if self._plain.is_control(i) or self._plain.is_unknown(i)}
-        added = _added_tokens(files, config, pieces)
-        self._pieces = pieces | {i: token["content"] for i, token in added.items()}
+        tokens = {i: self._plain.id_to_piece(i) for i in range(self._plain.piece_size())}
+        special = {i for i in tokens if self._plain.is_control(i) or self._plain.is_unknown(i)}
+        added = _added_tokens(files, config, tokens)
+        self._tokens = tokens | {i: token["content"] for i, token in added.items()}
         self.special_ids = frozenset(special | {i for i, token in added.items() if token.get("special", True)})
-        self.vocab_size = max(self._pieces) + 1
-        self._whole = {self._pieces[i]: i for i in special | added.keys()}
+        self.vocab_size = max(self._tokens) + 1
+        self._whole = {self._tokens[i]: i for i in special | added.keys()}
         self._split = _splitter(self._whole)
         self._name_special_tokens(path, config)
         self._prefix = [self.bos_token_id] if config.get("add_bos_token") is not False else []
@@ -233,26 +229,22 @@ class SentencePieceTokenizer(Tokenizer):
         return [i for i in (*self._prefix, *ids, *self._suffix) if i is not None]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        shown = (i for i in token_ids if i in self._pieces)
-        pieces = (self._pieces[i] for i in shown if not (skip_special_tokens and i in self.special_ids))
-        text = join_byte_fallback_pieces(pieces)
+        shown = (i for i in token_ids if i in self._tokens)
+        tokens = (self._tokens[i] for i in shown if not (skip_special_tokens and i in self.special_ids))
+        text = join_byte_fallback_tokens(tokens)
         return text.removeprefix(" ") if self.strips_first_space else text
 
     def convert_id_to_token(self, token_id: int) -> str | None:
-        return self._pieces.get(token_id)
+        return self._tokens.get(token_id)
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        return token_id in self._pieces and byte_of_token(self._pieces[token_id]) is not None
+        return token_id in self._tokens and byte_of_token(self._tokens[token_id]) is not None
 
     def _name_special_tokens(self, path: Path, config: Mapping[str, Any]) -> None:
         """Take BOS and EOS from tokenizer_config.json, else from the model itself."""
-        ids = {piece: i for i, piece in self._pieces.items()}
-        own = {
-            "bos_token": self._plain.bos_id(),
-            "eos_token": self._plain.eos_id(),
-            "unk_token": self._plain.unk_id(),
-        }
-        from_model = {field: self._pieces[i] for field, i in own.items() if i >= 0}
+        ids = {token: i for i, token in self._tokens.items()}
+        own = {"bos_token": self._plain.bos_id(), "eos_token": self._plain.eos_id(), "unk_token": self._plain.unk_id()}
+        from_model = {field: self._tokens[i] for field, i in own.items() if i >= 0}
         self.special_tokens = from_model | named_special_tokens(config)
         found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token"))
         for field in found:
@@ -263,13 +255,13 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def byte_of_token(token: str) -> int | None:
-    """Return the byte that a `<0xNN>` piece stands for, None for every other piece."""
+    """Return the byte that a `<0xNN>` token stands for, None for every other token."""
     match = _BYTE_TOKEN.fullmatch(token) if token.startswith("<0x") else None  # as few do
     return int(match[1], 16) if match else None
 
 
 def text_of_byte_run(run: bytes) -> str:
-    """Return the text of a run of byte pieces: valid UTF-8 as it reads, otherwise one U+FFFD for each byte.
+    """Return the text of a run of byte tokens: as UTF-8 if valid, otherwise one U+FFFD for each byte.
 
     The rule is the ByteFallback decoder's of `tokenizers`; one bad byte spoils its whole run.
     """
@@ -279,14 +271,14 @@ def text_of_byte_run(run: bytes) -> str:
         return "\ufffd" * len(run)
 
 
-def join_byte_fallback_pieces(pieces: Iterable[str]) -> str:
-    """Return the text of sentencepiece pieces: U+2581 is a space, runs of `<0xNN>` are bytes."""
+def join_byte_fallback_tokens(tokens: Iterable[str]) -> str:
+    """Return the text of sentencepiece tokens: U+2581 is a space, runs of `<0xNN>` are bytes."""
     parts = []
-    for is_run, group in groupby(((byte_of_token(piece), piece) for piece in pieces), lambda pair: pair[0] is not None):
+    for is_run, group in groupby(((byte_of_token(token), token) for token in tokens), lambda pair: pair[0] is not None):
         if is_run:
             parts.append(text_of_byte_run(bytes(byte for byte, _ in group if byte is not None)))
         else:
-            parts.extend(piece.replace(SPACE_MARK, " ") for _, piece in group)
+            parts.extend(token.replace(SPACE_MARK, " ") for _, token in group)
     return "".join(parts)
 
 
@@ -299,8 +291,8 @@ def _read_tokenizer_json(files: ModelFiles) -> tuple[tokenizers.Tokenizer, objec
             token for token in pipeline.get("added_tokens") or () if token.get("special") and token.get("normalized")
         ]
         for token in torn:
-            # Llama 2's first tokenizer.json has it so: its normalizer puts a space mark before each of them too, and
-            # then none is found behind another one ("</s><s>").
+            # As in Llama 2's first tokenizer.json: its normalizer puts a space mark before each of them too, so that
+            # none is found after another one ("</s><s>").
             token["normalized"] = False
         backend = guarded(tokenizers.Tokenizer.from_str, json.dumps(pipeline) if torn else source)
         missing = missing_in(pipeline)
@@ -345,13 +337,13 @@ def _load_sentencepiece(path: Path, model: bytes) -> Any:
     return processor
 
 
-def _added_tokens(files: ModelFiles, config: Mapping[str, Any], pieces: Mapping[int, str]) -> dict[int, dict[str, Any]]:
-    """Return the tokens beside the model's own by id, those that are named only included; none contradicts the model.
+def _added_tokens(files: ModelFiles, config: Mapping[str, Any], tokens: Mapping[int, str]) -> dict[int, dict[str, Any]]:
+    """Return the tokens added to the model's own, by id; raises `ModelFormatError` where one contradicts the model.
 
-    One that is named and has no id gets the next one, as in transformers; BOS and EOS must have one.
+    A named token without an id gets the next one, as in transformers; BOS and EOS must have one.
     """
     added = added_tokens(files, config)
-    ids = {piece: i for i, piece in pieces.items()} | {token["content"]: i for i, token in added.items()}
+    ids = {token: i for i, token in tokens.items()} | {token["content"]: i for i, token in added.items()}
     ends = [config.get(field) for field in ("bos_token", "eos_token")]
     for content, flags in special_tokens(config).items():
         is_end = any(content == (end.get("content") if isinstance(end, dict) else end) for end in ends)
@@ -364,8 +356,8 @@ def _added_tokens(files: ModelFiles, config: Mapping[str, Any], pieces: Mapping[
         for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
                 raise ModelFormatError(f"{where}: {flag} is not supported with tokenizer.model")
-        if pieces.get(token_id, token["content"]) != token["content"]:
-            raise ModelFormatError(f"{where} is {token['content']!r}, tokenizer.model has {pieces[token_id]!r}")
+        if tokens.get(token_id, token["content"]) != token["content"]:
+            raise ModelFormatError(f"{where} is {token['content']!r}, tokenizer.model has {tokens[token_id]!r}")
     return added
 
 
@@ -386,3 +378,19 @@ def _require_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise InvalidValueError("prompt", text, "text without lone surrogates") from None
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def guarded(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Call a function of `tokenizers`; raises `TokenizerError` for any of its errors, panics included."""
+    # A panic in Rust becomes a `PanicException`, which is no `Exception`: handlers that keep one request's fault from
+    # ending the engine would miss it. It cannot be imported, so it is recognised by name.
+    try:
+        return function(*arguments, **named)
+    except BaseException as fault:
+        if isinstance(fault, Exception) or type(fault).__name__ == "PanicException":
+            raise TokenizerError(f"the tokenizer failed: {fault}") from fault
+        raise

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from d3engine.batch.lines import Line, line_of
+from d3engine.batch.batch_file import Line, line_of
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
-    from d3engine.batch.answering import Answers
+    from d3engine.batch.runner import BatchRunner
 
 QUESTION = "Question: Tom has {} pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
 D3 = {"policy": "d3", "alpha": 0.9, "start": 0.6}
@@ -35,15 +35,15 @@ def engine() -> Iterator[AsyncEngine]:
 
 
 @pytest.fixture
-def answers(engine: AsyncEngine) -> Answers:
-    from d3engine.batch.answering import Answers
+def answers(engine: AsyncEngine) -> BatchRunner:
+    from d3engine.batch.runner import BatchRunner
     from d3engine.server.settings import ServerSettings
 
-    return Answers(engine, ServerSettings(model_names=("demo",), max_depth_policies=1))
+    return BatchRunner(engine, ServerSettings(model_names=("demo",), max_depth_policies=1))
 
 
 def test_each_line_is_answered_as_the_engine_answers_it_and_a_bad_one_hurts_no_other(
-    answers: Answers, engine: AsyncEngine
+    answers: BatchRunner, engine: AsyncEngine
 ) -> None:
     from d3engine import SamplingParams
     from d3engine.depth.policy import policy_from_dict
@@ -74,7 +74,7 @@ def test_each_line_is_answered_as_the_engine_answers_it_and_a_bad_one_hurts_no_o
 
 
 def test_as_many_are_under_way_as_keep_the_engine_full_and_leaving_ends_them(
-    answers: Answers, engine: AsyncEngine
+    answers: BatchRunner, engine: AsyncEngine
 ) -> None:
     taken = []
 
@@ -98,12 +98,12 @@ def test_as_many_are_under_way_as_keep_the_engine_full_and_leaving_ends_them(
 
 def test_an_engine_that_ends_ends_the_batch_and_not_its_lines() -> None:
     from d3engine import AsyncEngine
-    from d3engine.batch.answering import Answers
+    from d3engine.batch.runner import BatchRunner
     from d3engine.errors import FailedError
     from d3engine.server.settings import ServerSettings
 
     engine = AsyncEngine("demo", device="cpu", num_threads=1, kv_cache_memory_bytes=2**22)
-    ended = Answers(engine, ServerSettings(model_names=("demo",)))
+    ended = BatchRunner(engine, ServerSettings(model_names=("demo",)))
     asyncio.run(engine.close())
     with pytest.raises(FailedError, match=r"the batch has stopped at line 1: .*about to end"):
         list(ended.results([line("a", prompt="x")]))

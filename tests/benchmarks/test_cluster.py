@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cluster
-from d3engine.integrations.routing import LeastLoaded, RoundRobin
+from d3engine.integrations.proxy import LeastLoaded, RoundRobin
 
 SMALL = cluster.Settings(
     replicas=2, slots=4, num_layers=8, tokens=12, most_tokens=24, prefixes=3, seconds=1.0, warm_up=0.2, seeds=2

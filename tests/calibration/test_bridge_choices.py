@@ -21,7 +21,7 @@ from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, read_bridges, write_bridges
 from d3engine.model.config import ModelConfig
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.research.calibration.bridge_choices import bridge_choices
 from d3engine.research.calibration.scoring import EngineScorer, Part
 from d3engine.research.calibration.search import make_candidates

@@ -19,7 +19,7 @@ from d3engine.cli.plan import app
 from d3engine.depth import D3, EarlyExit
 from d3engine.loading.memory import weight_bytes
 from d3engine.model.config import ModelConfig
-from d3engine.model.part import part_of
+from d3engine.model.shard import shard_of
 from d3engine.model.weights import load_weights
 from d3engine.weights_tools.quantize import quantize_model
 
@@ -133,7 +133,7 @@ def test_the_weights_are_those_that_a_rank_loads(
         quantize_model(directory, tmp_path / scheme, scheme)
         directory = tmp_path / scheme
     config = ModelConfig.from_directory(directory)
-    part = part_of(config, 0, 3)
+    part = shard_of(config, 0, 3)
     loaded = load_weights(directory, config, dtype=torch.bfloat16, device="cpu", show_progress=False, part=part)
     assert weight_bytes(config, part) == loaded.nbytes
     found = planned(str(directory), "--gpus", "1GiB,1GiB,1GiB", "--context", "64", "--answer", "8")

@@ -15,7 +15,7 @@ from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task
 from d3engine.errors import ModelFormatError
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import model_directory
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.research.calibration.statistics import PASS_LEVEL
 
 

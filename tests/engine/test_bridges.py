@@ -34,7 +34,7 @@ from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.loading.executors import NOWHERE, bridge_store
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 
 LAYERS, SIZE, TOKENS = 6, 32, 14
 AUTO = "auto"

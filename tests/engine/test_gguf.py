@@ -21,10 +21,10 @@ from d3engine.cli import app
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError
 from d3engine.files import CONFIG_BYTES
 from d3engine.model.config import ModelConfig
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.gguf_file import TENSOR_TYPES, GGUFFile, open_gguf
 from d3engine.model.weights import load_weights
-from d3engine.weights_tools.convert_gguf import convert_gguf
+from d3engine.weights_tools.convert import convert_gguf
 from d3engine.weights_tools.quantize import quantize_model
 
 TOKENIZERS = {"gpt2": bpe_keys(), "llama": sentencepiece_keys(sentencepiece_model())}

@@ -34,9 +34,9 @@ from transformers_oracle import Answer, assert_same_tokens
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.model.checkpoint_formats import to_adjacent_pairs
 from d3engine.model.families import FAMILIES as ROWS
-from d3engine.model.head_order import to_adjacent_pairs
-from d3engine.weights_tools.convert_gguf import convert_gguf
+from d3engine.weights_tools.convert import convert_gguf
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 GRANITE = {

@@ -169,7 +169,7 @@ def test_a_batch_of_many_steps_answers_as_each_request_does_alone(
 def test_quantized_tokens_equal_those_of_the_matrices_they_stand_for(
     scheme: str, device: str, tiny_llama: MakeModel, make_prompts: MakePrompts
 ) -> None:
-    quantization = pytest.importorskip("d3engine.model.quantization")
+    quantization = pytest.importorskip("d3engine.model.weights")
     directory, _ = tiny_llama(hidden_size=128, intermediate_size=200, head_dim=32)
     config = ModelConfig.from_dict(json.loads((directory / "config.json").read_text()))
     weights = load_weights(directory, config, dtype=torch.float32, device=device, show_progress=False)

@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from starlette.types import Message, Scope
 
-    from d3engine.integrations.replica import Replica
+    from d3engine.integrations.proxy import Replica
 
 PROMPT = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
 ANSWER = " Adding 3 makes 5 + 3 = 8. #### 8"
@@ -30,7 +30,7 @@ LIMIT = 2**20
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
-    from d3engine.integrations.replica import Replica
+    from d3engine.integrations.proxy import Replica
     from d3engine.server.settings import ServerSettings
 
     engine_arguments = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 2**24}
@@ -49,7 +49,7 @@ class Asked:
         self.num_asked = 0
 
     async def __call__(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-        from d3engine.integrations.door import ReplicaDiedError
+        from d3engine.integrations.proxy import ReplicaDiedError
 
         self.num_asked += 1
         left = self._deaths.pop(0) if self._deaths else None
@@ -63,7 +63,7 @@ class Asked:
 
 def ask_door(asked: Asked, path: str = "/v1/completions", **body: Any) -> httpx.Response:
     """The answer of a door over those replicas."""
-    from d3engine.integrations.door import Proxy
+    from d3engine.integrations.proxy import Proxy
 
     async def ask_all(scope: Scope, body: bytes) -> list[tuple[str, list[Message]]]:
         first = await asked._replica.whole_answer(scope, body)
@@ -95,7 +95,7 @@ def test_a_replica_answers_through_the_door_as_a_server_does(replica: Replica) -
 
 
 def test_a_body_longer_than_allowed_is_refused_although_the_door_does_not_read_it_whole(replica: Replica) -> None:
-    from d3engine.integrations.door import Proxy
+    from d3engine.integrations.proxy import Proxy
 
     pieces = iter([b"[" * 1000] * 10)
     sent: list[Message] = []
@@ -134,7 +134,7 @@ def test_a_request_whose_replica_dies_before_its_first_word_goes_to_another(
 
 
 def test_a_request_over_which_every_replica_dies_is_refused_in_the_end(replica: Replica) -> None:
-    from d3engine.integrations.door import ATTEMPTS
+    from d3engine.integrations.proxy import ATTEMPTS
 
     asked = Asked(replica, [0] * 9)
     answer = ask_door(asked, **BODIES["/v1/completions"])
@@ -199,7 +199,7 @@ def test_who_leaves_ends_the_request_of_the_replica(replica: Replica) -> None:
 
 
 def test_the_door_joins_a_body_once_however_small_its_pieces_are() -> None:
-    from d3engine.integrations.door import _read
+    from d3engine.integrations.proxy import _read
 
     class Piece(bytes):
         """Counts how often bytes that were read are copied together with it."""
@@ -221,7 +221,7 @@ def test_the_door_joins_a_body_once_however_small_its_pieces_are() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/metrics"])
 def test_nothing_of_a_body_is_read_before_the_key_is_known(path: str) -> None:
-    from d3engine.integrations.door import Proxy
+    from d3engine.integrations.proxy import Proxy
 
     asked: list[bytes] = []
     sent: list[Message] = []

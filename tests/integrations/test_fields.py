@@ -9,13 +9,13 @@ import pytest
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine, Engine
-    from d3engine.integrations.fields import FieldReader
+    from d3engine.integrations.asgi import FieldReader
 
 
 @pytest.fixture
 def reader(make_engine: Callable[..., Engine]) -> FieldReader:
     from d3engine.depth import FullDepth, TailSkip
-    from d3engine.integrations.fields import FieldReader
+    from d3engine.integrations.asgi import FieldReader
     from d3engine.server.settings import ServerSettings
 
     engine: Any = make_engine()

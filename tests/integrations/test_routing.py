@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from d3engine.integrations.routing import PREFIX_BYTES, ByCohort, ByPrefix, LeastLoaded, RoundRobin, beginning
+from d3engine.integrations.proxy import PREFIX_BYTES, ByCohort, ByPrefix, LeastLoaded, RoundRobin, beginning
 
 NAMES = ("ada", "bob", "cyd", "dee")
 IDLE = dict.fromkeys(NAMES, 0)

@@ -207,12 +207,12 @@ def test_what_it_cannot_honour_is_refused_by_name(ours: D3ForCausalLM, asked: di
 def test_every_field_of_a_generation_config_is_read_or_refused_or_asks_for_nothing() -> None:
     from transformers import GenerationConfig
 
-    from d3engine.integrations.generation import ASK_NOTHING, READ, SAME
+    from d3engine.integrations.transformers import IGNORED, READ_FIELDS, UNSUPPORTED
 
     fields = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
-    assert fields - READ - set(SAME) - ASK_NOTHING == set()
-    assert READ | ASK_NOTHING | set(SAME) <= fields | {"early_stopping", "low_memory"}
-    assert len(READ) + len(ASK_NOTHING) + len(SAME) == len(READ | ASK_NOTHING | set(SAME))
+    assert fields - READ_FIELDS - set(UNSUPPORTED) - IGNORED == set()
+    assert READ_FIELDS | IGNORED | set(UNSUPPORTED) <= fields | {"early_stopping", "low_memory"}
+    assert len(READ_FIELDS) + len(IGNORED) + len(UNSUPPORTED) == len(READ_FIELDS | IGNORED | set(UNSUPPORTED))
 
 
 def test_it_is_asked_as_a_model_is(tiny: TinyLlama, ours: D3ForCausalLM) -> None:

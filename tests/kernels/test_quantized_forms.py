@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d3engine.kernels import quantized, reference
 from d3engine.kernels.quantized import INT4_DIVISORS, Int4Weight, Int8Weight, quantize_int4, quantize_int8
-from d3engine.model.quantization import quantize_matrix
+from d3engine.model.weights import quantize_matrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

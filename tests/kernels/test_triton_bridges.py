@@ -9,8 +9,7 @@ from torch import Tensor
 import d3engine.kernels.triton as kernels
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Int8Weight, quantize_int8
-from d3engine.model.bridge_weights import BridgeWeights
-from d3engine.model.bridges import Bridge
+from d3engine.model.bridges import Bridge, BridgeWeights
 
 SIZE = 35
 

@@ -18,7 +18,7 @@ from d3engine.loading import host as host_memory
 from d3engine.loading import memory as cache_size
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
-from d3engine.model.part import part_of
+from d3engine.model.shard import shard_of
 from d3engine.model.weights import random_weights
 
 CONFIG = {
@@ -139,13 +139,13 @@ def test_on_a_gpu_the_default_length_fits_its_share_of_the_memory_beside_the_wei
     one = replace(here, device=torch.device("cuda"), config=replace(here.config, num_layers=1000, num_kv_heads=4))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * GIB, 24 * GIB))
     found = [
-        cache_size.fitting_length(replace(one, gpu_memory_utilization=share), part_of(one.config, 0, 1))
+        cache_size.fitting_length(replace(one, gpu_memory_utilization=share), shard_of(one.config, 0, 1))
         for share in (0.5, 0.9)
     ]
     taken = [one.block_bytes * one.config.num_layers * length // one.block_size for length in found]
     assert taken[1] - taken[0] == pytest.approx(0.4 * 24 * GIB, rel=0.001)
     assert 0.8 * 23 * GIB < taken[1] < 0.9 * 23 * GIB
-    assert cache_size.fitting_length(replace(one, kv_cache_memory_bytes=2**30), part_of(one.config, 0, 1)) > found[1]
+    assert cache_size.fitting_length(replace(one, kv_cache_memory_bytes=2**30), shard_of(one.config, 0, 1)) > found[1]
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ from d3engine.loading.device import resolve_dtype
 from d3engine.loading.resolve import kept_by_default, resolve_weight_dtype
 from d3engine.loading.settings import ExecutorKind
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import in_form
-from d3engine.model.weights import LlamaWeights, load_weights, random_weights
+from d3engine.model.weights import LlamaWeights, in_layout, load_weights, random_weights
 from d3engine.research.analysis.answers import open_model
 from weights_tools.quantize import quantize_model
 
@@ -348,7 +347,7 @@ def test_ready_weights_are_packed_too_and_the_log_tells_it(
     with Engine(directory(), weights=weights, pack_weights=True, **OPTIONS) as engine:
         assert isinstance(engine.executor.model.weights.layers[-1].down, PackedWeight)
     assert "float32 with matrices in bfloat16 on cpu, packed into 12 bits" in caplog.text
-    again = in_form(in_form(weights, packed), packed)
+    again = in_layout(in_layout(weights, packed), packed)
     assert (again.weight_dtype, again.has_float_matrices) == (torch.bfloat16, True)
 
 

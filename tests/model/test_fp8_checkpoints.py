@@ -23,10 +23,10 @@ from d3engine.cli import app
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Fp8Weight
 from d3engine.loading.resolve import held_config
+from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
-from d3engine.model.fingerprint import fingerprint
-from d3engine.model.fp8_tensors import floats_of_rows
-from d3engine.model.part import part_of
+from d3engine.model.expected_tensors import fingerprint
+from d3engine.model.shard import shard_of
 from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import load_weights
 from d3engine.weights_tools.quantize import quantize_model
@@ -148,7 +148,7 @@ def test_a_row_and_a_ranks_part_are_of_the_same_floats(checkpoint_of: MakeCheckp
     wanted = model.state_dict()[QUERY + "weight"]
     with open_checkpoint(directory) as checkpoint:
         assert floats_of_rows(checkpoint).read_row(QUERY + "weight", 5) == wanted[5].numpy().tobytes()
-    part = part_of(config, 1, 2)
+    part = shard_of(config, 1, 2)
     whole, ranks = (
         load_weights(directory, config, dtype=torch.float32, device="cpu", part=own).layers[1].down
         for own in (None, part)

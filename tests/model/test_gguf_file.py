@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import sys
+import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,9 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from gguf_files import SMALL, bpe_keys, write_gguf
 
 from d3engine.errors import MissingExtraError, ModelFormatError
-from d3engine.model.gguf_file import open_gguf
+from d3engine.model.families import GGUF_FAMILIES, TensorNames
+from d3engine.model.gguf_file import forget_header, open_gguf
+from d3engine.model.source import files_of
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +132,27 @@ def test_a_pipe_or_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.gguf", tmp_path):
         with pytest.raises(ModelFormatError, match=r"is missing|is not a regular file"):
             open_gguf(path)
+
+
+def test_a_header_is_parsed_once_until_the_file_changes(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, **SMALL)
+    assert open_gguf(path) is not open_gguf(path), "a file written just now may change within its time stamp"
+    long_ago = time.time() - 60
+    os.utime(path, (long_ago, long_ago))
+    first = open_gguf(path)
+    assert open_gguf(path) is first
+    os.utime(path, (long_ago + 1, long_ago + 1))
+    second = open_gguf(path)
+    assert second is not first
+    forget_header()
+    assert open_gguf(path) is not second
+
+
+def test_tensors_have_the_names_of_the_family(
+    tmp_path: Path, bpe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, layout = GGUF_FAMILIES["llama"]
+    named = replace(family, names=TensorNames(prefix="nova."))
+    monkeypatch.setitem(GGUF_FAMILIES, "llama", (named, replace(layout, modules={"attn_q": "attention.query"})))
+    with files_of(write_gguf(tmp_path / "model.gguf", tokenizer=bpe, **SMALL)).open_checkpoint() as checkpoint:
+        assert {"nova.embed_tokens.weight", "nova.layers.0.attention.query.weight"} < checkpoint.entries.keys()

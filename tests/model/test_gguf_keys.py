@@ -13,7 +13,7 @@ from gguf_files import SMALL, bpe_keys, write_gguf
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
-from d3engine.model.gguf_config import _NEUTRAL, _TOKENIZER_NEUTRAL
+from d3engine.model.gguf_metadata import _NEUTRAL, _TOKENIZER_NEUTRAL
 
 TOKENIZER = bpe_keys()
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import ModelFormatError
+from d3engine.model.checkpoint import MappedFile
+from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import expected_tensors
-from d3engine.model.head_order import to_half_split
-from d3engine.model.mapped_file import MappedFile
 from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import LlamaWeights, load_weights
 

@@ -20,7 +20,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.random import gumbel
 from d3engine.model.config import ModelConfig
-from d3engine.model.part import Part, part_of, shares
+from d3engine.model.shard import ModelShard, shard_of, split_evenly
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
 from d3engine.weights_tools.quantize import quantize_model
 
@@ -30,7 +30,7 @@ WIDE = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 400, "num_hidden
 BIASED = {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 
-def weights_of(directory: Path, part: Part | None = None) -> LlamaWeights:
+def weights_of(directory: Path, part: ModelShard | None = None) -> LlamaWeights:
     config = ModelConfig.from_directory(directory)
     return load_weights(directory, config, dtype=torch.float32, device="cpu", show_progress=False, part=part)
 
@@ -39,14 +39,14 @@ def dense(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
-def rows_of_heads(config: ModelConfig, part: Part) -> Tensor:
+def rows_of_heads(config: ModelConfig, part: ModelShard) -> Tensor:
     """Rows of the whole `qkv` that a rank has."""
     width = config.head_dim
     ends = [(part.heads, 0), (part.kv_heads, config.q_size), (part.kv_heads, config.q_size + config.kv_size)]
     return torch.cat([torch.arange(first + heads.start * width, first + heads.stop * width) for heads, first in ends])
 
 
-def assert_is_part(own: LayerWeights, whole: LayerWeights, config: ModelConfig, part: Part) -> None:
+def assert_is_part(own: LayerWeights, whole: LayerWeights, config: ModelConfig, part: ModelShard) -> None:
     rows, width = rows_of_heads(config, part), config.head_dim
     channels = torch.tensor(part.channels)
     halves = torch.cat((channels, config.intermediate_size + channels))
@@ -67,7 +67,7 @@ def assert_is_part(own: LayerWeights, whole: LayerWeights, config: ModelConfig, 
 def assert_parts(directory: Path, size: int) -> None:
     config, whole = ModelConfig.from_directory(directory), weights_of(directory)
     for rank in range(size):
-        part = part_of(config, rank, size)
+        part = shard_of(config, rank, size)
         own = weights_of(directory, part)
         tokens = slice(part.tokens.start, part.tokens.stop)
         assert torch.equal(dense(own.embedding), dense(whole.embedding)[tokens])
@@ -110,12 +110,12 @@ def test_int4_is_parted_between_its_groups_alone(tiny_llama: MakeModel, tmp_path
     quantize_model(tiny_llama().directory, tmp_path / "int4", "int4")  # heads and MLP of fewer channels than a group
     config = ModelConfig.from_directory(tmp_path / "int4")
     with pytest.raises(InvalidValueError, match="int4 parts them at multiples of 128 channels"):
-        part_of(config, 0, 2)
+        shard_of(config, 0, 2)
 
 
 @given(total=st.integers(1, 200), count=st.integers(1, 9), unit=st.integers(1, 7))
 def test_shares_are_all_of_it_in_order_and_as_even_as_units_allow(total: int, count: int, unit: int) -> None:
-    found = shares(total, count, unit)
+    found = split_evenly(total, count, unit)
     assert len(found) == count
     assert [found[0].start, *(one.stop for one in found)] == [one.start for one in found] + [total]
     sizes = [-(-len(one) // unit) for one in found]
@@ -135,9 +135,9 @@ def test_every_head_is_on_one_rank_beside_its_key_head_or_the_number_of_ranks_is
     )
     if -(-size // kv_heads) > group:
         with pytest.raises(InvalidValueError, match="each rank has a head of its own"):
-            part_of(config, 0, size)
+            shard_of(config, 0, size)
         return
-    parts = [part_of(config, rank, size) for rank in range(size)]
+    parts = [shard_of(config, rank, size) for rank in range(size)]
     assert [head for part in parts for head in part.heads] == list(range(kv_heads * group))
     for part in parts:
         assert {head // group for head in part.heads} == set(part.kv_heads)

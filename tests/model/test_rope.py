@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from d3engine.model.config import ModelConfig
-from d3engine.model.rope import Rope, inverse_frequencies
+from d3engine.model.llama import Rope, inverse_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",

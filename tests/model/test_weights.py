@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from d3engine.errors import ModelFormatError
+from d3engine.model.checkpoint_formats import to_adjacent_pairs, to_half_split
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import expected_tensors
-from d3engine.model.head_order import to_adjacent_pairs, to_half_split
-from d3engine.model.rope import Rope
+from d3engine.model.llama import Rope
 from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import random_weights
 

@@ -167,7 +167,7 @@ def show_each_token_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from scripted import DEMO
 
     from d3engine.text import output
-    from d3engine.text.token_texts import TokenTexts
+    from d3engine.text.detokenizer import TokenTexts
     from d3engine.text.tokenizer import load_tokenizer
 
     texts = TokenTexts(load_tokenizer(DEMO))

@@ -287,7 +287,7 @@ def test_no_file_is_opened_for_a_request(asked: Callable[..., Asked], engine: As
 
 
 def test_a_model_without_a_template_is_looked_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.text import chat_prompts
+    from d3engine.text import chat_template as chat_prompts
 
     reads: list[Any] = []
 

@@ -18,8 +18,8 @@ from d3engine.request.constraint import Allowed, Constraint
 from d3engine.request.params import MAX_CHARACTERS, MAX_CHOICES
 from d3engine.structured import forms as structured_forms
 from d3engine.structured.forms import Forms
+from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.limited_process import ProcessLimits
-from d3engine.text.token_texts import TokenTexts
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}

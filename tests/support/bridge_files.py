@@ -8,7 +8,7 @@ import torch
 from depth_oracle import Maps
 
 from d3engine.model.bridges import Bridge, Bridges, write_bridges
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 
 
 def some_maps(layers: int, size: int, seed: int = 0, scale: float = 0.5) -> Maps:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from d3engine.cli.weights import app
-from d3engine.model.head_order import to_adjacent_pairs
+from d3engine.model.checkpoint_formats import to_adjacent_pairs
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 STORIES = SHARED_DATA / "stories260K"

@@ -18,8 +18,7 @@ from d3engine import Engine
 from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.tensor_parallel.plan_message import PlanReceiver, PlanSender
 from d3engine.loading.executors import build_executor
-from d3engine.model.parallel import Ranks
-from d3engine.model.part import Part, part_of
+from d3engine.model.shard import Part, Ranks, shard_of
 from d3engine.model.weights import load_weights
 from d3engine.plan import Plan
 
@@ -69,7 +68,7 @@ class ThreadRanks:
     def __init__(self, engine: Engine, size: int, num_blocks: int) -> None:
         settings = engine.settings
         meeting = Meeting(size)
-        self.parts: list[Part] = [part_of(settings.config, rank, size) for rank in range(size)]
+        self.parts: list[Part] = [shard_of(settings.config, rank, size) for rank in range(size)]
         self._executors: list[Executor] = []
         self._collectives: list[ThreadCollectives] = []
         for part in self.parts:

@@ -10,12 +10,12 @@ import pytest
 from d3engine.errors import ModelFormatError
 from d3engine.loading.model_directory import model_directory
 from d3engine.research.evaluation.word_problems import format_prompt
-from d3engine.text.prompt_form import PROMPT_FORM_FILE, PromptForm, load_prompt_form
+from d3engine.text.prompts import QUESTION_TEMPLATE_FILE, QuestionTemplate, load_question_template
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 WHOLE = f"Question: {QUESTION}\nAnswer:"
-FORM = PromptForm("Question: ", "\nAnswer:")
+FORM = QuestionTemplate("Question: ", "\nAnswer:")
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,16 @@ def test_a_text_without_a_question_or_with_the_beginning_of_an_answer_is_left_al
 
 
 def test_the_bundled_model_names_the_form_that_it_was_trained_in(tmp_path: Path) -> None:
-    form = load_prompt_form(model_directory("demo"))
+    form = load_question_template(model_directory("demo"))
     assert form is not None
     assert form.complete(QUESTION) == format_prompt(QUESTION) == WHOLE
     tokenizer = (model_directory("demo") / "tokenizer.model").read_bytes()
     export(DemoModel(DemoConfig(layers=1)), tokenizer, {}, tmp_path)
-    assert load_prompt_form(tmp_path) == form
+    assert load_question_template(tmp_path) == form
 
 
 def test_a_model_without_the_file_has_no_form(tmp_path: Path) -> None:
-    assert load_prompt_form(tmp_path) is None
+    assert load_question_template(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_a_model_without_the_file_has_no_form(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_holds_no_form_is_refused(tmp_path: Path, contents: object) -> None:
-    (tmp_path / PROMPT_FORM_FILE).write_text(json.dumps(contents))
+    (tmp_path / QUESTION_TEMPLATE_FILE).write_text(json.dumps(contents))
     with pytest.raises(ModelFormatError, match=r'prompt_form.json must hold "before" and "after"'):
-        load_prompt_form(tmp_path)
+        load_question_template(tmp_path)

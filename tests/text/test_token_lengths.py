@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from d3engine.model.config import ModelConfig
 from d3engine.text import prompts
-from d3engine.text.token_lengths import MOST_COMPOSED, TokenLengths
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.text.tokenizer_files import MOST_COMPOSED, TokenLengths
 
 DEMO = Path(prompts.__file__).parents[1] / "demo_model" / "tokenizer.json"
 TEXTS = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from small_tokenizers import LLAMA2, save_byte_fallback_json, save_byte_level, save_sentencepiece, save_word_level
 
 from d3engine import Engine, SamplingParams
-from d3engine.text.token_texts import TokenTexts
+from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 KINDS: dict[str, Callable[[Path], None]] = {

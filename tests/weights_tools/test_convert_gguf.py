@@ -23,9 +23,9 @@ from d3engine.cli.weights import app
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import TENSOR_TYPES, open_gguf
-from d3engine.model.rope import inverse_frequencies
+from d3engine.model.llama import inverse_frequencies
 from d3engine.text.chat_template import load_chat_template
-from d3engine.weights_tools.convert_gguf import convert_gguf
+from d3engine.weights_tools.convert import convert_gguf
 
 
 @pytest.fixture(scope="module")

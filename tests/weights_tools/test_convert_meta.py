@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.text.tokenizer import load_tokenizer
-from d3engine.weights_tools.convert_meta import convert_meta
+from d3engine.weights_tools.convert import convert_meta
 
 
 def test_a_sentencepiece_tokenizer_is_copied_with_a_config(tmp_path: Path) -> None:

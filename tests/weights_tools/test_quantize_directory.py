@@ -19,7 +19,7 @@ from torch import Tensor
 from d3engine import Engine
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, quantize_int8
-from d3engine.model.quantization import quantize_matrix, quantize_weights
+from d3engine.model.weights import quantize_matrix, quantize_weights
 from d3engine.weights_tools import quantize
 from d3engine.weights_tools.quantize import quantize_model
 

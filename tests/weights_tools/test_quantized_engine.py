@@ -13,8 +13,7 @@ from torch import Tensor
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.kernels.matrices import Weight
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import with_matrices
-from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.model.weights import LlamaWeights, load_weights, with_matrices
 
 
 def dequantized(weights: LlamaWeights) -> LlamaWeights:

@@ -15,7 +15,7 @@ from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.kernels.matrices import looked_up
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, quantize_int8
 from d3engine.model.config import ModelConfig
-from d3engine.model.quantization import quantize_weights
+from d3engine.model.weights import quantize_weights
 from d3engine.weights_tools.quantize import quantize_model
 
 KINDS = {"int8": Int8Weight, "int4": Int4Weight, "float": Tensor}

@@ -23,7 +23,7 @@ from d3engine.research.analysis.layers import Mean, compared, mean_of_clusters
 from d3engine.research.analysis.observer import Observer
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.analysis.saturation import settled_after
-from d3engine.text.token_texts import TokenTexts
+from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 
 

@@ -18,7 +18,7 @@ from d3engine.errors import require, require_integer
 from d3engine.kernels import reference
 from d3engine.kernels.matrices import looked_up
 from d3engine.model.config import ModelConfig
-from d3engine.model.rope import Rope
+from d3engine.model.llama import Rope
 from d3engine.model.weights import LlamaWeights
 
 

@@ -19,7 +19,7 @@ from d3engine.depth.schedule import windows_of
 from d3engine.errors import require
 from d3engine.kernels.matrices import Weight
 from d3engine.model.bridges import Bridge, Window
-from d3engine.model.rope import Rope
+from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights
 from d3engine.research.analysis.observer import Observer
 

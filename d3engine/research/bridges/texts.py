@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.files import UnreadableFileError, as_json, read_text
-from d3engine.text.chat_prompts import ChatPrompts
-from d3engine.text.chat_template import load_chat_template
+from d3engine.text.chat_template import ChatPrompts, load_chat_template
 from d3engine.text.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 8

@@ -20,7 +20,7 @@ from d3engine.server.requests.tools import Calling
 from d3engine.server.schemas.requests import Common
 from d3engine.server.state import AppState
 from d3engine.server.tracing import RequestTrace
-from d3engine.text.token_texts import PlacedTexts, TokenTexts
+from d3engine.text.detokenizer import PlacedTexts, TokenTexts
 
 
 class TextPlaces:

@@ -11,7 +11,7 @@ from stepping import finish
 
 from d3engine import Engine, EngineDeadError, RequestOutput, SamplingParams
 from d3engine.errors import D3EngineError
-from d3engine.text.token_texts import TokenTexts
+from d3engine.text.detokenizer import TokenTexts
 
 
 def test_a_request_whose_logits_are_not_finite_ends_alone(make_engine: Callable[..., Engine]) -> None:

@@ -1,36 +1,47 @@
-"""A published checkpoint in 8-bit floats as one of ours: 8-bit rows with scales of their own, or else floats.
-
-The one idea: one tensor at a time, as of a GGUF file. What is read otherwise than it lies in the file is made when it
-is asked for, and nothing keeps it. The shape of the scales says what each belongs to: the matrix, a row, or a block.
-"""
+"""Checkpoints of published 8-bit floats and of GGUF files as tensors of our own formats."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.quantized import GROUP
-from d3engine.model.checkpoint import FLOAT_DTYPES, FP8, Checkpoint, Packed, TensorEntry, TensorFile
-from d3engine.model.config import FP8_GROUPS
-from d3engine.model.expected_tensors import SCALES, VALUES, is_layer_matrix, quantized_tensors
-from d3engine.model.fp8_config import Block
+from d3engine.model.checkpoint import (
+    FLOAT_DTYPES,
+    FP8,
+    SCALES,
+    VALUES,
+    Checkpoint,
+    Packed,
+    TensorEntry,
+    TensorFile,
+    is_layer_matrix,
+    quantized_tensors,
+)
+from d3engine.model.families import GGUF_LAYER_MODULES, GGUFLayout, TensorNames
+from d3engine.model.gguf_file import GGUFFile
+from d3engine.model.gguf_metadata import FREQ_FACTORS, gguf_family
+from d3engine.model.quantization_config import FP8_GROUPS, Block
 
 _PUBLISHED_SCALES = ("weight_scale", "weight_scale_inv")
-"""Both are what values are multiplied by, whatever the second is called."""
+"""Factors of the values; despite its name, so is the second."""
 _OF_INPUTS = frozenset({"input_scale", "input_scale_ub", "activation_scale", "output_scale"})
 _OF_HEADS = frozenset({"q_scale", "k_scale", "v_scale", "kv_scale"})
-"""Scales of what is computed: inputs stay floats here, and cache entries of 8 bits have scales of their own."""
+"""Scales of activations, which are not used: inputs stay floats, and an 8-bit KV cache computes its own."""
 _ONE = ((), (1,), (1, 1))
 """The shapes of a single scale."""
 
 
 def scheme_of_fp8(checkpoint: Checkpoint, block: Block | None) -> str | None:
-    """How the matrices of the layers can be held in 8 bits; None where they cannot.
+    """The 8-bit scheme that can hold the layers' matrices; None where none can.
 
     "fp8" if each has one scale or one for each row, FP8_GROUPS if each has one for each block of 128 columns.
     """
@@ -44,13 +55,13 @@ def scheme_of_fp8(checkpoint: Checkpoint, block: Block | None) -> str | None:
     return FP8_GROUPS if all(found is not None and found[1] == GROUP for found in blocks) else None
 
 
-def own_form_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
+def fp8_checkpoint(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
     """The tensors of a published checkpoint by our names: rows of 8 bits and their scales, or floats.
 
-    Matrices of layers are `X.qweight`, as they lie, and `X.scales`, float32 [rows] or [rows, groups], where they can be
-    held so (`scheme_of_fp8`); and else float32, as any other matrix in 8-bit floats is. Tensors of other dtypes are
-    what they are. Raises `ModelFormatError` for a matrix without scales, or whose scales have not the shape of any that
-    are read.
+    With a scheme (`scheme_of_fp8`) a layer's matrix becomes `X.qweight`, as stored, and `X.scales`, float32 [rows] or
+    [rows, groups]; any other matrix of 8-bit floats becomes float32. Tensors of other dtypes stay. Values are computed
+    when a tensor is read and not kept. Raises `ModelFormatError` for a matrix without scales, or with scales of a shape
+    that is not supported.
     """
     scales = {name: _scales_of(checkpoint, entry) for name, entry in checkpoint.entries.items() if entry.dtype == FP8}
     scheme = scheme_of_fp8(checkpoint, block)
@@ -66,33 +77,33 @@ def own_form_of_fp8(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
                 replace(factors, name=rows[0], shape=rows[1], dtype="F32", packed=packed), None, factors
             )
         else:
-            made[name] = _multiplied_out(entry, name, factors)
+            made[name] = _dequantized(entry, name, factors)
     gone = {*scales, *(factors.name for factors in scales.values())}
     return _with_made(checkpoint, made, gone, block)
 
 
 def floats_of_rows(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint by our names, its rows of 8-bit floats multiplied out: `X.weight`, float32, in their place."""
+    """A checkpoint by our names with its 8-bit floats dequantized: `X.weight`, float32, replaces them."""
     made: dict[str, _Made] = {}
     gone: set[str] = set()
     for name, entry in checkpoint.entries.items():
         module = name.removesuffix(VALUES)
         if name != module and entry.dtype == FP8 and module + SCALES in checkpoint.entries:
-            made[module + ".weight"] = _multiplied_out(entry, module + ".weight", checkpoint.entries[module + SCALES])
+            made[module + ".weight"] = _dequantized(entry, module + ".weight", checkpoint.entries[module + SCALES])
             gone |= {name, module + SCALES}
     return _with_made(checkpoint, made, gone, (1, GROUP)) if made else checkpoint
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that is made of others: of values, of scales, or of both multiplied."""
+    """A tensor made of others: of values, of scales, or of their product."""
 
     entry: TensorEntry
     values: TensorEntry | None
     scales: TensorEntry | None = None
 
 
-def _multiplied_out(values: TensorEntry, name: str, scales: TensorEntry) -> _Made:
+def _dequantized(values: TensorEntry, name: str, scales: TensorEntry) -> _Made:
     packed = Packed(FP8, values.nbytes + scales.nbytes)
     return _Made(replace(values, name=name, dtype="F32", packed=packed), values, scales)
 
@@ -122,7 +133,7 @@ class _Tensors:
         self._block = block
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; one that is made of two is memory of its own."""
+        """The tensor; a product of two is newly allocated."""
         made = self._made.get(name)
         if made is None:
             return self._checkpoint.read(name)
@@ -132,7 +143,7 @@ class _Tensors:
         return values if made.scales is None else values.float().mul_(self._spread(made, shape))
 
     def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
-        """One row of it."""
+        """One row."""
         made = self._made.get(name)
         if made is None or made.values is None or made.scales is None:
             return self.tensor(name, dtype, shape)[row]
@@ -140,7 +151,7 @@ class _Tensors:
         return values[row].float().mul_(self._spread(made, shape).expand(shape)[row])
 
     def give_back(self, name: str) -> None:
-        """Let go of the pages that it was read from."""
+        """Release the pages that it was read from."""
         made = self._made.get(name)
         if made is None:
             self._checkpoint.give_back(name)
@@ -148,7 +159,7 @@ class _Tensors:
             self._checkpoint.give_back(made.values.name)
 
     def _of_rows(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
-        """Scales [rows], or [rows, groups], of one for the matrix, for each row or for each block."""
+        """Scales [rows] or [rows, groups], from one for the matrix, for each row or for each block."""
         if len(shape) == 1:
             return self._spread(made, (*shape, 1)).expand(*shape, 1).flatten().clone()
         assert made.scales is not None, "these are scales"
@@ -157,7 +168,7 @@ class _Tensors:
         return scales.repeat_interleave(high, 0)[: shape[0]]
 
     def _spread(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
-        """The scales of a matrix in float32, of a shape that its values can be multiplied by."""
+        """The scales of a matrix in float32, in a shape that broadcasts to its values."""
         assert made.scales is not None, "what has none is not multiplied"
         scales = self._scales(made)
         rows, columns = shape
@@ -183,9 +194,9 @@ class _Tensors:
 
 
 def _is_of_activations(entry: TensorEntry, modules: Collection[str]) -> bool:
-    """Whether a tensor is a scale of what one of `modules` computes, which is not read.
+    """Whether a tensor is a scale of activations of one of `modules`, which is not read.
 
-    Raises `ModelFormatError` for one of another shape or dtype than such scales have.
+    Raises `ModelFormatError` for one whose shape or dtype no such scale has.
     """
     module, _, kind = entry.name.rpartition(".")
     if kind not in _OF_INPUTS | _OF_HEADS or module not in modules:
@@ -228,8 +239,10 @@ def _check_shape(entry: TensorEntry, scales: TensorEntry, block: Block | None) -
 
 
 def _block_in(shape: tuple[int, ...], scales: tuple[int, ...], named: Block | None) -> Block | None:
-    """The rows and columns that share a scale; None where they do not fit. Blocks at the end may be smaller if the
-    config names their size; of others all are equal."""
+    """The rows and columns that share a scale; None where they do not fit.
+
+    The last blocks may be smaller if the config names their size; else all blocks are equal.
+    """
     if len(scales) != 2:
         return None
     (rows, columns), (down, across) = shape, scales
@@ -238,3 +251,101 @@ def _block_in(shape: tuple[int, ...], scales: tuple[int, ...], named: Block | No
         return (rows // down, columns // across) if fits else None
     high, wide = named
     return named if (-(-rows // high), -(-columns // wide)) == (down, across) else None
+
+
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""Modules with rows of heads, which may be in another order than transformers', and the config's number of heads."""
+
+
+def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
+    """The tensors of `file` with the config.json `config`, dequantized to float32 one at a time when they are read.
+
+    Raises `ModelFormatError` for a tensor that no model here has, or whose rows are not the config's heads.
+    """
+    family, layout = gguf_family(file)
+    names = {_name_of(file, name, family.names, layout): name for name in file.tensors if name != FREQ_FACTORS}
+    heads = {module: config[field] for module, field in _HEADS.items()} if layout.adjacent_pairs else {}
+    tensors = GGUFTensors(file, names, heads)
+    return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
+
+
+class GGUFTensors:
+    """Reads the tensors of a GGUF file, by their names in transformers."""
+
+    def __init__(self, file: GGUFFile, names: Mapping[str, str], heads: Mapping[str, int]) -> None:
+        self._file = file
+        self._names = names
+        self._heads = heads
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """The entries; raises `ModelFormatError` for rows that are not whole heads."""
+        for name, own in self._names.items():
+            tensor, num_heads = self._file.tensors[own], self._num_heads(name)
+            if num_heads is not None and tensor.shape[0] % (2 * num_heads):
+                raise ModelFormatError(
+                    f"{self._file.path}: tensor {own!r} of shape {tensor.shape} is not {num_heads} heads"
+                )
+            packed = None if tensor.type_name == "F32" else Packed(tensor.type_name, tensor.nbytes)
+            yield TensorEntry(name, self._file.path, tensor.shape, "F32", packed)
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in float32, newly allocated."""
+        values = torch.from_numpy(self._file.read(self._names[name]))
+        num_heads = self._num_heads(name)
+        return values if num_heads is None else to_half_split(values, num_heads)
+
+    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+        """One row; no other bytes are read."""
+        if len(shape) == 1:
+            return self.tensor(name, dtype, shape)[row]
+        num_heads = self._num_heads(name)
+        place = row if num_heads is None else adjacent_row(row, num_heads, shape[0])
+        return torch.from_numpy(self._file.read_rows(self._names[name], place, 1))[0]
+
+    def give_back(self, name: str) -> None:
+        """Do nothing: no tensor is kept here."""
+
+    def _num_heads(self, name: str) -> int | None:
+        """The number of heads whose rows are in llama.cpp's order; None for other tensors."""
+        return self._heads.get(name.split(".")[-2])
+
+
+def _name_of(file: GGUFFile, name: str, names: TensorNames, layout: GGUFLayout) -> str:
+    """transformers' name of a tensor; raises `ModelFormatError` for an unknown one."""
+    found = _LAYER.fullmatch(name)
+    module = None if found is None else layout.modules.get(found[2]) or GGUF_LAYER_MODULES.get(found[2])
+    if found is not None and module is not None:
+        return f"{names.layer(int(found[1]))}{module}.{found[3]}"
+    own = {
+        "token_embd.weight": names.embedding,
+        "output_norm.weight": names.final_norm,
+        "output.weight": "lm_head.weight",
+    }
+    if name not in own:
+        raise ModelFormatError(f"{file.path}: tensor {name!r} is not supported: no model here has it")
+    return own[name]
+
+
+def to_adjacent_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    """Permute rows of each head from half-split order (rope pairs j and j + D / 2) to adjacent pairs (2j, 2j + 1).
+
+    Half-split is transformers' order; Meta's files, llama2.c's, GGUF files and this engine use adjacent pairs.
+    weight: [num_heads * D, ...], any dtype. Returns the same shape, contiguous.
+    """
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def to_half_split(weight: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `to_adjacent_pairs`: from the order of Meta's and llama2.c's files to transformers'."""
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def adjacent_row(row: int, num_heads: int, num_rows: int) -> int:
+    """The index in adjacent pairs of row `row` of the half-split order."""
+    size = num_rows // num_heads
+    head, channel = divmod(row, size)
+    half, pair = divmod(channel, size // 2)
+    return head * size + 2 * pair + half

@@ -1,7 +1,4 @@
-"""Answers the lines of a batch by the server's own routes, many at once, without a socket.
-
-The one idea: a body means in a batch what it means to the server, so the server's app answers it, called as a function.
-"""
+"""Runs the lines of a batch by the server's routes, concurrently and without a socket."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from itertools import islice
 from starlette.types import ASGIApp
 
 from d3engine.async_engine.client import EngineClient
-from d3engine.batch.lines import LONGEST_LINE, Line
-from d3engine.batch.results import Result
+from d3engine.batch.batch_file import LONGEST_LINE, Line, Result
 from d3engine.errors import FailedError
 from d3engine.server.app import create_app
 from d3engine.server.in_process import post
@@ -22,19 +18,19 @@ from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 LINES_PER_SEQUENCE = 2
-"""Lines under way for each sequence that runs: their prompts are read while others run."""
+"""Concurrent lines for each running sequence: the engine tokenizes prompts of some while others run."""
 
 NO_LIMIT = 1_000_000
-ENDED = 503
-"""The status of routes whose engine has ended: nothing is wrong with the line."""
+ENGINE_ENDED = 503
+"""The status of a route whose engine has ended: the line is not at fault."""
 
 
-class Answers:
-    """An engine that answers the lines of batches.
+class BatchRunner:
+    """Runs lines of batches on an engine, by the server's app called as a function.
 
     Args:
         client: the engine, which the caller closes.
-        settings: what a line may ask for, as of a server; its guards have nobody to guard against, and play no part.
+        settings: what a line may request, as of a server; its guards are not used.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
@@ -46,9 +42,9 @@ class Answers:
         )
 
     def results(self, lines: Iterable[Line]) -> Iterator[Result]:
-        """What comes of each line, as soon as it has come: not in their order.
+        """The result of each line as soon as it is complete, in any order.
 
-        Of `lines` no more are taken than are under way. Leaving the iterator ends those. Raises `FailedError` when the
+        `lines` is read only as far as lines run. Closing the iterator cancels these. Raises `FailedError` when the
         engine has ended.
         """
         with asyncio.Runner() as runner:
@@ -65,7 +61,7 @@ class Answers:
         try:
             while True:
                 new = islice(waiting, self._at_once - len(running))
-                running |= {asyncio.create_task(self.answer(line)) for line in new}
+                running |= {asyncio.create_task(self.run_line(line)) for line in new}
                 if not running:
                     return
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -76,15 +72,18 @@ class Answers:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def answer(self, line: Line) -> Result:
-        """What comes of one line. Raises `FailedError` when the engine has ended."""
+    async def run_line(self, line: Line) -> Result:
+        """The result of one line. Raises `FailedError` when the engine has ended."""
         if line.fault is not None:
             return Result(line)
-        answered = await post(self._app, line.url, line.body)
-        if answered.status == ENDED:
-            raise FailedError(f"the batch has stopped at line {line.number}: {answered.body.decode()}")
-        return Result(line, answered.status, answered.request_id, answered.body)
+        response = await post(self._app, line.url, line.body)
+        if response.status == ENGINE_ENDED:
+            raise FailedError(f"the batch has stopped at line {line.number}: {response.body.decode()}")
+        return Result(line, response.status, response.request_id, response.body)
 
 
 async def _next(results: AsyncGenerator[Result, None]) -> Result | None:
     return await anext(results, None)
+
+
+Answers = BatchRunner
