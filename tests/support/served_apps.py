@@ -78,15 +78,16 @@ def read_answer(client: socket.socket) -> tuple[int, Any]:
     """The status and the body of the next answer on a connection, which says its length."""
     data = b""
     while b"\r\n\r\n" not in data:
-        piece = client.recv(65536)
+        piece = client.recv(1)  # what follows may be the head of another answer
         assert piece, f"the connection has ended after {data!r}"
         data += piece
-    head, _, body = data.partition(b"\r\n\r\n")
+    head, body = data, b""
     lines = head.decode().lower().split("\r\n")
     length = int(next(line.split(":")[1] for line in lines if line.startswith("content-length:")))
     while len(body) < length:
-        body += client.recv(65536)
-    assert len(body) == length
+        piece = client.recv(length - len(body))
+        assert piece, f"the connection has ended after {len(body)} of {length} bytes"
+        body += piece
     return int(lines[0].split()[1]), json.loads(body) if body[:1] in (b"{", b'"') else body
 
 
