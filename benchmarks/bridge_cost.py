@@ -1,6 +1,6 @@
 """What bridges cost: decode time at full depth, and with D3's skipped layers crossed by maps or passed as they are.
 
-The one idea: a map's numbers change no time, so random ones serve, and nothing has to be fitted. The windows are those
+A map's numbers change no time, so random ones serve, and nothing has to be fitted. The windows are those
 of D3's schedule. What is timed is one answer at batch 1 on one thread, from its second token on: the prompt and the
 first token, timed by themselves, are taken off. Seconds are the process's own, the systems take turns in rounds, and
 of the rounds the fastest counts, since whatever else a machine does can only slow one down.

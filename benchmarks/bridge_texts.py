@@ -1,6 +1,6 @@
 """How much text bridges need, of which rank they may be, and whether those fitted to one kind of text serve another.
 
-The one idea: sums are additive, so one pass over a kind's texts gives the fit of every amount on the way, and a map of
+Sums are additive, so one pass over a kind's texts gives the fit of every amount on the way, and a map of
 any rank is made of the same sums. What each is worth is judged on held-out texts of every kind, with the window left
 out behind each text's first tokens.
 """

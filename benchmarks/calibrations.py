@@ -1,6 +1,6 @@
 """How often calibration is wrong, and how often it refuses what is safe: thousands of simulated ones.
 
-The one idea: the search knows a model only through a `Scorer`, so one whose true losses are known takes a model's
+The search knows a model only through a `Scorer`, so one whose true losses are known takes a model's
 place, and nothing of the rule is modelled: screening, its selection, the sequence of certificates run as they are.
 
     python -m benchmarks.calibrations --runs 10000          # a table; about ten minutes of one core

@@ -1,6 +1,6 @@
 """Decoding on a CPU: our engine beside llama.cpp and PyTorch at equal bits, by batch, depth and prompt, in turns.
 
-The one idea: the executor of an engine is timed plan by plan, while `generate` runs as it does for users. So one call
+The executor of an engine is timed plan by plan, while `generate` runs as it does for users. So one call
 gives what a step takes by itself, what a prompt takes, and what the host adds to them.
 """
 

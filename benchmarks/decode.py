@@ -1,6 +1,6 @@
 """Greedy decode: our engine at full depth, the same under D3, and transformers' `generate`, interleaved in one run.
 
-The one idea: every figure is a ratio of two neighbours in time. A round runs the three systems one after the other,
+Every figure is a ratio of two neighbours in time. A round runs the three systems one after the other,
 each from the same short prompt to the same fixed number of new tokens; ratios are taken within a round, and the median
 over the rounds is reported. What is timed is the whole call for all systems, so the prompt pass is in it for all.
 """

@@ -1,6 +1,6 @@
 """Would it pay to run the steps that are fed with some tokens at full depth, whatever D3 says of their place?
 
-The one idea: before such a policy is built, its worth can be measured on a given text. A step that is fed with one of
+Before such a policy is built, its worth can be measured on a given text. A step that is fed with one of
 the deep tokens runs every layer, all others run D3's; where a deep step finds no entries of those that D3 left out,
 it has to do without them (absent), or finds the layer below's (copied) or what the passing state gives there
 (projected). That is set beside plain D3 of as many layers per token (alpha raised, at several starts), beside as many

@@ -1,6 +1,6 @@
 """Whether drafts by skipped layers can pay: acceptance over what a draft costs, with and without bridges.
 
-The one idea: what a cycle of n drafts is worth is counted, not timed. With each drafted token accepted with probability
+What a cycle of n drafts is worth is counted, not timed. With each drafted token accepted with probability
 a, and a draft that costs the share s of a full pass (its layers, its maps and the LM head, in FLOPs), it yields
 (1 + a + ... + a^n) / (n s + 1) tokens for each pass of full depth. So a setting is a point (s, a), and what would have
 to be reached is a line, for the length of draft that suits it best. The figures depend on no load.

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_round [--budget SECONDS] [--out FILE] [--parts NAMES] [--smoke]
     python -m benchmarks.gpu_round --join FILES --out FILE
 
-The one idea: time on a GPU is short, so nothing that goes wrong may cost the rest. Parts run in order of importance,
+Time on a GPU is short, so nothing that goes wrong may cost the rest. Parts run in order of importance,
 each in a process of its own with its share of what is left, since a kernel that faults ends the process it is in. A
 part that fails leaves its traceback and what it had found, and the file is written after each. Where the engine fails
 without any figures, the part runs again without CUDA graphs, then with kernels of plain torch. `--smoke` rehearses all

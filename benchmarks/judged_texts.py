@@ -1,6 +1,6 @@
 """Texts that forms of a model are judged by: what each form makes of the next token, beside the form it stands for.
 
-The one idea: every form meets the same texts, worked answers of GSM8K and the model's own answers in chats, in an
+Every form meets the same texts, worked answers of GSM8K and the model's own answers in chats, in an
 engine that generates as always, but a sampler of ours takes the text's next token: so each has the depth it would have
 in an answer. Intervals are of resampled texts, for positions of one text are not independent.
 """

@@ -1,6 +1,6 @@
 """What 8-bit cache entries cost or save a CPU in time: a native decode step over them and over float32, in turns.
 
-The one idea: a step's time does not depend on what the cache says, so its entries are random numbers, and texts of any
+A step's time does not depend on what the cache says, so its entries are random numbers, and texts of any
 length need no prompt. Told is processor time, which neighbours on the machine disturb least.
 """
 

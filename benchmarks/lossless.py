@@ -1,6 +1,6 @@
 """Lossless D3 against full depth: tokens per second over draft length and D3's setting, and what acceptance promises.
 
-The one idea: the answers are the same, so only time can tell. A draft of g tokens, each accepted with probability b,
+The answers are the same, so only time can tell. A draft of g tokens, each accepted with probability b,
 yields (1 - b^(g+1)) / (1 - b) tokens per verification; if a draft's step costs c full ones and a verification costs
 one, the speed-up is that over g c + 1. The line is drawn beside what is measured; below 1 drafting does not pay.
 

@@ -1,6 +1,6 @@
 """All depth policies at one mean depth on the demo model: what each costs in right answers, and what it gains in time.
 
-The one idea: a comparison of policies says something only at equal depth. So each system sets its own parameter such
+A comparison of policies says something only at equal depth. So each system sets its own parameter such
 that the layers run a token, averaged over answers to validation problems, come as near as they can to one target: what
 D3 runs at the setting the model was calibrated to. Then all answer the same test problems, and in rounds, one after
 the other, a few of them for time, a fixed number of tokens each; ratios are taken within a round. Early exit finds its

@@ -1,6 +1,6 @@
 """A soak: minutes of clients that leave, stall, send rubbish and come back, and of others that must not notice.
 
-The one idea: what each request answers alone is asked before anybody else comes; after that every answer that comes to
+What each request answers alone is asked before anybody else comes; after that every answer that comes to
 its end must be the same one. Meanwhile the server's memory and what it says of its health are written down.
 """
 

@@ -1,6 +1,6 @@
 """The systems that `decode` compares and the models they run: ours at any depth, and transformers on equal weights.
 
-The one idea: a system is a function without arguments that answers the same prompts with the same number of tokens, so
+A system is a function without arguments that answers the same prompts with the same number of tokens, so
 that whoever measures knows nothing of what it measures.
 """
 

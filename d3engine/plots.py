@@ -1,6 +1,6 @@
 """The colours of terminal, pictures and pages, chosen once: depth on a ramp, everything else from one small set.
 
-The one idea: a reader with any colour vision, or a grey printer, must see the same. The ramp is viridis without its
+A reader with any colour vision, or a grey printer, must see the same. The ramp is viridis without its
 ends, dark for many layers and light for few; letters on it are black or white, whichever reads better.
 """
 

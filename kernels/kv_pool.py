@@ -1,6 +1,6 @@
 """The KV pool, in the dtype of activations or in 8-bit floats: what a kernel writes entries to and reads them from.
 
-The one idea of the 8-bit form: each head of each entry has a scale of its own, the largest magnitude it holds over the
+In the 8-bit form each head of each entry has a scale of its own, the largest magnitude it holds over the
 largest that e4m3 can hold. So nothing is calibrated and nothing overflows, an entry's bytes depend on that entry alone,
 and they mean the same in whichever layer's block a copy of it stands.
 """

@@ -1,6 +1,6 @@
 """int8 and int4 matrices with sixteen rows in lanes: for processors that multiply bytes, four of each lane at a time.
 
-The one idea: an instruction that multiplies bytes of sixteen rows by the same four numbers needs no sum across its
+An instruction that multiplies bytes of sixteen rows by the same four numbers needs no sum across its
 lanes, and finds all that it needs in 64 bytes that lie together. So the bytes of a matrix are there in another order:
 memory is read in one stream, and no row is turned into lanes for a product.
 """

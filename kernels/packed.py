@@ -1,6 +1,6 @@
 """bfloat16 matrices in 12 bits a weight, of which nothing is lost: for whoever waits for memory to read them.
 
-The one idea: the exponents of a matrix are nearly all among fifteen neighbours, so four bits say which. Sign and
+The exponents of a matrix are nearly all among fifteen neighbours, so four bits say which. Sign and
 mantissa stay as they are. The few weights of other exponents lie beside the matrix, in whose places are zeros.
 
 A row is groups of 64 columns, the last one filled up with zeros: 64 bytes of signs and mantissas, then 32 of codes.

@@ -1,6 +1,6 @@
 """The attention of `reference.py`, where the letters of its shapes are explained.
 
-The one idea: torch's attention serves a group at a time, one chunk of many rows or many chunks of one row each, whose
+Torch's attention serves a group at a time, one chunk of many rows or many chunks of one row each, whose
 entries are gathered out of the pool's blocks.
 """
 

@@ -1,6 +1,6 @@
 """Continuous batching: requests arrive at random, and every strategy meets the same arrivals.
 
-The one idea: what a user waits for is measured where a user stands, from the planned arrival of a request on, through
+What a user waits for is measured where a user stands, from the planned arrival of a request on, through
 `add_request` and `step`. Each run lasts a fixed time; its first quarter fills the batch (and captures what is to be
 captured) and is not counted.
 """

@@ -1,6 +1,6 @@
 """Decoding from end to end on random weights: time per step over depth, and what D3 makes of its layer bound.
 
-The one idea: time is taken of whole `generate` calls, as a user makes them, and a step is what is left of it. A call
+Time is taken of whole `generate` calls, as a user makes them, and a step is what is left of it. A call
 for one token is the prompt pass; the call for N tokens less that, over N - 1, is a decode step, however the engine
 groups its steps. Over the layers that ran, steps are fitted to a line: its slope is a layer, its intercept what a step
 costs at any depth. The limit is the time that the measured copy rate needs for the weights and KV entries to be read.

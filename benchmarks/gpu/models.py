@@ -1,6 +1,6 @@
 """The models of the round, with random weights, and the engines that run them.
 
-The one idea: everything that a part needs of the engine besides its public steps is asked for here, so that a change of
+Everything that a part needs of the engine besides its public steps is asked for here, so that a change of
 the engine is followed in one place.
 """
 

@@ -1,6 +1,6 @@
 """The engine without a server, in a process of its own: answers a round for each line that it reads.
 
-The one idea: a server's requests come one by one, each when the one before it was answered, and such steps are dearer
+A server's requests come one by one, each when the one before it was answered, and such steps are dearer
 for any engine than those of prompts that begin and end together. So there are four ways, and each adds something:
 `generate` of equal prompts in lockstep; the step API in a closed loop; AsyncEngine in the same; and the step API again
 under the very arrivals that a server has had, step by step, which is what the server is measured by.

@@ -1,6 +1,6 @@
 """What goes between a process with callers and one with an engine: bytes that can be read without running anything.
 
-The one idea: only what the other side does not know is sent. A prompt goes there once and never comes back; an answer
+Only what the other side does not know is sent. A prompt goes there once and never comes back; an answer
 comes as the deltas that its kind asks for.
 """
 

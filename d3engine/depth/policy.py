@@ -1,6 +1,6 @@
 """What a user writes to say how deep each token goes: `D3(alpha=0.9, start=0.6)`.
 
-The one idea: a policy knows no model. It is a small frozen value that turns into a `Schedule` once the number
+A policy knows no model. It is a small frozen value that turns into a `Schedule` once the number
 of layers is known, and into plain JSON (`describe`) so that a model directory, a command line and a log can
 hold it.
 """

@@ -1,6 +1,6 @@
 """What a schedule is worth: mean depth, FLOPs ratio, the bound on any speed-up, and the KV cache it frees.
 
-The one idea: all of it follows from the depths of the steps, before anything has run. `nominal` figures are
+All of it follows from the depths of the steps, before anything has run. `nominal` figures are
 over the maximum length; give the depths of the tokens really generated for `realised` ones.
 """
 

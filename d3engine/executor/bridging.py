@@ -1,6 +1,6 @@
 """Bridges inside a step: rows whose next layers are skipped cross the window by its map.
 
-The one idea: a window that rows leave out begins where the layers below it have run, so crossing it is one more thing
+A window that rows leave out begins where the layers below it have run, so crossing it is one more thing
 that is due at a layer. Rows of equal windows cross together, and what they cross stays out of sight of all others.
 """
 

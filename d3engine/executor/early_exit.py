@@ -1,6 +1,6 @@
 """Early exit inside a step: rows leave the layers as soon as the model is confident of them.
 
-The one idea: a step in which rows may leave is the plan's spans, cut where a confidence is looked at, each without the
+A step in which rows may leave is the plan's spans, cut where a confidence is looked at, each without the
 rows that have gone. So the executor runs the same spans through the same operations, and a step in which nobody may
 leave knows nothing of this. Every look costs the host's waiting for the device; softmax confidences also cost the head.
 """

@@ -1,6 +1,6 @@
 """A step shared out: some of its sequences as a plan of their own, for an executor that leaves the others to another.
 
-The one idea: within a step no sequence reads what another one writes, so shares may run one after the other. A sequence
+Within a step no sequence reads what another one writes, so shares may run one after the other. A sequence
 that has several chunks is not divided.
 """
 

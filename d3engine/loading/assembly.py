@@ -1,6 +1,6 @@
 """Assembling an engine's core: weights, cache, executor and scheduler.
 
-The one idea: on a GPU the size of the cache depends on what the executor itself takes, so the executor is a function of
+On a GPU the size of the cache depends on what the executor itself takes, so the executor is a function of
 the number of blocks until that is known.
 """
 

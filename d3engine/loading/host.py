@@ -1,6 +1,6 @@
 """How many CPUs this process may use: those it may run on, within the quotas of its control groups.
 
-The one idea: a container sees every core of its machine. A quota of two of them is enforced by stopping all its threads
+A container sees every core of its machine. A quota of two of them is enforced by stopping all its threads
 for the rest of each period, so threads beyond the quota only make the others wait.
 """
 

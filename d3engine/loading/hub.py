@@ -1,6 +1,6 @@
 """A model by its name on the Hugging Face hub: "owner/name", or "owner/name@revision" with a branch, a tag or a commit.
 
-The one idea: huggingface_hub does the talking, so its settings hold (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, a token, a
+Huggingface_hub does the talking, so its settings hold (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, a token, a
 proxy), and it is asked for the files that our loader opens and for no others. Code and pickled weights stay there.
 """
 

@@ -1,6 +1,6 @@
 """Where a model lies that a user names: a directory, a GGUF file, the bundled one, one fetched before, or the hub's.
 
-The one idea: each kind of name is one entry of `KINDS`. They are asked in turn, and the first that knows a name says
+Each kind of name is one entry of `KINDS`. They are asked in turn, and the first that knows a name says
 where its files are.
 """
 

@@ -1,6 +1,6 @@
 """A model on several devices: its ranks begin, load their parts, and run together what rank 0 plans.
 
-The one idea: every rank does the same things in the same order, and rank 0 says when. Whatever fails on the way ends
+Every rank does the same things in the same order, and rank 0 says when. Whatever fails on the way ends
 all of them with the reason.
 """
 

@@ -1,6 +1,6 @@
 """What an engine's arguments come to for one model: every value checked, every "auto" resolved (`loading/resolve.py`).
 
-The one idea: settings are a value. Whoever assembles an engine reads them and has nothing to ask of the user any more.
+Settings are a value. Whoever assembles an engine reads them and has nothing to ask of the user any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The app: which route answers what, and how errors leave it.
 
-The one idea: routes raise, and the guards around them make answers of errors, so that all of them read alike.
+Routes raise, and the guards around them make answers of errors, so that all of them read alike.
 """
 
 from __future__ import annotations

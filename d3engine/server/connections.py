@@ -1,6 +1,6 @@
 """Connections: HTTP as uvicorn speaks it, with limits that it does not have.
 
-The one idea: an app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
+An app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
 and a body that goes on after the answer, are bounded here. And what flows freely need not wait for anything: a stream
 may write its pieces straight to the socket (`DirectWriter`), and what an app sends
 without waiting is one write (`WriteBuffer`).

@@ -1,6 +1,6 @@
 """Meters: what a server counts of its requests, beside what the engine counts of its steps.
 
-The one idea: nothing is kept of a request but counts in buckets, and every label has a fixed set of values, so that no
+Nothing is kept of a request but counts in buckets, and every label has a fixed set of values, so that no
 client can make them grow.
 """
 

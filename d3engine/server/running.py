@@ -1,6 +1,6 @@
 """Running an app: its socket, its signals, and how it ends.
 
-The one idea: the first signal begins a drain and the second ends the process at once. While it drains, the port stays
+The first signal begins a drain and the second ends the process at once. While it drains, the port stays
 open, so that whoever asks hears that the server is going, and /health says so.
 """
 

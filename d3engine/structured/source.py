@@ -1,6 +1,6 @@
 """What a form is written down as: one grammar in llguidance's Lark, whatever the user wrote.
 
-The one idea: no forcing. Where only one text can follow, the model still chooses among all tokens that begin it, so an
+No forcing. Where only one text can follow, the model still chooses among all tokens that begin it, so an
 answer is drawn from the model's own distribution over what the form allows, whatever pieces the tokenizer has.
 """
 

@@ -1,6 +1,6 @@
 """A tokenizer as llguidance needs it: the bytes of every token, and one id more that stands for the end.
 
-The one idea: which tokens end a sequence is the request's own matter (several ids, stop tokens, or none at all), so the
+Which tokens end a sequence is the request's own matter (several ids, stop tokens, or none at all), so the
 grammar knows one end alone, behind the vocabulary, and who asks it puts the request's in its place.
 """
 

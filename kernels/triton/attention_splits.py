@@ -1,6 +1,6 @@
 """How the entries of a single row are dealt out to programs, and how what these find of it becomes one result.
 
-The one idea: how many splits a row has follows from its own length alone, so what it computes does not depend on who
+How many splits a row has follows from its own length alone, so what it computes does not depend on who
 shares its batch, and one long row among short ones keeps as many programs busy as its bytes need. The list of all
 splits stands nowhere: a program finds the next one that is its own from the rows' lengths. Of the programs that share
 a row and a head, the one that is done last puts the parts together, always in the order of the entries; none waits for

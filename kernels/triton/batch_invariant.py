@@ -1,6 +1,6 @@
 """The same operations where no number may depend on a row's neighbours, to the last bit, in half precision too.
 
-The one idea: a position is computed by one path, which follows from what it is and never from how many rows a step has.
+A position is computed by one path, which follows from what it is and never from how many rows a step has.
 Products of any number of rows go tile by tile of one size, and none goes to the matrix library. Attention takes a row
 of a prompt query tile by query tile, and a row of an answer by itself, whether it is decoded, replayed after a
 preemption, or verified: so it does not matter how a prompt is cut, or what the prefix cache has of it. What is not

@@ -1,6 +1,6 @@
 """Paged attention in Triton: a chunk's rows over the entries that its block table names.
 
-The one idea: everything that changes from step to step (where chunks begin, how long they are, which blocks they name,
+Everything that changes from step to step (where chunks begin, how long they are, which blocks they name,
 how many rows take part) is read from device memory, so a launch depends on upper bounds alone and may stand in a CUDA
 graph. `attention_inputs` and `paged_attention` have the reference's shape.
 

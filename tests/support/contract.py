@@ -1,6 +1,6 @@
 """One contract for everything that the engine may stand behind: another stack, our own server, a thread.
 
-The one idea: whatever a stack is, it takes a question and gives the answer's text, and a reader may go away before the
+Whatever a stack is, it takes a question and gives the answer's text, and a reader may go away before the
 end. That is all that is asked with here, so one contract holds for all of them.
 """
 

@@ -1,6 +1,6 @@
 """A plan on its way from the rank that plans to those that run it with it.
 
-The one idea: each side keeps what it has told or heard, so a message holds what is new: of the block tables the entries
+Each side keeps what it has told or heard, so a message holds what is new: of the block tables the entries
 that have changed, of a sequence what choosing its tokens takes, once.
 """
 

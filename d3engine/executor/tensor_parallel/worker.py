@@ -1,6 +1,6 @@
 """A rank that does what rank 0 plans, until that says that it is over, or ends.
 
-The one idea: a thread does nothing but listen, so the end of rank 0 ends this rank even where it waits for a device;
+A thread does nothing but listen, so the end of rank 0 ends this rank even where it waits for a device;
 and it says every second that this process lives, however long what the process does may take.
 """
 

@@ -1,6 +1,6 @@
 """What the other ranks say to rank 0, and how it hears of their end, or that one of them has been stopped.
 
-The one idea: one thread reads all connections, and time without a word counts only while that thread itself runs. So a
+One thread reads all connections, and time without a word counts only while that thread itself runs. So a
 machine that stood still for an hour has lost nobody, while a rank that alone stands still is found.
 """
 

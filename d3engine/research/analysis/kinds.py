@@ -1,6 +1,6 @@
 """Kinds of tokens: digits, the mark before an answer, line breaks, the end, words, punctuation.
 
-The one idea: a token's kind is read off its own text, so it is known as soon as the token is: before the step that is
+A token's kind is read off its own text, so it is known as soon as the token is: before the step that is
 fed with it, and only after the step that yields it.
 """
 

@@ -1,6 +1,6 @@
 """The observer pass: a whole sequence through the model, layer by layer, with everything in sight.
 
-The one idea: under a nested schedule the tokens that run a layer are the first ones of their sequence, so a slow and
+Under a nested schedule the tokens that run a layer are the first ones of their sequence, so a slow and
 clear pass needs no cache and no batch: layer l runs over the first rows of one matrix, and the others pass unchanged.
 What it computes is what the engine computes step by step; a test compares the two, and transformers'.
 """

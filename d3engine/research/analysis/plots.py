@@ -1,6 +1,6 @@
 """The picture of `d3engine analyze kinds`. Matplotlib is imported where it is drawn.
 
-The one idea: a kind is a row, and the two sides of a step stand beside each other in it, told apart by marker and
+A kind is a row, and the two sides of a step stand beside each other in it, told apart by marker and
 colour.
 """
 

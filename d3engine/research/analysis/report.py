@@ -1,6 +1,6 @@
 """What every analysis returns: a table for people, a dict for machines; and how generation steps are grouped.
 
-The one idea: steps are grouped by doubling (0, 1, 2-3, 4-7, ...), because what changes along an answer changes fast at
+Steps are grouped by doubling (0, 1, 2-3, 4-7, ...), because what changes along an answer changes fast at
 its beginning and slowly later, and because fewer answers reach the later steps. Steps count from 0, which yields the
 first token, in tables, pictures and JSON as in the engine.
 """

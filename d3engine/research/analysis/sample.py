@@ -1,7 +1,7 @@
 """Answers token by token: how many layers each ran, and what the model would have said after fewer (the D3 paper's
 Figure 7).
 
-The one idea: an answer under a policy is observed at that policy's own depths, so the last prediction shown for a token
+An answer under a policy is observed at that policy's own depths, so the last prediction shown for a token
 is the one that was taken.
 """
 

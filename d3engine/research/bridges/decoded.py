@@ -1,6 +1,6 @@
 """What policies lose against full depth where tokens are decoded: by generation step, with and without bridges.
 
-The one idea: a given text, and not each policy's own, is read at the depths that a policy has for it, so all policies
+A given text, and not each policy's own, is read at the depths that a policy has for it, so all policies
 are asked about the same tokens, and nothing but depth differs. What a position sees of those before it is what decoding
 would have left there.
 """

@@ -1,6 +1,6 @@
 """The normal equations of all windows from one start: sums over positions, from which every fit and its error follow.
 
-The one idea: ridge regression needs sums of products and no stored state. So one pass over a text of any length is
+Ridge regression needs sums of products and no stored state. So one pass over a text of any length is
 enough, two parts of it are told apart by two objects, and the error of a map on a part it was not fitted on is again
 arithmetic with that part's sums.
 """

@@ -1,6 +1,6 @@
 """Texts judged under a schedule with bridges, against the same model at full depth.
 
-The one idea: what a text's states are at full depth is computed once. A schedule then begins where the first layer that
+What a text's states are at full depth is computed once. A schedule then begins where the first layer that
 it ever leaves out begins, and what it makes of every position is compared with full depth's next-token distribution.
 """
 

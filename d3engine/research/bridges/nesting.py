@@ -1,6 +1,6 @@
 """Which windows to leave out, and in which order: each next one is what costs least beside those before it.
 
-The one idea: what a window costs depends on what is left out already, since states that have crossed one bridge come to
+What a window costs depends on what is left out already, since states that have crossed one bridge come to
 the next. So each choice is measured with all the bridges that it would have in decoding, the bridge over neighbours
 that have become one window among them.
 """

@@ -1,6 +1,6 @@
 """Conversations that a model makes up itself, for bridges of which nobody has brought a text.
 
-The one idea: a chat model has learned what users ask, too. Behind the beginning of a user's turn, sampled at
+A chat model has learned what users ask, too. Behind the beginning of a user's turn, sampled at
 temperature 1, it writes such a question until the turn ends; its own answer at full depth is what the bridges will
 meet. Known as a way to make training data from Xu et al. 2024, "Magpie".
 """

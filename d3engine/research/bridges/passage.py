@@ -1,6 +1,6 @@
 """A whole text through the model with bridges over the windows that a schedule leaves out, and with gradients.
 
-The one idea: under a nested schedule the rows that run a layer are the first ones of their text, so one pass over it
+Under a nested schedule the rows that run a layer are the first ones of their text, so one pass over it
 computes what decoding computes step by step, the missing entries of skipped layers with it. Nothing is written in
 place, so that the bridges' own numbers can be tuned through it.
 """

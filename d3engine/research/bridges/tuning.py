@@ -1,6 +1,6 @@
 """Tuning bridges: steps on their own numbers towards full depth's next-token distribution; nothing else is touched.
 
-The one idea: ridge regression makes the state behind a window right on average, but what counts is what the rest of
+Ridge regression makes the state behind a window right on average, but what counts is what the rest of
 the model makes of it. So a text passes as a policy would decode it, all its bridges at work, and the KL divergence from
 full depth goes back through the model into them.
 """

@@ -1,6 +1,6 @@
 """Which bridges a calibration tries: those of the files that were given, and their maps cut to lower ranks.
 
-The one idea: inside the search a choice is a name that people can read. Where its file lies is known here alone, so a
+Inside the search a choice is a name that people can read. Where its file lies is known here alone, so a
 cut map may lie in a directory that goes away, and what was chosen ends as the "auto" file beside `d3.json`.
 """
 

@@ -1,6 +1,6 @@
 """Which attentions and MLPs a model can draft without, by Bayesian search on the model itself.
 
-The one idea: what a draft leaves out cannot make an answer wrong, so nothing has to be proven; the draft by which
+What a draft leaves out cannot make an answer wrong, so nothing has to be proven; the draft by which
 answers come soonest is the best one (Zhang et al. 2023, "Draft & Verify", section 3.3). Each part of each layer is a
 yes or a no, which the search here takes as they are (a tree of Parzen estimators); the authors' code lets a Gaussian
 process choose numbers, of which those above a half are a yes.

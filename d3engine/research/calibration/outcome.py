@@ -1,6 +1,6 @@
 """What a calibration has found, in sentences.
 
-The one idea: "no" has two meanings, and neither is "no setting is safe". Either full depth knows too little for a loss
+"No" has two meanings, and neither is "no setting is safe". Either full depth knows too little for a loss
 to mean anything, or none could be shown to be safe with so many problems; then how many more might be enough is said.
 """
 

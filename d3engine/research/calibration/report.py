@@ -1,6 +1,6 @@
 """A calibration as data: JSON of everything that was tried, and the `d3.json` that the engine reads.
 
-The one idea: a setting never stands alone. Beside it is what it was measured to lose, on how many problems, by which
+A setting never stands alone. Beside it is what it was measured to lose, on how many problems, by which
 rule, and of which weights that is true.
 """
 

@@ -1,6 +1,6 @@
 """What calibration asks of a model: answers to some problems under a policy, right or wrong, and what they cost.
 
-The one idea: the search sees a `Scorer` and nothing else, so that it is the same for any task, and its rules can be
+The search sees a `Scorer` and nothing else, so that it is the same for any task, and its rules can be
 tested on scorers whose truth is known.
 """
 

@@ -1,6 +1,6 @@
 """How many problems each step of a calibration takes, and the least that can prove anything.
 
-The one idea: what cannot work is said before the hours of work, all of it at once and with its reason.
+What cannot work is said before the hours of work, all of it at once and with its reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact chances for the paired test: a p-value that holds its level, and the power of a certificate.
 
-The one idea: two counts decide the test, so every outcome can be gone through. The normal distribution of
+Two counts decide the test, so every outcome can be gone through. The normal distribution of
 `noninferiority.py` would pass up to 2.9 % where 2.5 % are meant (few problems, a wide tolerance), which is made good
 here: where it is close, the p-value is the largest chance, over whatever else may be true, of a result that looks as
 safe.

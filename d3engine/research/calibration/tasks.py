@@ -1,6 +1,6 @@
 """The questions that a calibration asks: two parts of a task, without a question in common.
 
-The one idea: search and proof need different questions. A task with a validation split gives screening from it and the
+Search and proof need different questions. A task with a validation split gives screening from it and the
 certificate from its test split. BBH has one split only: the order of the questions' hashes, the same for every seed,
 says which half they belong to. Files hold so many questions and no more, so whoever calibrates twice on them certifies
 on the same ones twice; generated tasks have new ones for each seed.

@@ -1,6 +1,6 @@
 """Exact match under a depth policy, with honest intervals.
 
-The one idea: two policies answer the same problems, so they are compared problem by problem. The interval of their
+Two policies answer the same problems, so they are compared problem by problem. The interval of their
 difference is far narrower than two separate ones would suggest, and it does not vanish when they agree.
 """
 

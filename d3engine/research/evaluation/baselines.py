@@ -1,6 +1,6 @@
 """The files of bridges that the policies of an evaluation name.
 
-The one idea: a request may come from anywhere and opens no file, but the policies of an evaluation are written by the
+A request may come from anywhere and opens no file, but the policies of an evaluation are written by the
 one who runs it. So an engine that answers nobody else may open what they name.
 """
 

@@ -1,6 +1,6 @@
 """BIG-Bench Hard from its own files: `bbh/<task>.json` and `bbh/cot-prompts/<task>.txt`.
 
-The one idea: examples are the three of the published chain-of-thought prompts, without the thought. That is what
+Examples are the three of the published chain-of-thought prompts, without the thought. That is what
 lm-evaluation-harness's `bbh_fewshot` asks, and the paper. Two things differ from the harness: space around an answer
 does not count, and it stops at "Q:" rather than at any "Q", which cuts the answer "(Q)" of seven items.
 """

@@ -1,6 +1,6 @@
 """Boolean expressions, kin of the BBH task: "not ( True and False ) or True is".
 
-The one idea: an expression is rewritten from the inside out, one operator per step, and every step is written down.
+An expression is rewritten from the inside out, one operator per step, and every step is written down.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From the names that a user gives to benchmarks: generated tasks, or files of published ones in a folder.
 
-The one idea: a name means one thing only. With a folder the names are those of its data sets; without one they are the
+A name means one thing only. With a folder the names are those of its data sets; without one they are the
 generated tasks; all others are left to lm-evaluation-harness.
 """
 

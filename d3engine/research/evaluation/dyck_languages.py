@@ -1,6 +1,6 @@
 """Dyck languages, kin of the BBH task: close the brackets that a sequence has opened.
 
-The one idea: the working names what is still open, outermost first, and the answer is its mirror image.
+The working names what is still open, outermost first, and the answer is its mirror image.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Problems that a program writes: the form they share, and the splits.
 
-The one idea: which split a question belongs to is a property of its text, as with the word problems, so that no seed
+Which split a question belongs to is a property of its text, as with the word problems, so that no seed
 can move one from training into the test.
 """
 

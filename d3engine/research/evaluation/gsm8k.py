@@ -1,6 +1,6 @@
 """GSM8K from its own files: `gsm8k/train.jsonl` and `gsm8k/test.jsonl`, one question and its worked answer per line.
 
-The one idea: prompt, stops and the rule for the answer are lm-evaluation-harness's (task `gsm8k`, strict match), so
+Prompt, stops and the rule for the answer are lm-evaluation-harness's (task `gsm8k`, strict match), so
 that scores can be compared. The validation split is every tenth line of train.jsonl, 748 of them, and examples are
 drawn from the rest, anew for each question.
 """

@@ -1,6 +1,6 @@
 """Multi-step arithmetic, kin of the BBH task: nested sums, differences and products of small whole numbers.
 
-The one idea: as with the boolean expressions, one operation per step from the inside out; every operation stands in
+As with the boolean expressions, one operation per step from the inside out; every operation stands in
 brackets, so that no rule of precedence is needed.
 """
 

@@ -1,6 +1,6 @@
 """Object counting, kin of the BBH task: how many of one kind there are in a list of things.
 
-The one idea: the working passes over the list in its order and keeps a running total, of the kind asked for alone.
+The working passes over the list in its order and keeps a running total, of the kind asked for alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The D3 paper's Tables 1 to 5: what it compares, on which models, and over which settings.
 
-The one idea: what these tables print stands beside what can be counted, which are the shapes of Llama-2, the lengths of
+What these tables print stands beside what can be counted, which are the shapes of Llama-2, the lengths of
 the reference answers, and the space that is searched here. What does not agree is said in a note.
 """
 

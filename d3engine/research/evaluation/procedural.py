@@ -1,6 +1,6 @@
 """The tasks that a program writes, by name: no data set is needed, and the test split of each is fixed by its seed.
 
-The one idea: a task is a function from a random generator and a size to a problem. The bundled model was trained on the
+A task is a function from a random generator and a size to a problem. The bundled model was trained on the
 word problems alone; the others are for models that can read a few examples (`shots`), or for one trained on them. What
 is too hard for a model says nothing of a policy, so a size may stand behind a name: `word-sorting:3`.
 """

@@ -1,6 +1,6 @@
 """An evaluation as one page of HTML that needs nothing else: no script, no font, no picture from anywhere.
 
-The one idea: the page shows the same tables as the terminal, and above them each benchmark's policies as points with
+The page shows the same tables as the terminal, and above them each benchmark's policies as points with
 their intervals over the layers they ran, drawn as SVG by hand.
 """
 

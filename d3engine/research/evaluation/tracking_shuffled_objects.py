@@ -1,6 +1,6 @@
 """Tracking shuffled objects, kin of the BBH task: who holds what after some swaps.
 
-The one idea: the working follows only the pair of each swap, so its length grows with the swaps alone.
+The working follows only the pair of each swap, so its length grows with the swaps alone.
 """
 
 from __future__ import annotations

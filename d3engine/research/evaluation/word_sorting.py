@@ -1,6 +1,6 @@
 """Word sorting, kin of the BBH task: a list of words into alphabetical order.
 
-The one idea: the answer is copying, and each next word is one of fewer. Depth decay assumes that later tokens are
+The answer is copying, and each next word is one of fewer. Depth decay assumes that later tokens are
 easier; here is a task to try that on.
 """
 

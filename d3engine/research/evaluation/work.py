@@ -1,6 +1,6 @@
 """What the answers of a run have cost: matrices that rows went through, counted, and what follows from the counts.
 
-The one idea: a token is not always one pass through some layers and one LM head. Where tokens are drafted and verified
+A token is not always one pass through some layers and one LM head. Where tokens are drafted and verified
 there are more rows than tokens; an early exit asks the LM head on the way; and skipped layers may still compute keys
 and values. So all three are counted, as the engine runs them, and a FLOPs ratio is made of the counts.
 """

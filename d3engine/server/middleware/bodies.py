@@ -1,6 +1,6 @@
 """How deep a JSON text nests, how long its numbers are and how much it holds, found before any parser sees it.
 
-The one idea: what a parser would recurse into or grow over is counted first, while the text comes, so that a hostile
+What a parser would recurse into or grow over is counted first, while the text comes, so that a hostile
 one is refused at the piece that goes too far. The passes take time in proportion to the text and nothing else.
 """
 

@@ -1,6 +1,6 @@
 """Traffic: how many requests are being answered, how many may be, and whether new ones are taken at all.
 
-The one idea: one count for an app, which its guards keep and everything else reads: the queue's limit, the end of a
+One count for an app, which its guards keep and everything else reads: the queue's limit, the end of a
 drain, /ready and the metrics.
 """
 

@@ -1,6 +1,6 @@
 """Conversations as other interfaces have them become the messages of a chat.
 
-The one idea: text is all that the model reads. A part of any other kind is refused by its place, and what stands beside
+Text is all that the model reads. A part of any other kind is refused by its place, and what stands beside
 a text without changing it is taken.
 """
 

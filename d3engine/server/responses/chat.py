@@ -1,6 +1,6 @@
 """Calls of functions, read from the text of an answer as it comes.
 
-The one idea: arguments are passed on as the model writes them, letter by letter, so a stream of them is never behind;
+Arguments are passed on as the model writes them, letter by letter, so a stream of them is never behind;
 only where one call ends and the next begins is found out here.
 """
 

@@ -1,6 +1,6 @@
 """The engine's outputs as OpenAI's text completions.
 
-The one idea: a whole answer is its only delta. Each choice has a `_Choice` that turns what is new of it into what is
+A whole answer is its only delta. Each choice has a `_Choice` that turns what is new of it into what is
 written; for a whole answer it is asked once, in a stream at every output.
 """
 

@@ -1,6 +1,6 @@
 """Where in a text each of its tokens begins, in characters.
 
-The one idea: characters are counted over the tokens' bytes, so that a character cut into halves counts once, where it
+Characters are counted over the tokens' bytes, so that a character cut into halves counts once, where it
 becomes whole, and both halves begin in the same place.
 """
 

@@ -1,6 +1,6 @@
 """The straight way of a stream: what is new goes from the engine's outputs to the socket without waking any task.
 
-The one idea: tasks are for what begins, ends, fails or must wait. Between a stream's first event and its last, as long
+Tasks are for what begins, ends, fails or must wait. Between a stream's first event and its last, as long
 as its client reads, there is nothing to wait for: the event loop's call that hears of a step writes what it brought to
 all of its streams.
 """

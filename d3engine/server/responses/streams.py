@@ -1,6 +1,6 @@
 """Server-sent events: one write for each output, pings into silence, and errors where a client looks for them.
 
-The one idea: nothing is sent before the first event is there. Until then an error is an HTTP status, as everywhere
+Nothing is sent before the first event is there. Until then an error is an HTTP status, as everywhere
 else; only after it does it become an event.
 """
 

@@ -1,6 +1,6 @@
 """GET /openapi.json: the routes in OpenAPI's words, from the very shapes that bodies are read and written by.
 
-The one idea: what a route takes and gives stands once, in its shapes and in the rules that check them, and schemas are
+What a route takes and gives stands once, in its shapes and in the rules that check them, and schemas are
 made of that; nothing is written twice.
 """
 
