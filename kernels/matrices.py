@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.kernels.lanes import Int8LanesWeight, LanesWeight
-from d3engine.kernels.packed import PackedWeight
+from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.interleaved import Int8LanesWeight, LanesWeight
 from d3engine.kernels.quantized import Int8Weight, QuantizedWeight
 
 Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight | LanesWeight

@@ -22,7 +22,7 @@ from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
-from d3engine.kernels.lanes import in_lanes
+from d3engine.kernels.interleaved import in_lanes
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.bf12 import packed
 from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_interleaved
@@ -54,8 +54,8 @@ def bridge_store(settings: EngineSettings, device: torch.device | None = None) -
 def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
     """What makes of a matrix the form that it is held in; None: all stay as they are.
 
-    On a CPU bfloat16 is packed where the user asks for it (`kernels/packed.py`), and int8 and int4 lie in lanes where
-    the native library reads them so (`kernels/lanes.py`).
+    On a CPU bfloat16 is packed where the user asks for it (`kernels/bf12.py`), and int8 and int4 lie in lanes where
+    the native library reads them so (`kernels/interleaved.py`).
     """
     changes: list[Callable[[Weight], Weight]] = []
     if settings.pack_weights:

@@ -24,7 +24,7 @@ _UNIT = 16
 """Multiple of channels and tokens on a rank, where there are enough: kernels like even widths."""
 
 _NOISE_UNIT = 4
-"""Multiple of tokens on a rank in any case: random numbers come by fours (`kernels/random.py`)."""
+"""Multiple of tokens on a rank in any case: random numbers come by fours (`kernels/reference.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

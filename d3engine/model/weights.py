@@ -12,9 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.kernels.lanes import Int8LanesWeight
+from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.interleaved import Int8LanesWeight
 from d3engine.kernels.matrices import Table, Weight
-from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import (
     Fp8Weight,
     Int4Weight,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.kernels.random import gumbel
+from d3engine.kernels.reference import gumbel
 from d3engine.kernels.sampling import cut_min_p_, cut_top
 from d3engine.plan import Chosen, Plan, Sampled
 from d3engine.request.outputs import Logprob

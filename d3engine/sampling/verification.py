@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from d3engine.kernels.random import gumbel
+from d3engine.kernels.reference import gumbel
 from d3engine.plan import Chosen, Cycled, DraftWork, Plan, Sampled
 from d3engine.request.outputs import Logprob
 from d3engine.request.params import MAX_N

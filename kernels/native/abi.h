@@ -6,7 +6,7 @@
 
 enum D3Kind : int32_t {
     D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_BF12 = 6,
-    D3_INT4X16 = 7, D3_INT8X16 = 8  // 16 rows interleaved, see kernels/lanes.py
+    D3_INT4X16 = 7, D3_INT8X16 = 8  // 16 rows interleaved, see kernels/interleaved.py
 };
 
 enum D3Status : int32_t {
@@ -25,7 +25,7 @@ enum D3Status : int32_t {
     D3_BAD_DRAFT = 12,   // a draft is longer than the longest, or than its answer's room
 };
 
-// The exponent below that of code 1, and the outliers (bfloat16, by row, then by column): see kernels/packed.py.
+// The exponent below that of code 1, and the outliers (bfloat16, by row, then by column): see kernels/bf12.py.
 struct D3Bf12 {
     int32_t exponent;
     const int64_t* starts;  // [rows + 1]: the outliers of row n are [starts[n], starts[n + 1])

@@ -1,4 +1,4 @@
-"""Packs bfloat16 matrices into 12 bits a weight, lossless (`kernels/packed.py`)."""
+"""Packs bfloat16 matrices into 12 bits a weight, lossless (`kernels/bf12.py`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ctypes import POINTER, Structure, byref, c_int32, c_void_p
 import torch
 from torch import Tensor
 
+from d3engine.kernels.bf12 import PACKED_BYTES, PACKED_GROUP, PackedWeight
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.library import library
 from d3engine.kernels.native.model import Linear
-from d3engine.kernels.packed import PACKED_BYTES, PACKED_GROUP, PackedWeight
 
 MAX_OUTLIERS = 1 / 256
 """The largest share of outliers of a packed matrix: putting them in place takes time."""

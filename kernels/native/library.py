@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.kernels.lanes import Int4LanesWeight, Int8LanesWeight
+from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.interleaved import Int4LanesWeight, Int8LanesWeight
 from d3engine.kernels.native import build
 from d3engine.kernels.native.model import (
     LayerStructure,
@@ -36,7 +37,6 @@ from d3engine.kernels.native.runs import (
     sampling_structures,
 )
 from d3engine.kernels.native.speculative_loop import Drafts, Int64Array, SpeculativeLoopStructure, structure_of
-from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Int4Weight, Int8Weight
 
 

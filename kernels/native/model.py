@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.interleaved import Int4LanesWeight, LanesWeight
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
-from d3engine.kernels.lanes import Int4LanesWeight, LanesWeight
 from d3engine.kernels.matrices import Table, Weight
-from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}

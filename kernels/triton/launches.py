@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, Fp8Pool
@@ -205,3 +206,30 @@ def registered(
         )
         for label, launch in found:
             yield name, label, launch
+
+
+RUN: tl.constexpr = tl.constexpr(64)
+"""Columns that change places among themselves: four threads with 16 each."""
+
+_GROUP: tl.constexpr = tl.constexpr(GROUP)
+
+
+def arranged_columns(columns: int) -> int:
+    """Columns of a row of so many that is stored in this order: whole groups, filled up with zeros."""
+    return -(-columns // GROUP) * GROUP
+
+
+@triton.jit
+def places_of(columns):
+    """Where in its row the value of each column stands."""
+    thread, step, half, nth = columns % RUN // 16, columns % 16 // 4, columns % 4 // 2, columns % 2
+    return columns // RUN * RUN + step * 16 + half * 8 + thread * 2 + nth
+
+
+@triton.jit
+def in_places(stored):
+    """A tile [outputs, columns] of weights in their own order with its columns in their places; nothing is moved."""
+    OUTPUTS: tl.constexpr = stored.shape[0]
+    COLUMNS: tl.constexpr = stored.shape[1]
+    by_thread = tl.reshape(stored, (OUTPUTS, COLUMNS // RUN, 4, 4, 2, 2))
+    return tl.reshape(tl.trans(by_thread, (0, 1, 3, 4, 2, 5)), (OUTPUTS, COLUMNS))

@@ -19,12 +19,12 @@ from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.matmul import matmul
-from d3engine.kernels.triton.noise import gumbel, token_words
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, prologue, tile_product
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
 from d3engine.kernels.triton.sample import need_unit_strides, sample
+from d3engine.kernels.triton.scores import gumbel, token_words
 
 DRAWN_ROWS = 64
 """Rows of a tile whose noise is drawn where its logits are: beside 128 rows of sums no registers are left for it."""

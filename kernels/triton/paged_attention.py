@@ -21,8 +21,7 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, Fp8Pool, KVPool, values_and_scales
-from d3engine.kernels.triton.attention_kernels import long_chunks_kernel, single_rows_kernel
-from d3engine.kernels.triton.attention_splits import MOST_SPLITS, SPLIT, Room
+from d3engine.kernels.triton.attention_kernels import MOST_SPLITS, SPLIT, Room, long_chunks_kernel, single_rows_kernel
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 from d3engine.kernels.triton.operations import Step, performed
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from d3engine.kernels.quantized import GROUP
-from d3engine.kernels.triton.slots import in_places
+from d3engine.kernels.triton.launches import in_places
 from d3engine.kernels.triton.small_values import byte_values, int4_values
 
 FEW_ROWS: tl.constexpr = tl.constexpr(16)

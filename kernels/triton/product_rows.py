@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.launches import Launch, arranged_columns
 from d3engine.kernels.triton.products import Tile, product_launch
 from d3engine.kernels.triton.rms_norm import arrange_launch, norm_launch
-from d3engine.kernels.triton.slots import arranged_columns
 
 
 def product_launches(

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.launches import Launch, ModelShape, arranged_columns, meta, places_of
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
-from d3engine.kernels.triton.slots import arranged_columns, places_of
 
 
 def rms_norm(

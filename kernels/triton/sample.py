@@ -16,9 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
-from d3engine.kernels.triton.borders import bins_of
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
-from d3engine.kernels.triton.cuts import (
+from d3engine.kernels.triton.finalize import settle_launch
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
+from d3engine.kernels.triton.products import need_unit_stride
+from d3engine.kernels.triton.scores import gumbel, scores_launch, tile_scores, tile_words, tiles_of
+from d3engine.kernels.triton.threshold import bins_of
+from d3engine.kernels.triton.topk_topp import (
     MINUS_INFINITY,
     Search,
     cuts_row,
@@ -28,12 +33,6 @@ from d3engine.kernels.triton.cuts import (
     search_launches,
     searches,
 )
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta
-from d3engine.kernels.triton.noise import gumbel, tile_words
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
-from d3engine.kernels.triton.products import need_unit_stride
-from d3engine.kernels.triton.scores import scores_launch, tile_scores, tiles_of
-from d3engine.kernels.triton.settle import settle_launch
 
 
 def sample(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from d3engine.kernels import reference
-from d3engine.kernels.lanes import Int4LanesWeight, Int8LanesWeight, LanesWeight, in_lanes
+from d3engine.kernels.interleaved import Int4LanesWeight, Int8LanesWeight, LanesWeight, in_lanes
 from d3engine.kernels.matrices import looked_up
 from d3engine.kernels.quantized import Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
 

@@ -16,9 +16,13 @@ from torch import Tensor
 
 import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
-from d3engine.kernels.random import philox
+from d3engine.kernels.reference import philox
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows, cut_min_p_, cut_top
-from d3engine.kernels.triton import borders, candidates, cuts, noise, scores, settle
+from d3engine.kernels.triton import candidates, scores
+from d3engine.kernels.triton import finalize as settle
+from d3engine.kernels.triton import scores as noise
+from d3engine.kernels.triton import threshold as borders
+from d3engine.kernels.triton import topk_topp as cuts
 from d3engine.kernels.triton.sample import draw_launch
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")

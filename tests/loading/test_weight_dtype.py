@@ -21,8 +21,8 @@ from d3engine import D3, LLM, EarlyExit, Engine, FullDepth, LayerTable, Lossless
 from d3engine.cli.engine_options import ENGINE
 from d3engine.errors import InvalidValueError
 from d3engine.kernels import reference
+from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.native.bf12 import packed
-from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.loading.device import resolve_dtype
 from d3engine.loading.resolve import kept_by_default, resolve_weight_dtype

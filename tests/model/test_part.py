@@ -18,7 +18,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.random import gumbel
+from d3engine.kernels.reference import gumbel
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ModelShard, shard_of, split_evenly
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights

@@ -1,4 +1,4 @@
-// Packs bfloat16 matrices into 12 bits a weight; kernels/packed.py describes the format.
+// Packs bfloat16 matrices into 12 bits a weight; kernels/bf12.py describes the format.
 #include <algorithm>
 #include <cstring>
 

@@ -91,12 +91,12 @@ constexpr int MAX_LANES = 16;
 // + j.
 constexpr int SCALE_GROUP = 128;
 
-// Rows that are interleaved (kernels/lanes.py), and the bytes to which each is padded.
+// Rows that are interleaved (kernels/interleaved.py), and the bytes to which each is padded.
 constexpr int INTERLEAVED_ROWS = 16, INTERLEAVED_STEP = 64;
 inline bool is_interleaved(int kind) { return kind == D3_INT4X16 || kind == D3_INT8X16; }
 inline bool is_int4(D3Kind kind) { return kind == D3_INT4 || kind == D3_INT4X16; }
 
-// Columns of a bf12 group (kernels/packed.py), and its bytes: signs and mantissas, then exponent codes.
+// Columns of a bf12 group (kernels/bf12.py), and its bytes: signs and mantissas, then exponent codes.
 constexpr int BF12_GROUP = 64, BF12_BYTES = 96;
 constexpr int64_t bf12_groups(int columns) { return (columns + BF12_GROUP - 1) / BF12_GROUP; }
 // Bytes of a row as bfloat16.

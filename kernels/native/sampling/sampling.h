@@ -1,5 +1,5 @@
 // From logits to a token: logit mask, penalties, temperature, min-p, top-k, top-p and a draw, in this order, as in
-// `kernels/sampling.py` and `kernels/random.py`.
+// `kernels/sampling.py` and `kernels/reference.py`.
 #pragma once
 #include <cstdint>
 #include <vector>

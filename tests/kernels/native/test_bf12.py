@@ -10,10 +10,10 @@ import torch
 from native_models import Case, Shape, at_places, isas
 from torch import Tensor
 
+from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.bf12 import MAX_OUTLIERS, pack, packed
 from d3engine.kernels.native.model import Linear, NativeError
-from d3engine.kernels.packed import PackedWeight
 from d3engine.kernels.quantized import quantize_int8
 
 
@@ -46,7 +46,7 @@ def test_every_weight_comes_back_to_the_bit(rows: int, columns: int) -> None:
 
 
 def test_the_bytes_are_those_that_are_described() -> None:
-    """Unpacks column by column, as `kernels/packed.py` describes the format."""
+    """Unpacks column by column, as `kernels/bf12.py` describes the format."""
     given = rare(7, 130)
     made = pack(given)
     assert made is not None

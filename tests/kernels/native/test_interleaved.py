@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from native_models import Case, Shape, at_places
 
-from d3engine.kernels.lanes import LanesWeight, in_lanes
+from d3engine.kernels.interleaved import LanesWeight, in_lanes
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.library import isas_here, reads_interleaved
 from d3engine.kernels.native.model import Linear, NativeError, NativeModel

@@ -23,11 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.kernels.triton.borders import bins_of, border_bins, weights_of
 from d3engine.kernels.triton.candidates import ordered, unordered
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.scores import scores_launch, tile_scores, tiles_of
+from d3engine.kernels.triton.threshold import bins_of, border_bins, weights_of
 
 BINS = 512
 """Bins of a row: of a hundred thousand normally distributed logits some 700 share the fullest."""

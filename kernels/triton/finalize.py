@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.kernels.triton.borders import LISTED, NO_CANDIDATE, find_border
 from d3engine.kernels.triton.candidates import (
     EVERYTHING,
     best_of_tiles,
@@ -21,11 +20,11 @@ from d3engine.kernels.triton.candidates import (
     token_of,
     unordered,
 )
-from d3engine.kernels.triton.cuts import Search, cuts_row, row_ends
 from d3engine.kernels.triton.launches import Launch
-from d3engine.kernels.triton.noise import gumbel, token_words
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
-from d3engine.kernels.triton.scores import UNFUSED
+from d3engine.kernels.triton.scores import UNFUSED, gumbel, token_words
+from d3engine.kernels.triton.threshold import LISTED, NO_CANDIDATE, find_border
+from d3engine.kernels.triton.topk_topp import Search, cuts_row, row_ends
 
 _WARPS = 8
 _OPTIONS = {**UNFUSED, "maxnreg": 128}  # without a limit the compiler keeps to 64, and spills
