@@ -20,7 +20,7 @@ import d3engine
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.cli import app
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import POLICY_CLASSES
+from d3engine.depth.policy import POLICIES
 from d3engine.research.evaluation.word_problems import extract_answer
 
 ROOT = Path(__file__).parents[1]
@@ -147,10 +147,10 @@ def test_the_table_of_policies_names_its_tests_and_every_policy() -> None:
     assert [cell for row in rows for cell in row if not cell.startswith(("yes", "no", "`"))] == []
     assert [cell for row in rows for cell in row if cell.startswith("yes") and "[" not in cell] == []
     classes = {re.findall(r"`(\w+)`", row[0])[0] for row in rows}
-    assert {class_name for _, class_name in POLICY_CLASSES.values()} == classes | {"LayerTable"}
+    assert {policy.__name__ for policy in POLICIES.values()} == classes | {"LayerTable"}
     listed = page.split("\n## ")[0]
-    assert [name for name, (_, policy) in POLICY_CLASSES.items() if f"| `{policy}(" not in listed] == []
-    assert [name for name in POLICY_CLASSES if name != "table" and f"`{name}` |" not in listed] == []
+    assert [name for name, policy in POLICIES.items() if f"| `{policy.__name__}(" not in listed] == []
+    assert [name for name in POLICIES if name != "table" and f"`{name}` |" not in listed] == []
 
 
 RUNS_A_MODEL = ("generate", "chat", "serve", "batch", "integrations")

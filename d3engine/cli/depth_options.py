@@ -14,7 +14,7 @@ import typer
 
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.depth import DepthPolicy, policy_from_name
-from d3engine.depth.policy import POLICY_CLASSES, policy_names, policy_options, required_options
+from d3engine.depth.policy import POLICIES, policy_names, policy_options, required_options
 from d3engine.errors import NOTHING, InvalidValueError, require
 
 AUTO: Literal["auto"] = "auto"
@@ -23,7 +23,7 @@ Depth: TypeAlias = DepthPolicy | Literal["auto"]
 """What a command gets: a policy, or "auto" for the one in the model's d3.json (full depth without one)."""
 
 
-OWN_NAMES = [name for name in POLICY_CLASSES if name != "table"]
+OWN_NAMES = [name for name in POLICIES if name != "table"]
 """d3engine's policies that options can spell out; a table is too long for a command line."""
 
 

@@ -7,23 +7,6 @@ from typing import Any, cast
 
 from d3engine.depth.policy import BRIDGES, DepthPolicy
 
-WORDS = {
-    "full": "Full depth",
-    "skipdecode": "SkipDecode",
-    "unified": "Unified skipping",
-    "even": "Even skipping",
-    "fixed": "Fixed skipping",
-    "tail-skip": "Tail skipping",
-    "nested": "Nested windows",
-    "early-exit": "Early exit",
-    "table": "Layer table",
-    "self-speculative": "Self-speculative decoding",
-    "draft-and-verify": "Draft & Verify",
-    "lossless": "Lossless D3",
-    "speculative": "Speculative decoding",
-}
-"""What people call the policies whose class has another name than theirs."""
-
 LONGEST_VALUE = 60
 """Characters of an option's value (a table's can have thousands)."""
 
@@ -31,7 +14,7 @@ LONGEST_VALUE = 60
 def policy_in_words(policy: DepthPolicy) -> str:
     """Its name and its options; those that stand at their defaults, and those that are None, are left out."""
     usual = {"policy": policy.name} | {field.name: field.default for field in fields(cast(Any, policy))}
-    parts = [WORDS.get(policy.name, type(policy).__name__)]
+    parts = [policy.label or type(policy).__name__]
     for name, value in policy.describe().items():
         if value is None or usual.get(name, ...) == value:
             continue

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from fractions import Fraction
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
@@ -177,24 +176,12 @@ POLICY_FILE = "d3.json"
 BRIDGES = "bridges"
 """The option that names what stands in for skipped layers."""
 
-POLICY_CLASSES: Mapping[str, tuple[str, str]] = {
-    "full": ("d3engine.depth.skips", "FullDepth"),
-    "d3": ("d3engine.depth.skips", "D3"),
-    "skipdecode": ("d3engine.depth.skips", "SkipDecode"),
-    "unified": ("d3engine.depth.skips", "UnifiedSkip"),
-    "even": ("d3engine.depth.skips", "EvenSkip"),
-    "fixed": ("d3engine.depth.skips", "FixedSkip"),
-    "tail-skip": ("d3engine.depth.skips", "TailSkip"),
-    "nested": ("d3engine.depth.skips", "Nested"),
-    "early-exit": ("d3engine.depth.skips", "EarlyExit"),
-    "table": ("d3engine.depth.skips", "LayerTable"),
-    "self-speculative": ("d3engine.depth.drafts", "SelfSpeculative"),
-    "draft-and-verify": ("d3engine.depth.drafts", "DraftAndVerify"),
-    "lossless": ("d3engine.depth.drafts", "Lossless"),
-    "speculative": ("d3engine.depth.drafts", "Speculative"),
-}
-"""Name -> module and class. A `DepthPolicy` of the user's own has no entry: it is passed as an object, or offered
-by an installed package under the entry-point group `d3engine.policies`."""
+POLICIES: dict[str, type[DepthPolicy]] = {}
+"""Name -> class of d3engine's own policies, in the order of their definition: each registers itself.
+
+A `DepthPolicy` of the user's own has no entry: it is passed as an object, or offered by an installed package under the
+entry-point group `d3engine.policies`.
+"""
 
 
 class DepthPolicy(ABC):
@@ -203,8 +190,16 @@ class DepthPolicy(ABC):
     name: ClassVar[str]
     """What the command line and JSON call the policy."""
 
+    label: ClassVar[str] = ""
+    """What people call it; the name of the class where it is empty."""
+
     drafts: ClassVar[bool] = False
     """Whether the policy's tokens are drafted and then verified."""
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if cls.__module__.startswith(f"{__package__}."):  # no package can take the name of one of d3engine's own
+            POLICIES[cls.name] = cls
 
     @abstractmethod
     def schedule(self, num_layers: int) -> Schedule:
@@ -240,7 +235,7 @@ def named_bridges(policy: DepthPolicy) -> frozenset[str]:
 
 def policy_names() -> list[str]:
     """The names of all policies: d3engine's own, then those of installed packages (entry points, see `GROUP`)."""
-    return [*POLICY_CLASSES, *(name for name in installed_names() if name not in POLICY_CLASSES)]
+    return [*POLICIES, *(name for name in installed_names() if name not in POLICIES)]
 
 
 def policy_class(name: str) -> type[DepthPolicy]:
@@ -248,9 +243,8 @@ def policy_class(name: str) -> type[DepthPolicy]:
 
     Raises `InvalidValueError` for a name that nobody offers, `PolicyLoadError` for an offer that cannot be used.
     """
-    if isinstance(name, str) and name in POLICY_CLASSES:
-        module, class_name = POLICY_CLASSES[name]
-        return cast(type[DepthPolicy], getattr(import_module(module), class_name))
+    if isinstance(name, str) and name in POLICIES:
+        return POLICIES[name]
     names = policy_names()
     require(isinstance(name, str) and name in names, "policy", name, f"one of {', '.join(names)}")
     offered = load_installed(name)

@@ -44,6 +44,7 @@ class FullDepth(DepthPolicy):
     """Every layer runs for every token."""
 
     name: ClassVar[str] = "full"
+    label: ClassVar[str] = "Full depth"
 
     def schedule(self, num_layers: int) -> Schedule:
         """All cutoffs `NEVER`."""
@@ -79,6 +80,7 @@ class D3(DepthPolicy):
     bridges: str | None = None
 
     name: ClassVar[str] = "d3"
+    label: ClassVar[str] = "D3"
 
     def __post_init__(self) -> None:
         alpha = require_number("alpha", self.alpha, 0, 1, open_low=True)
@@ -147,6 +149,7 @@ class SkipDecode(DepthPolicy):
     bridges: str | None = None
 
     name: ClassVar[str] = "skipdecode"
+    label: ClassVar[str] = "SkipDecode"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_tokens", require_integer("max_tokens", self.max_tokens, 2))
@@ -232,6 +235,7 @@ class UnifiedSkip(DepthPolicy):
     bridges: str | None = None
 
     name: ClassVar[str] = "unified"
+    label: ClassVar[str] = "Unified skipping"
 
     def __post_init__(self) -> None:
         speedup = exact_fraction("speedup", self.speedup)
@@ -273,6 +277,7 @@ class EvenSkip(UnifiedSkip):
     """
 
     name: ClassVar[str] = "even"
+    label: ClassVar[str] = "Even skipping"
 
     def _spread(self, num_layers: int, kept: int) -> list[int]:
         # The spacing is at least 1, so no two fall together.
@@ -295,6 +300,7 @@ class FixedSkip(DepthPolicy):
     bridges: str | None = None
 
     name: ClassVar[str] = "fixed"
+    label: ClassVar[str] = "Fixed skipping"
 
     def __post_init__(self) -> None:
         layers = checked_layers("skip_layers", self.skip_layers)
@@ -341,6 +347,7 @@ class TailSkip(DepthPolicy):
     bridges: str | None = None
 
     name: ClassVar[str] = "tail-skip"
+    label: ClassVar[str] = "Tail skipping"
 
     def __post_init__(self) -> None:
         mean = exact_fraction("mean_layers", self.mean_layers)
@@ -392,6 +399,7 @@ class Nested(DepthPolicy):
     bridges: str | None = None
 
     name: ClassVar[str] = "nested"
+    label: ClassVar[str] = "Nested windows"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "alpha", require_number("alpha", self.alpha, 0, 1, open_low=True))
@@ -428,43 +436,6 @@ def _checked(windows: Any) -> tuple[tuple[int, int], ...]:
     apart = all(before[1] <= behind[0] for before, behind in pairwise(in_order))
     require(bool(fits and apart), "windows", windows, ALLOWED)
     return found
-
-
-@dataclass(frozen=True)
-class LayerTable(DepthPolicy):
-    """Row i holds the layers that run at step i; the last row holds for all later steps.
-
-    Args:
-        active: a sequence of rows; each row is either the ids of the layers that run, or one bool for each
-            layer. Row 0 must name every layer, since the prompt pass yields step 0.
-        on_skip: "copy" or "project"; "none" only for a nested table (a layer that is off stays off).
-        bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
-    """
-
-    active: Sequence[Sequence[int]] | Sequence[Sequence[bool]]
-    on_skip: OnSkip = "copy"
-    bridges: str | None = None
-
-    name: ClassVar[str] = "table"
-
-    def __post_init__(self) -> None:
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
-        given: Any = self.active
-        require(_is_sequence(given) and len(given) > 0, "active", given, "a sequence of rows, one for each step")
-        rows = tuple(_checked_row(f"active[{step}]", row) for step, row in enumerate(given))
-        object.__setattr__(self, "active", rows)
-
-    def schedule(self, num_layers: int) -> Schedule:
-        """The schedule, nested where the table is; raises `InvalidValueError` if a row does not fit."""
-        require_integer("num_layers", num_layers, 1)
-        rows = [_flags(f"active[{step}]", row, num_layers) for step, row in enumerate(self.active)]
-        require(bool(rows[0].all()), "active[0]", self.active[0], "every layer, since the prompt pass yields step 0")
-        return Schedule.from_table(np.stack(rows), self.on_skip, self.bridges)
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "active": [list(row) for row in self.active]}
 
 
 def _is_sequence(value: Any) -> bool:
@@ -531,6 +502,7 @@ class EarlyExit(DepthPolicy):
     on_skip: OnSkip = "project"
 
     name: ClassVar[str] = "early-exit"
+    label: ClassVar[str] = "Early exit"
 
     def __post_init__(self) -> None:
         self._rule()
@@ -555,3 +527,41 @@ class EarlyExit(DepthPolicy):
 
     def _rule(self) -> ExitRule:
         return ExitRule(self.confidence, self.threshold, self.decay, self.min_layer, self.every, self.batch)
+
+
+@dataclass(frozen=True)
+class LayerTable(DepthPolicy):
+    """Row i holds the layers that run at step i; the last row holds for all later steps.
+
+    Args:
+        active: a sequence of rows; each row is either the ids of the layers that run, or one bool for each
+            layer. Row 0 must name every layer, since the prompt pass yields step 0.
+        on_skip: "copy" or "project"; "none" only for a nested table (a layer that is off stays off).
+        bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
+    """
+
+    active: Sequence[Sequence[int]] | Sequence[Sequence[bool]]
+    on_skip: OnSkip = "copy"
+    bridges: str | None = None
+
+    name: ClassVar[str] = "table"
+    label: ClassVar[str] = "Layer table"
+
+    def __post_init__(self) -> None:
+        check_on_skip(self.on_skip)
+        check_bridges(self.bridges)
+        given: Any = self.active
+        require(_is_sequence(given) and len(given) > 0, "active", given, "a sequence of rows, one for each step")
+        rows = tuple(_checked_row(f"active[{step}]", row) for step, row in enumerate(given))
+        object.__setattr__(self, "active", rows)
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """The schedule, nested where the table is; raises `InvalidValueError` if a row does not fit."""
+        require_integer("num_layers", num_layers, 1)
+        rows = [_flags(f"active[{step}]", row, num_layers) for step, row in enumerate(self.active)]
+        require(bool(rows[0].all()), "active[0]", self.active[0], "every layer, since the prompt pass yields step 0")
+        return Schedule.from_table(np.stack(rows), self.on_skip, self.bridges)
+
+    def describe(self) -> dict[str, Any]:
+        """The policy as JSON-ready values."""
+        return {**super().describe(), "active": [list(row) for row in self.active]}

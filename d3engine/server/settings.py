@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import POLICY_CLASSES
+from d3engine.depth.policy import POLICIES
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.server.middleware.settings import GuardSettings
 
@@ -56,7 +56,7 @@ class ServerSettings:
             fits = isinstance(name, str) and 0 < len(name) <= 256 and name.isprintable()
             require(fits, "model_names", name, "ids of 1 to 256 printable characters")
         require(len(set(ids)) == len(ids), "depth_aliases", ids, "ids that differ from each other and the model's")
-        allowed = [name for name in POLICY_CLASSES if name not in NEVER_BY_REQUEST]
+        allowed = [name for name in POLICIES if name not in NEVER_BY_REQUEST]
         for name in self.allow_depth:
             require(name in allowed, "allow_depth", name, f"names out of {', '.join(allowed)}")
         require_integer("max_depth_policies", self.max_depth_policies, 1)

@@ -23,7 +23,7 @@ from d3engine.cli.answers import Run, _pace
 from d3engine.cli.commands import COMMANDS, ExitCode, code_of
 from d3engine.cli.depth_options import OPTIONS
 from d3engine.cli.engine_options import ENGINE
-from d3engine.depth.policy import POLICY_CLASSES, policy_class
+from d3engine.depth.policy import POLICIES, policy_class
 from d3engine.errors import (
     D3EngineError,
     EngineDeadError,
@@ -176,7 +176,7 @@ def test_defaults_in_the_help_are_those_of_the_engine() -> None:
 
 def test_defaults_in_the_help_are_those_of_the_policies() -> None:
     defaults: dict[str, set[str]] = {}
-    for name in POLICY_CLASSES:
+    for name in POLICIES:
         for field in policy_class(name).__dataclass_fields__.values():  # type: ignore[attr-defined]
             defaults.setdefault(field.name, set()).add(
                 f"{field.default:g}" if isinstance(field.default, float) else str(field.default).lower()
