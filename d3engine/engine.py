@@ -82,12 +82,12 @@ class Engine(Chats, EngineProperties):
         num_scheduler_steps: tokens of each answer that a batch may generate without the host, which looks at them
             afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
             always 1 without. None lets a small model's native runs of few answers be longer, up to 128 tokens, and all
-            of its runs four times as long where someone reads along.
+            of its runs four times as long for streaming callers.
         num_threads: threads on a CPU, of the native library and of PyTorch, which gets fewer where layers are small;
             None: PyTorch's, within CPUs and their quota. Outside of the engine's calls PyTorch's are as before.
         tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
             those that torchrun has started. On CPUs without the native library.
-        batch_invariant: let a request's tokens and logits be the same bits whoever shares its batch, however its prompt
+        batch_invariant: let a request's tokens and logits be the same bits in any batch, however its prompt
             is cut, and after a preemption or a prefix hit. On a GPU slower; refused where it cannot be had.
         stream_interval: tokens from one output of a request to the next; its first and its last come at once.
         seed: from which requests without a seed get theirs.

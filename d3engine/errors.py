@@ -1,6 +1,6 @@
 """Every error the engine raises on purpose, and the one helper that words them alike.
 
-A message names the field, the value that was given and what is allowed, so that nobody has to read the source.
+A message names the field, the value that was given and what is allowed, so that users need not read the source.
 """
 
 from __future__ import annotations

@@ -119,7 +119,9 @@ class MultiStep:
     cutoffs: IntArray  # [C, L]
     choice: SamplingMode  # what choosing a token takes, for the row that asks for most
     control: RunControl | None = None  # of steps that the host takes one by one: the plan comes again for each of them
-    bridges: tuple[str | None, ...] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): nobody
+    bridges: tuple[
+        str | None, ...
+    ] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): none does
     cycles: bool = False
     opens: bool = False
     num_taken: int = 1  # with a course: steps that the host has taken

@@ -22,7 +22,7 @@ RAMP = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962")
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 GREY = "#999999"
-"""Okabe and Ito's set: told apart with any colour vision. Blue and orange are told apart in grey too."""
+"""Okabe and Ito's set: distinct with any colour vision; blue and orange in grey too."""
 
 INK = "#767676"
 """Of text and lines in pictures without a ground of their own: its contrast to white is 4.5, to black 4.6 (WCAG 2)."""
@@ -169,7 +169,7 @@ def _draw_layers(axes: Any, schedule: Schedule, edges: list[int]) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, sizes in inches, that belongs to nobody but the caller (no pyplot)."""
+    """An empty figure, sizes in inches, that belongs to the caller alone (no pyplot)."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -206,7 +206,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def _ink(figure: Any) -> None:
-    """Take every white ground away, and draw in `INK` what nobody has given a colour: text, frames, ticks."""
+    """Take every white ground away, and draw in `INK` what has no colour yet: text, frames, ticks."""
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
     from matplotlib.legend import Legend

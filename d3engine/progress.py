@@ -1,6 +1,6 @@
 """Progress bars, shown and hidden in one way.
 
-A bar is for somebody who watches a terminal, and is told to be quiet as messages are: by the level of
+A bar is for a terminal, and is silenced as messages are: by the level of
 the logger "d3engine".
 """
 

@@ -16,7 +16,7 @@ class EngineStats:
     `nominal_mean_layers` is what the schedules promise over max_tokens of every request, `realised_mean_layers` the
     layers truly run for the tokens truly generated; None before there are any. `kv_bytes_saved` is what the running
     sequences do not hold now although full depth would, `kv_bytes_saved_at_end` the sum of the same over finished
-    sequences when each ended. `kv_blocks_cached` are held by nobody but the prefix cache.
+    sequences when each ended. `kv_blocks_cached` are held by the prefix cache alone.
 
     `executor` says in words what decodes: "native (avx512, threads: 2)", "CUDA graphs" or "eager". With CUDA graphs:
     how many were captured, in how many seconds, with what memory. `graph_steps` ran in graphs, `native_steps` in the

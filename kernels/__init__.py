@@ -19,7 +19,7 @@ _MODULES = {"reference": "d3engine.kernels.reference", "triton": "d3engine.kerne
 def for_device(device: torch.device, implementation: str = "auto", *, batch_invariant: bool = False) -> ModuleType:
     """The module that holds the operations for `device`: the one made for it, or another by name.
 
-    With `batch_invariant` what an operation makes of a row is the same bits whoever stands beside it: Triton's alone.
+    With `batch_invariant` what an operation makes of a row is the same bits in any batch: Triton's alone.
     Raises `ValueError` for a device without operations and for an unknown name. Triton runs on a CPU only in its
     interpreter (TRITON_INTERPRET=1 before Triton is first imported).
     """

@@ -1,4 +1,4 @@
-"""bfloat16 matrices in 12 bits a weight, of which nothing is lost: for whoever waits for memory to read them.
+"""bfloat16 matrices in 12 bits a weight, without loss: for decoding bound by memory.
 
 The exponents of a matrix are nearly all among fifteen neighbours, so four bits say which. Sign and
 mantissa stay as they are. The few weights of other exponents lie beside the matrix, in whose places are zeros.

@@ -39,7 +39,7 @@ class Instruction:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that one thread loads from global memory; none where it only fills a stage that nobody will read."""
+        """Bytes that one thread loads from global memory; none where it only fills an unread stage."""
         loads = self.operation.startswith("LDG") and not self.operation.startswith("LDGDEPBAR")
         return 4 * _width(self.operation) if loads and not self.operands.endswith("!PT") else 0
 

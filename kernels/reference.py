@@ -13,7 +13,7 @@ the dtype of `hidden`, one of a narrower dtype (here alone: Triton's operations 
 
 `num_rows`, an int32 tensor [1] on the operation's device, says how many rows (or copies) to compute; None means all.
 Rows at or beyond it are neither read nor written, and where an operation returns rows, theirs are undefined (here NaN,
-or -1 for tokens, so that whoever reads them notices). On a GPU it is read by the kernel, never by the host: a captured
+or -1 for tokens, so that a reader notices). On a GPU it is read by the kernel, never by the host: a captured
 graph serves any number of rows.
 """
 

@@ -1,7 +1,7 @@
 """What each row of a batch asks of `sample`, as tensors, and its rules in plain torch.
 
 Everything is a tensor [T] with one number per row and lies on the device of the logits, so a captured graph serves rows
-that ask for other things every time. What nobody in the batch asks for is None: that, the launch knows.
+that ask for other things every time. What no row in the batch asks for is None: that, the launch knows.
 """
 
 from __future__ import annotations

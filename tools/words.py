@@ -16,11 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BANNED = re.compile(
     r"\b(whoever|somebody|nobody|comes to|(?:is|are) told|reads? along|that is so|the one idea)\b", re.IGNORECASE
 )
-CHECKED = tuple(
-    f"{room}/*.py"
-    for room in ("d3engine/batch", "d3engine/cli", "d3engine/model", "d3engine/text", "kernels/native", "weights_tools")
-)
-"""Patterns of git; the rest follows."""
+CHECKED = ("d3engine/*.py", "kernels/*.py", "weights_tools/*.py", "tools/*.py")
+SAID = ("require(", "allowed = ", "'copy' or", "This server", '"description"')
+"""What lines of texts for users have, which a release does not reword."""
 
 
 def main() -> int:
@@ -28,7 +26,7 @@ def main() -> int:
     found = 0
     for name in listed.splitlines():
         for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
-            for word in BANNED.findall(line):
+            for word in () if any(mark in line for mark in SAID) or name == "tools/words.py" else BANNED.findall(line):
                 print(f"{name}:{number}: {word!r}: name the actor, or use the term of docs/glossary.md")
                 found += 1
     return 1 if found else 0

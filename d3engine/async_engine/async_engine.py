@@ -1,7 +1,7 @@
 """AsyncEngine: many callers at once, each awaiting his own answer, over one engine that steps on a thread of its own.
 
 Long prompts are read in a small pool, so that neither the event loop nor a running step waits for a tokenizer; a step's
-outputs come to an event loop in one call, whoever reads them.
+outputs reach an event loop in one call.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Transport(Protocol):
 class AsyncEngine(EngineProperties):
     """An engine for many callers at once, from any event loop and any thread.
 
-    It installs no signal handlers. Its thread ends with `close`, with `async with`, or when nobody holds it any more.
+    It installs no signal handlers. Its thread ends with `close`, with `async with`, or with the last reference to it.
 
     Args:
         model: as for `Engine`.
@@ -102,7 +102,7 @@ class AsyncEngine(EngineProperties):
 
     @classmethod
     def from_engine(cls, engine: Engine, *, before_step: Callable[[], object] | None = None) -> Self:
-        """Take over an engine, which nobody else may use from now on; it is closed with this one.
+        """Take over an engine, which only this object may use from now on and closes.
 
         `before_step` is called before each step, on the engine's thread: for tests, which make it hang or fail there.
         """
@@ -243,11 +243,11 @@ class AsyncEngine(EngineProperties):
         slot = self._dispatcher.drain(notifier)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                return bool(await notifier.take(slot))  # True comes into it, when nobody reads any more
+                return bool(await notifier.take(slot))  # True, when no reader is left
         return False
 
     async def close(self) -> None:
-        """End the engine after the step that is running; whoever still waits gets `EngineClosedError`. Idempotent."""
+        """End the engine after the step that is running; waiting callers get `EngineClosedError`. Idempotent."""
         await asyncio.get_running_loop().run_in_executor(None, self._end)
 
     async def __aenter__(self) -> Self:

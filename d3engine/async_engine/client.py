@@ -26,7 +26,7 @@ from d3engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Whether an engine still works; read without asking it, so a hung one is told too.
+    """Whether an engine still works; read without asking it, so a hung engine is seen too.
 
     Attributes:
         last_turn: when it last began a step or a wait, in seconds of `time.monotonic()`; never before the work came
@@ -179,8 +179,8 @@ class AsyncAnswer(_Reading):
         """Show outputs to `take` first, which the event loop calls as soon as they are there.
 
         It gets those that have come at once, one or more, and says how many of the first it takes: these are done with.
-        The rest is for whoever awaits the next output, and so is the last one, and every output that was there before
-        he began to. What `take` raises ends the request, and is raised to him.
+        The rest is for the reader that awaits the next output, and so is the last one, and every output that was there
+        before he began to. What `take` raises ends the request, and is raised to him.
         """
 
         def all_but_last(outputs: Sequence[RequestOutput]) -> int:
@@ -284,7 +284,7 @@ class SyncEngine:
         prepare: Callable[..., EngineRequest],
         chat_prompt: Callable[..., dict[str, list[int]]],
     ) -> None:
-        self._owner = owner  # which ends its engine when nobody holds it
+        self._owner = owner  # which ends its engine with the last reference
         self._dispatcher = dispatcher
         self._prepare = prepare
         self.chat_prompt = chat_prompt

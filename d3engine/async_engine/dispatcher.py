@@ -313,7 +313,7 @@ class Dispatcher:
             raise _own(self.end)
 
     def leave(self, key: int) -> None:
-        """Nobody reads this slot any more: the request ends, if it has not."""
+        """The reader of this slot has left: its request ends, if it has not."""
         if self._unanswered.pop(key, None) is not None:
             self._send(Leave(key))
         self._unread.discard(key)
@@ -324,7 +324,7 @@ class Dispatcher:
         self._fill([(slot, [error])])
 
     def drain(self, notifier: Notifier) -> ReplyFuture:
-        """Take no more requests; True comes into the slot when nobody reads any."""
+        """Take no more requests; the slot gets True when no reader is left."""
         self._is_draining = True
         slot = ReplyFuture(next(self._keys), notifier)
         self._done.append(slot)
@@ -355,7 +355,7 @@ class Dispatcher:
         self._fill(filled)
 
     def end_all(self, error: BaseException) -> None:
-        """The engine has ended: everybody hears of it, and so will whoever comes later."""
+        """The engine has ended: all readers are woken with its error, later ones too."""
         if self.end is None:
             self.end = error
         while self._unanswered:

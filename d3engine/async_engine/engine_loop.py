@@ -29,7 +29,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Nobody reads the request of `key` any more."""
+    """The reader of `key` has left."""
 
     key: int
 
@@ -51,7 +51,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """What came for `key` cannot be done: it is told so in its turn."""
+    """What came for `key` cannot be done: its reader gets the error in its turn."""
 
     key: int
     error: Exception
@@ -74,7 +74,7 @@ Reply: TypeAlias = "tuple[int, Any]"
 SECONDS_PER_ANSWER: Final = 0.25e-3
 """Several times as long as to wake a reader, to write to his socket and to wake his client takes."""
 FRAME_SECONDS: Final = 1 / 60
-"""Nobody sees text come more often."""
+"""A display shows text no more often."""
 
 
 class OutputBatcher:
@@ -155,10 +155,10 @@ class LocalHeartbeatClock:
 
 
 class EngineLoop:
-    """One engine, which nobody else may touch from now on.
+    """One engine, which only this loop may touch from now on.
 
     Args:
-        engine: the engine, which whoever has called `run` closes.
+        engine: the engine, which the caller of `run` closes.
         hand_over: gets replies as an `OutputBatcher` lets them go; must not raise.
         before_step: called before each step; for tests, which make it hang or fail there.
         pulse: where it writes at every turn when that was.

@@ -1,7 +1,7 @@
 """An engine in a process of its own, spawned: this is its callers' side of it.
 
 A thread sends, another receives; who waits for what is the dispatcher's, as for an engine on a thread. The end of the
-process, however it comes, is the end of a pipe that nobody else holds.
+process, however it comes, is the end of a pipe that no other process holds.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class EngineProcess:
     # -- what goes to and fro ----------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """The sender's thread: its socket is nobody else's."""
+        """The sender's thread, which alone uses its socket."""
         while (message := self._inbox.get()) is not None:
             try:
                 told = wire.encode(self._on_wire(message))

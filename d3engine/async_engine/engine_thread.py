@@ -18,7 +18,7 @@ class EngineThread:
         self.dispatcher = Dispatcher(self.send)
         self._engine = engine
         self._loop = EngineLoop(engine, self.dispatcher.deliver, before_step)
-        # Nobody waits for a hung one when Python ends.
+        # Python does not wait for a hung one at its end.
         self._thread = threading.Thread(target=self._run, name="d3engine", daemon=True)
         self._thread.start()
 

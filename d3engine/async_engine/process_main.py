@@ -100,7 +100,7 @@ def _reply(reply: Reply) -> Any:
 
 
 def _receive(context: Any, address: str, engine: Engine, loop: EngineLoop) -> None:
-    """Put what comes into the loop's inbox, requests checked again: this process believes nobody."""
+    """Put what comes into the loop's inbox, requests checked again: this process trusts no message."""
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     inbox = _Inbox(engine, loop)

@@ -109,7 +109,7 @@ class Value(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """What a caller is told in place of an answer."""
+    """What a caller gets in place of an answer."""
 
     key: int
     failure: Failure

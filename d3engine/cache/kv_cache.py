@@ -54,7 +54,7 @@ class BlockPool:
         np.add.at(self.ref_counts, blocks, 1)
 
     def release(self, blocks: IntArray) -> None:
-        """Take one reference back for every mention in `blocks`, and free what nobody holds any more."""
+        """Take one reference back for every mention in `blocks`, and free blocks without references."""
         if (self.ref_counts[blocks] == 1).all():  # then none is mentioned twice
             freed = blocks
             self.ref_counts[blocks] = 0
@@ -110,7 +110,7 @@ class KVCache:
         self._free_slots.append(slot)
 
     def share(self, slot: int, blocks: IntArray) -> None:
-        """Begin an empty slot with `blocks` [n, L], if any, that somebody else has computed."""
+        """Begin an empty slot with `blocks` [n, L], if any, that another sequence has computed."""
         if count := blocks.shape[0]:
             self.tables[slot, :, :count] = blocks.T
             self.num_blocks[slot] = count

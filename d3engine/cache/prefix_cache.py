@@ -98,7 +98,7 @@ class PrefixCache:
             self._cache.pool.release(self._entries.popitem()[1].blocks)
 
     def num_idle_blocks(self) -> int:
-        """Blocks that only this cache holds: in use by nobody, and free as soon as they are needed."""
+        """Blocks that only this cache holds: used by no sequence, and free as soon as they are needed."""
         if not self._entries:
             return 0
         blocks = np.concatenate([entry.blocks for entry in self._entries.values()])

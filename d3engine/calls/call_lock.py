@@ -142,7 +142,7 @@ def _put_back(held: list[tuple[int, _Held]]) -> None:
 
 
 Drop: TypeAlias = Callable[[list[str]], None]
-"""Ends these requests, whose outputs nobody will ask for."""
+"""Ends these requests, whose outputs no caller will take."""
 
 
 class CallLock:

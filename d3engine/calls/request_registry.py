@@ -1,4 +1,4 @@
-"""Outputs on their way to who asked for them: whoever steps the engine computes for all callers."""
+"""Requests in flight, and outputs that wait for their callers: any call of `step` computes for all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OutputQueue:
         return waiting
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for the outputs of these claimed requests any more."""
+        """The owner of these claimed requests has left."""
         for request_id in request_ids:
             self._claimed.pop(request_id, None)
 
@@ -156,7 +156,7 @@ class RequestRegistry:
         return self.delivery.claim(ids)
 
     def drop(self, ids: list[str]) -> None:
-        """End requests whose outputs nobody will ask for; nothing happens to finished ones."""
+        """End requests whose outputs no caller will take; finished ones stay."""
         if self._life.is_sound:  # after a fault the scheduler may be in any state
             self._scheduler.abort(ids)
         self.outputs.drop(ids)

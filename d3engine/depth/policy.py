@@ -74,7 +74,7 @@ class ExitRule:
 
     Attributes:
         confidence: see `Confidence`; the softmax ones are of the raw logits, before temperature and penalties.
-        threshold: from 0 (everybody leaves at the first check) to 2 (nobody ever does).
+        threshold: from 0 (every token leaves at the first check) to 2 (none ever does).
         decay: how fast the threshold falls, see `threshold_at`; 0 keeps it.
         min_layer: the lowest layer after which a token may leave.
         every: layers from one check to the next.
@@ -241,7 +241,7 @@ def policy_names() -> list[str]:
 def policy_class(name: str) -> type[DepthPolicy]:
     """The class of a named policy; no package can take the name of one of d3engine's own.
 
-    Raises `InvalidValueError` for a name that nobody offers, `PolicyLoadError` for an offer that cannot be used.
+    Raises `InvalidValueError` for an unknown name, `PolicyLoadError` for an offer that cannot be used.
     """
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
@@ -313,7 +313,7 @@ def calibrated_for(directory: str | Path) -> str | None:
     """The fingerprint of the weights that `d3.json` was calibrated on; None without that file, or where a file that
     was written by hand names none.
 
-    Whoever loads weights compares it with theirs (`d3engine.loading.depth`): a setting that is safe for one model says
+    The loader compares it with its weights (`d3engine.loading.depth`): a setting that is safe for one model says
     nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
     """
     path = beside(directory, POLICY_FILE)
@@ -326,8 +326,9 @@ def calibrated_for(directory: str | Path) -> str | None:
 def calibrated_task(directory: str | Path) -> str | None:
     """The task that the setting in `d3.json` was found for; None without that file, or where it names none.
 
-    What is safe for one task says nothing of another, so whoever applies the setting to every request says which task
-    it was. Older files name theirs among the evidence alone. Raises `ModelFormatError` as `calibrated_for` does.
+    What is safe for one task says nothing of another, so a command that applies the setting names the task
+    that it was found for. Older files name theirs among the evidence alone. Raises `ModelFormatError` as
+    `calibrated_for` does.
     """
     path = beside(directory, POLICY_FILE)
     if not is_there(path):

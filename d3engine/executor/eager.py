@@ -63,7 +63,7 @@ class EagerExecutor:
         """`config` and `weights` are those of this rank's part where there are `ranks`.
 
         `kv_dtype` is that of the pool: None that of activations, `dtype`, or else float8_e4m3fn. `bridges` has what
-        plans name. With `tells_prompts` the kernels are told which rows are those of prompts.
+        plans name. With `tells_prompts` the kernels get the rows of prompts.
         """
         self.device = device
         self.block_size = block_size

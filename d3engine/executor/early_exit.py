@@ -1,7 +1,7 @@
 """Early exit inside a step: rows leave the layers as soon as the model is confident of them.
 
 A step in which rows may leave is the plan's spans, cut where a confidence is looked at, each without the
-rows that have gone. So the executor runs the same spans through the same operations, and a step in which nobody may
+rows that have gone. So the executor runs the same spans through the same operations, and a step in which no row may
 leave knows nothing of this. Every look costs the host's waiting for the device; softmax confidences also cost the head.
 """
 
@@ -84,7 +84,7 @@ class EarlyExits:
     # -- who runs ----------------------------------------------------------------------------------------------
 
     def _pieces(self, layers: range) -> list[range]:
-        """`layers` cut behind every layer after which somebody looks, and before it if its input is looked at too."""
+        """`layers` cut behind every checked layer, and before it if its input is checked too."""
         cuts = {layers.start, layers.stop}
         for layer in layers:
             for group in self._plan.exits:

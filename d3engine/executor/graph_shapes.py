@@ -43,7 +43,7 @@ def crossed_at(multi_step: MultiStep, taken: int) -> tuple[Crossed, ...]:
     """The windows that a graph must hold for a step of a run.
 
     Where all rows leave out the same ones it is these. Otherwise all that they come to from here on: mixtures of ages
-    are many, and what nobody crosses costs little.
+    are many, and uncrossed windows cost little.
     """
     if not multi_step.bridges:
         return ()
@@ -67,7 +67,7 @@ def _crossed(active: BoolArray, name: str) -> tuple[Crossed, ...]:
 def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) -> Iterator[GraphShape]:
     """The shapes that answers of this schedule need: the largest first, then from few rows to many.
 
-    Penalties are rare, and need memory of their own: their graphs are captured when somebody asks for them.
+    Penalties are rare, and need memory of their own: their graphs are captured on first use.
     """
     if not schedule.is_nested or schedule.on_skip != "none":
         return  # what fills the layers that it skips runs no graph
@@ -225,7 +225,7 @@ class GraphBridges:
         self._windows[crossed] = _Windows(bridges, *torch.tensor(numbers).T.contiguous().to(self._places.device))
 
     def begin(self, crossed: tuple[Crossed, ...], rows: DecodeRows) -> GraphCrossings | None:
-        """The windows of a step of these rows, not yet crossed; None where nobody crosses any."""
+        """The windows of a step of these rows, not yet crossed; None where no row crosses any."""
         if not crossed:
             return None
         windows, count = self._windows[crossed], rows.steps.shape[0]

@@ -46,7 +46,7 @@ class DeviceBlockTables:
     def write_rows(self, plan: Plan, columns: IntArray, rows: Tensor) -> None:
         """Write the first `columns` [C] blocks of the plan's chunks to the first C rows of `rows` [L, B, max_blocks].
 
-        `rows` is kept by the caller, and written by nobody else: what has not changed since the last call is left.
+        `rows` is kept by the caller, and written by it alone: what has not changed since the last call is left.
         """
         changed = self._update(plan, columns)
         if changed or not np.array_equal(self._order, plan.slots):
@@ -102,7 +102,7 @@ class Executor(Protocol):
 
     @property
     def pool(self) -> KVPool:
-        """The pool [blocks, 2, block_size, kv heads, head_dim]; block 0 is handed to nobody."""
+        """The pool [blocks, 2, block_size, kv heads, head_dim]; block 0 is never handed out."""
         ...
 
     @property

@@ -236,7 +236,7 @@ class NativeExecutor:
         return None if name is None else self._bridges[name]
 
     def _logits(self, plan: Plan, multi_step: MultiStep) -> dict[str, Any]:
-        """Where a run leaves the logits of the rows that want log-probabilities; nothing if nobody does."""
+        """Where a run leaves the logits of the rows that want log-probabilities; empty if none does."""
         if multi_step.choice < SamplingMode.REPORT:
             return {}
         rows = reporting_chunks(plan.sequences)
@@ -245,7 +245,7 @@ class NativeExecutor:
         return {"logits": np.empty((multi_step.num_steps, len(rows), self._vocab), np.float32), "logit_places": places}
 
     def _end_course(self) -> None:
-        """Whatever goes on by itself comes to rest: the pool is the caller's."""
+        """End the run that goes on by itself: the pool is the caller's."""
         self._decoder.finish()
         self._followed = None
 
@@ -322,7 +322,7 @@ class NativeExecutor:
             )
 
     def _bridges_of_rows(self, plan: Plan) -> list[NativeBridges | None] | None:
-        """By what each row of a step crosses the layers that it leaves out; None where nobody does."""
+        """By what each row of a step crosses the layers that it leaves out; None where none does."""
         if not plan.bridged:
             return None
         own: list[NativeBridges | None] = [None] * plan.num_rows

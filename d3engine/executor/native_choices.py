@@ -85,7 +85,7 @@ class ChoicesOfStep:
         self._scores = np.empty((1, self._rows.size), np.float32)
 
     def asked(self, part: slice) -> dict[str, Any]:
-        """What the library is told of the choices of these rows."""
+        """What the library gets of the choices of these rows."""
         inside, rows = self._in(part)
         yields = np.zeros(part.stop - part.start, np.bool_)
         yields[rows] = True

@@ -1,7 +1,7 @@
 """A run of graphs whose tokens the host takes step by step: the device is always given a few steps more.
 
 What is launched cannot be taken back. So the host launches some steps ahead of the one that it waits for, which keeps
-the device busy while the host reads, and no more: whoever comes in between waits for these alone.
+the device busy while the host reads, and no more: a new request waits for these alone.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
 def check_bridges(directory: Path) -> None:
     """That the bridges beside the weights are those that the setting was found with, where `d3.json` names them."""
     path, expected = beside(directory, BRIDGES_FILE), calibrated_bridges(directory)
-    if expected is None or not is_there(path):  # whoever loads them says that they are missing
+    if expected is None or not is_there(path):  # loading them reports that they are missing
         return
     config = ModelConfig.from_directory(directory)
     with of_a_model():

@@ -50,8 +50,8 @@ STEPS_AHEAD = 16
 model's step on a CPU, is then a few hundredths of the time."""
 MOST_TOKENS_AHEAD = 128
 WEIGHTS_AHEAD = 3 * 2**27
-"""Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which nobody
-joins the batch and nothing is interrupted. A run that someone reads along can be ended, and is longer."""
+"""Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which no
+request joins the batch and nothing is interrupted. A streamed run can be ended, and is longer."""
 MOST_THREADS = 1024
 
 
@@ -115,7 +115,7 @@ def num_scheduler_steps(given: int | None, runs_ahead: bool) -> int:
 
 
 def num_tokens_ahead(given: int | None, executor: str, config: ModelConfig) -> int:
-    """Tokens up to which a native run of few rows is longer than `num_scheduler_steps`, if nobody has named these.
+    """Tokens up to which a native run of few rows is longer than `num_scheduler_steps`, unless the user names it.
 
     The smaller the model, the more of its time would be the host's; a model with long steps gets 0.
     """

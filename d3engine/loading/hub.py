@@ -183,7 +183,7 @@ def _check_space(wanted: Repository, missing: int) -> None:
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[Any]:
-    """A class for the library's progress bars, gone from the screen at the end; where nobody watches, none shows.
+    """A class for the library's progress bars, gone from the screen at the end; none without a terminal.
 
     By itself the library leaves some of them open, to be drawn again over what comes after them.
     """

@@ -91,7 +91,7 @@ def is_under_torchrun() -> bool:
 
 
 def own_index() -> int:
-    """Which of the ranks on this machine this process is; the first where nobody else has started it as one."""
+    """Which of the ranks on this machine this process is; the first where no launcher has started it."""
     return int(os.environ.get("LOCAL_RANK", 0)) if is_under_torchrun() else 0
 
 
@@ -179,7 +179,7 @@ def lead(settings: EngineSettings, team: Team, place: Place, draft: ModelConfig 
 
 
 def follow(leader: Leader, place: Place) -> None:
-    """Another rank: load, and run what rank 0 plans until that is done; what fails here is told to it, and raised."""
+    """Another rank: load, and run what rank 0 plans until that is done; failures are sent to it, and raised."""
     leader.rely_on()
     try:
         start = leader.hear()

@@ -103,7 +103,7 @@ def resolve_weight_dtype(
 
 
 def check_packing(settings: EngineSettings) -> None:
-    """Refuse to pack matrices that nobody reads as packed, or that are not bfloat16."""
+    """Refuse to pack matrices that the executor cannot read packed, or that are not bfloat16."""
     require(settings.executor == "native", "pack_weights", True, "False where the native library does not decode")
     held = str(settings.weight_dtype).removeprefix("torch.")
     allowed = f'False where matrices are {held} (weight_dtype="bfloat16" would make them bfloat16)'

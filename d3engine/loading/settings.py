@@ -1,6 +1,6 @@
 """What an engine's arguments come to for one model: every value checked, every "auto" resolved (`loading/resolve.py`).
 
-Settings are a value. Whoever assembles an engine reads them and has nothing to ask of the user any more.
+Settings are a value. Assembling an engine needs nothing else of the user.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text of the tokens; otherwise it stays "", and stop strings cannot be used.
         include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
-        cache_salt: only prompts with the same text here share blocks of the prefix cache, so that nobody learns from
+        cache_salt: only prompts with the same text here share blocks of the prefix cache, so that no client learns from
             the time of an answer what others have asked; None is shared by all that have none.
         output_kind: what outputs hold, of `stream` and of requests added one by one: everything so far, only what is
             new, or everything once at the end. `generate` and `chat` return whole answers in any case.

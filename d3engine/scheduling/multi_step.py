@@ -96,7 +96,7 @@ def steps_of_forms(chunks: Chunks, table: RunningTable) -> int:
 def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens: int) -> int:
     """Steps of a run at most: `num_steps`, or more of few rows, up to `num_tokens` tokens of all of them.
 
-    Where these are not 0, and so steps are short, a run is several times as long if someone reads along: from its end
+    Where these are not 0, and so steps are short, a run is several times as long for streaming callers: from its end
     to the next one's begin the device waits for the host. Where a text may end an answer, which the host alone sees,
     little is to be computed beyond it.
     """

@@ -23,7 +23,7 @@ class Trait(IntEnum):
     FILLS = 1  # its skipped layers get entries (`on_skip` other than "none")
     TABLED = 2  # its schedule is not nested
     EXITS = 4  # its tokens may leave early
-    STREAMS = 8  # someone reads along
+    STREAMS = 8  # a caller streams its tokens
     DRAFTS = 16
     SPLITS_LAYERS = 32  # its drafts run one part of a layer without the other
     SECOND_MODEL = 64  # another model drafts for it

@@ -42,7 +42,7 @@ class SchedulerConfig:
     """Bounds of a step: rows in all, sequences at once, and tokens a sequence may grow to.
 
     `num_scheduler_steps`: how many steps a batch may take that gives a token at each of them before the host looks; 0
-    where the executor is told of every step. `num_tokens_ahead`: until how many tokens these may be more, for few
+    where the host launches every step. `num_tokens_ahead`: until how many tokens these may be more, for few
     sequences. `capabilities`: what these steps may hold.
     """
 
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the device is at further steps of a run already, which nobody has ended or is about to."""
+        """Whether the device is at further steps of a run already, which no call has ended or is about to."""
         return self._under_way.goes_on and not self._may_join
 
     @property
@@ -178,7 +178,7 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The plan of the next step, its blocks allocated; None when there is nothing to do."""
         if self._may_join:
-            self._under_way.end()  # whoever waits is not kept waiting by a run
+            self._under_way.end()  # waiting requests do not wait for a run
         if (plan := self._under_way.next_step()) is not None:
             return plan
         self._admit()
@@ -200,7 +200,7 @@ class Scheduler:
     def update(self, plan: Plan, sampled: Sampled, depths: IntArray | None = None) -> Iterator[NewTokens]:
         """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
 
-        The tokens come when their sequence has grown by them, one by one where it grows so: whoever reads them may end
+        The tokens come when their sequence has grown by them, one by one where it grows so: their reader may end
         the sequence there (a stop string was found), and the tokens beyond are dropped. They must be read to the end.
         `depths` [C] are the layers that the chunks really ran, where some left early; None: those of the plan.
         """
@@ -324,14 +324,14 @@ class Scheduler:
 
     def _runs(self, chunks: Chunks) -> Iterator[MultiStep | None]:
         """What the device may do by itself, as far as there is room for it: the longest run of steps first, and at last
-        this step alone, for which somebody may be sent away."""
+        this step alone, for which a sequence may be preempted."""
         if self._second is not None and self._second_chunks().slots.size:
             yield None  # what the second model drafts, the host must see before the next step
             return
         most = steps_of_forms(chunks, self._table)
         few = min(self.config.num_scheduler_steps, most)
         if self._may_join:
-            few = longest = min(few, 1)  # somebody may join
+            few = longest = min(few, 1)  # a request may join
         else:
             longest = min(longest_run(chunks, self._table, few, self.config.num_tokens_ahead), most)
         multi_step = None

@@ -59,7 +59,7 @@ class WriteBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Send what has been gathered, unless nobody is there any more."""
+        """Send what has been gathered, unless the client has left."""
         if self.waiting and not self.is_closing():
             self.transport.write(b"".join(self.waiting))
         self.waiting.clear()

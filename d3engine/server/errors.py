@@ -1,6 +1,6 @@
-"""Every error that a client is told of, in OpenAI's words: clients decide by `type` and `code` what to do next.
+"""Every error that a client gets, in OpenAI's form: clients decide by `type` and `code` what to do next.
 
-Under /v1/messages it is told in Anthropic's words.
+Under /v1/messages it has Anthropic's form.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def error_response(error: RequestError, path: str) -> Response:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a client is told of any error; of one that is the server's own fault, nothing of its insides.
+    """What a client gets of any error; of the server's own faults, no internals.
 
     A fault of the server's own is logged here, once.
     """

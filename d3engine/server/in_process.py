@@ -58,7 +58,7 @@ async def messages_of(app: ASGIApp, path: str, body: bytes) -> AsyncGenerator[Me
 
 
 def whole(body: bytes) -> Receive:
-    """A request that has come whole, and whose client never leaves: who does is told of by cancelling."""
+    """A request that has come whole, and whose client never leaves: leaving is cancelling."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

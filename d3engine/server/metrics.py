@@ -78,7 +78,7 @@ class Meters:
 
     @contextmanager
     def request(self, prepared: EngineRequest) -> Iterator[RequestMeter]:
-        """The meter of a request, for as long as somebody reads it."""
+        """The meter of a request, for as long as a client reads it."""
         meter = RequestMeter(self, prepared)
         try:
             yield meter
@@ -134,7 +134,7 @@ class RequestMeter:
             self._end(output)
 
     def leave(self) -> None:
-        """Nobody looks at it any more: what has not ended was aborted."""
+        """The client has left: what has not ended was aborted."""
         self._meters.finished[FinishReason.ABORT.value] += self._num_sequences - self._num_ended
         self._num_ended = self._num_sequences
 

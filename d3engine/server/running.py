@@ -1,7 +1,7 @@
 """Running an app: its socket, its signals, and how it ends.
 
 The first signal begins a drain and the second ends the process at once. While it drains, the port stays
-open, so that whoever asks hears that the server is going, and /health says so.
+open, so that clients learn that the server is going, and /health says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKLOG = 2048
 
 
 def bind(settings: GuardSettings) -> socket.socket:
-    """The socket of the server, which nobody can connect to before it runs. Raises `FailedError`."""
+    """The socket of the server, to which no client can connect before it runs. Raises `FailedError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -67,7 +67,7 @@ class GuardedServer(uvicorn.Server):
         app: the app.
         settings: its limits of time.
         traffic: that of the app.
-        say: tells whoever started it, in a line, how it ends.
+        say: prints, in a line, how it ends.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What whoever starts the server may decide; a request may not."""
+"""What the operator of the server decides, and a request may not."""
 
 from __future__ import annotations
 

@@ -169,12 +169,12 @@ class AppState:
         models: the ids of the model.
         certification: which depths are certified for the model.
         depths: reads the depths of requests, and knows which are at work.
-        ignored: names the fields that nobody knows.
+        ignored: names unknown fields.
         tool_styles: how chat templates show functions and write calls.
         traffic: the requests that have a place, and whether new ones are taken.
         meters: what is counted of requests.
         exposition: writes that, and what the engine counts, for Prometheus.
-        tracer: makes spans of requests, None where nobody wants them; to be closed when the app has ended.
+        tracer: makes spans of requests, None where they are off; to be closed when the app has ended.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:

@@ -1,6 +1,6 @@
 """Spans on their way to a collector: OpenTelemetry's packages are used here alone.
 
-Whoever answers requests only puts a span into a bounded queue. A thread of the SDK's sends batches of
+The event loop only puts a span into a bounded queue. A thread of the SDK's sends batches of
 them; a collector that is away costs spans, which is said once, and never a request.
 """
 

@@ -131,7 +131,7 @@ class GrammarPlace:
         return self._grammar.balance if self._balance is None else self._balance
 
     def _settled(self, step: Callable[[], T], at_fault: F) -> T | F:
-        """What a step comes to; after a fault `at_fault`. A full lexer is replaced, and the step taken once more."""
+        """The result of a step; after a fault `at_fault`. A full lexer is replaced, and the step taken once more."""
         error, is_new = self.fault, False
         while error is None or (_may_be_full(error) and not is_new and self.fault is None):
             try:

@@ -267,7 +267,7 @@ class _Rewriter:
         return found
 
     def _guard(self, branch: Schema, other: Schema, kinds: frozenset[str]) -> Schema | None:
-        """What narrows `branch` so that `other` allows none of it: {} where that is so already; None if not known."""
+        """What narrows `branch` so that `other` allows none of it: {} where it does so already; None if not known."""
         one, two = self._seen(branch), self._seen(other)
         if two is False or one is False:
             return {}

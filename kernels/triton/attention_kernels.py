@@ -177,7 +177,7 @@ def load_scales(
 ):  # fmt: skip
     """What keys, or VALUES, of entries [start, start + TILE) in 8 bits are multiples of, [TILE].
 
-    `scales` points at those of the head in block 0. (Whoever has none must not call this: Triton 3.6 returns no None.)
+    `scales` points at those of the head in block 0. (Not for pools without scales: Triton 3.6 returns no None.)
     """
     positions = start + tl.arange(0, TILE)
     scales_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE

@@ -1,7 +1,7 @@
 """The best token of a row, found in two launches: the best of each tile, then the best of those.
 
 A candidate is a score and its token in one int64, made so that the larger integer is the better candidate: one integer
-maximum settles equal scores (the lower token wins) and NaN (which beats everything, so that nobody overlooks it).
+maximum settles equal scores (the lower token wins) and NaN (which beats everything, so that it is never overlooked).
 """
 
 from __future__ import annotations

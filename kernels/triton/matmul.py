@@ -55,7 +55,7 @@ def _multiply_onto(target: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | Non
 def float32_sums() -> Iterator[None]:
     """Within it the matrix library keeps the sums of half precision in float32 to the end, as all kernels here do.
 
-    torch lets it add up parts of a long sum in half precision, if nobody says otherwise.
+    torch lets it add up parts of a long sum in half precision by default.
     """
     settings = torch.backends.cuda.matmul
     before = [(name, getattr(settings, name)) for name in _REDUCED]

@@ -77,7 +77,7 @@ def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BL
         gdc_wait()
         return first
     else:  # noqa: RET505
-        return 0  # nobody reads it; Triton 3.6 cannot return None
+        return 0  # unread; Triton 3.6 cannot return None
 
 
 @triton.jit

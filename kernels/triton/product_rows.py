@@ -30,7 +30,7 @@ def product_launches(
 ) -> list[Launch]:
     """`product_launch` last, and before it what makes rows out of `x` [T, K] that its tile takes.
 
-    Of a `norm` that was applied before, the kernel is told that there is none.
+    Of a `norm` that was applied before, the kernel gets none.
     """
     is_arranged = tile.is_arranged(weight, x.dtype)
     if not tile.is_normed or not (norm or is_arranged):

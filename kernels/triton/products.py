@@ -72,7 +72,7 @@ def product_tile(
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
     What the operations share. With `may_split` a tile may have parts. With `batch_invariant` it is the same tile, of as
-    many parts, for any number of rows, so that a row meets the same instructions in the same order whoever stands
+    many parts, for any number of rows, so that a row meets the same instructions in the same order whatever stands
     beside it. Then `may_split` must not follow from the rows either.
 
     The numbers are for Hopper, and fit the 99 KB of shared memory that consumer cards have: the first path has two

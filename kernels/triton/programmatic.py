@@ -31,7 +31,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 def fault(device: torch.device, record: Record) -> str | None:
     """What is wrong with programmatic launches on `device`, which must have them; None if nothing is.
 
-    `launches.PROGRAMMATIC` must be on, as for whoever launches so. Never raises.
+    `launches.PROGRAMMATIC` must be on, as for any such launch. Never raises.
     """
     try:
         return None if _keeps_order(device, record) else "a kernel did not wait for the one before it"
@@ -58,7 +58,7 @@ def _keeps_order(device: torch.device, record: Record) -> bool:
 
 
 def link_launch(source: Tensor, target: Tensor, ones: Tensor) -> Launch:
-    """`target` becomes `source` backwards, plus `ones`, which nobody writes: all int32 [PROGRAMS * _BLOCK]."""
+    """`target` becomes `source` backwards, plus `ones`, which no launch writes: all int32 [PROGRAMS * _BLOCK]."""
     arguments = {
         "source_ptr": source,
         "target_ptr": target,
@@ -84,7 +84,7 @@ def _link_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # As products do with their weights: what nobody writes is read before the wait.
+    # As products do with their weights: what no launch writes is read before the wait.
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_launch_dependents()

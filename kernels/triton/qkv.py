@@ -102,7 +102,7 @@ def finish_targets(
 def finish(
     sums,  # [BLOCK_T, BLOCK_N] float32
     rows,
-    outputs,  # [BLOCK_N], those from N on are nobody's
+    outputs,  # [BLOCK_N], those from N on belong to no row
     pairs,  # [BLOCK_N // 2], the even ones of them
     has_entries,  # whether a key or a value is among them
     count,

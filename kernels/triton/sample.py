@@ -1,7 +1,7 @@
 """Chooses tokens from logits on the device: penalties, temperature, cuts and the Gumbel draw, and counts the chosen.
 
 A program takes one tile of one row and keeps its best candidate; a second launch picks the best of all tiles. Only a
-batch in which somebody cuts has two launches more, in front of these, and the second then settles what is on the border
+batch in which a row cuts has two launches more, in front of these, and the second then settles what is on the border
 (see `cuts.py`).
 """
 

@@ -5,12 +5,12 @@ whatever a row asks for, the outcome is one candidate (see `candidates.py`): the
 
 Many programs look at a row, and none waits for another. First, each tile leaves its highest and its lowest score. Then
 tokens are counted and weighed in bins, by their distance from the likeliest: top-k adds up counts, top-p
-probabilities. The bins say of nearly every token whether it stays, when the draw comes to it; those few that share a
+probabilities. The bins say of nearly every token whether it stays, at the draw; those few that share a
 bin with a border are put on a list. Who picks the best of the row then searches that list for the border itself.
 
 All of it is exact. The probabilities are integers in units of 2**-40 of the likeliest: their sums depend on no order,
 and so on no neighbour. What is farther from the likeliest than bins reach weighs nothing in these units, and no noise
-lifts it above the likeliest (`gumbel` lies between -2.9 and 16.7): so whoever cuts by bins cuts all of that.
+lifts it above the likeliest (`gumbel` lies between -2.9 and 16.7): so a cut by bins cuts all of that.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Search:
 
 
 def no_search(tiles: int) -> dict[str, object]:
-    """In place of `Search.arguments` where nobody cuts."""
+    """In place of `Search.arguments` where no row cuts."""
     names = ("min_p_ptr", "top_k_ptr", "top_p_ptr", "ends_ptr", "border_bins_ptr", "num_listed_ptr")
     return dict.fromkeys(names) | _tiles(tiles)
 

@@ -24,7 +24,7 @@ class TensorParallelExecutor:
         self._sender = PlanSender(block_size)
         self.stats = own.stats
         self.stats.executor += f", on {team.size} ranks"
-        weakref.finalize(self, team.close)  # whoever forgets to close it, or just ends
+        weakref.finalize(self, team.close)  # for callers that forget to close it
 
     @property
     def model(self) -> Llama:

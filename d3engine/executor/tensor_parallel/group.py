@@ -57,7 +57,7 @@ class GroupCollectives:
         self._wait(lambda: self._group.broadcast([tensor], options))
 
     def abort(self) -> None:
-        """Let whoever waits in a collective go on with an error, from any thread; nobody can use it afterwards."""
+        """Wake waiting collectives with an error, from any thread; the group cannot be used afterwards."""
         if self._waits_on_device:
             self._group.abort()
 

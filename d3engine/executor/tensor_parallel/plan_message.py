@@ -146,7 +146,7 @@ class PlanSender:
         self._control: RunControl | None = None
 
     def message(self, plan: Plan) -> bytes:
-        """The plan as bytes; in a run whose steps the host takes one by one, it is told once and then referred to."""
+        """The plan as bytes; in a run whose steps the host takes one by one, it is sent once and then referred to."""
         control = None if plan.multi_step is None else plan.multi_step.control
         is_ended = control is not None and control.is_ended
         if control is not None and control is self._control:

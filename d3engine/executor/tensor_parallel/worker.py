@@ -47,7 +47,7 @@ class Leader:
         """Say why this rank ends."""
         try:
             self.say({"kind": type(error).__name__, "error": str(error) or repr(error)})
-        except OSError:  # nobody hears it
+        except OSError:  # rank 0 has gone
             return
 
     def follow(self, executor: Executor) -> None:
@@ -74,7 +74,7 @@ class Leader:
                 message = END + b"rank 0 has ended"
             self._inbox.put(message)
         threading.Event().wait(_PATIENCE_SECONDS)
-        if self._ends_process:  # whoever follows is still where rank 0 should have met it
+        if self._ends_process:  # the other threads still wait where rank 0 should have met them
             os._exit(1)
 
     def _receive(self) -> bytes:

@@ -1,7 +1,7 @@
 """What the other ranks say to rank 0, and how it hears of their end, or that one of them has been stopped.
 
 One thread reads all connections, and time without a word counts only while that thread itself runs. So a
-machine that stood still for an hour has lost nobody, while a rank that alone stands still is found.
+machine that stood still for an hour has lost no rank, while one that alone stands still is found.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WorkerChannel:
         return outcome
 
     def free_by(self, on_failure: Callable[[], None]) -> None:
-        """From now on a failure calls this, from another thread, for whoever waits for a rank."""
+        """From now on a failure calls this, from another thread, to wake calls that wait for a rank."""
         self._on_failure = on_failure
         if self._failure is not None:
             on_failure()
@@ -175,7 +175,7 @@ class WorkerChannel:
                 " machine cannot be reached"
             )
         )
-        if self._processes:  # its end frees whoever waits for it
+        if self._processes:  # its end wakes calls that wait for it
             self._processes[rank].kill()
 
     def _fail(self, failure: D3EngineError) -> None:
@@ -210,7 +210,7 @@ def _keep(call: Callable[[], T], found: list[T | BaseException]) -> None:
 
 
 def first_value(link: Connection) -> Any:
-    """The first value that comes over a connection that nobody reads yet."""
+    """The first value that comes over a connection without a reader yet."""
     while (message := link.recv_bytes()) == BEAT:
         pass
     return unpack(message[1:], {})

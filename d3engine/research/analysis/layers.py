@@ -2,7 +2,7 @@
 
 The text is given (teacher forcing), so every window reads the same tokens at the same places, and two
 distributions of the next token can be compared: full depth's, and that of the window. A window is skipped as D3 skips
-one, from some generation step on and for good, so nobody reads an entry that it did not write. The prompt and the steps
+one, from some generation step on and for good, so no token reads KV that was not written. The prompt and the steps
 before run at full depth, and are computed once for all windows.
 """
 

@@ -1,7 +1,7 @@
 """The normal equations of all windows from one start: sums over positions, from which every fit and its error follow.
 
 Ridge regression needs sums of products and no stored state. So one pass over a text of any length is
-enough, two parts of it are told apart by two objects, and the error of a map on a part it was not fitted on is again
+enough, two parts of it differ by two objects, and the error of a map on a part it was not fitted on is again
 arithmetic with that part's sums.
 """
 
@@ -184,7 +184,7 @@ class Judged:
         return math.exp(mean) if mean < 700 else math.inf
 
     def as_dict(self) -> dict[str, float]:
-        """What it comes to."""
+        """Its value."""
         return {"kl": self.kl, "agreement": self.agreement, "perplexity": self.perplexity}
 
 
@@ -276,12 +276,12 @@ class Fitted:
 
 
 def windows_from(starts: Iterable[int], num_layers: int) -> list[Window]:
-    """All windows that begin at one of `starts`: those that a D3 with that first layer comes to, at any alpha."""
+    """All windows that begin at one of `starts`: those that a D3 with that first layer has, at any alpha."""
     return [(first, stop) for first in sorted(set(starts)) for stop in range(first + 1, num_layers + 1)]
 
 
 def grid_windows(width: int, num_layers: int) -> list[Window]:
-    """The windows from one multiple of `width` to another, up to `GRID_WIDTHS` widths: what `Nested` comes to whose
+    """The windows from one multiple of `width` to another, up to `GRID_WIDTHS` widths: those of a `Nested` whose
     windows are `width` layers each, as long as no more of them are neighbours."""
     ends = range(0, num_layers + 1, width)
     return [(first, stop) for first in ends for stop in ends if first < stop <= first + GRID_WIDTHS * width]

@@ -1,4 +1,4 @@
-"""Conversations that a model makes up itself, for bridges of which nobody has brought a text.
+"""Conversations that a model makes up itself, for bridges without a given text.
 
 A chat model has learned what users ask, too. Behind the beginning of a user's turn, sampled at
 temperature 1, it writes such a question until the turn ends; its own answer at full depth is what the bridges will

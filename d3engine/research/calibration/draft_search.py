@@ -5,7 +5,7 @@ answers come soonest is the best one (Zhang et al. 2023, "Draft & Verify", secti
 yes or a no, which the search here takes as they are (a tree of Parzen estimators); the authors' code lets a Gaussian
 process choose numbers, of which those above a half are a yes.
 
-How soon is told in weights read, at batch 1: a pass reads those of its parts and of the LM head, however many rows it
+Speed is counted in weights read, at batch 1: a pass reads those of its parts and of the LM head, however many rows it
 has. That is the same on every machine at every load; the published search takes the clock.
 """
 

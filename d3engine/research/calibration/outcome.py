@@ -14,7 +14,7 @@ from d3engine.research.calibration.statistics import FLOOR, Pairs, Tolerance, ne
 from d3engine.research.evaluation.accuracy import paired_difference_interval, wilson_interval
 
 DIFFERING = (0.0, 0.01, 0.02, 0.05, 0.1)
-"""Shares of problems that only one of full depth and setting answers rightly, for which the power is told."""
+"""Shares of problems that only one of full depth and setting answers rightly, for which the power is given."""
 
 HIGH_POWER = 0.9
 MOST_PROBLEMS = 100_000

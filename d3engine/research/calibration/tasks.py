@@ -2,7 +2,7 @@
 
 Search and proof need different questions. A task with a validation split gives screening from it and the
 certificate from its test split. BBH has one split only: the order of the questions' hashes, the same for every seed,
-says which half they belong to. Files hold so many questions and no more, so whoever calibrates twice on them certifies
+says which half they belong to. Files hold so many questions and no more, so a second calibration on them certifies
 on the same ones twice; generated tasks have new ones for each seed.
 """
 

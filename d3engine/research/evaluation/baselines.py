@@ -1,7 +1,7 @@
 """The files of bridges that the policies of an evaluation name.
 
 A request may come from anywhere and opens no file, but the policies of an evaluation are written by the
-one who runs it. So an engine that answers nobody else may open what they name.
+one who runs it. So an engine without other callers may open what they name.
 """
 
 from __future__ import annotations

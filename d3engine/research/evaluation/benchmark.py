@@ -1,6 +1,6 @@
 """What can be asked and judged: a question, and a benchmark of many.
 
-Whoever measures needs a prompt and a yes or no, and nothing else; so generated problems and files of
+A measurement needs a prompt and a yes or no, and nothing else; so generated problems and files of
 published ones are measured by the same few lines.
 """
 

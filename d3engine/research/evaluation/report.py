@@ -97,7 +97,7 @@ def told_answer(question: Question) -> object:
 
 
 def commonest(answers: Sequence[object]) -> object:
-    """The commonest of these answers, the first of equally common ones; None where none is told."""
+    """The commonest of these answers, the first of equally common ones; None where none is given."""
     told = Counter(answer for answer in answers if answer is not None)
     return told.most_common(1)[0][0] if told else None
 
@@ -198,7 +198,7 @@ def _constants(benchmark: Benchmark) -> tuple[bool, ...]:
 
 
 def _constant_note(result: Result) -> tuple[str, ...]:
-    """What nobody has to read a question for, where answers are alike; a score near it says nothing of the model."""
+    """What needs no reading of the question, where answers are alike; a score near it says nothing of the model."""
     right = _constants(result.benchmark)
     if not any(right):
         return ()

@@ -93,7 +93,7 @@ def problems(
 ) -> Iterator[Problem]:
     """Yields problems of one split for ever, the same for the same seed. The splits share no question.
 
-    A problem has `fewest` to `most` steps, and of its gains and losses `giver_share` more are told by who gives alone;
+    A problem has `fewest` to `most` steps, and of its gains and losses `giver_share` more are given by who gives alone;
     what models are measured on has the defaults.
     """
     rng = random.Random(f"{split}-{seed}")

@@ -1,4 +1,4 @@
-"""Host check: under which names a server answers, so that a page of somebody else's domain cannot reach a local one.
+"""Host check: under which names a server answers, so that a page of another domain cannot reach a local one.
 
 A domain can be made to point at 127.0.0.1 after its page was loaded (DNS rebinding). What the page then asks is of one
 origin to its browser, but carries that domain in `Host`.

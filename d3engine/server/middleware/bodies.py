@@ -173,7 +173,7 @@ class BodyGuard:
         has_come = scope["state"].get("has_come_whole")  # as most have, which then need no timer
         body = await (self._read(receive) if has_come else self._read_in_time(receive))
         if body is None:
-            return  # the client has left, and there is nobody to answer
+            return  # the client has left
         scope["state"]["body"] = body
         if len(body) < LONG_BODY:
             await self.app(scope, receive, send)

@@ -75,7 +75,7 @@ QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 EXPECTED = frozenset({"draining", "full"})
 """What a server says of itself by a status above 500 although nothing is wrong with it."""
 CLIENT_LEFT = 499
-"""In place of a status where there was nobody left to answer."""
+"""In place of a status where the client had left."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Who may call a server, how much they may send, and how long anything may take: values of whoever starts it."""
+"""Who may call a server, how much they may send, and how long anything may take, as its operator says."""
 
 from __future__ import annotations
 

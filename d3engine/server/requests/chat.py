@@ -44,7 +44,7 @@ class TurnForm:
         beside: of a turn, the fields that are taken beside its role and content, with the values that they may have;
             None: any.
         beside_text: of a part, those that are taken beside its type and text.
-        others: kinds of parts that are no texts and are read by whoever has them -> the fields that such a part has.
+        others: kinds of parts that are no texts and that the caller reads -> the fields that such a part has.
     """
 
     field: str
@@ -96,7 +96,7 @@ def read_text(name: str, part: Any, form: TurnForm) -> dict[str, str]:
 
 
 def unknown_in_turns(turns: object, form: TurnForm) -> list[str]:
-    """The names of fields, in turns and their parts, that nobody knows; each once."""
+    """The names of unknown fields, in turns and their parts; each once."""
     found: dict[str, None] = {}
     known = {"role", "content", *form.beside}
     for turn in turns if isinstance(turns, list) else []:

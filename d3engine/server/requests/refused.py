@@ -1,4 +1,4 @@
-"""Fields of requests that nobody here knows: taken, and named to whoever sent them."""
+"""Unknown fields of requests: taken, and named to the client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class IgnoredFields:
-    """Tells clients, and once the log, which fields of their requests nobody here knows."""
+    """Tells clients, and once the log, which fields of their requests are unknown."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -148,7 +148,7 @@ _CONSTRAINTS = {
         "ebnf",
     )
 }
-"""Of vLLM, SGLang and llama.cpp, old and new: whoever sends one relies on it."""
+"""Of vLLM, SGLang and llama.cpp, old and new: a client that sends one relies on it."""
 
 _EMBEDDED = {"prompt_embeds": AllowedValues(why="prompts are texts or token ids")}
 """Tensors of a stranger are never loaded."""

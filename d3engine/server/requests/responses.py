@@ -48,7 +48,7 @@ def read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def unknown_in_items(items: object) -> list[str]:
-    """The names of fields that nobody knows; each once."""
+    """The names of unknown fields; each once."""
     given = items if isinstance(items, list) else []
     turns = [item for item in given if _kind(item) not in FIELDS]
     others = [item for item in given if _kind(item) in FIELDS]

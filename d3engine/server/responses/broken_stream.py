@@ -1,4 +1,4 @@
-"""What ends a stream whose writer is gone, in the words of its route: for whoever stands before several servers."""
+"""What ends a stream whose writer is gone, in the form of its route; for proxies before several servers."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class RequestContext(Generic[C]):
     """One request over HTTP, with its prompts as the engine takes them.
 
     `depth` is the request's own policy, None where it has the engine's. `calling` says how its answers call functions.
-    `trace` is told what comes of it. `id` is for the answer alone: no client can choose it.
+    `trace` records its end. `id` is for the answer alone: no client can choose it.
     """
 
     served: AppState

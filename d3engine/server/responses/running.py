@@ -159,7 +159,7 @@ def _check_sound(output: RequestOutput) -> None:
 
 
 async def unless_disconnected(scope: Scope, receive: Receive, work: Awaitable[T]) -> T | None:
-    """What `work` comes to, or None if the client leaves before; `work` is then cancelled, and has ended.
+    """The result of `work`, or None if the client leaves before; `work` is then cancelled, and has ended.
 
     It runs in the caller's own task, as under a timeout of asyncio's. The body must have been read, so that the next
     message is the client's leaving: it is awaited by a task where the connection does not tell of that by itself.
@@ -195,7 +195,7 @@ async def unless_disconnected(scope: Scope, receive: Receive, work: Awaitable[T]
 
 
 async def while_connected(scope: Scope, receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` comes to; raises `RequestError` (499) if the client leaves before, and ends it."""
+    """The result of `work`; raises `RequestError` (499) if the client leaves before, and ends it."""
     found = await unless_disconnected(scope, receive, work)
     if found is None:
         raise RequestError(499, "The client has left.", code="client_closed_request")

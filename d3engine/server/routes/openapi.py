@@ -381,7 +381,7 @@ def _event(known: Described) -> dict[str, Any]:
 
 
 def _errors(known: Described) -> dict[str, dict[str, Any]]:
-    """What is told by each status."""
+    """What each status means."""
     found = {}
     for status in sorted((*ALWAYS, *(WITH_BODY if known.body is not None else ()))):
         is_unwell = status == 503 and known.unwell is not None

@@ -1,7 +1,7 @@
 """Fields that several requests have, with the bounds that the engine checks them by, in JSON Schema's words.
 
 A bound is written where it is checked, in `SamplingParams` most of all, and described from there. What
-reads bodies looks at types alone, so that an error has the same words whoever calls the engine.
+reads bodies looks at types alone, so that an error has the same words for every caller.
 """
 
 from __future__ import annotations
