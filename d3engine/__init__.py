@@ -31,6 +31,7 @@ if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir(
 
 _PUBLIC = {
     "Engine": "d3engine.engine",
+    "EngineConfig": "d3engine.loading.engine_config",
     "AsyncEngine": "d3engine.async_engine.async_engine",
     "LLM": "d3engine.integrations.llm",
     "SamplingParams": "d3engine.request.params",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from d3engine.errors import InvalidValueError as InvalidValueError
     from d3engine.errors import ModelFormatError as ModelFormatError
     from d3engine.integrations.llm import LLM as LLM
+    from d3engine.loading.engine_config import EngineConfig as EngineConfig
     from d3engine.request.outputs import CompletionOutput as CompletionOutput
     from d3engine.request.outputs import RequestOutput as RequestOutput
     from d3engine.request.params import RequestOutputKind as RequestOutputKind

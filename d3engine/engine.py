@@ -6,7 +6,6 @@ what came. Text lives at the edge: prompts are encoded in `add_request`, answers
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
@@ -15,28 +14,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from tqdm import tqdm
 
+from d3engine.arguments import accepts
 from d3engine.calls.call_lock import CallLock, EngineState, Interrupt
 from d3engine.calls.chats import Chats
 from d3engine.calls.new_requests import NewRequests, params_of_each, refuse_others
 from d3engine.calls.request_registry import RequestRegistry
-from d3engine.depth import DepthPolicy
-from d3engine.errors import EngineDeadError, require, require_integer
+from d3engine.errors import EngineDeadError, require
 from d3engine.loading.assembly import assemble
 from d3engine.loading.depth import Certification
+from d3engine.loading.engine_config import RENAMED, EngineConfig
 from d3engine.loading.executors import bridge_store
 from d3engine.loading.host import pytorch_threads, pytorch_threads_for
 from d3engine.loading.model_directory import default_sampling_params
-from d3engine.loading.resolve import check_policy, check_switches, check_tokenizer, resolve_settings
+from d3engine.loading.resolve import check_policy, resolve_settings
 from d3engine.loading.settings import EngineProperties
-from d3engine.model.weights import LlamaWeights
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
 from d3engine.sampling.verification import VerifyingSampler
-from d3engine.scheduling.waiting import Admission
 from d3engine.stats import EngineStats, engine_stats
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list
@@ -53,47 +50,7 @@ class Engine(Chats, EngineProperties):
     its own requests end, and the engine goes on.
 
     Args:
-        model: a model directory, a GGUF file, "demo" for the model that comes with the package, "smollm2" once it is
-            fetched, or "owner/name" of the Hugging Face hub, at a branch, a tag or a commit as "owner/name@revision".
-        depth: which layers each generated token runs: a policy such as `D3(alpha, start)`, or "auto": what
-            `d3.json` beside the weights says, full depth without one. That file's setting was found for one task, which
-            it names, and runs every request all the same. A request may bring its own. The log warns once of each
-            policy that was never certified for the model.
-        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-        dtype: of activations, float weights, and the cache: "auto" (float32 on a CPU, the file's on a GPU), "float32",
-            "bfloat16"; "float16" on a GPU. Quantized matrices stay as their directory has them; a GGUF file's do not.
-        weight_dtype: of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16" under
-            float32 activations: half of the bytes, and a file's own tokens. "auto" keeps a file's bfloat16, and rounds
-            what a GGUF file has quantized to it, where the native library decodes and no `dtype` is named.
-        pack_weights: hold bfloat16 matrices in 12 bits a weight, for the native library on a CPU: a quarter less memory
-            to hold and to read, and the very same weights.
-        max_model_len: tokens of prompt and answer at most; None: what the model was made for, or what fits the memory.
-        max_num_seqs: sequences that run at once at most.
-        max_num_batched_tokens: rows of one step at most; longer prompts are computed in pieces.
-        block_size: KV entries per block.
-        kv_cache_dtype: of cache entries: "auto", that of activations, or "fp8" ("fp8_e4m3"), 8-bit floats with a scale
-            for each head of each entry: two to four times as many fit. On a GPU it takes compute capability 8.9.
-        kv_cache_memory_bytes: size of the KV cache; None: 1 GiB on a CPU (or one whole sequence if that is more), a
-            share of the device's memory on a GPU.
-        gpu_memory_utilization: that share, counting what weights, CUDA graphs and the largest step take.
-        enable_prefix_caching: let prompts share the blocks of a common beginning.
-        admission: when waiting requests join the batch: `Immediate()` or `IntervalAdmission(steps)`.
-        enforce_eager: run without CUDA graphs and without the native library: each operation is called by the host.
-        num_scheduler_steps: tokens of each answer that a batch may generate without the host, which looks at them
-            afterwards, or meanwhile for requests that stream; None: 16 with CUDA graphs or the native library, and
-            always 1 without. None lets a small model's native runs of few answers be longer, up to 128 tokens, and all
-            of its runs four times as long for streaming callers.
-        num_threads: threads on a CPU, of the native library and of PyTorch, which gets fewer where layers are small;
-            None: PyTorch's, within CPUs and their quota. Outside of the engine's calls PyTorch's are as before.
-        tensor_parallel_size: devices that the model is spread over, each a process of its own: of this machine, or of
-            those that torchrun has started. On CPUs without the native library.
-        batch_invariant: let a request's tokens and logits be the same bits in any batch, however its prompt
-            is cut, and after a preemption or a prefix hit. On a GPU slower; refused where it cannot be had.
-        stream_interval: tokens from one output of a request to the next; its first and its last come at once.
-        seed: from which requests without a seed get theirs.
-        tokenizer: a directory or a GGUF file to take the tokenizer from; None: the model's.
-        skip_tokenizer_init: work with token ids alone.
-        weights: ready weights instead of those in the directory (random ones for a benchmark, say).
+        config: the fields of `EngineConfig` as arguments: `Engine(model, max_num_seqs=8)`.
 
     Raises:
         InvalidValueError: for an argument that is not allowed.
@@ -102,65 +59,13 @@ class Engine(Chats, EngineProperties):
         FailedError: for one that could not be downloaded.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        depth: DepthPolicy | str = "auto",
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        weight_dtype: str | torch.dtype = "auto",
-        pack_weights: bool = False,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        block_size: int = 16,
-        kv_cache_dtype: str = "auto",
-        kv_cache_memory_bytes: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
-        admission: Admission | None = None,
-        enforce_eager: bool = False,
-        num_scheduler_steps: int | None = None,
-        num_threads: int | None = None,
-        tensor_parallel_size: int = 1,
-        batch_invariant: bool = False,
-        stream_interval: int = 1,
-        seed: int = 0,
-        tokenizer: str | os.PathLike[str] | None = None,
-        skip_tokenizer_init: bool = False,
-        weights: LlamaWeights | None = None,
-    ) -> None:
-        require_integer("seed", seed, 0, 2**63 - 1)
-        check_switches(skip_tokenizer_init=skip_tokenizer_init)
-        check_tokenizer(tokenizer, skip_tokenizer_init)
-        settings = resolve_settings(
-            model,
-            depth=depth,
-            device=device,
-            dtype=dtype,
-            weight_dtype=weight_dtype,
-            held=None if weights is None else weights.weight_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            admission=admission,
-            enforce_eager=enforce_eager,
-            num_scheduler_steps=num_scheduler_steps,
-            num_threads=num_threads,
-            tensor_parallel_size=tensor_parallel_size,
-            batch_invariant=batch_invariant,
-            stream_interval=stream_interval,
-            pack_weights=pack_weights,
-        )
+    @accepts(EngineConfig, RENAMED)
+    def __init__(self, config: EngineConfig) -> None:
+        settings = resolve_settings(config)
         self.settings = settings
         self.default_sampling_params = default_sampling_params(settings.directory)
-        self.tokenizer = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or settings.directory))
+        texts = Path(config.tokenizer or settings.directory)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(texts)
         with pytorch_threads(settings.num_threads):
             self.bridges = bridge_store(settings)
             self._requests = NewRequests(  # what does not fit the model is refused before the weights are loaded
@@ -168,12 +73,12 @@ class Engine(Chats, EngineProperties):
                 self.tokenizer,
                 settings.depth,
                 settings.max_model_len,
-                seed=seed,
+                seed=config.seed,
                 bridges=self.bridges,
                 check=partial(check_policy, settings),
                 log=Certification(settings.directory, settings.config.num_layers).log,
             )
-            self.scheduler, self.executor = assemble(settings, self.tokenizer, weights, self.bridges)
+            self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
         self._pytorch_threads = pytorch_threads_for(settings.config, settings.num_threads)
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)

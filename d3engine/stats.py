@@ -18,7 +18,8 @@ class EngineStats:
     sequences do not hold now although full depth would, `kv_bytes_saved_at_end` the sum of the same over finished
     sequences when each ended. `kv_blocks_cached` are held by the prefix cache alone.
 
-    `executor` says in words what decodes: "native (avx512, threads: 2)", "CUDA graphs" or "eager". With CUDA graphs:
+    `executor` says in words what decodes: "native (avx512, threads: 2)", "CUDA graphs" or "eager"; `backend` is what
+    computes, as the argument of `Engine` names it: "native", "torch" or "triton". With CUDA graphs:
     how many were captured, in how many seconds, with what memory. `graph_steps` ran in graphs, `native_steps` in the
     native library; the others, such as prompts beside graphs, are `eager_steps`, whose operations the host called, for
     one sequence at least.
@@ -49,6 +50,7 @@ class EngineStats:
     kv_bytes_saved: int
     kv_bytes_saved_at_end: int
     executor: str = "eager"
+    backend: str = "torch"
     graphs_captured: int = 0
     graph_capture_seconds: float = 0.0
     graph_memory_bytes: int = 0

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import torch
 
-_BY_DEVICE = {"cpu": "reference", "cuda": "triton"}
-_MODULES = {"reference": "d3engine.kernels.reference", "triton": "d3engine.kernels.triton"}
+_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
+_MODULES = {"torch": "d3engine.kernels.reference", "triton": "d3engine.kernels.triton"}
 
 
 def for_device(device: torch.device, implementation: str = "auto", *, batch_invariant: bool = False) -> ModuleType:

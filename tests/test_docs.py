@@ -245,7 +245,7 @@ def test_the_architecture_and_the_readme_have_the_layers_of_the_contract() -> No
     named = re.findall(r"`d3engine/(\w+)(?:/|\.py)`", readme) + re.findall(r"`(\w+)/` \|", readme)
     order = [next(place for place, layer in enumerate(layers) if name in layer) for name in named if name != "examples"]
     assert order[: len(order) - 2] == sorted(order[: len(order) - 2])
-    small = {"children", "environment", "files", "garbage", "progress", "version", "errors"}
+    small = {"arguments", "children", "environment", "files", "garbage", "progress", "version", "errors"}
     assert {name for layer in layers for name in layer} - set(named) <= small
 
 

@@ -12,18 +12,21 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
 import torch
 
+from d3engine.arguments import KW_ONLY, OneOf, accepts, argument
 from d3engine.async_engine.client import AsyncAnswer, Heartbeat, SyncEngine, check_alone
 from d3engine.async_engine.dispatcher import Dispatcher, LoopWaker
 from d3engine.async_engine.engine_thread import EngineThread
 from d3engine.calls.new_requests import refuse_others
 from d3engine.engine import Engine
-from d3engine.errors import EngineClosedError, MissingExtraError, require
+from d3engine.errors import EngineClosedError, MissingExtraError
+from d3engine.loading.engine_config import RENAMED, EngineConfig
 from d3engine.loading.settings import EngineProperties, EngineSettings
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
@@ -74,31 +77,45 @@ class Transport(Protocol):
     def stop(self, timeout: float) -> None: ...
 
 
+@dataclass(frozen=True)
+class AsyncEngineConfig(EngineConfig):
+    """The arguments of `AsyncEngine`: those of `EngineConfig`, and where the engine runs.
+
+    Args:
+        transport: "thread" runs the engine on a thread of this process, "process" in a process of its own, which leaves
+            this one its whole interpreter and needs the extra `serve`. "auto": a process where the engine computes on a
+            GPU and the extra is installed, and a thread otherwise.
+
+    Raises:
+        InvalidValueError: for a value out of bounds.
+    """
+
+    _: KW_ONLY
+    transport: str = argument("auto", OneOf("auto", "thread", "process"))
+
+
 class AsyncEngine(EngineProperties):
     """An engine for many callers at once, from any event loop and any thread.
 
     It installs no signal handlers. Its thread ends with `close`, with `async with`, or with the last reference to it.
 
     Args:
-        model: as for `Engine`.
-        transport: where the engine runs: on a "thread" of this process, or in a "process" of its own, which leaves this
-            one its whole interpreter and needs the extra `serve`. "auto": a process where it computes on a GPU and
-            the extra is installed, and a thread otherwise.
-        engine_arguments: as for `Engine`.
+        config: the fields of `AsyncEngineConfig` as arguments: `AsyncEngine(model, max_num_seqs=8)`.
 
     Raises:
         InvalidValueError, ModelFormatError, MissingExtraError, FailedError: as `Engine` does.
     """
 
-    def __init__(self, model: str | os.PathLike[str], *, transport: str = "auto", **engine_arguments: Any) -> None:
-        require(transport in ("auto", "thread", "process"), "transport", transport, "'auto', 'thread' or 'process'")
+    @accepts(AsyncEngineConfig, RENAMED)
+    def __init__(self, config: AsyncEngineConfig) -> None:
+        transport = config.transport
         if transport == "auto":
-            transport = "process" if _suits_process(engine_arguments) else "thread"
+            transport = "process" if _suits_process(config) else "thread"
         if transport == "thread":
-            engine = Engine(model, **engine_arguments)
+            engine = Engine(config.model, **config.given())
             self._begin(engine, EngineThread(engine))
         else:
-            self._begin(*start_process(model, engine_arguments))
+            self._begin(*start_process(config.model, config.given()))
 
     @classmethod
     def from_engine(cls, engine: Engine, *, before_step: Callable[[], object] | None = None) -> Self:
@@ -326,12 +343,12 @@ def work_of(value: object) -> int:
     return found
 
 
-def _suits_process(engine_arguments: Mapping[str, Any]) -> bool:
+def _suits_process(config: EngineConfig) -> bool:
     """Whether an engine of these arguments is better off in a process of its own, and can be."""
-    device = str(engine_arguments.get("device", "auto"))
+    device = str(config.device)
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     has_extra = all(find_spec(package) is not None for package in ("zmq", "msgspec"))
-    return on_gpu and has_extra and engine_arguments.get("weights") is None
+    return on_gpu and has_extra and config.weights is None
 
 
 def start_process(model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> tuple[Front, Transport]:

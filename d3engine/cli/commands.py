@@ -261,7 +261,9 @@ def say_error(message: str) -> None:
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
 
 
-RENAMED = {
+RENAMED: dict[str, tuple[str, str | None]] = {
+    "--pack-weights": ("--weight-compression=bf12", None),
+    "--no-pack-weights": ("--weight-compression=none", None),
     "--admission-waves": ("--admission-interval", ""),
     "--request-timeout": ("--timeout", "request="),
     "--header-timeout": ("--timeout", "header="),
@@ -270,7 +272,10 @@ RENAMED = {
     "--timeout-keep-alive": ("--timeout", "keep-alive="),
     "--shutdown-timeout": ("--timeout", "shutdown="),
 }
-"""Options of the release before -> option, and what its value begins with. They go with the next release."""
+"""Options of the release before -> option, and what its value begins with; None: it has no value.
+
+They go with the next release.
+"""
 
 
 def with_new_names(args: list[str]) -> list[str]:
@@ -285,6 +290,10 @@ def with_new_names(args: list[str]) -> list[str]:
                 break
             continue
         new, begin = RENAMED[flag]
+        if begin is None:
+            note(f"{flag} is now {new}; the old name goes with the next release")
+            found.append(new)
+            continue
         value = value if separator else next(words, "")
         note(f"{flag} is now {new} {begin}{value}; the old name goes with the next release")
         found += [new, f"{begin}{value}"]

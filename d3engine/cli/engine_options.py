@@ -8,25 +8,27 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from d3engine.arguments import OptionTable, options_of, panels_of
 from d3engine.cli.commands import LOGGER, note
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.files import UnreadableFileError, as_json, read_text
+from d3engine.loading.engine_config import EngineConfig
+from d3engine.request.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
     from d3engine.loading.settings import EngineProperties
     from d3engine.model.config import ModelConfig
-    from d3engine.request.params import SamplingParams
 
 
 STRUCTURED: dict[str, tuple[str, Any, str]] = {
@@ -43,8 +45,6 @@ _FIELDS = {name: "json" if name == "json_schema" else name for name in STRUCTURE
 
 def with_form(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `SamplingParams`, the form among them. Raises `InvalidValueError` naming the flag."""
-    from d3engine.request.params import StructuredOutputsParams
-
     forms = [name for name in STRUCTURED if name in given]
     if not forms:
         return given
@@ -138,103 +138,50 @@ Options: TypeAlias = dict[str, Any]
 MODEL = 'A directory, a .gguf file, "demo" (bundled), "smollm2" (fetched once), or owner/name of the Hugging Face hub.'
 Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 
-OptionTable: TypeAlias = Mapping[str, tuple[str, Any, str]]
-
 DEFAULT_MAX_TOKENS = 256
 
 ENGINE: OptionTable = {
-    "device": ("--device", str, "auto, cpu, cuda or cuda:N (auto)."),
-    "dtype": ("--dtype", str, "auto, float32, bfloat16 or, on a GPU, float16 (auto)."),
-    "weight_dtype": ("--weight-dtype", str, "Of matrices; on a CPU bfloat16 and float16 save memory (auto)."),
-    "pack_weights": (
-        "--pack-weights/--no-pack-weights",
-        bool,
-        "Hold bfloat16 matrices in 12 bits a weight, the same weights, on a CPU (no).",
-    ),
-    "max_model_len": (
-        "--max-model-len",
-        int,
-        "Tokens of prompt and answer at most (the model's, or what fits the memory).",
-    ),
-    "max_num_seqs": ("--max-num-seqs", int, "Sequences that run at once at most (64)."),
-    "max_num_batched_tokens": ("--max-num-batched-tokens", int, "Tokens computed in one step at most (2048)."),
-    "block_size": ("--block-size", int, "KV entries of a block (16)."),
-    "kv_cache_dtype": ("--kv-cache-dtype", str, "auto, or fp8: cache entries of 8 bits with scales (auto)."),
-    "kv_cache_memory_bytes": (
-        "--kv-cache-memory-bytes",
-        int,
-        "Size of the KV cache (on a CPU 1 GiB at most).",
-    ),
-    "gpu_memory_utilization": ("--gpu-memory-utilization", float, "Share of a GPU's memory to use (0.9)."),
-    "enable_prefix_caching": (
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        bool,
-        "Let prompts share the KV cache of a common beginning (yes).",
-    ),
-    "admission": ("--admission-interval", int, "Steps between two admissions of waiting requests (each step)."),
-    "tensor_parallel_size": ("--tensor-parallel-size", int, "Devices to spread the model over (1)."),
-    "batch_invariant": (
-        "--batch-invariant/--no-batch-invariant",
-        bool,
-        "Let no bit of an answer depend on who shares its batch; slower on a GPU (no).",
-    ),
-    "seed": ("--seed", int, "From which every sequence gets the seed of its sampling (0)."),
-    "threads": ("--threads", str, "CPU threads: a number, or auto, by the model's size and the cores (auto)."),
+    **options_of(EngineConfig),
+    "admission": ("--admission-interval", int, "Steps between two admissions of waiting requests [default: 1]."),
+    "threads": ("--threads", str, "CPU threads: a number, or auto, by the model's size and the cores [default: auto]."),
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
-PANELS = {
-    **dict.fromkeys(
-        ("weight_dtype", "pack_weights", "max_model_len", "kv_cache_dtype", "kv_cache_memory_bytes"), "Memory"
-    ),
-    **dict.fromkeys(("gpu_memory_utilization", "enable_prefix_caching"), "Memory"),
-    **dict.fromkeys(("block_size", "admission", "batch_invariant", "max_num_batched_tokens"), "Advanced"),
-}
-"""Headings of the help, for those that do not stand under "Engine"."""
+PANELS = panels_of(EngineConfig) | {"admission": "Advanced", "threads": "Engine"}
+"""Field -> heading of the help."""
 
-SAMPLING: OptionTable = {
-    "max_tokens": ("--max-tokens", int, f"Tokens to generate at most ({DEFAULT_MAX_TOKENS})."),
-    "min_tokens": ("--min-tokens", int, "Tokens to generate before anything can end the answer (0)."),
-    "temperature": ("--temperature", float, "0 is greedy (the model's generation_config.json, or 1)."),
-    "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability (as temperature, or 1)."),
-    "top_k": ("--top-k", int, "Number of likeliest tokens to keep; 0 and -1 keep all (as temperature, or 0)."),
-    "min_p": ("--min-p", float, "Drop tokens less likely than this times the likeliest (as temperature, or 0)."),
-    "presence_penalty": ("--presence-penalty", float, "Against tokens that were generated already (0)."),
-    "frequency_penalty": ("--frequency-penalty", float, "The same, once for each time (0)."),
-    "repetition_penalty": (
-        "--repetition-penalty",
-        float,
-        "Against tokens of prompt and answer (as temperature, or 1).",
-    ),
-    "stop": ("--stop", list[str], "A text that ends the answer; may be repeated."),
-    "stop_token_ids": ("--stop-token-ids", list[int], "A token id that ends the answer; may be repeated."),
-    "bad_words": ("--bad-words", list[str], "A word never to write; may be repeated."),
-    "ignore_eos": ("--ignore-eos", bool, "Go on after the end-of-sequence token."),
-    "include_stop_str_in_output": ("--include-stop-str-in-output", bool, "Show the stop text too."),
-    "skip_special_tokens": ("--skip-special-tokens/--no-skip-special-tokens", bool, "Hide special tokens (yes)."),
-}
+
+FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's generation_config.json may say."""
+
+
+def _sampling(**defaults: Any) -> dict[str, tuple[str, Any, str]]:
+    """The options of one answer; `defaults` are the command's own, where no file of the model says otherwise."""
+    own = {one.name: one.default for one in fields(SamplingParams)} | defaults
+    own |= {name: f"generation_config.json's, or {own[name]:g}" for name in FROM_FILE}
+    options = options_of(SamplingParams, own)
+    del options["n"]
+    return options
+
+
+SAMPLING = _sampling(max_tokens=DEFAULT_MAX_TOKENS)
 """Argument of `SamplingParams` -> flag, type, help. What is not given follows generation_config.json."""
 
 CHAT_DEFAULTS: Options = {"temperature": 0.7, "top_p": 0.9}
 """With what `chat` samples a model whose files do not say it: at 1, an API's default, small models talk nonsense."""
 CHAT_MAX_TOKENS = 512
 
-CHAT_SAMPLING: OptionTable = {
-    **SAMPLING,
-    "max_tokens": ("--max-tokens", int, f"Tokens to generate at most ({CHAT_MAX_TOKENS})."),
-    "temperature": ("--temperature", float, "0 is greedy (the model's generation_config.json, or 0.7 without any)."),
-    "top_p": ("--top-p", float, "Keep the likeliest tokens up to this probability (as temperature, or 0.9)."),
-}
+CHAT_SAMPLING = _sampling(max_tokens=CHAT_MAX_TOKENS, **CHAT_DEFAULTS)
 """Of a conversation."""
 
-TASK_SAMPLING: OptionTable = {
+TASK_SAMPLING = {
     **SAMPLING,
-    "max_tokens": ("--max-tokens", int, "Tokens to generate at most (the task's own limit)."),
-    "temperature": ("--temperature", float, "0 is greedy (0)."),
+    "max_tokens": ("--max-tokens", int, "Maximum tokens to generate [default: the task's]."),
+    "temperature": ("--temperature", float, "Divisor of the logits; 0 is greedy [default: 0]."),
 }
 """Where a task asks the questions."""
 
-SAMPLES: OptionTable = {"n": ("--n", int, "Answers to each prompt (1)."), **SAMPLING, **STRUCTURED}
+SAMPLES: OptionTable = {"n": options_of(SamplingParams)["n"], **SAMPLING, **STRUCTURED}
 """With several answers to one prompt, and forms for them."""
 
 
@@ -342,6 +289,5 @@ def sampling_params(engine: Engine, given: Options) -> SamplingParams:
 
 def check_sampling(given: Options) -> None:
     """Refuse sampling options that no model can honour, before one is loaded."""
-    from d3engine.request.params import SamplingParams
 
     SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **with_form(given)})

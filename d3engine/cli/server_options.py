@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from d3engine.arguments import OptionTable
 from d3engine.cli.depth_options import AUTO, parse_depth
-from d3engine.cli.engine_options import Options, OptionTable, takes_options
+from d3engine.cli.engine_options import Options, takes_options
 from d3engine.cli.signatures import naming_flags
 from d3engine.depth import DepthPolicy
 from d3engine.environment import API_KEY

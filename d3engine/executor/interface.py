@@ -74,13 +74,14 @@ class DeviceBlockTables:
 
 @dataclass(slots=True)
 class ExecutorStats:
-    """Which executor runs, in words, and its steps by who took them: a graph, the native library, or host and torch.
+    """Which executor and backend run, and its steps by who took them: a graph, the native library, or host and torch.
 
     With CUDA graphs also how many were captured, in how many seconds, and what memory they take. `bridge_bytes` is what
     the bridges take that policies have named.
     """
 
     executor: str = "eager"
+    backend: str = "torch"
     graphs_captured: int = 0
     graph_capture_seconds: float = 0.0
     graph_memory_bytes: int = 0

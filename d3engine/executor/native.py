@@ -100,6 +100,7 @@ class NativeExecutor:
         self._bridges: dict[str, NativeBridges] = {}
         self._followed: _Followed | None = None
         self.stats = eager.stats
+        self.stats.backend = "native"
         self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from d3engine.arguments import with_new_names
 from d3engine.calls.new_requests import Same, refuse
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
+from d3engine.loading.engine_config import RENAMED, EngineConfig
 from d3engine.loading.hub import at_revision
 
 ONE_DEVICE = "1, since tensor_parallel_size alone spreads a model over devices"
@@ -65,9 +67,9 @@ class LLM(Engine):
 
 
 def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    own = inspect.signature(Engine).parameters
+    own = {one.name for one in fields(EngineConfig)}
     taken = {}
-    for name, value in arguments.items():
+    for name, value in with_new_names(arguments, RENAMED).items():
         if name in own:
             taken[name] = value
         elif name in SAME:

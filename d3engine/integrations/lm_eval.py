@@ -10,9 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from d3engine.arguments import panels_of
 from d3engine.depth import DepthPolicy, FullDepth, policy_from_name
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, require, require_integer
+from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work, is_known_beforehand, work_of
@@ -294,11 +296,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
                 engine.step()  # consumes their last outputs
 
 
-ENGINE_OPTIONS = (
-    *("device", "dtype", "weight_dtype", "pack_weights", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching"),
-    *("seed", "tokenizer"),
-)
+ENGINE_OPTIONS = (*panels_of(EngineConfig), "tokenizer", "num_threads", "enforce_eager", "num_scheduler_steps")
 """Arguments that are passed to `Engine`."""
 
 

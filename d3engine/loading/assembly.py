@@ -137,7 +137,7 @@ def _log_ready(settings: EngineSettings, num_blocks: int, executor: str) -> None
     """Tell a reader of the log what the engine has been made of."""
     config = settings.config
     floats = _in_words(settings.dtype, settings.weight_dtype, settings.device).replace("torch.", "")
-    packed = ", packed into 12 bits" if settings.pack_weights else ""
+    packed = ", packed into 12 bits" if settings.weight_compression == "bf12" else ""
     where = f"{config.num_layers} layers, {floats}{packed}, executor: {executor}"
     _log.info("%s: %s; %s", settings.directory, where, policy_in_words(settings.depth))
     size = num_blocks * settings.block_bytes / 2**20

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from types import ModuleType
+from typing import Never
 
 import torch
 
 from d3engine.environment import KERNELS, PROGRAMMATIC_LAUNCH
-from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.errors import InvalidValueError, require
 from d3engine.executor.graph_shapes import Recorder
-from d3engine.kernels import for_device
 from d3engine.loading.host import usable_cpus
 from d3engine.model.config import ModelConfig
 
@@ -26,8 +25,6 @@ def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], 
     Each device is tried once, by launches that a `new_recorder()` repeats as the engine's steps will be. One that has
     them and fails ends them for the whole process, and it is said why.
     """
-    if KERNELS.read() == "reference":
-        return False
     # Imported late, as nothing imports Triton where no kernel of its runs.
     from d3engine.kernels.triton import launches, programmatic
 
@@ -52,7 +49,6 @@ MOST_TOKENS_AHEAD = 128
 WEIGHTS_AHEAD = 3 * 2**27
 """Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which no
 request joins the batch and nothing is interrupted. A streamed run can be ended, and is longer."""
-MOST_THREADS = 1024
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -91,22 +87,30 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def kernels_for(device: torch.device, *, batch_invariant: bool = False) -> ModuleType:
-    """The operations that run on `device`, as D3ENGINE_KERNELS says; `batch_invariant` as for `kernels.for_device`."""
-    chosen = KERNELS.read()
+def resolve_backend(given: str, device: torch.device) -> str:
+    """`given`, or where it is "auto" what D3ENGINE_KERNELS says; refuses what does not run on `device`."""
+    backend = {"reference": "torch"}.get(KERNELS.read(), KERNELS.read()) if given == "auto" else given
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    allowed = "auto or reference on a CPU, unless Triton interprets (TRITON_INTERPRET=1)"
-    require(not (chosen == "triton" and device.type == "cpu") or is_interpreted, KERNELS.name, chosen, allowed)
-    require(not (chosen == "native" and device.type != "cpu"), KERNELS.name, chosen, f"another than native on {device}")
-    # What the native library does not run, copies and early exits above all, is for the reference.
-    module: ModuleType = for_device(device, "auto" if chosen == "native" else chosen, batch_invariant=batch_invariant)
-    return module
+    if backend == "triton" and device.type == "cpu" and not is_interpreted:
+        refuse_backend(backend, "auto or {torch} on a CPU, unless Triton interprets (TRITON_INTERPRET=1)")
+    if backend == "native" and device.type != "cpu":
+        refuse_backend(backend, f"another than native on {device}")
+    return backend
 
 
-def num_scheduler_steps(given: int | None, runs_ahead: bool) -> int:
+def refuse_backend(backend: str, allowed: str) -> Never:
+    """Raise `InvalidValueError` by the name of the argument, or of the variable where that says so.
+
+    `{torch}` in `allowed` stands for what the field calls that backend.
+    """
+    by_variable = KERNELS.read() in (backend, {"torch": "reference"}.get(backend))
+    field = KERNELS.name if by_variable else "backend"
+    raise InvalidValueError(field, backend, allowed.format(torch="reference" if by_variable else "torch"))
+
+
+def resolve_scheduler_steps(given: int | None, runs_ahead: bool) -> int:
     """How many steps the device may take by itself; 0 where the host launches every step."""
     if given is not None:
-        require_integer("num_scheduler_steps", given, 1, 256)
         allowed = "1 without CUDA graphs and the native library"
         require(runs_ahead or given == 1, "num_scheduler_steps", given, allowed)
     if not runs_ahead:
@@ -126,8 +130,6 @@ def num_tokens_ahead(given: int | None, executor: str, config: ModelConfig) -> i
     return tokens if tokens > STEPS_AHEAD else 0
 
 
-def num_threads(given: int | None) -> int:
-    """The threads of native decoding: where none are given PyTorch's, within the CPUs that the process may use."""
-    if given is None:
-        return min(torch.get_num_threads(), usable_cpus())
-    return require_integer("num_threads", given, 1, MOST_THREADS)
+def default_threads() -> int:
+    """The threads of native decoding where none are given: PyTorch's, within the CPUs that the process may use."""
+    return min(torch.get_num_threads(), usable_cpus())

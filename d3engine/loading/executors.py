@@ -14,7 +14,7 @@ import torch
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth.schedule import AUTO_BRIDGES
-from d3engine.environment import KERNELS, NATIVE_ISA
+from d3engine.environment import NATIVE_ISA
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.cuda_graph import GraphExecutor
@@ -22,12 +22,13 @@ from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
+from d3engine.kernels import for_device
 from d3engine.kernels.interleaved import in_lanes
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.bf12 import packed
 from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_interleaved
 from d3engine.kernels.native.model import NativeError
-from d3engine.loading.device import kernels_for, settle_programmatic_launch
+from d3engine.loading.device import refuse_backend, settle_programmatic_launch
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Ranks
@@ -58,7 +59,7 @@ def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
     the native library reads them so (`kernels/interleaved.py`).
     """
     changes: list[Callable[[Weight], Weight]] = []
-    if settings.pack_weights:
+    if settings.weight_compression == "bf12":
         changes.append(packed)
     if settings.executor == "native" and reads_interleaved(NATIVE_ISA.read()):
         changes.append(in_lanes)
@@ -68,17 +69,17 @@ def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
 _log = logging.getLogger(__name__)
 
 
-def executor_for(device: torch.device, dtype: torch.dtype, enforce_eager: bool) -> ExecutorKind:
-    """The executor for activations of `dtype` on `device`, as D3ENGINE_KERNELS says."""
+def executor_for(device: torch.device, dtype: torch.dtype, enforce_eager: bool, backend: str) -> ExecutorKind:
+    """The executor for activations of `dtype` on `device`, by `backend`."""
     if enforce_eager:
         return "eager"
     if device.type == "cuda":
         return "graphs"
-    chosen = KERNELS.read()
-    if chosen not in ("auto", "native") or dtype != torch.float32:
+    if backend not in ("auto", "native") or dtype != torch.float32:
         return "eager"
     missing = _what_is_missing()
-    require(chosen == "auto" or missing is None, KERNELS.name, chosen, f"another than native, since {missing}")
+    if missing is not None and backend == "native":
+        refuse_backend(backend, f"another than native, since {missing}")
     return "eager" if missing else "native"
 
 
@@ -105,10 +106,11 @@ def build_executor(
     `bridges` has those that plans name.
     """
     eager = eager_executor(settings, settings.config, weights, num_blocks, ranks, bridges)
+    eager.stats.backend = settings.kernels
     if settings.executor == "native":
         return _native(settings, eager)
     begins_early = False
-    if settings.device.type == "cuda":  # the trial comes before any capture
+    if settings.device.type == "cuda" and settings.kernels == "triton":  # the trial comes before any capture
         graphs = partial(CudaGraphs, settings.device, has_ranks=ranks is not None)
         new_recorder = graphs if settings.executor == "graphs" else Repeats
         begins_early = settle_programmatic_launch(settings.device, new_recorder)
@@ -143,7 +145,8 @@ def _native(settings: EngineSettings, eager: EagerExecutor) -> Executor:
         )
     except NativeError as error:
         require(not settings.batch_invariant, "batch_invariant", True, f"False here, since {error}")
-        require(KERNELS.read() != "native", KERNELS.name, "native", f"another than native, since {error}")
+        if settings.backend == "native":
+            refuse_backend("native", f"another than native, since {error}")
         _log.warning("decoding by PyTorch alone, which takes several times longer: %s", error)
         return eager
 
@@ -177,9 +180,9 @@ def eager_executor(
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         dtype=settings.dtype,
-        kv_dtype=settings.kv_cache_dtype,
+        kv_dtype=settings.kv_dtype,
         device=settings.device,
-        kernels=kernels_for(settings.device, batch_invariant=by_kernels),
+        kernels=for_device(settings.device, settings.kernels, batch_invariant=by_kernels),
         tells_prompts=by_kernels,
         ranks=ranks,
         bridges=bridges,

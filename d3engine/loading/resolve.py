@@ -6,18 +6,25 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from d3engine.depth import DepthPolicy
-from d3engine.environment import KERNELS
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
+from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.loading.depth import resolve_depth
-from d3engine.loading.device import DTYPES, capability, resolve_device, resolve_dtype
-from d3engine.loading.device import num_scheduler_steps as resolve_scheduler_steps
-from d3engine.loading.device import num_threads as resolve_threads
-from d3engine.loading.device import num_tokens_ahead as resolve_tokens_ahead
+from d3engine.loading.device import (
+    DTYPES,
+    capability,
+    default_threads,
+    num_tokens_ahead,
+    resolve_backend,
+    resolve_device,
+    resolve_dtype,
+    resolve_scheduler_steps,
+)
+from d3engine.loading.engine_config import EngineConfig
 from d3engine.loading.executors import executor_for
 from d3engine.loading.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype
 from d3engine.loading.model_directory import model_directory, resolve_max_model_len
@@ -29,7 +36,7 @@ from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
 from d3engine.model.shard import ARGUMENT, Part, shard_of
 from d3engine.model.source import open_checkpoint
-from d3engine.scheduling.waiting import Admission, Immediate
+from d3engine.scheduling.waiting import Immediate
 
 BATCH_INVARIANT = "batch_invariant"
 
@@ -44,12 +51,11 @@ def check_engine(settings: EngineSettings) -> None:
         rope = settings.config.rope.rope_type
         require(rope != "dynamic", BATCH_INVARIANT, True, "False on a CPU for rope of the type dynamic")
         return
-    kernels = KERNELS.read()
-    is_triton = kernels == "triton" or (kernels == "auto" and settings.device.type == "cuda")
-    needed = "dtype float32, no enforce_eager, a D3ENGINE_KERNELS with it"
+    needed = "dtype float32, no enforce_eager, a backend with it"
     allowed = f"False on a CPU without the native library ({needed})"
+    is_triton = settings.kernels == "triton"
     require(is_triton or settings.device.type != "cpu", BATCH_INVARIANT, True, allowed)
-    require(is_triton, BATCH_INVARIANT, True, f"False beside {KERNELS.name}={kernels}: by Triton's kernels alone")
+    require(is_triton, BATCH_INVARIANT, True, "False with the backend torch: Triton's kernels alone have it")
 
 
 def check_policy(settings: EngineSettings, policy: DepthPolicy) -> None:
@@ -84,14 +90,20 @@ they widen a matrix for each product, which at batch 1 takes longer than reading
 
 
 def resolve_weight_dtype(
-    weight_dtype: str | torch.dtype, *, dtype: torch.dtype, device: torch.device, kept: torch.dtype | None
+    weight_dtype: str | torch.dtype,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: torch.dtype | None,
+    widens: bool = True,
 ) -> torch.dtype:
     """The dtype of float matrices and the embedding under activations of `dtype`.
 
-    "auto" is `kept` where operations widen that to `dtype`, and `dtype` otherwise. Raises `InvalidValueError` for a
+    "auto" is `kept` where operations widen that to `dtype`, and `dtype` otherwise; `widens` is whether the backend does
+    so. Raises `InvalidValueError` for a
     dtype that cannot be multiplied with `dtype` here.
     """
-    allowed = (dtype, *_narrower(dtype, device))
+    allowed = (dtype, *_narrower(dtype, device, widens))
     if weight_dtype == "auto":
         return kept if kept in allowed and kept is not None else dtype
     resolved = DTYPES.get(weight_dtype) if isinstance(weight_dtype, str) else weight_dtype
@@ -102,12 +114,13 @@ def resolve_weight_dtype(
     return resolved
 
 
-def check_packing(settings: EngineSettings) -> None:
-    """Refuse to pack matrices that the executor cannot read packed, or that are not bfloat16."""
-    require(settings.executor == "native", "pack_weights", True, "False where the native library does not decode")
+def check_compression(settings: EngineSettings) -> None:
+    """Refuse to compress matrices that the executor cannot read so, or that are not bfloat16."""
+    field, value = "weight_compression", settings.weight_compression
+    require(settings.executor == "native", field, value, "none where the native library does not decode")
     held = str(settings.weight_dtype).removeprefix("torch.")
-    allowed = f'False where matrices are {held} (weight_dtype="bfloat16" would make them bfloat16)'
-    require(settings.weight_dtype == torch.bfloat16, "pack_weights", True, allowed)
+    allowed = f'none where matrices are {held} (weight_dtype="bfloat16" would make them bfloat16)'
+    require(settings.weight_dtype == torch.bfloat16, field, value, allowed)
 
 
 def held_config(config: ModelConfig, device: torch.device) -> ModelConfig:
@@ -153,97 +166,59 @@ def _held_in_file(entry: TensorEntry) -> str:
     return entry.type_name if entry.type_name in GGUF_TYPES else entry.dtype
 
 
-def _narrower(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, ...]:
+def _narrower(dtype: torch.dtype, device: torch.device, widens: bool) -> tuple[torch.dtype, ...]:
     """The dtypes of weights that operations widen to `dtype`."""
-    widens = device.type == "cpu" and dtype == torch.float32 and KERNELS.read() != "triton"
-    return (torch.bfloat16, torch.float16) if widens else ()
+    is_wide = device.type == "cpu" and dtype == torch.float32
+    return (torch.bfloat16, torch.float16) if widens and is_wide else ()
 
 
 _log = logging.getLogger(__name__)
 
 
-def resolve_settings(
-    model: str | os.PathLike[str],
-    *,
-    depth: DepthPolicy | str,
-    device: str | torch.device,
-    dtype: str | torch.dtype,
-    weight_dtype: str | torch.dtype,
-    held: torch.dtype | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    block_size: int,
-    kv_cache_dtype: str,
-    kv_cache_memory_bytes: int | None,
-    gpu_memory_utilization: float,
-    enable_prefix_caching: bool,
-    admission: Admission | None,
-    enforce_eager: bool,
-    num_scheduler_steps: int | None,
-    num_threads: int | None,
-    tensor_parallel_size: int,
-    stream_interval: int,
-    batch_invariant: bool,
-    pack_weights: bool,
-) -> EngineSettings:
+def resolve_settings(given: EngineConfig) -> EngineSettings:
     """The settings of an engine, from its arguments and the model's own files; no weights are read.
 
-    `held` is what ready weights have their matrices in, and None where those of the files are to be loaded. Raises
-    `InvalidValueError` for an argument that is not allowed, `ModelFormatError` for a directory that holds no model of
-    ours.
+    Raises `InvalidValueError` for an argument that is not allowed, `ModelFormatError` for a directory that holds no
+    model of ours.
     """
-    require_integer("max_num_seqs", max_num_seqs, 1, 4096)
-    require_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
-    require_integer("block_size", block_size, 1, 1024)
-    require_number("gpu_memory_utilization", gpu_memory_utilization, 0.0, 1.0, open_low=True)
-    check_switches(
-        enable_prefix_caching=enable_prefix_caching,
-        enforce_eager=enforce_eager,
-        batch_invariant=batch_invariant,
-        pack_weights=pack_weights,
-    )
-    _check_admission(admission)
-    directory = model_directory(model)
-    there = resolve_device(device)
+    _check_tokenizer(given.tokenizer, given.skip_tokenizer_init)
+    _check_admission(given.admission)
+    held = None if given.weights is None else given.weights.weight_dtype
+    directory = model_directory(given.model)
+    there = resolve_device(given.device)
+    backend = resolve_backend(given.backend, there)
     config = held_config(ModelConfig.from_directory(directory), there)
-    computed = resolve_dtype(dtype, config, there)
-    part = check_ranks(tensor_parallel_size, config, there, held)
-    cached = resolve_kv_cache_dtype(kv_cache_dtype, dtype=computed, device=there)
-    is_alone = there.type != "cpu" or tensor_parallel_size == 1  # the native library knows nothing of ranks
-    executor = executor_for(there, computed, enforce_eager or not is_alone)
-    kept = held or kept_by_default(dtype, directory, config, executor)
-    settings = EngineSettings(
-        directory=directory,
-        config=config,
-        depth=resolve_depth(depth, directory),
-        device=there,
-        dtype=computed,
-        weight_dtype=resolve_weight_dtype(weight_dtype, dtype=computed, device=there, kept=kept),
-        kv_cache_dtype=cached,
-        max_model_len=resolve_max_model_len(max_model_len, config),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        gpu_memory_utilization=gpu_memory_utilization,
-        enable_prefix_caching=enable_prefix_caching,
-        admission=admission or Immediate(),
-        executor=executor,
-        num_threads=resolve_threads(num_threads),
-        num_scheduler_steps=resolve_scheduler_steps(num_scheduler_steps, executor != "eager"),
-        tensor_parallel_size=tensor_parallel_size,
-        stream_interval=require_integer("stream_interval", stream_interval, 1),
-        batch_invariant=batch_invariant,
-        pack_weights=pack_weights,
-        num_tokens_ahead=resolve_tokens_ahead(num_scheduler_steps, executor, config),
-    )
-    if batch_invariant:
+    computed = resolve_dtype(given.dtype, config, there)
+    part = check_ranks(given.tensor_parallel_size, config, there, held)
+    is_alone = there.type != "cpu" or given.tensor_parallel_size == 1  # the native library knows nothing of ranks
+    executor = executor_for(there, computed, given.enforce_eager or not is_alone, backend)
+    kept = held or kept_by_default(given.dtype, directory, config, executor)
+    widens = backend != "triton"
+    weight_dtype = resolve_weight_dtype(given.weight_dtype, dtype=computed, device=there, kept=kept, widens=widens)
+    resolved: dict[str, Any] = {
+        "directory": directory,
+        "config": config,
+        "depth": resolve_depth(given.depth, directory),
+        "device": there,
+        "dtype": computed,
+        "weight_dtype": weight_dtype,
+        "kv_dtype": resolve_kv_cache_dtype(given.kv_cache_dtype, dtype=computed, device=there),
+        "max_model_len": resolve_max_model_len(given.max_model_len, config),
+        "admission": given.admission or Immediate(),
+        "backend": backend,
+        "executor": executor,
+        "num_threads": given.num_threads or default_threads(),
+        "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
+        "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),
+        "weights": None,
+    }
+    settings = EngineSettings(**(vars(given) | resolved))
+    if settings.batch_invariant:
         check_engine(settings)
-    if pack_weights:
-        check_packing(settings)
+    if settings.weight_compression != "none":
+        check_compression(settings)
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
-    if max_model_len is None:
+    if given.max_model_len is None:
         fits = fitting_length(of_rank, part or shard_of(config, 0, 1))
         settings, of_rank = (_at_most(fits, one) for one in (settings, of_rank))
         _tell_length(settings)
@@ -267,7 +242,6 @@ def _tell_length(settings: EngineSettings) -> None:
 
 def check_ranks(size: int, config: ModelConfig, device: torch.device, held: torch.dtype | None) -> Part | None:
     """Refuse a number of ranks that the model or the machine has not enough for; rank 0's part, None for one rank."""
-    require_integer(ARGUMENT, size, 1, 1024)
     if size == 1:
         return None
     require(torch.distributed.is_available(), ARGUMENT, size, "1 with a PyTorch that was built without distributed")
@@ -277,12 +251,6 @@ def check_ranks(size: int, config: ModelConfig, device: torch.device, held: torc
         here = torch.cuda.device_count()
         require(is_under_torchrun() or size <= here, ARGUMENT, size, f"at most the GPUs of this machine, {here}")
     return shard_of(config, 0, size)
-
-
-def check_switches(**switches: object) -> None:
-    """Refuse anything but True and False for these arguments."""
-    for name, value in switches.items():
-        require(isinstance(value, bool), name, value, "True or False")
 
 
 def _check_admission(admission: object) -> None:
@@ -296,7 +264,7 @@ def _check_admission(admission: object) -> None:
     )
 
 
-def check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
+def _check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
     """Refuse a tokenizer that is no directory, or that would not be used."""
     require(
         tokenizer is None or isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, "a directory, or None"

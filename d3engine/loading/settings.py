@@ -6,7 +6,7 @@ Settings are a value. Assembling an engine needs nothing else of the user.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +16,7 @@ from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.depth.policy import named_bridges
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import block_bytes
+from d3engine.loading.engine_config import EngineConfig
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Part
 from d3engine.request.params import SamplingParams
@@ -28,35 +29,31 @@ ExecutorKind: TypeAlias = Literal["graphs", "native", "eager"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """The arguments of `Engine` that decide what it is made of, for the model in `directory`.
+class EngineSettings(EngineConfig):
+    """The arguments of `Engine`, with every "auto" and None resolved for the model in `directory`.
 
-    `num_scheduler_steps` is 0 where the host launches every step.
+    `num_scheduler_steps` is 0 where the host launches every step. `weights` is None.
     """
 
     directory: Path
     config: ModelConfig
-    depth: DepthPolicy
-    device: torch.device
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    kv_cache_dtype: torch.dtype
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    kv_cache_memory_bytes: int | None
-    gpu_memory_utilization: float
-    enable_prefix_caching: bool
-    admission: Admission
-    executor: ExecutorKind
-    num_threads: int
-    num_scheduler_steps: int
+    depth: DepthPolicy = field()
+    device: torch.device = field()
+    dtype: torch.dtype = field()
+    weight_dtype: torch.dtype = field()
+    kv_dtype: torch.dtype
+    max_model_len: int = field()
+    admission: Admission = field()
+    num_threads: int = field()
+    num_scheduler_steps: int = field()
     num_tokens_ahead: int
-    tensor_parallel_size: int = 1
-    stream_interval: int = 1
-    batch_invariant: bool = False
-    pack_weights: bool = False
+    executor: ExecutorKind
+
+    @property
+    def kernels(self) -> Literal["torch", "triton"]:
+        """The operations that the host calls: the native library's are not among them."""
+        is_triton = self.backend == "triton" or (self.backend == "auto" and self.device.type == "cuda")
+        return "triton" if is_triton else "torch"
 
     @property
     def own_bridges(self) -> frozenset[str]:
@@ -87,7 +84,7 @@ class EngineSettings:
 
     def block_bytes_of(self, config: ModelConfig) -> int:
         """The same of the cache that a second model of `config` keeps."""
-        return block_bytes(self.block_size, config.num_kv_heads, config.head_dim, self.kv_cache_dtype)
+        return block_bytes(self.block_size, config.num_kv_heads, config.head_dim, self.kv_dtype)
 
     @property
     def sequence_blocks(self) -> int:
@@ -95,17 +92,18 @@ class EngineSettings:
         return self.config.num_layers * -(-self.max_model_len // self.block_size)
 
 
-_DTYPES = ("dtype", "weight_dtype", "kv_cache_dtype")
+_DTYPES = ("dtype", "weight_dtype", "kv_dtype")
 
 
 def plain_settings(settings: EngineSettings) -> dict[str, Any]:
-    """The settings as they go to another process: all but the config, which lies in the model's files, and admission.
+    """The settings as they go to another process: all but config and tokenizer, which lie in files, and admission.
 
     `settings_of_plain` makes settings of them again.
     """
     plain = {field.name: getattr(settings, field.name) for field in fields(EngineSettings)}
-    del plain["config"], plain["admission"]
-    plain |= {"directory": str(settings.directory), "device": str(settings.device)}
+    for name in ("config", "admission", "weights", "tokenizer"):
+        del plain[name]
+    plain |= {"model": str(settings.model), "directory": str(settings.directory), "device": str(settings.device)}
     plain |= {name: str(plain[name]).removeprefix("torch.") for name in _DTYPES}
     plain["depth"] = settings.depth.describe()
     return plain

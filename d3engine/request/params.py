@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Never, TypeVar
 
+from d3engine.arguments import CHECK, Integers, Numbers, Switch, Unchecked, argument, check_arguments
 from d3engine.depth import DepthPolicy
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 
@@ -32,41 +33,6 @@ class FrozenDict(dict[K, V]):
 
     def __reduce__(self) -> tuple[type[FrozenDict[K, V]], tuple[dict[K, V]]]:
         return type(self), (dict(self),)
-
-
-@dataclass(frozen=True)
-class Integers:
-    """Whole numbers from `low` to `high`; None: no bound."""
-
-    low: int
-    high: int | None = None
-
-    def check(self, field: str, value: object) -> None:
-        """Raise `InvalidValueError` for what is none of them."""
-        require_integer(field, value, self.low, self.high)
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The same in JSON Schema's words."""
-        return {"minimum": self.low} | ({} if self.high is None else {"maximum": self.high})
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Finite numbers from `low`, or above it where it is open, to `high`."""
-
-    low: float
-    high: float
-    open_low: bool = False
-
-    def check(self, field: str, value: object) -> None:
-        """Raise `InvalidValueError` for what is none of them."""
-        require_number(field, value, self.low, self.high, open_low=self.open_low)
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The same in JSON Schema's words."""
-        return {"exclusiveMinimum" if self.open_low else "minimum": self.low, "maximum": self.high}
 
 
 MAX_CHARACTERS = 2**16
@@ -180,26 +146,11 @@ MAX_BAD_WORDS = 256
 MAX_TOKENS = 2**24
 MAX_SALT_LENGTH = 128
 MAX_TOP_K = 2**31 - 1
+SAMPLING = "Sampling"
+"""Heading of the command-line options."""
 ALL_LOGPROBS = -1
 """As many log-probabilities as the vocabulary has tokens."""
 
-BOUNDS: Mapping[str, Integers | Numbers] = {
-    "n": Integers(1, MAX_N),
-    "temperature": Numbers(0.0, 100.0),
-    "top_p": Numbers(0.0, 1.0, open_low=True),
-    "top_k": Integers(-1, MAX_TOP_K),
-    "min_p": Numbers(0.0, 1.0),
-    "presence_penalty": Numbers(-2.0, 2.0),
-    "frequency_penalty": Numbers(-2.0, 2.0),
-    "repetition_penalty": Numbers(0.01, 100.0),  # logits that are divided by less may be finite no more
-    "seed": Integers(-1, 2**63 - 1),
-    "max_tokens": Integers(1, MAX_TOKENS),
-    "min_tokens": Integers(0),
-    "logprobs": Integers(ALL_LOGPROBS, MAX_LOGPROBS),
-    "prompt_logprobs": Integers(ALL_LOGPROBS, MAX_LOGPROBS),
-}
-"""Of the numbers among the parameters."""
-MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 PRIORITIES = Integers(-(2**31), 2**31 - 1)
 """Of requests, beside their parameters."""
 BIASES = Numbers(-100.0, 100.0)
@@ -228,80 +179,75 @@ class SamplingParams:
     Lists are kept as tuples, and `logit_bias` as a mapping that cannot be changed: what was checked stays as it was.
 
     Args:
-        n: sequences to generate for the prompt; each draws its own random numbers, so several need a temperature.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches this.
-        top_k: keep this many likeliest tokens; 0 and -1 keep all.
-        min_p: drop tokens less likely than this times the likeliest.
-        presence_penalty: subtracted from the logit of every token already generated.
-        frequency_penalty: subtracted once for each time the token was generated.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output; from
-            0.01 to 100.
-        seed: the random numbers of a sequence depend on (seed, step) alone. None and -1: the engine gives one.
-        stop: a string or several that end the text, which then stops before them.
-        stop_token_ids: token ids that end the sequence and are not shown.
-        ignore_eos: go on after an end-of-sequence token.
-        max_tokens: tokens to generate at most; None: as many as the model's length, and the KV cache, leave room for.
-        min_tokens: so many tokens come in any case: neither end-of-sequence nor a stop token is among them, and a stop
-            string ends the sequence only where a later token completes it.
-        logprobs: log-probabilities of the chosen and of so many likeliest tokens, of the raw distribution
+        n: Answers to each prompt; each draws its own random numbers, so several need a temperature.
+        max_tokens: Maximum tokens to generate; None: as many as the model's length and the KV cache leave room for.
+        min_tokens: Tokens to generate before anything can end the answer: neither end-of-sequence nor a stop token is
+            among them, and a stop string ends the sequence only where a later token completes it.
+        temperature: Divisor of the logits; 0 is greedy.
+        top_p: Keep the smallest set of likeliest tokens whose probability reaches this.
+        top_k: Number of likeliest tokens to keep; 0 and -1 keep all.
+        min_p: Drop tokens less likely than this times the likeliest.
+        presence_penalty: Subtracted from the logit of every token already generated.
+        frequency_penalty: Subtracted from a token's logit once for each time it was generated.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or the answer.
+        seed: The random numbers of a sequence depend on (seed, step) alone. None and -1: the engine gives one.
+        stop: A string that ends the text, which then stops before it, or several.
+        stop_token_ids: Token ids that end the sequence and are not shown.
+        bad_words: Words that are never completed.
+        ignore_eos: Go on after an end-of-sequence token.
+        include_stop_str_in_output: End the text after the stop string or stop token, not before it.
+        skip_special_tokens: Leave special tokens out of the text.
+        detokenize: Decode the tokens to text; without, text stays "" and stop strings cannot be used.
+        logprobs: Log-probabilities of the chosen token and of this many likeliest ones, of the raw distribution
             (before penalties, temperature and truncation); -1: of the whole vocabulary.
-        prompt_logprobs: the same for the tokens of the prompt.
-        logit_bias: added to the logits of these tokens; ids may be written as strings, as in JSON.
-        allowed_token_ids: only these can be chosen.
-        bad_words: words that are never completed.
-        skip_special_tokens: leave special tokens out of the text.
-        detokenize: make text of the tokens; otherwise it stays "", and stop strings cannot be used.
-        include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
-        cache_salt: only prompts with the same text here share blocks of the prefix cache, so that no client learns from
+        prompt_logprobs: The same for the tokens of the prompt.
+        logit_bias: Added to the logits of these tokens; ids may be written as strings, as in JSON.
+        allowed_token_ids: Only these can be chosen.
+        cache_salt: Only prompts with the same text here share blocks of the prefix cache, so that no client learns from
             the time of an answer what others have asked; None is shared by all that have none.
-        output_kind: what outputs hold, of `stream` and of requests added one by one: everything so far, only what is
+        output_kind: What outputs hold, of `stream` and of requests added one by one: everything so far, only what is
             new, or everything once at the end. `generate` and `chat` return whole answers in any case.
-        depth: the request's own depth policy; None is the engine's.
-        structured_outputs: the form that every answer must have: JSON by a schema, a regular expression, a choice, a
+        depth: The request's own depth policy; None is the engine's.
+        structured_outputs: The form that every answer must have: JSON by a schema, a regular expression, a choice, a
             grammar. An answer ends where its form does; before, neither end-of-sequence nor a stop token can come.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: int = argument(1, Integers(1, MAX_N), panel=SAMPLING)
+    max_tokens: int | None = argument(16, Integers(1, MAX_TOKENS), panel=SAMPLING)
+    min_tokens: int = argument(0, Integers(0), panel=SAMPLING)
+    temperature: float = argument(1.0, Numbers(0.0, 100.0), panel=SAMPLING)
+    top_p: float = argument(1.0, Numbers(0.0, 1.0, open_low=True), panel=SAMPLING)
+    top_k: int = argument(0, Integers(-1, MAX_TOP_K), panel=SAMPLING)
+    min_p: float = argument(0.0, Numbers(0.0, 1.0), panel=SAMPLING)
+    presence_penalty: float = argument(0.0, Numbers(-2.0, 2.0), panel=SAMPLING)
+    frequency_penalty: float = argument(0.0, Numbers(-2.0, 2.0), panel=SAMPLING)
+    # Logits divided by less than 0.01 may overflow.
+    repetition_penalty: float = argument(1.0, Numbers(0.01, 100.0), panel=SAMPLING)
+    seed: int | None = argument(None, Integers(-1, 2**63 - 1))
+    stop: str | Sequence[str] | None = argument(None, Unchecked(list[str]), panel=SAMPLING)
+    stop_token_ids: Sequence[int] | None = argument(None, Unchecked(list[int]), panel=SAMPLING)
+    bad_words: Sequence[str] | None = argument(None, Unchecked(list[str]), panel=SAMPLING)
+    ignore_eos: bool = argument(False, Switch(), panel=SAMPLING)
+    include_stop_str_in_output: bool = argument(False, Switch(), panel=SAMPLING)
+    skip_special_tokens: bool = argument(True, Switch(), panel=SAMPLING)
+    detokenize: bool = argument(True, Switch())
+    logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
+    prompt_logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    include_stop_str_in_output: bool = False
     cache_salt: str | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        for name, bounds in BOUNDS.items():
-            value = getattr(self, name)
-            if value is not _DEFAULTS[name] and (value is not None or name not in MAY_BE_NONE):
-                bounds.check(name, value)
+        check_arguments(self)
         require(self.n == 1 or not self.greedy, "n", self.n, "1 where temperature is 0, since all would be the same")
         longest = MAX_TOKENS if self.max_tokens is None else self.max_tokens
         require(self.min_tokens <= longest, "min_tokens", self.min_tokens, "at most max_tokens")
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output"):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         require(
             self.depth is None or isinstance(self.depth, DepthPolicy),
             "depth",
@@ -390,8 +336,12 @@ class SamplingParams:
         }
 
 
-_DEFAULTS: Mapping[str, object] = {field.name: field.default for field in fields(SamplingParams)}
-"""Of most parameters of most requests: they need no check."""
+BOUNDS: Mapping[str, Integers | Numbers] = {
+    one.name: one.metadata[CHECK]
+    for one in fields(SamplingParams)
+    if isinstance(one.metadata.get(CHECK), Integers | Numbers)
+}
+"""Of the numbers among the parameters."""
 
 
 def _bias_by_id(bias: Mapping[int, float] | Mapping[str, float]) -> dict[int, float]:

@@ -101,9 +101,9 @@ def test_a_model_that_says_nothing_of_sampling_is_not_sampled_at_1(
 
 def test_the_help_tells_with_what_it_samples() -> None:
     text = " ".join(invoke(["chat", "--help"]).stdout.replace("│", " ").split())
-    assert "generation_config.json, or 0.7 without any" in text
-    assert "(as temperature, or 0.9)" in text
-    assert "(512)" in text
+    assert "[default: generation_config.json's, or 0.7]" in text
+    assert "[default: generation_config.json's, or 0.9]" in text
+    assert "Maximum tokens to generate [default: 512]" in text
 
 
 def test_exit_ends_and_nothing_after_it_is_read(model: Path) -> None:

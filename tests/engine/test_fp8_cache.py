@@ -71,18 +71,17 @@ def _rounded_once(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return of_doubles
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers_with_a_cache_rounded_number_by_number(
-    tiny_llama: Callable[..., TinyLlama], case: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Callable[..., TinyLlama], case: str, backend: str
 ) -> None:
-    monkeypatch.setenv("D3ENGINE_KERNELS", kernels)
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
     policy, active, on_skip = CASES[case]
     greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompts = random_prompts([1, 21], seed=4)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "skip_tokenizer_init": True}
-    with Engine(tiny.directory, depth=policy, kv_cache_dtype="fp8", **options) as engine:
+    with Engine(tiny.directory, depth=policy, kv_cache_dtype="fp8", backend=backend, **options) as engine:
         outputs = engine.generate(prompts, greedy, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = greedy_at_depth(tiny.model, prompt, 32, active, on_skip, kept=kept)
@@ -219,4 +218,4 @@ def test_a_gpu_that_cannot_convert_it_is_refused_by_its_capability(
 def test_llm_takes_it_as_vllm_does(tiny_llama: Callable[..., TinyLlama]) -> None:
     options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
     with LLM(tiny_llama().directory, kv_cache_dtype="fp8", **options) as llm:
-        assert llm.settings.kv_cache_dtype == FP8
+        assert llm.settings.kv_dtype == FP8

@@ -130,7 +130,7 @@ def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by
     target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that could run ahead wait for the draft model's; alone they do run ahead."""
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else "graphs")
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     prompts = random_prompts([7, 12, 3], vocab_size=40)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     engine = new_engine(target, Speculative(draft, 3))

@@ -19,7 +19,7 @@ from d3engine.request.sampling_mode import SamplingMode
 
 @pytest.fixture
 def graphs(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "graphs")
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     return make_engine
 
 

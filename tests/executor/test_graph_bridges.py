@@ -47,7 +47,7 @@ def directory(
 
 @pytest.fixture
 def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else "graphs")
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
 
     def make(**changes: Any) -> Engine:
         options: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**21, "skip_tokenizer_init": True}

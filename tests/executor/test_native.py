@@ -232,3 +232,8 @@ def test_who_asks_for_the_library_is_told_why_it_cannot_decode(
     sizes, _ = STRANGE["the sizes of the model do not fit"]
     with pytest.raises(InvalidValueError, match=r"D3ENGINE_KERNELS.*the sizes of the model do not fit each other"):
         Engine(tiny_llama(seed=12, **sizes).directory, **OPTIONS)
+    monkeypatch.delenv("D3ENGINE_KERNELS")
+    with pytest.raises(InvalidValueError, match=r"backend must be another than native, .*do not fit each other"):
+        Engine(tiny_llama(seed=12, **sizes).directory, backend="native", **OPTIONS)
+    with Engine(tiny_llama(seed=12, **sizes).directory, **OPTIONS) as engine:
+        assert engine.stats().backend == "torch"

@@ -208,8 +208,8 @@ class _NoNumbers(Sampler):
 
 
 def test_an_answer_that_a_fault_ended_is_an_error(tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("D3ENGINE_KERNELS", "reference")  # where the sampler chooses, not the native library
-    model = D3EngineLM(str(tiny.directory), depth="full", **CACHE)
+    # With PyTorch the sampler chooses, not the native library.
+    model = D3EngineLM(str(tiny.directory), depth="full", backend="torch", **CACHE)
     monkeypatch.setattr(model.engine.sampler, "__class__", _NoNumbers)
     with pytest.raises(D3EngineError, match="fault"):
         model.generate_until(requests("generate_until", ("a", {"until": [], "max_gen_toks": 4})), disable_tqdm=True)

@@ -155,13 +155,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(model: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """An engine with graphs on Triton's kernels, in bfloat16."""
-    monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
     monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     weights = random_weights(ModelConfig.from_directory(model), dtype=torch.bfloat16, device=device, seed=3)
 
     def make(**arguments: Any) -> Engine:
         given: dict[str, Any] = {"max_num_seqs": 2, "block_size": BLOCK, "depth": FullDepth(), "batch_invariant": True}
-        given |= {"skip_tokenizer_init": True, "device": device, "dtype": "bfloat16", "weights": weights}
+        given |= {
+            "backend": "triton",
+            "skip_tokenizer_init": True,
+            "device": device,
+            "dtype": "bfloat16",
+            "weights": weights,
+        }
         return Engine(model, **(given | arguments))
 
     return make

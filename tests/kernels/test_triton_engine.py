@@ -49,11 +49,9 @@ def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.Monkey
     """`triton_engine(graphs, **arguments)`: the tiny engine, on Triton's kernels."""
 
     def make(graphs: bool, **arguments: Any) -> Engine:
-        monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
         monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = make_engine(block_size=16, max_num_batched_tokens=16, device=device, **arguments)
-        monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
+        engine = make_engine(backend="triton", block_size=16, max_num_batched_tokens=16, device=device, **arguments)
         assert engine.executor._model.kernels is kernels if graphs else engine.executor.model.kernels is kernels
         return engine
 
@@ -97,12 +95,12 @@ def test_norms_of_heads_and_layers_without_rope_answer_as_on_the_reference(
     small = {"num_hidden_layers": 2, "vocab_size": 40, "pad_token_id": None, "no_rope_layers": [0, 1]}
     given = kind(**(TINY | small))
     directory, _ = save_random(tmp_path, AutoModelForCausalLM.from_config(given, dtype=torch.float32))
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else "graphs")
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     params, answers = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), []
-    for name, where in (("reference", "cpu"), ("triton", device)):
-        monkeypatch.setenv("D3ENGINE_KERNELS", name)
-        with Engine(directory, depth=D3(0.8, 0.3), skip_tokenizer_init=True, block_size=16, device=where) as engine:
+    for backend, where in (("torch", "cpu"), ("triton", device)):
+        options: dict[str, Any] = {"block_size": 16, "device": where, "backend": backend, "skip_tokenizer_init": True}
+        with Engine(directory, depth=D3(0.8, 0.3), **options) as engine:
             answers.append(engine.generate(random_prompts([3], vocab_size=40), params, use_tqdm=False))
             assert engine.stats().graph_steps > 0
     for found, wanted in zip(*answers, strict=True):

@@ -13,7 +13,7 @@ import torch
 from d3engine import Engine
 from d3engine.cli.engine_options import use_threads
 from d3engine.loading import host as host_cpus
-from d3engine.loading.device import num_threads
+from d3engine.loading.device import default_threads
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 
@@ -67,20 +67,19 @@ def test_threads_stay_within_the_quota_of_a_container(
 ) -> None:
     machine(groups, files)
     assert host_cpus.usable_cpus() == expected
-    assert num_threads(None) == expected
-    assert num_threads(7) == 7
+    assert default_threads() == expected
 
 
 def test_threads_stay_within_the_affinity_where_there_are_no_control_groups(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 9, 11})
-    assert num_threads(None) == 3
+    assert default_threads() == 3
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert num_threads(None) == 2
+    assert default_threads() == 2
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert num_threads(None) == 1
+    assert default_threads() == 1
 
 
 def test_an_engine_and_a_command_of_a_limited_container_take_its_quota(

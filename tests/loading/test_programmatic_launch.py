@@ -108,14 +108,12 @@ def test_one_device_that_fails_ends_it_for_all(monkeypatch: pytest.MonkeyPatch) 
     assert not launches.PROGRAMMATIC
 
 
-@pytest.mark.parametrize("way", ["older", "off", "reference"])
+@pytest.mark.parametrize("way", ["older", "off"])
 def test_nobody_is_asked_who_does_not_have_it_or_want_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "older":
         monkeypatch.setattr(programmatic_launch, "capability", lambda device: 89)
-    elif way == "off":
-        monkeypatch.setenv("D3ENGINE_PROGRAMMATIC_LAUNCH", "off")
     else:
-        monkeypatch.setenv("D3ENGINE_KERNELS", "reference")
+        monkeypatch.setenv("D3ENGINE_PROGRAMMATIC_LAUNCH", "off")
     launches.PROGRAMMATIC = False
     assert not settle_programmatic_launch(DEVICE, partial(Failing, refused))
     assert not launches.PROGRAMMATIC

@@ -219,12 +219,17 @@ def test_an_embedding_that_is_multiplied_keeps_every_bit_of_the_product(tmp_path
 
 
 def chosen(
-    directory: Path, dtype: str, weights: str, device: str = "cpu", executor: ExecutorKind = "native"
+    directory: Path,
+    dtype: str,
+    weights: str,
+    device: str = "cpu",
+    executor: ExecutorKind = "native",
+    widens: bool = True,
 ) -> tuple[torch.dtype, torch.dtype]:
     config, there = ModelConfig.from_directory(directory), torch.device(device)
     computed = resolve_dtype(dtype, config, there)
     kept = kept_by_default(dtype, directory, config, executor)
-    return computed, resolve_weight_dtype(weights, dtype=computed, device=there, kept=kept)
+    return computed, resolve_weight_dtype(weights, dtype=computed, device=there, kept=kept, widens=widens)
 
 
 def test_auto_leaves_matrices_in_a_dtype_that_decoding_reads_as_it_lies(
@@ -270,15 +275,12 @@ def test_a_dtype_of_matrices_that_cannot_be_multiplied_is_refused(
         Engine(directory(), dtype=dtype, weight_dtype=given, **OPTIONS)
 
 
-def test_triton_and_a_gpu_multiply_only_what_is_as_wide(
-    directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_and_a_gpu_multiply_only_what_is_as_wide(directory: Callable[..., Path]) -> None:
     with pytest.raises(InvalidValueError, match="one of auto, float32 on cuda"):
         chosen(directory(), "float32", "bfloat16", device="cuda")
-    monkeypatch.setenv("D3ENGINE_KERNELS", "triton")
     with pytest.raises(InvalidValueError, match="one of auto, float32 on cpu"):
-        chosen(directory(), "float32", "bfloat16")
-    assert chosen(directory(), "auto", "auto", executor="eager") == (torch.float32, torch.float32)
+        chosen(directory(), "float32", "bfloat16", widens=False)
+    assert chosen(directory(), "auto", "auto", executor="eager", widens=False) == (torch.float32, torch.float32)
 
 
 def test_ready_weights_say_themselves_what_their_matrices_are_held_in(directory: Callable[..., Path]) -> None:
@@ -317,7 +319,7 @@ def test_packed_matrices_give_the_very_answers_of_bfloat16_under_every_kind_of_p
     prompts = make_prompts([3, 17, 70])
     found = []
     for packs in (False, True):
-        with Engine(directory(layout), pack_weights=packs, **OPTIONS) as engine:
+        with Engine(directory(layout), weight_compression="bf12" if packs else "none", **OPTIONS) as engine:
             weights = engine.executor.model.weights
             assert isinstance(weights.layers[0].qkv, PackedWeight) == packs
             assert isinstance(weights.lm_head, PackedWeight) == packs
@@ -330,7 +332,7 @@ def test_packed_matrices_give_the_very_answers_of_bfloat16_under_every_kind_of_p
 @pytest.mark.usefixtures("native_library")
 def test_only_what_is_in_bfloat16_is_packed(directory: Callable[..., Path], tmp_path: Path) -> None:
     quantize_model(directory("tied"), tmp_path / "out", "int8", lm_head="float", show_progress=False)
-    with Engine(tmp_path / "out", pack_weights=True, **OPTIONS) as engine:
+    with Engine(tmp_path / "out", weight_compression="bf12", **OPTIONS) as engine:
         weights = engine.executor.model.weights
         assert isinstance(weights.lm_head, PackedWeight)
         assert weights.embedding.dtype == torch.bfloat16
@@ -344,7 +346,7 @@ def test_ready_weights_are_packed_too_and_the_log_tells_it(
 ) -> None:
     caplog.set_level(logging.INFO, "d3engine")
     weights = load(directory(), torch.bfloat16)
-    with Engine(directory(), weights=weights, pack_weights=True, **OPTIONS) as engine:
+    with Engine(directory(), weights=weights, weight_compression="bf12", **OPTIONS) as engine:
         assert isinstance(engine.executor.model.weights.layers[-1].down, PackedWeight)
     assert "float32 with matrices in bfloat16 on cpu, packed into 12 bits" in caplog.text
     again = in_layout(in_layout(weights, packed), packed)
@@ -355,22 +357,32 @@ def test_ready_weights_are_packed_too_and_the_log_tells_it(
 @pytest.mark.parametrize(
     ("options", "allowed"),
     [
-        ({"enforce_eager": True, "weight_dtype": "bfloat16"}, "False where the native library does not decode"),
-        ({"dtype": "bfloat16"}, "False where the native library does not decode"),
+        ({"enforce_eager": True, "weight_dtype": "bfloat16"}, "none where the native library does not decode"),
+        ({"dtype": "bfloat16"}, "none where the native library does not decode"),
         (
             {"weight_dtype": "float32"},
-            'False where matrices are float32 (weight_dtype="bfloat16" would make them bfloat16)',
+            'none where matrices are float32 (weight_dtype="bfloat16" would make them bfloat16)',
         ),
         (
             {"weight_dtype": "float16"},
-            'False where matrices are float16 (weight_dtype="bfloat16" would make them bfloat16)',
+            'none where matrices are float16 (weight_dtype="bfloat16" would make them bfloat16)',
         ),
     ],
 )
 def test_packing_is_refused_where_nobody_would_read_it(
     directory: Callable[..., Path], options: dict[str, Any], allowed: str
 ) -> None:
-    with pytest.raises(InvalidValueError, match=f"pack_weights must be {re.escape(allowed)}; got True"):
-        Engine(directory(), pack_weights=True, **options, **OPTIONS)
-    with pytest.raises(InvalidValueError, match="pack_weights must be True or False; got 'yes'"):
-        Engine(directory(), pack_weights="yes", **OPTIONS)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match=f"weight_compression must be {re.escape(allowed)}; got 'bf12'"):
+        Engine(directory(), weight_compression="bf12", **options, **OPTIONS)
+    with pytest.raises(InvalidValueError, match="weight_compression must be one of none, bf12; got 'yes'"):
+        Engine(directory(), weight_compression="yes", **OPTIONS)
+
+
+@pytest.mark.usefixtures("native_library")
+def test_the_old_name_of_the_argument_works_for_a_release(directory: Callable[..., Path]) -> None:
+    with pytest.warns(DeprecationWarning, match="pack_weights is now weight_compression='bf12'"):
+        engine = Engine(directory(), pack_weights=True, **OPTIONS)  # type: ignore[call-arg]
+    assert engine.settings.weight_compression == "bf12"
+    with pytest.warns(DeprecationWarning, match="weight_compression='none'"):
+        llm = LLM(directory(), pack_weights=False, **OPTIONS)
+    assert llm.settings.weight_compression == "none"

@@ -12,7 +12,7 @@ from batches import BLOCK, LAYERS, MAX_LENGTH, VOCABULARY, block_bytes
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, InvalidValueError, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy
-from d3engine.request.params import BOUNDS, MAY_BE_NONE
+from d3engine.request.params import BOUNDS
 
 PROMPT = list(range(40, 50))
 POLICIES = [FullDepth(), D3(0.9, 0.5), EarlyExit(0.02), SelfSpeculative(D3(0.9, 0.5))]
@@ -30,7 +30,7 @@ def test_minus_one_says_no_limit_and_no_seed(field: str) -> None:
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_default_which_nothing_checks_is_within_its_bounds(name: str) -> None:
     default = getattr(SamplingParams, name)
-    if default is not None or name not in MAY_BE_NONE:
+    if default is not None:
         BOUNDS[name].check(name, default)
 
 

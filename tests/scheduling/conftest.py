@@ -37,7 +37,7 @@ def multi_step(
     from d3engine.loading import resolve
 
     kind = "graphs" if executor == "graphs" else "native"
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else kind)
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else kind)
     if kind == "native":
         request.getfixturevalue("native_library")
     wanted = {"graphs": GraphExecutor, "native": NativeExecutor}[kind]
@@ -86,5 +86,5 @@ def graphs(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) 
     """The same with the graphs alone, for what only these have."""
     from d3engine.loading import resolve
 
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager: "eager" if eager else "graphs")
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     return make_engine

@@ -11,7 +11,7 @@ from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError, require
 from d3engine.files import UnreadableFileError, as_json, read_text
-from d3engine.loading.device import resolve_device, resolve_dtype
+from d3engine.loading.device import resolve_backend, resolve_device, resolve_dtype
 from d3engine.loading.model_directory import model_directory
 from d3engine.loading.resolve import held_config, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
@@ -64,7 +64,9 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Engine, Observer]:
     device = resolve_device(options.get("device", "auto"))
     config = held_config(ModelConfig.from_directory(directory), device)
     dtype = resolve_dtype(options.get("dtype", "auto"), config, device)
-    weight_dtype = resolve_weight_dtype(options.get("weight_dtype", "auto"), dtype=dtype, device=device, kept=None)
+    given = options.get("weight_dtype", "auto")
+    widens = resolve_backend(options.get("backend", "auto"), device) != "triton"
+    weight_dtype = resolve_weight_dtype(given, dtype=dtype, device=device, kept=None, widens=widens)
     weights = load_weights(directory, config, dtype=dtype, weight_dtype=weight_dtype, device=device)
     return Engine(model, depth=FullDepth(), weights=weights, **options), Observer(config, weights)
 

@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
+from d3engine.arguments import Integers
 from d3engine.errors import NOTHING, InvalidValueError, must_be
-from d3engine.request.params import PRIORITIES, Integers
+from d3engine.request.params import PRIORITIES
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.requests.refused import check_refused, taken_names
 from d3engine.server.schemas.requests import Common

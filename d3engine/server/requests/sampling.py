@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 from starlette.types import Scope
 
+from d3engine.arguments import Integers
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, must_be, require
-from d3engine.request.params import Integers, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from d3engine.request.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.schemas.requests import TEMPERATURES, Common
 from d3engine.server.settings import ServerSettings

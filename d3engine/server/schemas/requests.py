@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from d3engine.arguments import Integers, Numbers
 from d3engine.request.params import (
     BIASES,
     BOUNDS,
@@ -25,8 +26,6 @@ from d3engine.request.params import (
     MAX_TOKENS,
     PRIORITIES,
     TOKEN_IDS,
-    Integers,
-    Numbers,
 )
 
 TEMPERATURES = Numbers(0.0, 2.0)

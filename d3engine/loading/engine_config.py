@@ -1,0 +1,117 @@
+"""EngineConfig: every argument of the engine, with its type, its default, its bounds and its help."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from d3engine.arguments import KW_ONLY, Integers, Numbers, OneOf, Switch, Unchecked, argument, check_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from d3engine.depth import DepthPolicy
+    from d3engine.model.weights import LlamaWeights
+    from d3engine.scheduling.waiting import Admission
+
+MOST_THREADS = 1024
+MOST_RANKS = 1024
+BACKENDS = ("auto", "native", "torch", "triton")
+
+RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
+    "pack_weights": ("weight_compression", {True: "bf12", False: "none"}),
+}
+"""Arguments of the release before, as `d3engine.arguments.accepts` takes them. They go with the next release."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The arguments of `Engine`, checked as far as that takes no model.
+
+    Args:
+        model: A model directory, a GGUF file, "demo" (comes with the package), "smollm2" (once fetched), or a model of
+            the Hugging Face hub as "owner/name", at a branch, tag or commit as "owner/name@revision".
+        depth: The layers that each generated token runs: a policy such as `D3(alpha, start)`, or "auto", the setting
+            in `d3.json` beside the weights and full depth without one. A request may bring its own policy. The log
+            warns once of each policy that was never certified for the model.
+        device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+        dtype: Type of activations, float weights and KV cache: "auto" (float32 on a CPU, the file's on a GPU),
+            "float32", "bfloat16", or on a GPU "float16". Quantized matrices stay as their directory has them.
+        weight_dtype: Type of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16"
+            under float32 activations, with half the bytes. "auto" keeps a file's bfloat16, and rounds the quantized
+            matrices of a GGUF file to it, where the native library decodes and no `dtype` is named.
+        weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
+            a CPU.
+        max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.
+        max_num_seqs: Maximum sequences that run at once.
+        max_num_batched_tokens: Maximum tokens computed in one step; longer prompts are computed in chunks.
+        block_size: KV entries per block.
+        kv_cache_dtype: Type of KV entries: "auto" for that of activations, or "fp8" ("fp8_e4m3") for 8-bit floats with
+            a scale for each head of each entry. A GPU must have compute capability 8.9.
+        kv_cache_memory_bytes: Size of the KV cache; None: 1 GiB on a CPU, or one whole sequence if that is more, and
+            `gpu_memory_utilization` on a GPU.
+        gpu_memory_utilization: Share of a GPU's memory to use, with weights, CUDA graphs and the largest step.
+        enable_prefix_caching: Let prompts share the KV blocks of a common beginning.
+        admission: When waiting requests join the batch: `Immediate()` (also None), or `IntervalAdmission(steps)`.
+        enforce_eager: Run without CUDA graphs and without the native library: the host calls each operation.
+        num_scheduler_steps: Tokens of each answer that a batch may generate without the host; None: 16 with CUDA graphs
+            or the native library, where few answers of a small model get up to 128 and streams four times as many.
+            Without either it is 1.
+        num_threads: CPU threads of the native library and of PyTorch, which gets fewer where layers are small; None:
+            PyTorch's number, within the usable CPUs. Outside of the engine's calls PyTorch's number is unchanged.
+        tensor_parallel_size: Devices to spread the model over, each with a process: of this machine, or those that
+            torchrun has started. On CPUs without the native library.
+        batch_invariant: Make tokens and logits bitwise independent of the batch, of how a prompt is cut, of preemption
+            and prefix hits; slower on a GPU, refused where it cannot be had.
+        backend: What computes: "native" (the C++ library, CPU), "torch" (plain PyTorch), "triton" (a GPU, or
+            Triton's interpreter), or "auto" (triton on a GPU, native on a CPU where its library is built).
+        stream_interval: Tokens between two outputs of a request; its first and its last come at once.
+        seed: Seed from which requests without one get theirs.
+        tokenizer: A directory or a GGUF file to take the tokenizer from; None: the model's.
+        skip_tokenizer_init: Work with token ids alone.
+        weights: Ready weights in place of the directory's (random ones for a benchmark).
+
+    Raises:
+        InvalidValueError: for a value out of bounds.
+    """
+
+    model: str | os.PathLike[str]
+    _: KW_ONLY
+    depth: DepthPolicy | str = argument("auto")
+    device: str | torch.device = argument("auto", panel="Engine")
+    dtype: str | torch.dtype = argument("auto", panel="Engine")
+    weight_dtype: str | torch.dtype = argument("auto", panel="Memory")
+    weight_compression: str = argument("none", OneOf("none", "bf12"), panel="Memory")
+    max_model_len: int | None = argument(None, Unchecked(int), panel="Memory")
+    max_num_seqs: int = argument(64, Integers(1, 4096), panel="Engine")
+    max_num_batched_tokens: int = argument(2048, Integers(1), panel="Advanced")
+    block_size: int = argument(16, Integers(1, 1024), panel="Advanced")
+    kv_cache_dtype: str = argument("auto", panel="Memory")
+    kv_cache_memory_bytes: int | None = argument(None, Unchecked(int), panel="Memory")
+    gpu_memory_utilization: float = argument(0.9, Numbers(0.0, 1.0, open_low=True), panel="Memory")
+    enable_prefix_caching: bool = argument(True, Switch(), panel="Memory")
+    admission: Admission | None = argument(None)
+    enforce_eager: bool = argument(False, Switch())
+    num_scheduler_steps: int | None = argument(None, Integers(1, 256))
+    num_threads: int | None = argument(None, Integers(1, MOST_THREADS))
+    tensor_parallel_size: int = argument(1, Integers(1, MOST_RANKS), panel="Engine")
+    batch_invariant: bool = argument(False, Switch(), panel="Advanced")
+    backend: str = argument("auto", OneOf(*BACKENDS), panel="Engine")
+    stream_interval: int = argument(1, Integers(1))
+    seed: int = argument(0, Integers(0, 2**63 - 1), panel="Engine")
+    tokenizer: str | os.PathLike[str] | None = argument(None)
+    skip_tokenizer_init: bool = argument(False, Switch())
+    weights: LlamaWeights | None = argument(None)
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+    def given(self) -> dict[str, Any]:
+        """The arguments that are not the default, but for `model`."""
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(EngineConfig)
+            if one.name != "model" and getattr(self, one.name) is not one.default
+        }
