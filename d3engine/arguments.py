@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY as KW_ONLY
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, wraps
@@ -114,14 +114,15 @@ def argument(default: Any, check: Check = Unchecked(), *, panel: str | None = No
 
 def check_arguments(self: Any) -> None:
     """Check every field of a dataclass instance that has a check and not its default value."""
-    for one in _checked(type(self)):
+    cls: Any = type(self)
+    for one in _checked(cls):
         value = getattr(self, one.name)
         if value is not one.default and not (value is None and str(one.type).endswith("| None")):
             one.metadata[CHECK].check(one.name, value)
 
 
 @cache
-def _checked(cls: Hashable) -> tuple[Field[Any], ...]:
+def _checked(cls: Any) -> tuple[Field[Any], ...]:
     return tuple(one for one in fields(cls) if one.metadata.get(CHECK) is not None)
 
 
