@@ -84,6 +84,7 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
             weight_dtype=settings.weight_dtype,
             device=settings.device,
             form=form,
+            keeps_blocks=settings.keeps_blocks,
         )
     elif form is not None:
         weights = in_layout(weights, form)

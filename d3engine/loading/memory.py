@@ -83,6 +83,8 @@ def fitting_length(settings: EngineSettings, part: Part) -> int:
     cached = one.sequence_blocks * one.block_bytes if given is None else 0
     is_cpu, there = settings.device.type == "cpu", machine_bytes()
     weights = weight_bytes(config, part, settings.weight_dtype)
+    if settings.keeps_blocks and settings.directory.is_file():
+        weights = settings.directory.stat().st_size
     rooms = []
     if there is not None:
         beside = weights + (given or 0) if is_cpu else 0

@@ -195,6 +195,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     kept = held or kept_by_default(given.dtype, directory, config, executor)
     widens = backend != "triton"
     weight_dtype = resolve_weight_dtype(given.weight_dtype, dtype=computed, device=there, kept=kept, widens=widens)
+    is_as_it_lies = (given.dtype, given.weight_dtype, given.weight_compression) == ("auto", "auto", "none")
     resolved: dict[str, Any] = {
         "directory": directory,
         "config": config,
@@ -207,6 +208,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "admission": given.admission or Immediate(),
         "backend": backend,
         "executor": executor,
+        "keeps_blocks": executor == "native" and is_as_it_lies,
         "num_threads": given.num_threads or default_threads(),
         "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
         "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),

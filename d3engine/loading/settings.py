@@ -48,6 +48,8 @@ class EngineSettings(EngineConfig):
     num_scheduler_steps: int = field()
     num_tokens_ahead: int
     executor: ExecutorKind
+    keeps_blocks: bool
+    """Whether quantized matrices of a GGUF file stay in ggml's blocks."""
 
     @property
     def kernels(self) -> Literal["torch", "triton"]:

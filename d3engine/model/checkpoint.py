@@ -106,6 +106,13 @@ class Checkpoint:
         entry = self.entries[name]
         return self._sources[entry.file].tensor(name, entry.dtype, entry.shape)
 
+    def read_blocks(self, name: str) -> Tensor:
+        """Return one matrix as uint8 [rows, bytes of a row], of a GGUF file with ggml's blocks."""
+        source = self._sources[self.entries[name].file]
+        assert hasattr(source, "blocks"), "only GGUF files have ggml's blocks"
+        blocks: Tensor = source.blocks(name)
+        return blocks
+
     def give_back(self, name: str) -> None:
         """Release the memory of a tensor that was copied, or only inspected."""
         self._sources[self.entries[name].file].give_back(name)

@@ -295,6 +295,12 @@ class GGUFTensors:
         num_heads = self._num_heads(name)
         return values if num_heads is None else to_half_split(values, num_heads)
 
+    def blocks(self, name: str) -> Tensor:
+        """The matrix as uint8 [rows, bytes of a row], in ggml's blocks."""
+        blocks = torch.from_numpy(self._file.read_blocks(self._names[name]))
+        num_heads = self._num_heads(name)
+        return blocks if num_heads is None else to_half_split(blocks, num_heads)
+
     def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
         """One row; no other bytes are read."""
         if len(shape) == 1:

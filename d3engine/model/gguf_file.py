@@ -6,8 +6,8 @@ import math
 import os
 import struct
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a config is read without torch and numpy
 
 TENSOR_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
 """The types of tensors that are read, by ggml's names."""
 
@@ -72,6 +72,17 @@ class GGUFFile:
         """The tensor of that name, dequantized; takes a few MiB beyond the result."""
         return self.read_rows(name, 0, math.prod(self.tensors[name].shape[:-1])).reshape(self.tensors[name].shape)
 
+    def read_blocks(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a matrix as the file has them, as [rows, bytes of a row]."""
+        import numpy as np
+
+        tensor = self.tensors[name]
+        raw = np.empty((tensor.shape[0], tensor.nbytes // tensor.shape[0]), np.uint8)
+        with of_a_model(), self._opened(tensor.offset) as file:
+            if file.readinto(raw) != tensor.nbytes:  # type: ignore[attr-defined]
+                raise self._shortened(name)
+        return raw
+
     def read_rows(self, name: str, first: int, count: int) -> NDArray[np.float32]:
         """Rows `first` to `first + count` of a tensor, dequantized, as [count, its last dimension]."""
         import numpy as np
@@ -84,17 +95,27 @@ class GGUFFile:
         row_bytes = tensor.nbytes // math.prod(tensor.shape[:-1])
         step = max(1, _VALUES_AT_ONCE // tensor.shape[-1])
         # The loader refuses values that are not finite.
-        with of_a_model(), open_regular(self.path) as file, np.errstate(all="ignore"):
-            if _version_of(file) != self._version:
-                raise ModelFormatError(f"{self.path} has changed since its header was read")
-            file.seek(tensor.offset + first * row_bytes)
+        place = tensor.offset + first * row_bytes
+        with of_a_model(), self._opened(place) as file, np.errstate(all="ignore"):
             for start in range(0, count, step):
                 some = min(step, count - start)
                 raw = file.read(some * row_bytes)
                 if len(raw) != some * row_bytes:
-                    raise ModelFormatError(f"{self.path}: tensor {name!r} cannot be read: the file has become shorter")
+                    raise self._shortened(name)
                 values[start : start + some] = dequantize(np.frombuffer(raw, np.uint8).reshape(some, row_bytes), kind)
         return values
+
+    @contextmanager
+    def _opened(self, place: int) -> Iterator[BinaryIO]:
+        """The file at a byte; raises `ModelFormatError` if it is no longer the one whose header was read."""
+        with open_regular(self.path) as file:
+            if _version_of(file) != self._version:
+                raise ModelFormatError(f"{self.path} has changed since its header was read")
+            file.seek(place)
+            yield file
+
+    def _shortened(self, name: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.path}: tensor {name!r} cannot be read: the file has become shorter")
 
 
 def is_gguf(path: Path) -> bool:

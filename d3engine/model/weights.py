@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, stacked
 from d3engine.kernels.interleaved import Int8LanesWeight
 from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.quantized import (
@@ -131,6 +132,7 @@ def load_weights(
     device: torch.device | str,
     weight_dtype: torch.dtype | None = None,
     form: Callable[[Weight], Weight] | None = None,
+    keeps_blocks: bool = False,
     show_progress: bool = True,
     part: ModelShard | None = None,
 ) -> LlamaWeights:
@@ -145,6 +147,7 @@ def load_weights(
     not be written to while the weights are in use (a rename may replace it). Other tensors are copied to their place
     and their pages released: the peak is the model and one tensor.
 
+    With `keeps_blocks`, for the native library, quantized matrices of a GGUF file stay in ggml's blocks.
     `form`, for the native library, replaces each matrix by one of the same values in another layout. With `part` only a
     rank's shard is read and checked; `config` is still the whole model's.
 
@@ -160,7 +163,8 @@ def load_weights(
             checkpoint, config = shard_checkpoint(checkpoint, config, part), part.config(config)
         total = sum(checkpoint.entries[name].nbytes for name in expected_tensors(config))
         with byte_progress(total, "loading weights", show_progress, delay=0.5, leave=False) as progress:
-            loader = _Loader(checkpoint, config, dtype, weight_dtype or dtype, form, torch.device(device), progress)
+            held = weight_dtype or dtype
+            loader = _Loader(checkpoint, config, dtype, held, form, keeps_blocks, torch.device(device), progress)
             weights = loader.load()
     forget_header()
     return weights
@@ -233,6 +237,7 @@ class _Loader:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     form: Callable[[Weight], Weight] | None
+    keeps_blocks: bool
     device: torch.device
     progress: tqdm[None]
 
@@ -274,12 +279,36 @@ class _Loader:
         scheme = scheme_of(next(iter(modules)) + ".weight", self.config)
         if scheme is None:
             tensors = _with(".weight", modules)
+            if self._stays_in_blocks(tensors):
+                return stacked([self._blocks_or_floats(name, rows) for name, rows in tensors.items()])
             return self._held(self._stack(tensors, self.weight_dtype), tensors)
         names = _with(VALUES, modules), _with(SCALES, modules)
         values, scales = (self._stack(tensors, self.dtype) for tensors in names)
         if scheme == "int4":
             return self._held(Int4Weight(values, scales, num_columns), names[0])
         return self._held(Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales), names[0])
+
+    def _stays_in_blocks(self, tensors: Collection[str]) -> bool:
+        """Whether a matrix of these tensors is held as a GGUF file has it."""
+        kinds = {self.checkpoint.entries[name].type_name for name in tensors}
+        halves = len(tensors) == 2  # of gates and what they let through, which are read together
+        return self.keeps_blocks and not kinds.isdisjoint(BLOCK_TYPES) and not (halves and len(kinds) > 1)
+
+    def _blocks_or_floats(self, name: str, rows: list[_Rows] | None) -> BlockWeight | Tensor:
+        """The rows of one tensor, in ggml's blocks where the file has such."""
+        entry = self.checkpoint.entries[name]
+        if entry.type_name not in BLOCK_TYPES:
+            return self._stack({name: rows}, self.weight_dtype)
+        source = self.checkpoint.read_blocks(name)
+        target = source
+        if rows is not None and any(part.num_heads is not None for part in rows):
+            target = torch.empty_like(source)
+            _copy_parts(source, target, rows)
+        weight = BlockWeight(entry.type_name, target, entry.shape[1])
+        if not weight.is_finite:
+            raise ModelFormatError(f"{entry.file}: tensor {name!r} holds NaN or infinity")
+        self.progress.update(entry.nbytes)
+        return weight
 
     def _held(self, matrix: Weight, names: Iterable[str]) -> Weight:
         """A matrix of these tensors in its layout; if that is a new one, the file's pages are released."""
@@ -299,6 +328,8 @@ class _Loader:
 
     def _embedding(self, name: str, multiplier: float) -> Table:
         if scheme_of(name, self.config) is None:
+            if multiplier == 1.0 and self._stays_in_blocks([name]):
+                return self._blocks_or_floats(name, None)
             return self._vector_or_table(name, multiplier, self.weight_dtype)
         module: _Modules = {name.removesuffix(".weight"): None}
         values, scales = (self._stack(_with(suffix, module), self.dtype) for suffix in (VALUES, SCALES))
@@ -337,10 +368,7 @@ class _Loader:
 
     def _copy(self, name: str, target: Tensor, parts: list[_Rows] | None, multiplier: float = 1.0) -> None:
         source = self.checkpoint.read(name)
-        parts = parts or [_Rows(source.shape[0], None)]
-        sizes = [part.count for part in parts]
-        for part, given, place in zip(parts, torch.split(source, sizes), torch.split(target, sizes), strict=True):
-            _copy_rows(given, place, part.num_heads)
+        _copy_parts(source, target, parts or [_Rows(source.shape[0], None)])
         if multiplier != 1.0:  # after the conversion, as transformers rounds
             target.mul_(multiplier)
         check_values(self.checkpoint.entries[name], source, target)
@@ -364,6 +392,12 @@ _LM_HEAD: _Modules = {"lm_head": None}
 
 def _with(suffix: str, modules: _Modules) -> _Modules:
     return {module + suffix: rows for module, rows in modules.items()}
+
+
+def _copy_parts(source: Tensor, target: Tensor, parts: list[_Rows]) -> None:
+    sizes = [part.count for part in parts]
+    for part, given, place in zip(parts, torch.split(source, sizes), torch.split(target, sizes), strict=True):
+        _copy_rows(given, place, part.num_heads)
 
 
 def _copy_rows(source: Tensor, target: Tensor, num_heads: int | None) -> None:
@@ -448,5 +482,5 @@ def with_matrices(
     if weights.lm_head is not weights.embedding:
         return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
     table = weights.embedding if change_head is None else change_head(weights.embedding)
-    assert isinstance(table, Tensor | Int8Weight), "single rows are read from floats and int8"
+    assert isinstance(table, Tensor | Int8Weight | BlockWeight), "single rows are read from floats, int8 and blocks"
     return replace(weights, layers=layers, embedding=table, lm_head=table)

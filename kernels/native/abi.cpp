@@ -44,7 +44,7 @@ bool is_model(const D3Model& m, bool reads_interleaved) {
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];
         const bool is_layer = fits(layer.qkv, q_size + 2 * kv_size, m.hidden) && fits(layer.output, m.hidden, q_size) &&
-                              fits(layer.gate_up, 2 * m.intermediate, m.hidden) &&
+                              fits(layer.gate_up, 2 * m.intermediate, m.hidden) && !layer.gate_up.below &&
                               fits(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm;
         if (!is_layer) return false;
     }
@@ -100,6 +100,10 @@ template <class Args> int32_t begin_checked(D3Decoder& handle, const Args& args)
 int32_t d3_num_isas() { return NUM_KERNELS; }
 const char* d3_isa_name(int32_t isa) { return ALL_KERNELS[isa]->name; }
 int32_t d3_isa_runs_here(int32_t isa) { return ALL_KERNELS[isa]->runs_here(); }
+void d3_read_block_rows(const D3Matrix* matrix, int32_t isa, int32_t start, int32_t stop, float* to) {
+    ALL_KERNELS[isa]->unpack_blocks(*matrix, start, stop, 0, to);
+}
+
 int32_t d3_isa_reads_interleaved(int32_t isa) { return ALL_KERNELS[isa]->reads_interleaved; }
 const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
 

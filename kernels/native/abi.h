@@ -6,7 +6,10 @@
 
 enum D3Kind : int32_t {
     D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_BF12 = 6,
-    D3_INT4X16 = 7, D3_INT8X16 = 8  // 16 rows interleaved, see kernels/interleaved.py
+    D3_INT4X16 = 7, D3_INT8X16 = 8,  // 16 rows interleaved, see kernels/interleaved.py
+    // Rows of ggml's blocks, see kernels/blocks.py.
+    D3_Q4_0 = 9, D3_Q4_1 = 10, D3_Q5_0 = 11, D3_Q5_1 = 12, D3_Q8_0 = 13, D3_Q2_K = 14, D3_Q3_K = 15, D3_Q4_K = 16,
+    D3_Q5_K = 17, D3_Q6_K = 18, D3_IQ4_NL = 19, D3_IQ4_XS = 20
 };
 
 enum D3Status : int32_t {
@@ -39,6 +42,7 @@ struct D3Matrix {
     const float* scales;  // null for floats
     const float* bias;    // [rows], or null
     D3Bf12 bf12;          // of a bf12 matrix
+    const D3Matrix* below;  // further rows, of another kind; or null
 };
 
 struct D3Layer {
@@ -206,6 +210,8 @@ D3_EXPORT int64_t d3_bf12_pack(const uint16_t* matrix, int32_t rows, int32_t col
                                const D3Bf12Target* outliers);
 
 // Rows [start, stop) of a bf12 matrix as bfloat16, each padded with zeros to whole groups of 64 columns.
+// Rows [start, stop) of a matrix in ggml's blocks as floats, by any instruction set that runs here.
+D3_EXPORT void d3_read_block_rows(const D3Matrix* matrix, int32_t isa, int32_t start, int32_t stop, float* to);
 D3_EXPORT void d3_bf12_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to);
 
 D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);

@@ -15,7 +15,11 @@ namespace {
 
 // Of all matrices that a step at full depth reads.
 int64_t bytes_of_matrices(const D3Model& model) {
-    const auto bytes = [](const D3Matrix& matrix) { return bytes_of_row(matrix) * matrix.rows; };
+    const auto bytes = [](const D3Matrix& matrix) {
+        int64_t sum = 0;
+        for (const D3Matrix* part = &matrix; part; part = part->below) sum += bytes_of_row(*part) * part->rows;
+        return sum;
+    };
     int64_t all = bytes(model.lm_head);
     for (const D3Layer* layer = model.layers; layer < model.layers + model.num_layers; layer++)
         all += bytes(layer->qkv) + bytes(layer->output) + bytes(layer->gate_up) + bytes(layer->down);
@@ -188,7 +192,9 @@ void Decoder::embed(const Step& step) {
             continue;
         }
         const int64_t* tokens = step.taken ? step.run.chosen + (step.taken - 1) * step.run.rows : step.run.tokens;
-        read_row(hidden_.row(row), table, tokens[row]);
+        const int token = int(tokens[row]);
+        if (is_in_blocks(table.kind)) kernels_.unpack_blocks(table, token, token + 1, 0, hidden_.row(row));
+        else read_row(hidden_.row(row), table, token);
     }
 }
 

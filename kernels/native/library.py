@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.blocks import BlockWeight
 from d3engine.kernels.interleaved import Int4LanesWeight, Int8LanesWeight
 from d3engine.kernels.native import build
 from d3engine.kernels.native.model import (
@@ -326,6 +327,8 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
     found.d3_isa_reads_interleaved.argtypes = [c_int32]
+    found.d3_read_block_rows.restype = None
+    found.d3_read_block_rows.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_int32, c_void_p]
     found.d3_bf12_pack.restype = c_int64
     found.d3_bf12_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
     found.d3_bf12_unpack.restype = None
@@ -353,6 +356,17 @@ def reads_interleaved(isa: str = "auto") -> bool:
     """Whether an instruction set reads interleaved int8 and int4 matrices; "auto": the best one of this machine."""
     name = isas_here()[0] if isa == "auto" else isa
     return name in _all_isas() and bool(library().d3_isa_reads_interleaved(_all_isas().index(name)))
+
+
+def read_block_rows(weight: BlockWeight, isa: str = "auto") -> torch.Tensor:
+    """The float32 matrix [N, K] that a matrix in blocks stands for.
+
+    Raises `LibraryMissing` without the native library, `NativeError` for memory that is not contiguous on the CPU.
+    """
+    matrix = torch.empty(weight.shape)
+    nth = _all_isas().index(isas_here()[0] if isa == "auto" else isa)
+    library().d3_read_block_rows(byref(Linear(weight).structure()), nth, 0, weight.shape[0], matrix.data_ptr())
+    return matrix
 
 
 def _best_isa(model: NativeModel) -> str:

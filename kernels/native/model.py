@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, addressof, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, c_float, c_int32, c_int64, c_void_p, pointer
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, StackedWeight
 from d3engine.kernels.interleaved import Int4LanesWeight, LanesWeight
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
 from d3engine.kernels.matrices import Table, Weight
@@ -17,6 +20,7 @@ from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _FP8, _FP8_GROUPS, _INT4, _BF12, _INT4X16, _INT8X16 = 2, 3, 4, 5, 6, 7, 8
+_FIRST_BLOCKS = 9
 
 
 class NativeError(RuntimeError):
@@ -28,11 +32,15 @@ class Bf12Structure(Structure):
 
 
 class MatrixStructure(Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("kind", "rows", "columns")),
-        *((name, c_void_p) for name in ("values", "scales", "bias")),
-        ("bf12", Bf12Structure),
-    )
+    pass
+
+
+MatrixStructure._fields_ = (
+    *((name, c_int32) for name in ("kind", "rows", "columns")),
+    *((name, c_void_p) for name in ("values", "scales", "bias")),
+    ("bf12", Bf12Structure),
+    ("below", POINTER(MatrixStructure)),
+)
 
 
 class LayerStructure(Structure):
@@ -83,16 +91,30 @@ class Linear:
 
     def structure(self) -> MatrixStructure:
         weight = self.weight
+        if isinstance(weight, StackedWeight):
+            return self._parts[0]
         bias = None if self.bias is None else address_of(self.bias, torch.float32)
         if isinstance(weight, PackedWeight):
             packed, *outliers = weight.tensors
             bf12 = Bf12Structure(weight.exponent, *_addresses(*outliers))
             return MatrixStructure(_BF12, *weight.shape, *_addresses(packed), None, bias, bf12)
         if not isinstance(weight, Tensor):
-            return MatrixStructure(_kind(weight), *weight.shape, *_addresses(*weight.tensors), bias)
+            values, *scales = _addresses(*weight.tensors)
+            return MatrixStructure(_kind(weight), *weight.shape, values, *(scales or (None,)), bias)
         if weight.dtype not in _KINDS:
             raise NativeError(f"the native library knows no {weight.dtype} matrices")
         return MatrixStructure(_KINDS[weight.dtype], *weight.shape, address_of(weight, weight.dtype), None, bias)
+
+    @cached_property
+    def _parts(self) -> list[MatrixStructure]:
+        """The structures of a stacked matrix, each pointing to the one below it; the library reads them in place."""
+        assert isinstance(self.weight, StackedWeight)
+        sizes = [part.shape[0] for part in self.weight.parts]
+        biases = [None] * len(sizes) if self.bias is None else torch.split(self.bias, sizes)
+        made = [Linear(part, bias).structure() for part, bias in zip(self.weight.parts, biases, strict=True)]
+        for above, below in pairwise(made):
+            above.below = pointer(below)
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +200,9 @@ class NativeBridges:
         return addressof(self._structure)
 
 
-def _kind(weight: QuantizedWeight | LanesWeight) -> int:
+def _kind(weight: QuantizedWeight | LanesWeight | BlockWeight) -> int:
+    if isinstance(weight, BlockWeight):
+        return _FIRST_BLOCKS + BLOCK_TYPES.index(weight.type_name)
     if isinstance(weight, Fp8Weight):
         return _FP8_GROUPS if weight.has_groups else _FP8
     if isinstance(weight, LanesWeight):

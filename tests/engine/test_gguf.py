@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
@@ -20,6 +21,7 @@ from d3engine import D3, Engine, FullDepth, SamplingParams, Speculative
 from d3engine.cli import app
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError
 from d3engine.files import CONFIG_BYTES
+from d3engine.kernels.blocks import BlockWeight, StackedWeight
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.gguf_file import TENSOR_TYPES, GGUFFile, open_gguf
@@ -80,9 +82,8 @@ def test_an_engine_on_a_gguf_file_answers_as_one_on_what_it_is_converted_to(
 @pytest.mark.parametrize(
     ("types", "held"),
     [
-        (("Q4_K", "Q6_K"), "bfloat16"),
-        (("Q8_0", "F16"), "bfloat16"),  # whose answers are those of 8 bits
-        (("Q4_0", "F32"), "bfloat16"),
+        (("Q4_K", "Q6_K"), "as they are"),
+        (("Q8_0",), "as they are"),
         (("BF16",), "bfloat16"),
         (("F16",), "float32"),  # bfloat16 would lose bits, as of a directory with float16
         (("F32",), "float32"),
@@ -101,7 +102,19 @@ def test_matrices_are_held_on_a_cpu_in_what_loses_nothing_worth_having(
     ):
         with engine_of(file, **arguments) as engine:
             weights = engine.executor.model.weights
-            assert (str(engine.dtype), str(weights.weight_dtype)) == ("torch.float32", f"torch.{expected}")
+            assert isinstance(weights.layers[0].down, BlockWeight) == (expected == "as they are")
+            if expected != "as they are":
+                assert (str(engine.dtype), str(weights.weight_dtype)) == ("torch.float32", f"torch.{expected}")
+
+
+@pytest.mark.usefixtures("native_library")
+def test_gates_and_what_they_let_through_are_rounded_where_they_are_of_two_types(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], **(SMALL | {"types": ("Q4_0", "F32")}))
+    with engine_of(file) as engine:
+        (layer,) = engine.executor.model.weights.layers
+    assert isinstance(layer.gate_up, torch.Tensor)
+    assert layer.gate_up.dtype == torch.bfloat16
+    assert isinstance(layer.qkv, StackedWeight)
 
 
 @pytest.mark.usefixtures("native_library")

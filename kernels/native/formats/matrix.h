@@ -10,6 +10,8 @@
 #include "isa/kernels.h"
 
 inline int64_t bytes_of_row(const D3Matrix& matrix) {
+    const BlockSize block = block_size(matrix.kind);
+    if (block.columns) return int64_t(matrix.columns / block.columns) * block.bytes;
     switch (matrix.kind) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
         case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
@@ -38,18 +40,25 @@ inline bool has_interleaved_rows(const D3Matrix& matrix) {
     return matrix.rows % (2 * INTERLEAVED_ROWS) == 0 && reinterpret_cast<uintptr_t>(matrix.values) % 64 == 0;
 }
 
+// Whether a matrix, with those below it, has these rows and columns.
 inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_interleaved) {
-    const bool is_bf12 = matrix.kind == D3_BF12, has_scales = matrix.kind >= D3_INT8 && !is_bf12;
-    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_INT8X16 && matrix.rows == rows &&
-           matrix.columns == columns && matrix.values && (matrix.scales != nullptr) == has_scales &&
+    const bool is_bf12 = matrix.kind == D3_BF12;
+    const bool has_scales = matrix.kind >= D3_INT8 && matrix.kind <= D3_INT8X16 && !is_bf12;
+    const int block = block_size(matrix.kind).columns, own = matrix.below ? matrix.rows : rows;
+    if (matrix.below && (own < 1 || own >= rows || !is_matrix(*matrix.below, rows - own, columns, reads_interleaved)))
+        return false;
+    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_IQ4_XS && matrix.rows == own && matrix.columns == columns &&
+           (!block || columns % block == 0) && matrix.values && (matrix.scales != nullptr) == has_scales &&
            (!is_bf12 || is_valid_bf12(matrix)) &&
            (!is_interleaved(matrix.kind) || (reads_interleaved && has_interleaved_rows(matrix)));
 }
 
 // Whether single rows can be read from a matrix, as from an embedding.
-inline bool has_readable_rows(const D3Matrix& matrix) { return matrix.kind <= D3_INT8 || matrix.kind == D3_INT8X16; }
+inline bool has_readable_rows(const D3Matrix& matrix) {
+    return !matrix.below && (matrix.kind <= D3_INT8 || matrix.kind == D3_INT8X16 || is_in_blocks(matrix.kind));
+}
 
-// Row `row` as floats.
+// Row `row` as floats; `Kernels::unpack_blocks` reads those in blocks.
 inline void read_row(float* to, const D3Matrix& table, int64_t row) {
     const char* from = static_cast<const char*>(table.values) + row * bytes_of_row(table);
     if (table.kind == D3_FLOAT32) {

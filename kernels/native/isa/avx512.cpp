@@ -48,6 +48,11 @@ INLINE V widen_e4m3(const char* from) {
     const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
     return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(short(0xbfff))));  // drop the sign's copy
 }
+#define D3_TABLE_OF_16
+INLINE VI widen_words(uint32_t __attribute__((vector_size(16))) words) {
+    return (VI)_mm512_cvtepu8_epi32((__m128i)words);
+}
+INLINE V look_up(V table, VI places) { return _mm512_permutexvar_ps((__m512i)places, table); }
 INLINE VI widen_uint8(const char* from) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 
 // A register is the lookup table for the sixteen values of four bits.

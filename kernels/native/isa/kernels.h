@@ -102,6 +102,25 @@ constexpr int64_t bf12_groups(int columns) { return (columns + BF12_GROUP - 1) /
 // Bytes of a row as bfloat16.
 constexpr int64_t unpacked_bytes(int columns) { return bf12_groups(columns) * BF12_GROUP * 2; }
 
+// The kinds of ggml's blocks: name, columns of a block, and its bytes.
+#define D3_BLOCK_FORMATS(FORMAT) \
+    FORMAT(Q4_0, 32, 18) FORMAT(Q4_1, 32, 20) FORMAT(Q5_0, 32, 22) FORMAT(Q5_1, 32, 24) FORMAT(Q8_0, 32, 34) \
+    FORMAT(Q2_K, 256, 84) FORMAT(Q3_K, 256, 110) FORMAT(Q4_K, 256, 144) FORMAT(Q5_K, 256, 176) \
+    FORMAT(Q6_K, 256, 210) FORMAT(IQ4_NL, 32, 18) FORMAT(IQ4_XS, 256, 136)
+
+struct BlockSize {
+    int columns, bytes;  // 0 for other kinds
+};
+inline BlockSize block_size(int kind) {
+    switch (kind) {
+#define D3_SIZE(NAME, COLUMNS, BYTES) case D3_##NAME: return {COLUMNS, BYTES};
+        D3_BLOCK_FORMATS(D3_SIZE)
+#undef D3_SIZE
+        default: return {0, 0};
+    }
+}
+inline bool is_in_blocks(int kind) { return block_size(kind).columns > 0; }
+
 // What `widen_e4m3` leaves out: it reads a byte as the bits of a half float, whose exponent bias is larger.
 constexpr float E4M3_UNIT = 256.0f;
 
@@ -136,6 +155,10 @@ struct Kernels {
     void (*widen)(const MatmulArgs&, int start, int stop, float* panel);
     void (*multiply_panel)(const MatmulArgs&, const float* panel, int start, int stop, const float* strip, int rows,
                            float* out, int64_t ldo);
+    // Matrices in ggml's blocks: the most vectors that multiply one directly; for more, `unpack_blocks` first writes
+    // rows of floats, and prefetches rows `ahead` bytes ahead.
+    int max_blocks;
+    void (*unpack_blocks)(const D3Matrix&, int start, int stop, int64_t ahead, float* to);
     // Attention span by span, each into [rows, group, head_dim + 2] floats; the others join the first in their order.
     void (*attend_span)(const AttentionArgs&, int span, float* partial);
     void (*join_span)(const AttentionArgs&, int span, float* earlier, float* partial);

@@ -23,7 +23,7 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
       scratch_(threads.size()) {
     for (Scratch& scratch : scratch_) {
         scratch.outputs = Rows(2 * ROWS_A_PASS, MAX_TILE_ROWS);
-        scratch.unpacked = Floats(2 * MAX_TILE_ROWS * unpacked_bytes(widest) / int64_t(sizeof(float)));
+        scratch.unpacked = Floats(2 * MAX_TILE_ROWS * (unpacked_bytes(widest) / 2));
         scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
     }
     int64_t most = 0;
@@ -36,7 +36,7 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
 
 // Whether this instruction set multiplies the matrix by vectors in a form of its own.
 bool Matmul::needs_prepared(const D3Matrix& matrix) const {
-    const D3Kind kind = unpacks(matrix, 1) ? D3_BFLOAT16 : D3Kind(matrix.kind);
+    const D3Kind kind = is_bf12(matrix) && unpacks(matrix, 1) ? D3_BFLOAT16 : D3Kind(matrix.kind);
     return kernels_.prepare && kernels_.prepared_bytes(kind, matrix.columns, 1) > 0;
 }
 
@@ -45,10 +45,11 @@ MatmulArgs Matmul::args_for(const D3Matrix& matrix, const Rows& x, int rows) {
     MatmulArgs p = {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
                     {matrix.scales}, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(), rows,
                     nullptr, 0, ahead_};
-    if (unpacks(matrix, rows))  // each thread unpacks its own tiles
-        p.kind = D3_BFLOAT16, p.row_bytes = unpacked_bytes(matrix.columns), p.ahead = 0;
-    else if (is_bf12(matrix))
-        p.bf12 = &matrix.bf12;
+    if (unpacks(matrix, rows)) {  // each thread unpacks its own tiles
+        p.kind = is_bf12(matrix) ? D3_BFLOAT16 : D3_FLOAT32, p.ahead = 0;
+        p.row_bytes = is_bf12(matrix) ? unpacked_bytes(matrix.columns) : matrix.columns * int64_t(sizeof(float));
+    }
+    if (is_bf12(matrix) && !unpacks(matrix, rows)) p.bf12 = &matrix.bf12;
     if (!needs_prepared(matrix)) return p;
     p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = rows;
     nth_matmul_++;
@@ -72,7 +73,9 @@ MatmulArgs Matmul::worker_vectors(const MatmulArgs& p, int worker) {
 // About as many bytes per tile as fit into L2 with the vectors; fewer if threads would have no work. A multiple of the
 // number of threads.
 Tiling Matmul::tiling_of(const D3Matrix& matrix, int rows, int bands) const {
-    const int64_t whole = bytes_of_row(matrix) * matrix.rows, num_threads = threads_.size();
+    const bool is_widened = is_in_blocks(matrix.kind) && unpacks(matrix, rows);
+    const int64_t row_bytes = is_widened ? matrix.columns * int64_t(sizeof(float)) : bytes_of_row(matrix);
+    const int64_t whole = row_bytes * matrix.rows, num_threads = threads_.size();
     const int64_t most = needs_prepared(matrix) ? kernels_.tile_bytes : TILE_BYTES;
     const int64_t of_floats = std::max(MIN_TILE_BYTES / rows, MIN_TILE_BYTES_MANY_ROWS);
     const int64_t least_bytes = needs_prepared(matrix) ? MIN_TILE_BYTES : of_floats;

@@ -50,6 +50,21 @@ public:
     // The same where the output channels are one band or two, half a matrix apart, that are used together: calls
     // use(worker, nth row, first channel, last channel, their values, those of the second band).
     template <int BANDS, class Use> void multiply_bands(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
+        int before = 0;
+        for (const D3Matrix* part = &matrix; part; before += part->rows, part = part->below)
+            multiply_part<BANDS>(*part, x, rows, [&](int worker, int nth, int start, int stop, float* values,
+                                                     const float* others) {
+                use(worker, nth, before + start, before + stop, values, others);
+            });
+    }
+
+    // The matmul after the next has this matrix, in `bands` bands: threads that wait, or finish their last tile,
+    // prefetch their part of it.
+    void expect(const D3Matrix& matrix, int rows, int bands = 1);
+
+private:
+    // The same without the matrices below it.
+    template <int BANDS, class Use> void multiply_part(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
         const MatmulArgs p = args_for(matrix, x, rows);
         const int channels = matrix.rows / BANDS;
         const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
@@ -66,11 +81,6 @@ public:
         if (reads_memory_) next_matrix_ = {};
     }
 
-    // The matmul after the next has this matrix, in `bands` bands: threads that wait, or finish their last tile,
-    // prefetch their part of it.
-    void expect(const D3Matrix& matrix, int rows, int bands = 1);
-
-private:
     static constexpr int ROWS_A_PASS = 48;              // that a tile multiplies at once
     static_assert(ROWS_A_PASS % 16 == 0);               // vectors that were prepared together stay together
     static constexpr int64_t MANY_NUMBERS = 16 * 1024;  // of vectors: from here on threads share their preparation
@@ -79,7 +89,7 @@ private:
     struct Scratch {
         Rows outputs;            // the tile's channels of some rows, band by band
         Floats panels;           // its weights, for many rows
-        Floats unpacked;         // its bf12 rows as bfloat16, band by band
+        Floats unpacked;         // its bf12 rows as bfloat16, those in blocks as floats, band by band
         Floats prepared;         // few vectors, in the form of the instruction set
         int64_t nth_matmul = 0;  // the matmul that they belong to
     };
@@ -91,8 +101,14 @@ private:
         return !p.prepared && p.batch >= (p.kind == D3_FLOAT32 ? kernels_.many_of_floats : kernels_.many);
     }
     static bool is_bf12(const D3Matrix& matrix) { return matrix.kind == D3_BF12; }
-    // Whether a bf12 matrix and that many vectors are multiplied as bfloat16, tile by tile.
-    bool unpacks(const D3Matrix& matrix, int rows) const { return is_bf12(matrix) && rows > kernels_.max_bf12; }
+    // Whether a matrix is unpacked for that many vectors, tile by tile: bf12 to bfloat16, blocks to floats.
+    bool unpacks(const D3Matrix& matrix, int rows) const {
+        return is_bf12(matrix) ? rows > kernels_.max_bf12 : is_in_blocks(matrix.kind) && rows > kernels_.max_blocks;
+    }
+    void unpack(const D3Matrix& matrix, int start, int stop, char* to) const {
+        if (is_bf12(matrix)) kernels_.unpack(matrix, start, stop, ahead_, to);
+        else kernels_.unpack_blocks(matrix, start, stop, ahead_, reinterpret_cast<float*>(to));
+    }
     bool needs_prepared(const D3Matrix& matrix) const;
     Tiling tiling_of(const D3Matrix& matrix, int rows, int bands) const;
     // Whether memory would be idle during this matmul.
@@ -114,8 +130,8 @@ private:
             const NextWeights later = has_later ? next_weights({matrix, BANDS, tiles}, tile) : NextWeights{};
             char* const rows = reinterpret_cast<char*>(scratch_[worker].unpacked.at(0));
             for (int band = 0; unpacked && band < BANDS; band++)
-                kernels_.unpack(matrix, band * tiles.channels + start, band * tiles.channels + stop, ahead_,
-                                rows + band * (stop - start) * p.row_bytes);
+                unpack(matrix, band * tiles.channels + start, band * tiles.channels + stop,
+                       rows + band * (stop - start) * p.row_bytes);
             const int passes = (p.batch + ROWS_A_PASS - 1) / ROWS_A_PASS * BANDS;
             int pass = 0;
             for (int first = 0; first < p.batch; first += ROWS_A_PASS) {
@@ -155,10 +171,10 @@ private:
                              scratch.outputs.row(band * ROWS_A_PASS) + n - start);
             };
             each_panel([&](float* widened, int from, int end, float*) {
-                if (!is_bf12(matrix)) return kernels_.widen(p, from, end, widened);
+                if (!unpacks(matrix, p.batch)) return kernels_.widen(p, from, end, widened);
                 MatmulArgs some = p;
                 some.values = reinterpret_cast<char*>(scratch.unpacked.at(0));
-                kernels_.unpack(matrix, from, end, ahead_, reinterpret_cast<char*>(scratch.unpacked.at(0)));
+                unpack(matrix, from, end, reinterpret_cast<char*>(scratch.unpacked.at(0)));
                 kernels_.widen(some, 0, end - from, widened);
             });
             for (int nth = 0; nth < strips; nth++) {

@@ -1,0 +1,131 @@
+"""Matrices in the blocks of ggml, as a GGUF file has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK_TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS"),
+)
+"""ggml's names of the types, in the order of the native library's kinds."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeight:
+    """A matrix [N, K] of ggml's type `type_name`: `blocks` uint8 [N, bytes of a row's blocks], `num_columns` K."""
+
+    type_name: str
+    blocks: Tensor
+    num_columns: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return torch.Size((self.blocks.shape[0], self.num_columns))
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is made of."""
+        return (self.blocks,)
+
+    def rows(self, start: int, stop: int) -> BlockWeight:
+        """Output channels [start, stop) alone, without a copy."""
+        return BlockWeight(self.type_name, self.blocks[start:stop], self.num_columns)
+
+    def at(self, places: Tensor) -> BlockWeight:
+        """The rows at int64 `places` [T], copied."""
+        return BlockWeight(self.type_name, self.blocks[places], self.num_columns)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] it stands for, rounded once to `dtype`."""
+        from d3engine.kernels.native.library import LibraryMissing, read_block_rows  # which knows this class
+
+        try:
+            return read_block_rows(self).to(dtype)
+        except LibraryMissing:
+            return self.by_gguf().to(dtype)
+
+    def by_gguf(self) -> Tensor:
+        """The float32 matrix [N, K] by the package `gguf`: the same numbers, slowly."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        values = dequantize(self.blocks.numpy(), GGMLQuantizationType[self.type_name])
+        return torch.from_numpy(values.astype(np.float32, copy=False))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all scales and minima of blocks are finite, and so all weights."""
+        size, places = _HALVES[self.type_name]
+        blocks = self.blocks.view(-1, size)
+        halves = torch.cat([blocks[:, place : place + 2] for place in places], dim=1).contiguous()
+        return bool(torch.isfinite(halves.view(torch.float16)).all())
+
+
+_HALVES = {
+    **{"Q4_0": (18, (0,)), "Q4_1": (20, (0, 2)), "Q5_0": (22, (0,)), "Q5_1": (24, (0, 2)), "Q8_0": (34, (0,))},
+    **{"Q2_K": (84, (80, 82)), "Q3_K": (110, (108,)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2))},
+    **{"Q6_K": (210, (208,)), "IQ4_NL": (18, (0,)), "IQ4_XS": (136, (0,))},
+}
+"""Type -> bytes of a block, and the places of its float16 numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class StackedWeight:
+    """Matrices of the same columns on top of each other, in several formats."""
+
+    parts: tuple[BlockWeight | Tensor, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is made of, from top to bottom."""
+        return tuple(part if isinstance(part, Tensor) else part.blocks for part in self.parts)
+
+    def rows(self, start: int, stop: int) -> StackedWeight:
+        """Output channels [start, stop) alone, without a copy."""
+        found, before = [], 0
+        for part in self.parts:
+            first, last = max(start - before, 0), min(stop - before, part.shape[0])
+            if first < last:
+                found.append(part[first:last] if isinstance(part, Tensor) else part.rows(first, last))
+            before += part.shape[0]
+        return StackedWeight(tuple(found))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] it stands for, rounded once to `dtype`."""
+        return torch.cat(
+            [part.to(dtype) if isinstance(part, Tensor) else part.dequantize(dtype) for part in self.parts]
+        )
+
+
+def stacked(parts: Sequence[BlockWeight | Tensor]) -> BlockWeight | Tensor | StackedWeight:
+    """The matrices on top of each other: neighbours of one format become one matrix, copied."""
+    found: list[BlockWeight | Tensor] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, BlockWeight) and isinstance(last, BlockWeight) and part.type_name == last.type_name:
+            found[-1] = BlockWeight(part.type_name, torch.cat([last.blocks, part.blocks]), part.num_columns)
+        elif isinstance(part, Tensor) and isinstance(last, Tensor):
+            found[-1] = torch.cat([last, part])
+        else:
+            found.append(part)
+    return found[0] if len(found) == 1 else StackedWeight(tuple(found))
