@@ -82,9 +82,12 @@ def _plain(weight: Any) -> Tensor:
 
 
 class LlamaCpp:
-    """A model and a context for `rows` sequences of `length` tokens."""
+    """A model and a context for `rows` sequences of `length` tokens.
 
-    def __init__(self, path: Path, *, threads: int, rows: int, length: int) -> None:
+    With `has_own_defaults` the file is mapped, entries of the KV cache are float16, and a prompt is cut as it likes.
+    """
+
+    def __init__(self, path: Path, *, threads: int, rows: int, length: int, has_own_defaults: bool = False) -> None:
         import llama_cpp
 
         self._api = llama_cpp
@@ -92,14 +95,17 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         of_model = llama_cpp.llama_model_default_params()
-        of_model.use_mmap, of_model.n_gpu_layers = False, 0
+        of_model.use_mmap, of_model.n_gpu_layers = has_own_defaults, 0
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), of_model)
         of_context = llama_cpp.llama_context_default_params()
         of_context.n_ctx = rows * (-(-length // 256) * 256)  # by sequence a multiple of 256
-        of_context.n_batch = of_context.n_ubatch = max(512, rows * length)
+        of_context.n_batch = max(512, rows * length)
+        if not has_own_defaults:
+            of_context.n_ubatch = of_context.n_batch
         of_context.n_seq_max = rows
         of_context.n_threads = of_context.n_threads_batch = threads
-        of_context.type_k = of_context.type_v = 0  # float32, as ours
+        if not has_own_defaults:
+            of_context.type_k = of_context.type_v = 0  # float32, as ours
         self._context = llama_cpp.llama_init_from_model(self._model, of_context)
         self._batch = llama_cpp.llama_batch_init(max(512, rows * length), 0, 1)
         assert self._context, f"llama.cpp could not load {path.name}"

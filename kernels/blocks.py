@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from d3engine.kernels.interleaved import LANES
+
+_Given = TypeVar("_Given")
 
 BLOCK_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
@@ -84,7 +89,7 @@ _HALVES = {
 class StackedWeight:
     """Matrices of the same columns on top of each other, in several formats."""
 
-    parts: tuple[BlockWeight | Tensor, ...]
+    parts: tuple[Stackable, ...]
 
     @property
     def shape(self) -> torch.Size:
@@ -98,15 +103,17 @@ class StackedWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What it is made of, from top to bottom."""
-        return tuple(part if isinstance(part, Tensor) else part.blocks for part in self.parts)
+        return tuple(part if isinstance(part, Tensor) else part.tensors[0] for part in self.parts)
 
     def rows(self, start: int, stop: int) -> StackedWeight:
-        """Output channels [start, stop) alone, without a copy."""
-        found, before = [], 0
+        """Output channels [start, stop) alone; of parts in lanes as float32."""
+        found: list[Stackable] = []
+        before = 0
         for part in self.parts:
             first, last = max(start - before, 0), min(stop - before, part.shape[0])
             if first < last:
-                found.append(part[first:last] if isinstance(part, Tensor) else part.rows(first, last))
+                rows = part[first:last] if isinstance(part, Tensor) else part.rows(first, last)
+                found.append(rows.dequantize(torch.float32) if isinstance(rows, RowsInLanes) else rows)
             before += part.shape[0]
         return StackedWeight(tuple(found))
 
@@ -115,6 +122,9 @@ class StackedWeight:
         return torch.cat(
             [part.to(dtype) if isinstance(part, Tensor) else part.dequantize(dtype) for part in self.parts]
         )
+
+
+Stackable: TypeAlias = "BlockWeight | BlockLanesWeight | Tensor"
 
 
 def stacked(parts: Sequence[BlockWeight | Tensor]) -> BlockWeight | Tensor | StackedWeight:
@@ -129,3 +139,79 @@ def stacked(parts: Sequence[BlockWeight | Tensor]) -> BlockWeight | Tensor | Sta
         else:
             found.append(part)
     return found[0] if len(found) == 1 else StackedWeight(tuple(found))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLanesWeight:
+    """The matrix [N, K] of a `BlockWeight` with sixteen rows in lanes as `cells` uint8 [N / 16, bytes].
+
+    N is a multiple of 32. `kernels/native/formats/interleaved_blocks.inc` describes the cells; vectors of 8 bits meet
+    them.
+    """
+
+    type_name: str
+    cells: Tensor
+    num_columns: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return torch.Size((self.cells.shape[0] * LANES, self.num_columns))
+
+    @property
+    def nbytes(self) -> int:
+        return self.cells.nbytes
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is made of."""
+        return (self.cells,)
+
+    def rows(self, start: int, stop: int) -> RowsInLanes:
+        """Output channels [start, stop) alone, without a copy."""
+        return RowsInLanes(self, ((start, min(stop, self.shape[0])),))
+
+    def at(self, places: Tensor) -> RowsInLanes:
+        """The rows at int64 `places` [T], without a copy."""
+        return RowsInLanes(self, tuple((place, place + 1) for place in places.tolist()))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] it stands for, rounded once to `dtype`."""
+        return self.rows(0, self.shape[0]).dequantize(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsInLanes:
+    """Rows of a matrix in lanes: those of each of `spans`, [start, stop)."""
+
+    weight: BlockLanesWeight
+    spans: tuple[tuple[int, int], ...]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The rows [T, K], rounded once to `dtype`."""
+        from d3engine.kernels.native.library import read_block_rows  # which knows this class
+
+        return torch.cat([read_block_rows(self.weight, *span) for span in self.spans]).to(dtype)
+
+
+def in_eight_bits(x: Tensor) -> Tensor:
+    """`x` [T, K], K a multiple of 32, as whole numbers from -127 to 127 times a scale for each 32 of a row."""
+    groups = x.view(x.shape[0], -1, 32)
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    by = torch.where(largest > 1e-30, 127 / largest, 0.0)
+    return ((groups * by).round() * (largest / 127)).view(x.shape)
+
+
+def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | StackedWeight:
+    """`weight` with its rows in lanes, copied, where it is in blocks; as it is where its rows are no multiple of 32."""
+    if isinstance(weight, StackedWeight):
+        return StackedWeight(tuple(_in_lanes(part) if isinstance(part, BlockWeight) else part for part in weight.parts))
+    return _in_lanes(weight) if isinstance(weight, BlockWeight) else weight
+
+
+def _in_lanes(weight: BlockWeight) -> BlockWeight | BlockLanesWeight:
+    if weight.shape[0] % (2 * LANES):
+        return weight
+    from d3engine.kernels.native.library import interleave_blocks  # which knows this class
+
+    return BlockLanesWeight(weight.type_name, interleave_blocks(weight), weight.num_columns)

@@ -9,14 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.bf12 import PackedWeight
-from d3engine.kernels.blocks import BlockWeight, StackedWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.kernels.interleaved import Int8LanesWeight, LanesWeight
 from d3engine.kernels.quantized import Int8Weight, QuantizedWeight
 
-Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight | LanesWeight | BlockWeight | StackedWeight
+Weight: TypeAlias = (
+    Tensor | QuantizedWeight | PackedWeight | LanesWeight | BlockWeight | BlockLanesWeight | StackedWeight
+)
 """Floats, or a matrix of one of the schemes, in the order of its rows or in another one."""
 
-Table: TypeAlias = Tensor | Int8Weight | Int8LanesWeight | BlockWeight
+Table: TypeAlias = Tensor | Int8Weight | Int8LanesWeight | BlockWeight | BlockLanesWeight
 """A matrix [V, K] of which single rows are read: an embedding."""
 
 

@@ -42,6 +42,8 @@ class EngineConfig:
         weight_dtype: Type of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16"
             under float32 activations, with half the bytes. "auto" keeps a file's bfloat16, and the quantized
             matrices of a GGUF file, where the native library decodes and no `dtype` is named.
+        activations: What the quantized matrices of a GGUF file meet on a CPU: "float32", which is exact, or "int8", 8
+            bits with a scale for each 32, for processors whose AVX-512 has VNNI. "auto" is the latter where it can be.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
             a CPU.
         max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.
@@ -83,6 +85,7 @@ class EngineConfig:
     device: str | torch.device = argument("auto", panel="Engine")
     dtype: str | torch.dtype = argument("auto", panel="Engine")
     weight_dtype: str | torch.dtype = argument("auto", panel="Memory")
+    activations: str = argument("auto", OneOf("auto", "float32", "int8"), panel="Engine")
     weight_compression: str = argument("none", OneOf("none", "bf12"), panel="Memory")
     max_model_len: int | None = argument(None, Unchecked(int), panel="Memory")
     max_num_seqs: int = argument(64, Integers(1, 4096), panel="Engine")

@@ -23,6 +23,7 @@ from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
 from d3engine.kernels import for_device
+from d3engine.kernels.blocks import blocks_in_lanes
 from d3engine.kernels.interleaved import in_lanes
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.bf12 import packed
@@ -63,6 +64,8 @@ def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
         changes.append(packed)
     if settings.executor == "native" and reads_interleaved(NATIVE_ISA.read()):
         changes.append(in_lanes)
+    if settings.activations == "int8":
+        changes.append(blocks_in_lanes)
     return (lambda matrix: reduce(lambda held, change: change(held), changes, matrix)) if changes else None
 
 

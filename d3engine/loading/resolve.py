@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from d3engine.depth import DepthPolicy
+from d3engine.environment import NATIVE_ISA
 from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.kernels.native.library import byte_isa, reads_interleaved
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import (
     DTYPES,
@@ -114,6 +116,20 @@ def resolve_weight_dtype(
     return resolved
 
 
+def resolve_activations(activations: str, has_blocks: bool) -> str:
+    """What matrices are multiplied by: "int8" where `has_blocks` says that they are in ggml's blocks, or "float32".
+
+    Raises `InvalidValueError` for "int8" where matrices are others, or the processor multiplies no bytes.
+    """
+    if activations == "float32" or (activations == "auto" and not has_blocks):
+        return "float32"
+    here = NATIVE_ISA.read()
+    multiplies = has_blocks and (byte_isa() is not None if here == "auto" else reads_interleaved(here))
+    allowed = "auto or float32 but for a GGUF file, held as it is, on a CPU whose AVX-512 has VNNI"
+    require(multiplies or activations == "auto", "activations", activations, allowed)
+    return "int8" if multiplies else "float32"
+
+
 def check_compression(settings: EngineSettings) -> None:
     """Refuse to compress matrices that the executor cannot read so, or that are not bfloat16."""
     field, value = "weight_compression", settings.weight_compression
@@ -196,6 +212,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     widens = backend != "triton"
     weight_dtype = resolve_weight_dtype(given.weight_dtype, dtype=computed, device=there, kept=kept, widens=widens)
     is_as_it_lies = (given.dtype, given.weight_dtype, given.weight_compression) == ("auto", "auto", "none")
+    keeps_blocks = executor == "native" and is_as_it_lies
     resolved: dict[str, Any] = {
         "directory": directory,
         "config": config,
@@ -208,7 +225,8 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "admission": given.admission or Immediate(),
         "backend": backend,
         "executor": executor,
-        "keeps_blocks": executor == "native" and is_as_it_lies,
+        "keeps_blocks": keeps_blocks,
+        "activations": resolve_activations(given.activations, keeps_blocks and directory.is_file()),
         "num_threads": given.num_threads or default_threads(),
         "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
         "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.kernels.bf12 import PackedWeight
-from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, stacked
+from d3engine.kernels.blocks import BLOCK_TYPES, BlockLanesWeight, BlockWeight, stacked
 from d3engine.kernels.interleaved import Int8LanesWeight
 from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.quantized import (
@@ -280,7 +280,8 @@ class _Loader:
         if scheme is None:
             tensors = _with(".weight", modules)
             if self._stays_in_blocks(tensors):
-                return stacked([self._blocks_or_floats(name, rows) for name, rows in tensors.items()])
+                parts = [self._blocks_or_floats(name, rows) for name, rows in tensors.items()]
+                return self._held(stacked(parts), tensors)
             return self._held(self._stack(tensors, self.weight_dtype), tensors)
         names = _with(VALUES, modules), _with(SCALES, modules)
         values, scales = (self._stack(tensors, self.dtype) for tensors in names)
@@ -329,7 +330,10 @@ class _Loader:
     def _embedding(self, name: str, multiplier: float) -> Table:
         if scheme_of(name, self.config) is None:
             if multiplier == 1.0 and self._stays_in_blocks([name]):
-                return self._blocks_or_floats(name, None)
+                blocks = self._blocks_or_floats(name, None)
+                held = self._held(blocks, [name]) if self.config.tie_word_embeddings else blocks
+                assert isinstance(held, Tensor | BlockWeight | BlockLanesWeight), "single rows are read from it"
+                return held
             return self._vector_or_table(name, multiplier, self.weight_dtype)
         module: _Modules = {name.removesuffix(".weight"): None}
         values, scales = (self._stack(_with(suffix, module), self.dtype) for suffix in (VALUES, SCALES))
@@ -458,7 +462,9 @@ def in_layout(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaW
     if made.lm_head is not made.embedding:
         return made
     head = form(made.lm_head)
-    return replace(made, lm_head=head, embedding=head if isinstance(head, Int8LanesWeight) else made.embedding)
+    return replace(
+        made, lm_head=head, embedding=head if isinstance(head, Int8LanesWeight | BlockLanesWeight) else made.embedding
+    )
 
 
 def with_matrices(
@@ -482,5 +488,5 @@ def with_matrices(
     if weights.lm_head is not weights.embedding:
         return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
     table = weights.embedding if change_head is None else change_head(weights.embedding)
-    assert isinstance(table, Tensor | Int8Weight | BlockWeight), "single rows are read from floats, int8 and blocks"
+    assert isinstance(table, Tensor | Int8Weight | BlockWeight | BlockLanesWeight), "single rows are read from it"
     return replace(weights, layers=layers, embedding=table, lm_head=table)

@@ -104,6 +104,13 @@ void d3_read_block_rows(const D3Matrix* matrix, int32_t isa, int32_t start, int3
     ALL_KERNELS[isa]->unpack_blocks(*matrix, start, stop, 0, to);
 }
 
+void d3_interleave_blocks(const D3Matrix* matrix, int32_t isa, int32_t start, int32_t stop, void* to) {
+    ALL_KERNELS[isa]->interleave_blocks(*matrix, start, stop, static_cast<char*>(to));
+}
+int64_t d3_interleaved_bytes(int32_t kind, int32_t columns) {
+    const BlockSize block = block_size(kind + D3_Q4_0X16 - D3_Q4_0);
+    return int64_t(columns / block.columns) * block.bytes;
+}
 int32_t d3_isa_reads_interleaved(int32_t isa) { return ALL_KERNELS[isa]->reads_interleaved; }
 const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
 

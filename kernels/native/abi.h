@@ -9,7 +9,11 @@ enum D3Kind : int32_t {
     D3_INT4X16 = 7, D3_INT8X16 = 8,  // 16 rows interleaved, see kernels/interleaved.py
     // Rows of ggml's blocks, see kernels/blocks.py.
     D3_Q4_0 = 9, D3_Q4_1 = 10, D3_Q5_0 = 11, D3_Q5_1 = 12, D3_Q8_0 = 13, D3_Q2_K = 14, D3_Q3_K = 15, D3_Q4_K = 16,
-    D3_Q5_K = 17, D3_Q6_K = 18, D3_IQ4_NL = 19, D3_IQ4_XS = 20
+    D3_Q5_K = 17, D3_Q6_K = 18, D3_IQ4_NL = 19, D3_IQ4_XS = 20,
+    // The same, 16 rows interleaved: they are multiplied by vectors of 8 bits, see formats/interleaved_blocks.inc.
+    D3_Q4_0X16 = 21, D3_Q4_1X16 = 22, D3_Q5_0X16 = 23, D3_Q5_1X16 = 24, D3_Q8_0X16 = 25, D3_Q2_KX16 = 26,
+    D3_Q3_KX16 = 27, D3_Q4_KX16 = 28, D3_Q5_KX16 = 29, D3_Q6_KX16 = 30, D3_IQ4_NLX16 = 31, D3_IQ4_XSX16 = 32,
+    D3_NUM_KINDS = 33
 };
 
 enum D3Status : int32_t {
@@ -209,9 +213,14 @@ struct D3Bf12Target {
 D3_EXPORT int64_t d3_bf12_pack(const uint16_t* matrix, int32_t rows, int32_t columns, int64_t room, uint8_t* packed,
                                const D3Bf12Target* outliers);
 
-// Rows [start, stop) of a bf12 matrix as bfloat16, each padded with zeros to whole groups of 64 columns.
-// Rows [start, stop) of a matrix in ggml's blocks as floats, by any instruction set that runs here.
+// Rows [start, stop) of a matrix in ggml's blocks as floats, by any instruction set that runs here; of an interleaved
+// one by an instruction set that knows it.
 D3_EXPORT void d3_read_block_rows(const D3Matrix* matrix, int32_t isa, int32_t start, int32_t stop, float* to);
+// Rows [start, stop), multiples of 16, of a matrix in ggml's blocks become those of an interleaved one at `to`, by an
+// instruction set that knows such.
+D3_EXPORT int64_t d3_interleaved_bytes(int32_t kind, int32_t columns);  // of such a row, `kind` that of its blocks
+D3_EXPORT void d3_interleave_blocks(const D3Matrix* matrix, int32_t isa, int32_t start, int32_t stop, void* to);
+// Rows [start, stop) of a bf12 matrix as bfloat16, each padded with zeros to whole groups of 64 columns.
 D3_EXPORT void d3_bf12_unpack(const D3Matrix* matrix, int32_t start, int32_t stop, void* to);
 
 D3_EXPORT int32_t d3_create(const D3Model* model, D3Decoder** made);

@@ -193,7 +193,7 @@ void Decoder::embed(const Step& step) {
         }
         const int64_t* tokens = step.taken ? step.run.chosen + (step.taken - 1) * step.run.rows : step.run.tokens;
         const int token = int(tokens[row]);
-        if (is_in_blocks(table.kind)) kernels_.unpack_blocks(table, token, token + 1, 0, hidden_.row(row));
+        if (table.kind >= D3_Q4_0) kernels_.unpack_blocks(table, token, token + 1, 0, hidden_.row(row));
         else read_row(hidden_.row(row), table, token);
     }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
@@ -15,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from d3engine.kernels.bf12 import PackedWeight
-from d3engine.kernels.blocks import BlockWeight
-from d3engine.kernels.interleaved import Int4LanesWeight, Int8LanesWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
+from d3engine.kernels.interleaved import LANES, Int4LanesWeight, Int8LanesWeight
 from d3engine.kernels.native import build
 from d3engine.kernels.native.model import (
     LayerStructure,
@@ -329,6 +330,10 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_reads_interleaved.argtypes = [c_int32]
     found.d3_read_block_rows.restype = None
     found.d3_read_block_rows.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_int32, c_void_p]
+    found.d3_interleaved_bytes.restype = c_int64
+    found.d3_interleaved_bytes.argtypes = [c_int32, c_int32]
+    found.d3_interleave_blocks.restype = None
+    found.d3_interleave_blocks.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_int32, c_void_p]
     found.d3_bf12_pack.restype = c_int64
     found.d3_bf12_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
     found.d3_bf12_unpack.restype = None
@@ -358,22 +363,54 @@ def reads_interleaved(isa: str = "auto") -> bool:
     return name in _all_isas() and bool(library().d3_isa_reads_interleaved(_all_isas().index(name)))
 
 
-def read_block_rows(weight: BlockWeight, isa: str = "auto") -> torch.Tensor:
-    """The float32 matrix [N, K] that a matrix in blocks stands for.
+def read_block_rows(
+    weight: BlockWeight | BlockLanesWeight, start: int = 0, stop: int | None = None, *, isa: str = "auto"
+) -> torch.Tensor:
+    """Rows [start, stop) of the float32 matrix [N, K] that a matrix in blocks stands for; stop None: N.
 
     Raises `LibraryMissing` without the native library, `NativeError` for memory that is not contiguous on the CPU.
     """
-    matrix = torch.empty(weight.shape)
-    nth = _all_isas().index(isas_here()[0] if isa == "auto" else isa)
-    library().d3_read_block_rows(byref(Linear(weight).structure()), nth, 0, weight.shape[0], matrix.data_ptr())
+    stop = weight.shape[0] if stop is None else stop
+    assert 0 <= start <= stop <= weight.shape[0], "rows outside the matrix"
+    matrix = torch.empty(stop - start, weight.num_columns)
+    best = byte_isa() if isinstance(weight, BlockLanesWeight) else isas_here()[0]
+    nth = _all_isas().index(best or "none" if isa == "auto" else isa)
+    library().d3_read_block_rows(byref(Linear(weight).structure()), nth, start, stop, matrix.data_ptr())
     return matrix
+
+
+def interleave_blocks(weight: BlockWeight) -> torch.Tensor:
+    """The cells of a `BlockLanesWeight` of these blocks, made by all of PyTorch's threads."""
+    structure, isa, threads = Linear(weight).structure(), byte_isa(), torch.get_num_threads()
+    assert isa is not None, "no instruction set reads such cells"
+    rows, nth = weight.shape[0] // LANES, _all_isas().index(isa)
+    row_bytes = library().d3_interleaved_bytes(structure.kind, weight.num_columns)
+    made = torch.empty(rows, LANES * row_bytes, dtype=torch.uint8)
+    spans = [(rows * part // threads, rows * (part + 1) // threads) for part in range(threads)]
+
+    def work(span: tuple[int, int]) -> None:
+        start, stop = span
+        to = made[start:stop].data_ptr()
+        library().d3_interleave_blocks(byref(structure), nth, start * LANES, stop * LANES, to)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, spans))
+    return made
+
+
+def byte_isa() -> str | None:
+    """The best instruction set of this machine that multiplies interleaved matrices by vectors of 8 bits."""
+    return next((name for name in isas_here() if reads_interleaved(name)), None)
 
 
 def _best_isa(model: NativeModel) -> str:
     """The best one for a model: AMX is for bfloat16, int8 and int4, VNNI for int4 and interleaved matrices."""
     of_layers = (linear.weight for layer in model.layers for linear in layer.matrices)
     matrices = (model.lm_head, *of_layers)
-    kinds: set[object] = {matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
+    parts = (part for matrix in matrices for part in getattr(matrix, "parts", (matrix,)))
+    kinds: set[object] = {part.dtype if isinstance(part, torch.Tensor) else type(part) for part in parts}
+    if BlockLanesWeight in kinds:
+        return byte_isa() or isas_here()[0]
     narrow: dict[str, set[object]] = {
         "amx": {torch.bfloat16, PackedWeight, Int8Weight, Int4Weight},
         "avx512-vnni": {Int4Weight, Int4LanesWeight, Int8LanesWeight},

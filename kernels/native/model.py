@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.bf12 import PackedWeight
-from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, StackedWeight
+from d3engine.kernels.blocks import BLOCK_TYPES, BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.kernels.interleaved import Int4LanesWeight, LanesWeight
 from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
 from d3engine.kernels.matrices import Table, Weight
@@ -200,7 +200,9 @@ class NativeBridges:
         return addressof(self._structure)
 
 
-def _kind(weight: QuantizedWeight | LanesWeight | BlockWeight) -> int:
+def _kind(weight: QuantizedWeight | LanesWeight | BlockWeight | BlockLanesWeight) -> int:
+    if isinstance(weight, BlockLanesWeight):
+        return _FIRST_BLOCKS + len(BLOCK_TYPES) + BLOCK_TYPES.index(weight.type_name)
     if isinstance(weight, BlockWeight):
         return _FIRST_BLOCKS + BLOCK_TYPES.index(weight.type_name)
     if isinstance(weight, Fp8Weight):

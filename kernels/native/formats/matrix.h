@@ -47,7 +47,7 @@ inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_
     const int block = block_size(matrix.kind).columns, own = matrix.below ? matrix.rows : rows;
     if (matrix.below && (own < 1 || own >= rows || !is_matrix(*matrix.below, rows - own, columns, reads_interleaved)))
         return false;
-    return matrix.kind >= D3_FLOAT32 && matrix.kind <= D3_IQ4_XS && matrix.rows == own && matrix.columns == columns &&
+    return matrix.kind >= D3_FLOAT32 && matrix.kind < D3_NUM_KINDS && matrix.rows == own && matrix.columns == columns &&
            (!block || columns % block == 0) && matrix.values && (matrix.scales != nullptr) == has_scales &&
            (!is_bf12 || is_valid_bf12(matrix)) &&
            (!is_interleaved(matrix.kind) || (reads_interleaved && has_interleaved_rows(matrix)));
@@ -55,7 +55,7 @@ inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_
 
 // Whether single rows can be read from a matrix, as from an embedding.
 inline bool has_readable_rows(const D3Matrix& matrix) {
-    return !matrix.below && (matrix.kind <= D3_INT8 || matrix.kind == D3_INT8X16 || is_in_blocks(matrix.kind));
+    return !matrix.below && (matrix.kind <= D3_INT8 || matrix.kind == D3_INT8X16 || matrix.kind >= D3_Q4_0);
 }
 
 // Row `row` as floats; `Kernels::unpack_blocks` reads those in blocks.

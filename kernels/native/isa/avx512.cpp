@@ -107,6 +107,8 @@ static bool runs_here() {
 
 #include "matmul/int_dot.inc"
 #include "matmul/int_dot_interleaved.inc"
+#include "formats/interleaved_blocks.inc"
+#include "matmul/int_dot_blocks.inc"
 
 // VNNI: integer dot products for int4 and for interleaved int8, which need no more instructions than floats for any
 // number of vectors. Plain int8 stays with floats: with few vectors transposing its rows costs more than it saves.
@@ -114,17 +116,28 @@ static bool runs_here() {
 static bool runs_here_vnni() { return runs_here() && __builtin_cpu_supports("avx512vnni"); }
 
 static int64_t vnni_bytes(D3Kind kind, int columns, int rows) {
+    if (is_in_interleaved_blocks(kind)) return (rows + SIDE - 1) / SIDE * short_bytes(columns, SIDE);
     return kind == D3_INT4 || is_interleaved(kind) ? (rows + SIDE - 1) / SIDE * int_dot_bytes(columns, SIDE) : 0;
 }
 static int vnni_prepare_tiles(const MatmulArgs& p) {
     return p.at_once == 1 ? 1 : (p.at_once + SIDE - 1) / SIDE * int_dot_blocks(p.columns);
 }
 static void prepare_vnni(const MatmulArgs& p, int tile) {
+    const int first = tile / int_dot_blocks(p.columns) * SIDE, block = tile % int_dot_blocks(p.columns);
+    if (is_in_interleaved_blocks(p.kind)) {
+        for (int nth = block; nth < (p.at_once == 1 ? int_dot_blocks(p.columns) : block + 1); nth++)
+            prepare_short(p, first, nth);
+        return;
+    }
     if (p.at_once == 1) return prepare_int_dot_single(p);
-    prepare_int_dot<true>(p, tile / int_dot_blocks(p.columns) * SIDE, tile % int_dot_blocks(p.columns));
+    prepare_int_dot<true>(p, first, block);
 }
 static void multiply_vnni(const MatmulArgs& p, const Tile& tile) {
     if (!p.prepared) return multiply(p, tile);
+    if (is_in_interleaved_blocks(p.kind))
+        return with_cell_format(p.kind, [&](auto, auto cell) {
+            multiply_interleaved_blocks<decltype(cell)>(p, tile);
+        });
     switch (p.kind) {
         case D3_INT4X16: return multiply_interleaved<Int4Interleaved>(p, tile);
         case D3_INT8X16: return multiply_interleaved<Int8Interleaved>(p, tile);
@@ -138,6 +151,7 @@ constexpr Kernels isa_vnni() {
     made.runs_here = runs_here_vnni, made.multiply = multiply_vnni, made.reads_interleaved = true;
     made.prepared_bytes = vnni_bytes, made.prepared_tiles = vnni_prepare_tiles;
     made.prepare = prepare_vnni;
+    made.unpack_blocks = unpack_all_blocks, made.interleave_blocks = interleave_blocks;
     return made;
 }
 

@@ -93,7 +93,10 @@ constexpr int SCALE_GROUP = 128;
 
 // Rows that are interleaved (kernels/interleaved.py), and the bytes to which each is padded.
 constexpr int INTERLEAVED_ROWS = 16, INTERLEAVED_STEP = 64;
-inline bool is_interleaved(int kind) { return kind == D3_INT4X16 || kind == D3_INT8X16; }
+inline bool is_in_interleaved_blocks(int kind) { return kind >= D3_Q4_0X16; }
+inline bool is_interleaved(int kind) {
+    return kind == D3_INT4X16 || kind == D3_INT8X16 || is_in_interleaved_blocks(kind);
+}
 inline bool is_int4(D3Kind kind) { return kind == D3_INT4 || kind == D3_INT4X16; }
 
 // Columns of a bf12 group (kernels/bf12.py), and its bytes: signs and mantissas, then exponent codes.
@@ -102,24 +105,27 @@ constexpr int64_t bf12_groups(int columns) { return (columns + BF12_GROUP - 1) /
 // Bytes of a row as bfloat16.
 constexpr int64_t unpacked_bytes(int columns) { return bf12_groups(columns) * BF12_GROUP * 2; }
 
-// The kinds of ggml's blocks: name, columns of a block, and its bytes.
+// The kinds of ggml's blocks: name, columns of a block, its bytes, and those that it has among interleaved rows, where
+// scales of six bits have a byte each.
 #define D3_BLOCK_FORMATS(FORMAT) \
-    FORMAT(Q4_0, 32, 18) FORMAT(Q4_1, 32, 20) FORMAT(Q5_0, 32, 22) FORMAT(Q5_1, 32, 24) FORMAT(Q8_0, 32, 34) \
-    FORMAT(Q2_K, 256, 84) FORMAT(Q3_K, 256, 110) FORMAT(Q4_K, 256, 144) FORMAT(Q5_K, 256, 176) \
-    FORMAT(Q6_K, 256, 210) FORMAT(IQ4_NL, 32, 18) FORMAT(IQ4_XS, 256, 136)
+    FORMAT(Q4_0, 32, 18, 18) FORMAT(Q4_1, 32, 20, 20) FORMAT(Q5_0, 32, 22, 22) FORMAT(Q5_1, 32, 24, 24) \
+    FORMAT(Q8_0, 32, 34, 34) FORMAT(Q2_K, 256, 84, 84) FORMAT(Q3_K, 256, 110, 114) FORMAT(Q4_K, 256, 144, 148) \
+    FORMAT(Q5_K, 256, 176, 180) FORMAT(Q6_K, 256, 210, 210) FORMAT(IQ4_NL, 32, 18, 18) FORMAT(IQ4_XS, 256, 136, 138)
 
 struct BlockSize {
     int columns, bytes;  // 0 for other kinds
 };
 inline BlockSize block_size(int kind) {
     switch (kind) {
-#define D3_SIZE(NAME, COLUMNS, BYTES) case D3_##NAME: return {COLUMNS, BYTES};
+#define D3_SIZE(NAME, COLUMNS, BYTES, INTERLEAVED) \
+    case D3_##NAME: return {COLUMNS, BYTES}; \
+    case D3_##NAME##X16: return {COLUMNS, INTERLEAVED};
         D3_BLOCK_FORMATS(D3_SIZE)
 #undef D3_SIZE
         default: return {0, 0};
     }
 }
-inline bool is_in_blocks(int kind) { return block_size(kind).columns > 0; }
+inline bool is_in_blocks(int kind) { return kind >= D3_Q4_0 && kind <= D3_IQ4_XS; }
 
 // What `widen_e4m3` leaves out: it reads a byte as the bits of a half float, whose exponent bias is larger.
 constexpr float E4M3_UNIT = 256.0f;
@@ -159,6 +165,8 @@ struct Kernels {
     // rows of floats, and prefetches rows `ahead` bytes ahead.
     int max_blocks;
     void (*unpack_blocks)(const D3Matrix&, int start, int stop, int64_t ahead, float* to);
+    // Writes rows of blocks, sixteen by sixteen, as interleaved ones, which `unpack_blocks` then reads too; or null.
+    void (*interleave_blocks)(const D3Matrix&, int start, int stop, char* to);
     // Attention span by span, each into [rows, group, head_dim + 2] floats; the others join the first in their order.
     void (*attend_span)(const AttentionArgs&, int span, float* partial);
     void (*join_span)(const AttentionArgs&, int span, float* earlier, float* partial);

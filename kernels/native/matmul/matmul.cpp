@@ -27,8 +27,8 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
         scratch.panels = Floats(std::max(PANEL_BYTES / int64_t(sizeof(float)), 2 * kernels.panel_floats(widest)));
     }
     int64_t most = 0;
-    for (D3Kind kind : {D3_FLOAT32, D3_BFLOAT16, D3_INT8, D3_FP8, D3_FP8_GROUPS, D3_INT4})
-        if (kernels.prepare) most = std::max(most, kernels.prepared_bytes(kind, widest, max_rows));
+    for (int kind = 0; kernels.prepare && kind < D3_NUM_KINDS; kind++)
+        most = std::max(most, kernels.prepared_bytes(D3Kind(kind), widest, max_rows));
     prepared_ = Floats(most / int64_t(sizeof(float)));
     for (Scratch& scratch : scratch_) scratch.prepared = Floats(most / int64_t(sizeof(float)));
     strips_ = Floats((max_rows / kernels.strip + 1) * kernels.strip_floats(widest));

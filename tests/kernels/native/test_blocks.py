@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
+from block_matrices import random_blocks
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf_files import bpe_keys, write_gguf
 
@@ -24,23 +25,12 @@ pytestmark = pytest.mark.usefixtures("native_library")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False)
 
 
-def random_blocks(type_name: str, rows: int, columns: int = 512, seed: int = 0) -> BlockWeight:
-    """A matrix of random bits with finite scales."""
-    generator = torch.Generator().manual_seed(seed)
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
-    blocks = torch.randint(0, 256, (rows, columns // block * size), generator=generator, dtype=torch.uint8)
-    for place in _HALVES[type_name][1]:
-        halves = torch.randn(blocks.numel() // size, generator=generator).half()
-        blocks.view(-1, size)[:, place : place + 2] = halves.view(torch.uint8).view(-1, 2)
-    return BlockWeight(type_name, blocks, columns)
-
-
 @pytest.mark.parametrize("type_name", BLOCK_TYPES)
 def test_every_instruction_set_reads_the_numbers_of_gguf(type_name: str) -> None:
     weight = random_blocks(type_name, rows=40)
     wanted = weight.by_gguf()
     for isa in isas_here():
-        assert torch.equal(read_block_rows(weight, isa), wanted), isa
+        assert torch.equal(read_block_rows(weight, isa=isa), wanted), isa
     assert torch.equal(weight.rows(3, 17).dequantize(torch.float32), wanted[3:17])
     assert torch.equal(weight.at(torch.tensor([5, 0])).dequantize(torch.float32), wanted[[5, 0]])
 
@@ -96,6 +86,7 @@ def test_logits_are_those_of_float32_weights_alone_and_in_any_batch(
     monkeypatch.setenv("D3ENGINE_NATIVE_ISA", isa)
     file = write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), types=types, layers=2)
     options: dict[str, Any] = {"device": "cpu", "max_model_len": 96, "max_num_seqs": 64, "num_threads": 2}
+    options["activations"] = "float32"
     prompts = [{"prompt_token_ids": [1 + (7 * n + i) % 50 for i in range(1 + n % 40)]} for n in range(60)]
     params = [replace(PARAMS, depth=D3(0.8, 0.5) if n % 2 else FullDepth()) for n in range(60)]
     with Engine(file, **options) as engine:

@@ -1,0 +1,192 @@
+"""Interleaved blocks of ggml times vectors of 8 bits: the numbers of the reference, and no row depends on the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from block_matrices import random_blocks
+from native_models import Case, Shape, at_places, prompt_rows
+
+from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.kernels.blocks import (
+    BLOCK_TYPES,
+    BlockLanesWeight,
+    StackedWeight,
+    blocks_in_lanes,
+    in_eight_bits,
+    stacked,
+)
+from d3engine.kernels.native.library import byte_isa, read_block_rows, reads_interleaved
+from d3engine.kernels.native.model import Linear, NativeModel
+
+pytestmark = [
+    pytest.mark.usefixtures("native_library"),
+    pytest.mark.skipif(byte_isa() is None, reason="no instruction set of this machine multiplies bytes"),
+]
+SHAPE = Shape(rows=60, hidden=256, intermediate=512, heads=4, head_dim=64, vocab=320, bias=True)
+
+
+def in_blocks(model: NativeModel, *types: str) -> NativeModel:
+    """The model with random matrices of the same sizes: those of one layer, which the next one repeats, and a head."""
+    numbers = iter(range(100))
+
+    def random(rows: int, columns: int) -> Any:
+        nth = next(numbers)
+        return random_blocks(types[nth % len(types)], rows, columns, seed=nth, deviation=columns**-0.5)
+
+    def of(linear: Linear) -> Linear:
+        return replace(linear, weight=blocks_in_lanes(random(*linear.weight.shape)))
+
+    layers = []
+    for layer in model.layers:
+        rows, columns = layer.qkv.weight.shape
+        qkv = stacked([random(rows - 128, columns), random(128, columns)])
+        made = {name: of(getattr(layer, name)) for name in ("output", "gate_up", "down")}
+        layers.append(replace(layer, qkv=replace(layer.qkv, weight=blocks_in_lanes(qkv)), **made))
+    head = blocks_in_lanes(random(*model.lm_head.shape))
+    return replace(model, layers=tuple(layers), lm_head=head, embedding=head)
+
+
+def block_case(*types: str, **changes: Any) -> Case:
+    case = Case(replace(SHAPE, **changes))
+    case.model = in_blocks(case.model, *types)
+    return case
+
+
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+def test_interleaved_rows_are_those_of_the_blocks(type_name: str) -> None:
+    weight = random_blocks(type_name, rows=64)
+    wanted = weight.dequantize(torch.float32)
+    made = blocks_in_lanes(weight)
+    assert isinstance(made, BlockLanesWeight)
+    assert made.shape == weight.shape
+    assert torch.equal(made.dequantize(torch.float32), wanted)
+    assert torch.equal(made.rows(5, 40).dequantize(torch.bfloat16), wanted[5:40].bfloat16())
+    assert torch.equal(made.at(torch.tensor([40, 3, 3])).dequantize(torch.float32), wanted[[40, 3, 3]])
+    assert torch.equal(read_block_rows(made, 16, 17), wanted[16:17])
+
+
+def test_rows_that_fill_no_lanes_stay_in_their_blocks() -> None:
+    weight = random_blocks("Q4_K", rows=48)
+    assert blocks_in_lanes(weight) is weight
+    both = blocks_in_lanes(stacked([weight, random_blocks("Q6_K", rows=32)]))
+    assert isinstance(both, StackedWeight)
+    assert [type(part).__name__ for part in both.parts] == ["BlockWeight", "BlockLanesWeight"]
+
+
+def test_eight_bits_keep_a_group_within_half_a_step() -> None:
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(0))
+    x[2, 32:64] = 0
+    rounded = in_eight_bits(x)
+    steps = x.view(7, 3, 32).abs().amax(dim=-1, keepdim=True) / 127
+    assert ((rounded - x).view(7, 3, 32).abs() <= steps / 2 * (1 + 1e-5)).all()
+    assert torch.equal(in_eight_bits(rounded), rounded) or (in_eight_bits(rounded) - rounded).abs().max() < 1e-6
+    assert in_eight_bits(torch.tensor([[float("nan")] + 31 * [1.0]])).isnan().all()
+
+
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+def test_logits_are_those_of_the_reference(type_name: str) -> None:
+    """Where a channel lies between two steps of 8 bits, sums in another order may round it the other way."""
+    case = block_case(type_name)
+    logits = case.decode(1, num_threads=2)[2][0]
+    wanted = case.reference(1)[2][0]
+    apart = np.linalg.norm(logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert np.median(apart) < 1e-5
+    assert apart.max() < 1e-2
+
+
+@pytest.mark.parametrize("types", [BLOCK_TYPES[:4], BLOCK_TYPES[4:8], BLOCK_TYPES[8:]])
+def test_a_row_finds_the_same_bits_in_every_batch(types: tuple[str, ...]) -> None:
+    case = block_case(*types)
+    alone = [case.decode(2, at_places(case.rows, np.array([nth])))[2][:, 0] for nth in (0, 1, 16, 59)]
+    for count in (*range(2, 10), 16, 17, 30, 60):
+        places = np.array([*range(count - 1), 59])
+        _, _, logits = case.decode(2, at_places(case.rows, places), num_threads=2)
+        for nth, own in zip((0, 1, 16, 59), alone, strict=True):
+            (found,) = np.nonzero(places == nth)
+            for place in found:
+                np.testing.assert_array_equal(logits[:, place].view(np.int32), own.view(np.int32))
+
+
+def test_a_prompt_finds_the_same_bits_in_any_chunks() -> None:
+    case = block_case("Q4_K", "Q6_K", rows=1, max_positions=160)
+    kept = case.pool.clone()
+
+    def last_logits(*cuts: int) -> Any:
+        case.pool.copy_(kept)
+        decoder = case.decoder(max_rows=256)
+        for start, stop in zip((0, *cuts), (*cuts, 150), strict=True):
+            logits = np.full((1, stop - start, SHAPE.vocab), np.nan, np.float32)
+            decoder.run(prompt_rows(case, (0, start, stop - start)), 1, logits=logits)
+        return logits[0, -1]
+
+    whole = last_logits()
+    assert np.isfinite(whole).all()
+    for cuts in ((149,), (1, 50), (60, 64, 128)):
+        np.testing.assert_array_equal(last_logits(*cuts).view(np.int32), whole.view(np.int32))
+
+
+def test_a_number_that_is_none_stays_in_its_row() -> None:
+    case = block_case("Q4_K", "Q8_0")
+    wanted = case.decode(1)[2][0]
+    key = case.rows.tables[case.rows.slots[3], 0, 0]
+    case.pool[key, 1, 0] = float("nan")  # a value that row 3 alone attends to
+    found = case.decode(1)[2][0]
+    assert np.isnan(found[3]).all()
+    others = np.arange(len(found)) != 3
+    np.testing.assert_array_equal(found[others], wanted[others])
+
+
+# -- the engine ------------------------------------------------------------------------------------------------
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False)
+
+
+def test_a_file_with_blocks_meets_vectors_of_8_bits_by_default(tmp_path: Path) -> None:
+    gguf_files = pytest.importorskip("gguf_files", reason="the extra gguf is not installed")
+    types = ("Q4_K", "Q6_K", "Q5_0")
+    tokenizer = gguf_files.bpe_keys()
+    file = gguf_files.write_gguf(
+        tmp_path / "model.gguf", tokenizer=tokenizer, types=types, layers=2, vocab_size=448, tied=True
+    )
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 96, "max_num_seqs": 64, "num_threads": 2}
+    prompts = [{"prompt_token_ids": [1 + (7 * n + i) % 50 for i in range(1 + n % 40)]} for n in range(60)]
+    params = [replace(PARAMS, depth=D3(0.8, 0.5) if n % 2 else FullDepth()) for n in range(60)]
+    with Engine(file, **options) as engine:
+        weights = engine.executor.model.weights
+        assert engine.settings.activations == "int8"
+        assert isinstance(weights.layers[0].down, BlockLanesWeight)
+        assert weights.embedding is weights.lm_head
+        together = engine.generate(prompts, params, use_tqdm=False)
+        engine.reset_prefix_cache()
+        alone = [engine.generate([prompts[n]], params[n], use_tqdm=False)[0] for n in (0, 1, 38, 39)]
+    for n, single in zip((0, 1, 38, 39), alone, strict=True):
+        assert single.outputs[0].logprobs == together[n].outputs[0].logprobs
+    with Engine(file, activations="float32", **options) as engine:
+        exact = engine.generate(prompts, params, use_tqdm=False)
+    pairs = [(a.outputs[0].logprobs[0], b.outputs[0].logprobs[0]) for a, b in zip(together, exact, strict=True)]
+    apart = [abs(a[token].logprob - b[token].logprob) for a, b in pairs for token in a.keys() & b.keys()]
+    assert 0 < max(apart) < 0.1
+
+
+def test_eight_bits_are_refused_where_matrices_are_others() -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"^activations must be auto or float32 but for a GGUF file.*got 'int8'"
+    ):
+        Engine("demo", activations="int8")
+
+
+def test_without_bytes_to_multiply_activations_stay_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_files = pytest.importorskip("gguf_files", reason="the extra gguf is not installed")
+    file = gguf_files.write_gguf(tmp_path / "model.gguf", tokenizer=gguf_files.bpe_keys(), types=("Q4_K",), layers=1)
+    monkeypatch.setenv("D3ENGINE_NATIVE_ISA", "portable")
+    assert not reads_interleaved("portable")
+    with Engine(file, device="cpu", max_model_len=96) as engine:
+        assert engine.settings.activations == "float32"
+    with pytest.raises(InvalidValueError, match="activations"):
+        Engine(file, device="cpu", activations="int8")
