@@ -24,7 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.children import checkout_environment
 from benchmarks.report import environment, tell
+from d3engine.children import python_command
 
 OURS, EXACT, LLAMA_CPP = "d3engine", "d3engine, float32 activations", "llama.cpp"
 
@@ -58,7 +60,7 @@ def measure_ours(settings: Settings, activations: str) -> dict[str, float]:
 
     torch.set_num_threads(settings.threads)
     begun = time.perf_counter()
-    longest = max(*settings.prompts, settings.context + settings.tokens) + 16
+    longest = max([*settings.prompts, settings.context + settings.tokens]) + 16
     options: dict[str, Any] = {"max_num_seqs": max(settings.rows), "max_model_len": longest}
     engine = Engine(
         settings.model, activations=activations, num_threads=settings.threads, enable_prefix_caching=False, **options
@@ -84,7 +86,7 @@ def measure_llama_cpp(settings: Settings) -> dict[str, float]:
     found: dict[str, float] = {}
     for rows in settings.rows:
         begun = time.perf_counter()
-        length = max(*settings.prompts, settings.context + settings.tokens)
+        length = max([*settings.prompts, settings.context + settings.tokens])
         peer = LlamaCpp(
             Path(settings.model),
             threads=settings.threads,
@@ -150,8 +152,10 @@ def measure(settings: Settings, systems: Sequence[str]) -> dict[str, Any]:
         for _ in range(settings.rounds):
             for system in systems:
                 given = json.dumps({"system": system, "settings": asdict(settings)})
-                command = [sys.executable, "-m", "benchmarks.gguf_file", "--one", given]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                command = python_command("-m", "benchmarks.gguf_file", "--one", given)
+                done = subprocess.run(
+                    command, env=checkout_environment(), check=True, stdout=subprocess.PIPE, text=True
+                )
                 rounds[system].append(json.loads(done.stdout.splitlines()[-1]))
                 bar.update()
     figures = {

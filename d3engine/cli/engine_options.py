@@ -147,6 +147,9 @@ ENGINE: OptionTable = {
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
+UNLISTED = frozenset({"block_size"})
+"""Options that are taken and not listed: helps have room for fifty, and few ever change these."""
+
 PANELS = panels_of(EngineConfig) | {"admission": "Advanced", "threads": "Engine"}
 """Field -> heading of the help."""
 
@@ -228,7 +231,8 @@ def takes_options(
     signature = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
     for field, (flag, kind, text) in table.items():
-        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panels.get(field, panel))
+        heading = panels.get(field, panel)
+        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=heading, hidden=field in UNLISTED)
         annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
         parameters.append(keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
     give_parameters(with_options, parameters)

@@ -193,7 +193,9 @@ public:
         Found found(pool, s.rows, STEPS, s.vocab);
         std::vector<Interleaved> repacked;
         repacked.reserve(1 + 4 * LAYERS);
-        const auto matrix = [&](const D3Matrix& of) { return is_interleaved ? repacked.emplace_back(of, isa).view : of; };
+        const auto matrix = [&](const D3Matrix& of) {
+            return is_interleaved ? repacked.emplace_back(of, isa).view : of;
+        };
         D3Layer own[LAYERS];
         for (int of = 0; of < LAYERS; of++) {
             own[of] = layers[of];
