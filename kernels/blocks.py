@@ -1,4 +1,4 @@
-"""Matrices in the blocks of ggml, as a GGUF file has them."""
+"""Matrices in blocks: those of ggml, as a GGUF file has them, and groups of whole numbers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from d3engine.kernels.integer_groups import scales_of_integer_groups, unpack_integer_groups
 from d3engine.kernels.interleaved import LANES
 
 _Given = TypeVar("_Given")
 
-BLOCK_TYPES = (
-    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *("IQ4_NL", "IQ4_XS"),
-)
-"""ggml's names of the types, in the order of the native library's kinds."""
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A block of `columns` columns in `nbytes` bytes; ggml's have float16 numbers at `halves`.
+
+    Others are groups of whole numbers of `bits` bits (`integer_groups.py`).
+    """
+
+    columns: int
+    nbytes: int
+    halves: tuple[int, ...] = ()
+    bits: int | None = None
+
+
+BLOCK_FORMATS = {
+    "Q4_0": BlockFormat(32, 18, (0,)),
+    "Q4_1": BlockFormat(32, 20, (0, 2)),
+    "Q5_0": BlockFormat(32, 22, (0,)),
+    "Q5_1": BlockFormat(32, 24, (0, 2)),
+    "Q8_0": BlockFormat(32, 34, (0,)),
+    "Q2_K": BlockFormat(256, 84, (80, 82)),
+    "Q3_K": BlockFormat(256, 110, (108,)),
+    "Q4_K": BlockFormat(256, 144, (0, 2)),
+    "Q5_K": BlockFormat(256, 176, (0, 2)),
+    "Q6_K": BlockFormat(256, 210, (208,)),
+    "IQ4_NL": BlockFormat(32, 18, (0,)),
+    "IQ4_XS": BlockFormat(256, 136, (0,)),
+    "U4_32": BlockFormat(32, 20, bits=4),
+    "U4_128": BlockFormat(128, 68, bits=4),
+    "U8_32": BlockFormat(32, 36, bits=8),
+    "U8_128": BlockFormat(128, 132, bits=8),
+}
+"""By ggml's names of the types, then by our own; in the order of the native library's kinds (`abi.h`)."""
+
+BLOCK_TYPES = tuple(BLOCK_FORMATS)
+INTEGER_TYPES = frozenset(name for name, block in BLOCK_FORMATS.items() if block.bits is not None)
+"""Those of published checkpoints in safetensors files."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight:
-    """A matrix [N, K] of ggml's type `type_name`: `blocks` uint8 [N, bytes of a row's blocks], `num_columns` K."""
+    """A matrix [N, K] of a type of `BLOCK_FORMATS`, `type_name`: `blocks` uint8 [N, bytes of a row's blocks], `num_columns` K."""
 
     type_name: str
     blocks: Tensor
@@ -58,10 +91,13 @@ class BlockWeight:
         try:
             return read_block_rows(self).to(dtype)
         except LibraryMissing:
-            return self.by_gguf().to(dtype)
+            return self.unpacked().to(dtype)
 
-    def by_gguf(self) -> Tensor:
-        """The float32 matrix [N, K] by the package `gguf`: the same numbers, slowly."""
+    def unpacked(self) -> Tensor:
+        """The float32 matrix [N, K] without the native library: the same numbers, slowly."""
+        layout = BLOCK_FORMATS[self.type_name]
+        if layout.bits is not None:
+            return unpack_integer_groups(self.blocks, layout.columns, layout.bits)
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -71,18 +107,12 @@ class BlockWeight:
     @property
     def is_finite(self) -> bool:
         """Whether all scales and minima of blocks are finite, and so all weights."""
-        size, places = _HALVES[self.type_name]
-        blocks = self.blocks.view(-1, size)
-        halves = torch.cat([blocks[:, place : place + 2] for place in places], dim=1).contiguous()
+        layout = BLOCK_FORMATS[self.type_name]
+        if layout.bits is not None:
+            return bool(torch.isfinite(scales_of_integer_groups(self.blocks, layout.columns, layout.bits)).all())
+        blocks = self.blocks.view(-1, layout.nbytes)
+        halves = torch.cat([blocks[:, place : place + 2] for place in layout.halves], dim=1).contiguous()
         return bool(torch.isfinite(halves.view(torch.float16)).all())
-
-
-_HALVES = {
-    **{"Q4_0": (18, (0,)), "Q4_1": (20, (0, 2)), "Q5_0": (22, (0,)), "Q5_1": (24, (0, 2)), "Q8_0": (34, (0,))},
-    **{"Q2_K": (84, (80, 82)), "Q3_K": (110, (108,)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2))},
-    **{"Q6_K": (210, (208,)), "IQ4_NL": (18, (0,)), "IQ4_XS": (136, (0,))},
-}
-"""Type -> bytes of a block, and the places of its float16 numbers."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import SCALES, VALUES
 from d3engine.model.shard import Part, shard_of, shard_shapes
+from d3engine.model.source import files_of
 
 NAMES = ("auto", "fp8", "fp8_e4m3")
 """As in vLLM; "auto" is the dtype of activations, the other two are the same."""
@@ -83,8 +84,8 @@ def fitting_length(settings: EngineSettings, part: Part) -> int:
     cached = one.sequence_blocks * one.block_bytes if given is None else 0
     is_cpu, there = settings.device.type == "cpu", machine_bytes()
     weights = weight_bytes(config, part, settings.weight_dtype)
-    if settings.keeps_blocks and settings.directory.is_file():
-        weights = settings.directory.stat().st_size
+    if settings.keeps_blocks:
+        weights = files_of(settings.directory).packed_bytes() or weights
     rooms = []
     if there is not None:
         beside = weights + (given or 0) if is_cpu else 0

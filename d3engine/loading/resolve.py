@@ -32,12 +32,13 @@ from d3engine.loading.memory import MOST_LENGTH, check_memory, fitting_length, r
 from d3engine.loading.model_directory import model_directory, resolve_max_model_len
 from d3engine.loading.ranks import is_under_torchrun, own_index, rank_device
 from d3engine.loading.settings import EngineSettings, ExecutorKind
+from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
 from d3engine.model.shard import ARGUMENT, Part, shard_of
-from d3engine.model.source import open_checkpoint
+from d3engine.model.source import files_of, open_checkpoint
 from d3engine.scheduling.waiting import Immediate
 
 BATCH_INVARIANT = "batch_invariant"
@@ -156,21 +157,25 @@ def kept_by_default(
     readable = READ_AS_THEY_LIE.get(executor)
     if dtype != "auto" or not readable:
         return None
-    found = dtype_in_files(directory, config)
+    found = dtype_in_files(directory, config, reads_blocks=executor == "native")
     return found if found in readable else None
 
 
-def dtype_in_files(directory: Path, config: ModelConfig) -> torch.dtype | None:
+def dtype_in_files(directory: Path, config: ModelConfig, *, reads_blocks: bool) -> torch.dtype | None:
     """The dtype that loses nothing worth having of a model's float matrices, from headers alone; None where their
     files have several, or there is none.
 
     What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. A GGUF file with
     matrices in blocks is bfloat16: its values were rounded to at most 8 bits, far coarser than bfloat16 rounds them.
-    Raises `ModelFormatError` as `open_checkpoint`.
+    Of a directory the floats beside matrices in blocks decide, where an executor `reads_blocks`. Raises `ModelFormatError` as `open_checkpoint`.
     """
     with open_checkpoint(directory) as checkpoint:
         entries = [checkpoint.entries.get(name) for name in float_matrices(config)]
-    types = {_held_in_file(entry) for entry in entries if entry is not None}
+    types = {
+        _held_in_file(entry)
+        for entry in entries
+        if entry is not None and not (reads_blocks and entry.type_name in INTEGER_TYPES)
+    }
     if any(name in GGUF_TYPES and name not in FLOAT_DTYPES for name in types):
         return torch.bfloat16
     found = {dtype_of(name) for name in types}
@@ -213,6 +218,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     weight_dtype = resolve_weight_dtype(given.weight_dtype, dtype=computed, device=there, kept=kept, widens=widens)
     is_as_it_lies = (given.dtype, given.weight_dtype, given.weight_compression) == ("auto", "auto", "none")
     keeps_blocks = executor == "native" and is_as_it_lies
+    has_blocks = keeps_blocks and files_of(directory).packed_bytes() is not None
     resolved: dict[str, Any] = {
         "directory": directory,
         "config": config,
@@ -226,7 +232,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "backend": backend,
         "executor": executor,
         "keeps_blocks": keeps_blocks,
-        "activations": resolve_activations(given.activations, keeps_blocks and directory.is_file()),
+        "activations": resolve_activations(given.activations, has_blocks),
         "num_threads": given.num_threads or default_threads(),
         "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
         "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),

@@ -26,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
 """8-bit floats with scales in tensors of other names (`checkpoint_formats.py`)."""
-_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1, "I8": 1, "U8": 1}
+_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 
 
 VALUES, SCALES = ".qweight", ".scales"
@@ -107,9 +107,9 @@ class Checkpoint:
         return self._sources[entry.file].tensor(name, entry.dtype, entry.shape)
 
     def read_blocks(self, name: str) -> Tensor:
-        """Return one matrix as uint8 [rows, bytes of a row], of a GGUF file with ggml's blocks."""
+        """Return one matrix as uint8 [rows, bytes of a row], where its type is one of blocks."""
         source = self._sources[self.entries[name].file]
-        assert hasattr(source, "blocks"), "only GGUF files have ggml's blocks"
+        assert hasattr(source, "blocks"), "its entry names a type of blocks"
         blocks: Tensor = source.blocks(name)
         return blocks
 
@@ -267,6 +267,8 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
     "U8": torch.uint8,
 }
 

@@ -155,10 +155,18 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     has_float_copy = config.tie_word_embeddings and config.head_quantization is None
     for name, entry in entries.items():
         is_copy = name == LM_HEAD and has_float_copy
-        if name not in expected and not is_ignored_tensor(name) and not is_copy:
+        if name not in expected and not is_ignored_tensor(name) and not is_copy and not _is_no_bias(checkpoint, name):
             raise ModelFormatError(f"{entry.file}: tensor {name!r} is unexpected for this {CONFIG_FILE}")
     if has_float_copy and LM_HEAD in entries:
         _check_stray_lm_head(checkpoint, config.tensor_names.embedding)
+
+
+def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a bias of zeros, which GPTQ's tools add to matrices that have none."""
+    matrix = checkpoint.entries.get(name.removesuffix("bias") + "weight")
+    if not name.endswith(".bias") or matrix is None or matrix.packed is None:
+        return False
+    return not checkpoint.read(name).any()
 
 
 def check_values(entry: TensorEntry, source: Tensor, converted: Tensor) -> None:

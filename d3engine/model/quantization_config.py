@@ -1,9 +1,10 @@
-"""The quantization_config of a config.json: our own schemes, and published 8-bit floats."""
+"""The quantization_config of a config.json: our own schemes, and published 8-bit floats and whole numbers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from d3engine.model.fields import Fields
@@ -27,6 +28,27 @@ All store float8_e4m3fn values with scales; the method only decides whether a fi
 Block: TypeAlias = tuple[int, int]
 """Rows and columns of a matrix that share a scale."""
 
+INTEGER_METHODS = ("awq", "gptq", "compressed-tensors")
+"""`quant_method` of AutoAWQ, of AutoGPTQ and GPTQModel, and of llm-compressor: whole numbers in groups with scales."""
+
+
+@dataclass(frozen=True)
+class IntegerLayout:
+    """How a checkpoint holds matrices of whole numbers.
+
+    Attributes:
+        method: one of `INTEGER_METHODS`.
+        bits: of a number: 4 or 8.
+        group_size: input channels that share a scale; 0 for all of a row.
+        zero_offset: what is added to a stored zero point.
+    """
+
+    method: str
+    bits: int
+    group_size: int
+    zero_offset: int = 0
+
+
 _FORMATS = {"compressed-tensors": ("format", "float-quantized"), "modelopt": ("quant_algo", "FP8")}
 """Of methods with several formats: the field that names the format, and its value for 8-bit floats."""
 _CHANGES = ("sparsity_config", "transform_config")
@@ -36,8 +58,8 @@ _CHANGES = ("sparsity_config", "transform_config")
 def read_quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | None]:
     """The schemes of our own quantization, of the matrices and of the LM head; None for floats.
 
-    How published 8-bit floats are held follows from their files (`ModelFiles.scheme_of_others`). Raises
-    `ModelFormatError` for any other method.
+    How published 8-bit floats are held follows from their files (`ModelFiles.scheme_of_others`), and published whole
+    numbers are floats to those who read no blocks. Raises `ModelFormatError` for any other method.
     """
     given = fields.get("quantization_config")
     if given is None:
@@ -45,13 +67,13 @@ def read_quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | 
     if not isinstance(given, Mapping):
         fields.refuse("quantization_config", "an object, or absent")
     own = Fields(given, f"{fields.source}: quantization_config")
-    if is_fp8(own):
+    if integer_layout(own) is not None or is_fp8(own):
         return None, None
     if own.get("quant_method") != QUANTIZATION_METHOD:
         own.refuse(
             "quant_method",
-            f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights, or of 8-bit "
-            f"floats: {', '.join(FP8_METHODS)}",
+            f"{QUANTIZATION_METHOD!r}, as `d3engine weights quantize` makes of a model with float weights, of 8-bit "
+            f"floats: {', '.join(FP8_METHODS)}, or of whole numbers: {', '.join(INTEGER_METHODS)}",
         )
     scheme = own.get("scheme")
     if scheme not in QUANTIZATION_SCHEMES:
@@ -72,6 +94,68 @@ def head_schemes(is_tied: bool) -> tuple[str, ...]:
     return tuple(scheme for scheme in LM_HEAD_SCHEMES if not (is_tied and scheme == "int4"))
 
 
+def integer_layout(fields: Fields) -> IntegerLayout | None:
+    """The layout of whole numbers that a quantization_config names; None for another kind.
+
+    Raises `ModelFormatError` for a layout of these methods that is not read.
+    """
+    method = fields.get("quant_method")
+    if method == "awq":
+        if str(fields.get("version") or "gemm").lower() != "gemm":
+            fields.refuse("version", "'gemm', or absent: no other order of numbers is read")
+        _one_of(fields, "bits", (4,))
+        return IntegerLayout(method, 4, _group_size(fields))
+    if method == "gptq":
+        bits = _one_of(fields, "bits", (4, 8))
+        version = fields.get("checkpoint_format") or "gptq"
+        if version not in ("gptq", "gptq_v2"):
+            fields.refuse("checkpoint_format", "'gptq', 'gptq_v2' or absent: no other order of numbers is read")
+        if fields.get("dynamic"):
+            fields.refuse("dynamic", "absent or empty, since all matrices are read in one way")
+        return IntegerLayout(method, bits, _group_size(fields), zero_offset=int(version == "gptq"))
+    if method == "compressed-tensors" and fields.get("format") in ("pack-quantized", "int-quantized"):
+        _check_changes(fields)
+        return _layout_of_groups(fields)
+    return None
+
+
+def _one_of(fields: Fields, name: str, allowed: tuple[int, ...]) -> int:
+    found = fields.integer(name)
+    if found not in allowed:
+        fields.refuse(name, " or ".join(map(str, allowed)))
+    return found
+
+
+def _group_size(fields: Fields) -> int:
+    """The columns of a group; 0 for all of a row."""
+    if fields.get("group_size") == -1:
+        return 0
+    size = fields.integer("group_size", default=128)
+    if size % 32:
+        fields.refuse("group_size", "a multiple of 32, or -1 for one group a row")
+    return size
+
+
+def _layout_of_groups(fields: Fields) -> IntegerLayout:
+    """The layout of compressed-tensors' `config_groups`, which must be one and the same for all matrices."""
+    groups = fields.get("config_groups")
+    found: set[IntegerLayout] = set()
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            fields.refuse("config_groups", f"groups with weights; {name!r} has none")
+        own = Fields(weights, f"{fields.source}: config_groups: {name}: weights")
+        if own.get("type") not in (None, "int"):
+            own.refuse("type", "'int' beside these formats")
+        if own.get("strategy") not in ("group", "channel", "tensor"):
+            own.refuse("strategy", "one of group, channel, tensor")
+        size = _group_size(own) if own.get("strategy") == "group" else 0
+        found.add(IntegerLayout("compressed-tensors", _one_of(own, "num_bits", (4, 8)), size))
+    if len(found) != 1:
+        fields.refuse("config_groups", "an object of groups whose weights all have the same bits and group size")
+    return found.pop()
+
+
 def is_fp8(fields: Fields) -> bool:
     """Whether a quantization_config is that of weights in 8-bit floats.
 
@@ -82,13 +166,18 @@ def is_fp8(fields: Fields) -> bool:
         return False
     if method in _FORMATS:
         name, allowed = _FORMATS[method]
+        of_integers = ", 'pack-quantized' or 'int-quantized'" if method in INTEGER_METHODS else ""
         if fields.get(name) != allowed:
-            fields.refuse(name, f"{allowed!r} beside quant_method {method!r}: other kinds are not read")
+            fields.refuse(name, f"{allowed!r} beside quant_method {method!r}{of_integers}: other kinds are not read")
+    _check_changes(fields)
+    return True
+
+
+def _check_changes(fields: Fields) -> None:
     for name in _CHANGES:
         given = fields.get(name)
         if given and not (isinstance(given, Mapping) and given.get("format", "") == "dense"):
             fields.refuse(name, "absent or empty, since matrices are read as values times scales alone")
-    return True
 
 
 def block_of(fields: Fields) -> Block | None:

@@ -20,7 +20,7 @@ from d3engine.model.gguf_metadata import (
     gguf_tokenizer_json,
     gguf_tokenizer_kind,
 )
-from d3engine.model.quantization_config import block_of, is_fp8
+from d3engine.model.quantization_config import IntegerLayout, block_of, integer_layout, is_fp8
 
 if TYPE_CHECKING:  # torch waits until weights are asked for
     from d3engine.model.checkpoint import Checkpoint
@@ -72,6 +72,10 @@ class ModelFiles(ABC):
 
         Raises `ModelFormatError` as `open_checkpoint`.
         """
+        return None
+
+    def packed_bytes(self) -> int | None:
+        """Bytes of the weight files, where they hold matrices in blocks; None for all others."""
         return None
 
     def read_bytes(self, name: str, most: int = DATA_BYTES) -> bytes:
@@ -137,8 +141,13 @@ class DirectoryFiles(ModelFiles):
         from d3engine.model.checkpoint_formats import fp8_checkpoint
 
         with open_safetensors(self.path) as checkpoint:
-            published = self._published_fp8()
-            yield checkpoint if published is None else fp8_checkpoint(checkpoint, block_of(published))
+            integers, published = self._published_integers(), self._published_fp8()
+            if integers is not None:
+                from d3engine.model.integer_checkpoint import integer_checkpoint
+
+                yield integer_checkpoint(checkpoint, integers)
+            else:
+                yield checkpoint if published is None else fp8_checkpoint(checkpoint, block_of(published))
 
     def scheme_of_others(self) -> str | None:
         published = self._published_fp8()
@@ -152,15 +161,28 @@ class DirectoryFiles(ModelFiles):
         with open_safetensors(self.path) as checkpoint:
             return scheme_of_fp8(checkpoint, block_of(published))
 
+    def packed_bytes(self) -> int | None:
+        from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE
+
+        if self._published_integers() is None or not (self.has(SINGLE_FILE) or self.has(INDEX_FILE)):
+            return None
+        return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+
     def _published_fp8(self) -> Fields | None:
         """The quantization_config, if it is that of weights in 8-bit floats."""
+        fields = self._quantization()
+        return None if fields is None or integer_layout(fields) is not None or not is_fp8(fields) else fields
+
+    def _published_integers(self) -> IntegerLayout | None:
+        """The layout of published matrices of whole numbers."""
+        fields = self._quantization()
+        return None if fields is None else integer_layout(fields)
+
+    def _quantization(self) -> Fields | None:
         if not self.has(CONFIG_FILE):
             return None
         given = self.read_json_object(CONFIG_FILE).get("quantization_config")
-        if not isinstance(given, dict):
-            return None
-        fields = Fields(given, f"{self.place(CONFIG_FILE)}: quantization_config")
-        return fields if is_fp8(fields) else None
+        return Fields(given, f"{self.place(CONFIG_FILE)}: quantization_config") if isinstance(given, dict) else None
 
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -197,6 +219,9 @@ class GGUFFiles(ModelFiles):
         if len(made) > most:
             raise UnreadableFileError(f"{self.path}: its {name} would have more than {most:,} bytes, which is the most")
         return made
+
+    def packed_bytes(self) -> int | None:
+        return self.path.stat().st_size
 
     def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
         from d3engine.model.checkpoint_formats import gguf_checkpoint

@@ -4,16 +4,26 @@
 
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
+// The formats of blocks: name, columns of a block, its bytes, and those that it has among interleaved rows, where scales
+// of six bits have a byte each. kernels/blocks.py has the same table.
+#define D3_BLOCK_FORMATS(FORMAT) \
+    FORMAT(Q4_0, 32, 18, 18) FORMAT(Q4_1, 32, 20, 20) FORMAT(Q5_0, 32, 22, 22) FORMAT(Q5_1, 32, 24, 24) \
+    FORMAT(Q8_0, 32, 34, 34) FORMAT(Q2_K, 256, 84, 84) FORMAT(Q3_K, 256, 110, 114) FORMAT(Q4_K, 256, 144, 148) \
+    FORMAT(Q5_K, 256, 176, 180) FORMAT(Q6_K, 256, 210, 210) FORMAT(IQ4_NL, 32, 18, 18) FORMAT(IQ4_XS, 256, 136, 138) \
+    FORMAT(U4_32, 32, 20, 20) FORMAT(U4_128, 128, 68, 68) FORMAT(U8_32, 32, 36, 36) FORMAT(U8_128, 128, 132, 132)
+
 enum D3Kind : int32_t {
     D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_BF12 = 6,
     D3_INT4X16 = 7, D3_INT8X16 = 8,  // 16 rows interleaved, see kernels/interleaved.py
-    // Rows of ggml's blocks, see kernels/blocks.py.
-    D3_Q4_0 = 9, D3_Q4_1 = 10, D3_Q5_0 = 11, D3_Q5_1 = 12, D3_Q8_0 = 13, D3_Q2_K = 14, D3_Q3_K = 15, D3_Q4_K = 16,
-    D3_Q5_K = 17, D3_Q6_K = 18, D3_IQ4_NL = 19, D3_IQ4_XS = 20,
+    // Rows of blocks, see kernels/blocks.py: D3_Q4_0 is 9.
+#define D3_KIND(NAME, COLUMNS, BYTES, INTERLEAVED) D3_##NAME,
+    D3_BLOCK_FORMATS(D3_KIND)
+#undef D3_KIND
     // The same, 16 rows interleaved: they are multiplied by vectors of 8 bits, see formats/interleaved_blocks.inc.
-    D3_Q4_0X16 = 21, D3_Q4_1X16 = 22, D3_Q5_0X16 = 23, D3_Q5_1X16 = 24, D3_Q8_0X16 = 25, D3_Q2_KX16 = 26,
-    D3_Q3_KX16 = 27, D3_Q4_KX16 = 28, D3_Q5_KX16 = 29, D3_Q6_KX16 = 30, D3_IQ4_NLX16 = 31, D3_IQ4_XSX16 = 32,
-    D3_NUM_KINDS = 33
+#define D3_KIND(NAME, COLUMNS, BYTES, INTERLEAVED) D3_##NAME##X16,
+    D3_BLOCK_FORMATS(D3_KIND)
+#undef D3_KIND
+    D3_NUM_KINDS
 };
 
 enum D3Status : int32_t {

@@ -1,30 +1,31 @@
-"""Random matrices in ggml's blocks."""
+"""Random matrices in blocks."""
 
 from __future__ import annotations
 
 import torch
 
-from d3engine.kernels.blocks import _HALVES, BlockWeight
+from d3engine.kernels.blocks import BLOCK_FORMATS, BlockWeight
 
 
 def random_blocks(type_name: str, rows: int, columns: int = 512, seed: int = 0, deviation: float = 0.0) -> BlockWeight:
     """A matrix of random bits with finite scales; `deviation`: about that of its weights, 0 leaves them as they are."""
     generator = torch.Generator().manual_seed(seed)
-    size, places = _HALVES[type_name]
-    blocks = torch.randint(0, 256, (rows, columns // COLUMNS.get(type_name, 256), size), generator=generator)
+    layout = BLOCK_FORMATS[type_name]
+    blocks = torch.randint(0, 256, (rows, columns // layout.columns, layout.nbytes), generator=generator)
     made = BlockWeight(type_name, blocks.to(torch.uint8).flatten(1), columns)
-    _set_halves(made, torch.randn(len(places), blocks.numel() // size, generator=generator))
+    numbers = max(1, len(layout.halves)), blocks.numel() // layout.nbytes
+    _set_scales(made, torch.randn(numbers, generator=generator))
     if deviation:
-        halves = torch.randn(len(places), blocks.numel() // size, generator=generator)
-        _set_halves(made, torch.ones_like(halves))
-        _set_halves(made, halves * deviation / made.dequantize(torch.float32).std())
+        scales = torch.randn(numbers, generator=generator)
+        _set_scales(made, torch.ones_like(scales))
+        _set_scales(made, scales * deviation / made.dequantize(torch.float32).std())
     return made
 
 
-COLUMNS = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"), 32)
-
-
-def _set_halves(weight: BlockWeight, numbers: torch.Tensor) -> None:
-    size, places = _HALVES[weight.type_name]
-    for place, halves in zip(places, numbers.half(), strict=True):
-        weight.blocks.view(-1, size)[:, place : place + 2] = halves.view(torch.uint8).view(-1, 2)
+def _set_scales(weight: BlockWeight, numbers: torch.Tensor) -> None:
+    layout = BLOCK_FORMATS[weight.type_name]
+    blocks = weight.blocks.view(-1, layout.nbytes)
+    if layout.bits is not None:  # a float of 24 bits behind the zero point
+        blocks[:, 1:4] = numbers[0].half().float().view(torch.uint8).view(-1, 4)[:, 1:]
+    for place, halves in zip(layout.halves, numbers.half(), strict=False):
+        blocks[:, place : place + 2] = halves.view(torch.uint8).view(-1, 2)

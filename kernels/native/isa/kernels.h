@@ -105,13 +105,6 @@ constexpr int64_t bf12_groups(int columns) { return (columns + BF12_GROUP - 1) /
 // Bytes of a row as bfloat16.
 constexpr int64_t unpacked_bytes(int columns) { return bf12_groups(columns) * BF12_GROUP * 2; }
 
-// The kinds of ggml's blocks: name, columns of a block, its bytes, and those that it has among interleaved rows, where
-// scales of six bits have a byte each.
-#define D3_BLOCK_FORMATS(FORMAT) \
-    FORMAT(Q4_0, 32, 18, 18) FORMAT(Q4_1, 32, 20, 20) FORMAT(Q5_0, 32, 22, 22) FORMAT(Q5_1, 32, 24, 24) \
-    FORMAT(Q8_0, 32, 34, 34) FORMAT(Q2_K, 256, 84, 84) FORMAT(Q3_K, 256, 110, 114) FORMAT(Q4_K, 256, 144, 148) \
-    FORMAT(Q5_K, 256, 176, 180) FORMAT(Q6_K, 256, 210, 210) FORMAT(IQ4_NL, 32, 18, 18) FORMAT(IQ4_XS, 256, 136, 138)
-
 struct BlockSize {
     int columns, bytes;  // 0 for other kinds
 };
@@ -125,7 +118,7 @@ inline BlockSize block_size(int kind) {
         default: return {0, 0};
     }
 }
-inline bool is_in_blocks(int kind) { return kind >= D3_Q4_0 && kind <= D3_IQ4_XS; }
+inline bool is_in_blocks(int kind) { return kind >= D3_Q4_0 && kind < D3_Q4_0X16; }
 
 // What `widen_e4m3` leaves out: it reads a byte as the bits of a half float, whose exponent bias is larger.
 constexpr float E4M3_UNIT = 256.0f;

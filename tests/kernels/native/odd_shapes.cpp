@@ -385,9 +385,9 @@ int main() {
                     made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, repacked), isa);
             cases++;
         }
-    // Blocks of ggml fill their rows; directly with few rows, unpacked for more. Interleaved ones have other numbers
+    // Blocks fill their rows; directly with few rows, unpacked for more. Interleaved ones have other numbers
     // than the portable code's, whose vectors are floats.
-    for (int kind = D3_Q4_0; kind <= D3_IQ4_XS; kind++, cases++)
+    for (int kind = D3_Q4_0; is_in_blocks(kind); kind++, cases++)
         for (int rows : {2, 7}) {
             const Case made({256, 256, 8, 2, 32, 64, 3, rows}, kind);
             for (int isa = 0; isa <= portable; isa++)

@@ -1,4 +1,4 @@
-"""Matrices in ggml's blocks: the package gguf's numbers, and the sums of float32 weights, to the last bit."""
+"""Matrices in blocks: the numbers that they stand for, and the sums of float32 weights, to the last bit."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf_files import bpe_keys, write_gguf
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.kernels.blocks import _HALVES, BLOCK_TYPES, BlockWeight, StackedWeight, stacked
+from d3engine.kernels.blocks import BLOCK_FORMATS, BLOCK_TYPES, BlockWeight, StackedWeight, stacked
 from d3engine.kernels.native.library import isas_here, read_block_rows
 from d3engine.model.weights import LlamaWeights, with_matrices
 
 pytestmark = pytest.mark.usefixtures("native_library")
+OF_GGML = tuple(name for name, layout in BLOCK_FORMATS.items() if layout.bits is None)
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False)
 
 
 @pytest.mark.parametrize("type_name", BLOCK_TYPES)
-def test_every_instruction_set_reads_the_numbers_of_gguf(type_name: str) -> None:
+def test_every_instruction_set_reads_the_numbers_of_a_type(type_name: str) -> None:
     weight = random_blocks(type_name, rows=40)
-    wanted = weight.by_gguf()
+    wanted = weight.unpacked()
     for isa in isas_here():
         assert torch.equal(read_block_rows(weight, isa=isa), wanted), isa
     assert torch.equal(weight.rows(3, 17).dequantize(torch.float32), wanted[3:17])
@@ -36,9 +37,9 @@ def test_every_instruction_set_reads_the_numbers_of_gguf(type_name: str) -> None
 
 
 def test_the_sizes_of_blocks_are_those_of_gguf() -> None:
-    for name, (size, _) in _HALVES.items():
-        assert GGML_QUANT_SIZES[GGMLQuantizationType[name]][1] == size
-    assert tuple(_HALVES) == BLOCK_TYPES
+    for name, layout in BLOCK_FORMATS.items():
+        if layout.bits is None:
+            assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (layout.columns, layout.nbytes)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -46,10 +47,14 @@ def test_the_sizes_of_blocks_are_those_of_gguf() -> None:
 def test_a_scale_that_is_no_number_is_found(type_name: str, number: float) -> None:
     weight = random_blocks(type_name, rows=4)
     assert weight.is_finite
-    size, places = _HALVES[type_name]
-    for place in places:
+    layout = BLOCK_FORMATS[type_name]
+    for place in layout.halves:
         blocks = weight.blocks.clone()
-        blocks.view(-1, size)[-1, place : place + 2] = torch.tensor([number]).half().view(torch.uint8)
+        blocks.view(-1, layout.nbytes)[-1, place : place + 2] = torch.tensor([number]).half().view(torch.uint8)
+        assert not replace(weight, blocks=blocks).is_finite
+    if layout.bits is not None:
+        blocks = weight.blocks.clone()
+        blocks.view(-1, layout.nbytes)[-1, 1:4] = torch.tensor([number]).view(torch.uint8)[1:]
         assert not replace(weight, blocks=blocks).is_finite
 
 
@@ -60,7 +65,7 @@ def test_stacked_matrices_of_one_type_become_one() -> None:
     several = stacked([first, second, third])
     assert isinstance(several, StackedWeight)
     assert (len(several.parts), several.shape) == (2, (18, 512))
-    wanted = torch.cat([one.by_gguf() for one in (first, second, third)])
+    wanted = torch.cat([one.unpacked() for one in (first, second, third)])
     assert torch.equal(several.dequantize(torch.float32), wanted)
     assert torch.equal(several.rows(5, 15).dequantize(torch.float32), wanted[5:15])
 
@@ -77,7 +82,7 @@ def as_floats(weights: LlamaWeights) -> LlamaWeights:
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
-@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("Q5_0", "Q8_0"), BLOCK_TYPES[:7], BLOCK_TYPES[4:]])
+@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("Q5_0", "Q8_0"), OF_GGML[:7], OF_GGML[4:]])
 def test_logits_are_those_of_float32_weights_alone_and_in_any_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, ...], isa: str
 ) -> None:

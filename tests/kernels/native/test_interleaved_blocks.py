@@ -1,4 +1,4 @@
-"""Interleaved blocks of ggml times vectors of 8 bits: the numbers of the reference, and no row depends on the batch."""
+"""Interleaved blocks times vectors of 8 bits: the numbers of the reference, and no row depends on the batch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_reference(type_name: str) -> None:
     assert apart.max() < 1e-2
 
 
-@pytest.mark.parametrize("types", [BLOCK_TYPES[:4], BLOCK_TYPES[4:8], BLOCK_TYPES[8:]])
+@pytest.mark.parametrize("types", [BLOCK_TYPES[:4], BLOCK_TYPES[4:8], BLOCK_TYPES[8:12], BLOCK_TYPES[12:]])
 def test_a_row_finds_the_same_bits_in_every_batch(types: tuple[str, ...]) -> None:
     case = block_case(*types)
     alone = [case.decode(2, at_places(case.rows, np.array([nth])))[2][:, 0] for nth in (0, 1, 16, 59)]

@@ -1,0 +1,276 @@
+"""Checkpoints of AutoAWQ, GPTQ and llm-compressor: matrices of whole numbers in groups, as blocks or as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d3engine.errors import ModelFormatError
+from d3engine.kernels.blocks import BLOCK_FORMATS
+from d3engine.kernels.integer_groups import pack_integer_groups
+from d3engine.model.checkpoint import FLOAT_DTYPES, Checkpoint, Packed, TensorEntry, TensorFile
+from d3engine.model.quantization_config import IntegerLayout
+
+# The published value of a weight is (number - zero point) x scale, rounded to the dtype of the scales. Here it is not
+# rounded: the product is a float32.
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the numbers of eight neighbouring output channels are in a word: the fifth is second, and so on."""
+
+_ROWS_AT_ONCE = 4096
+"""Output channels that are unpacked at once, so that temporaries stay small."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Suffixes of a matrix's tensors: the numbers, their scales, zero points (absent: the middle) and group indices."""
+
+    values: tuple[str, ...]
+    scales: str
+    zero_points: str
+    group_indices: str
+    others: tuple[str, ...] = ()
+
+
+_GPTQ_NAMES = _Names((".qweight",), ".scales", ".qzeros", ".g_idx")
+_NAMES = {
+    "awq": _GPTQ_NAMES,
+    "gptq": _GPTQ_NAMES,
+    "compressed-tensors": _Names(
+        (".weight_packed", ".weight"), ".weight_scale", ".weight_zero_point", ".weight_g_idx", (".weight_shape",)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The stored tensors of one matrix [N, K], and the type of the blocks that it becomes; None: floats alone."""
+
+    values: TensorEntry
+    scales: TensorEntry
+    zero_points: TensorEntry | None
+    shape: tuple[int, int]
+    num_groups: int
+    type_name: str | None
+
+
+def integer_checkpoint(checkpoint: Checkpoint, layout: IntegerLayout) -> Checkpoint:
+    """The tensors of a published checkpoint by transformers' names, its matrices of whole numbers as `X.weight`.
+
+    They read as float32, and as blocks where their groups are neighbouring columns. Raises `ModelFormatError` for
+    tensors that are missing or of a shape or dtype that the layout does not have.
+    """
+    names = _NAMES[layout.method]
+    matrices: dict[str, _Matrix] = {}
+    gone: set[str] = set()
+    for entry in checkpoint.entries.values():
+        module = _module_of(entry, names)
+        if module is None:
+            continue
+        name = f"{module}.weight"
+        if name in matrices or (name != entry.name and name in checkpoint.entries):
+            raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} is unexpected beside {name!r}")
+        matrices[name] = _matrix_of(checkpoint, module, entry, names, layout)
+        beside = (names.scales, names.zero_points, names.group_indices, *names.others)
+        gone |= {entry.name, *(module + suffix for suffix in beside)}
+    entries = {name: entry for name, entry in checkpoint.entries.items() if name not in gone}
+    tensors = _IntegerTensors(checkpoint, matrices, layout)
+    for name, matrix in matrices.items():
+        stored = matrix.values.nbytes + matrix.scales.nbytes + (matrix.zero_points.nbytes if matrix.zero_points else 0)
+        packed = Packed(matrix.type_name or layout.method, stored)
+        entries[name] = TensorEntry(name, matrix.values.file, matrix.shape, "F32", packed)
+    files: dict[Path, TensorFile] = {entry.file: tensors for entry in entries.values()}
+    return Checkpoint(entries, files)
+
+
+def _module_of(entry: TensorEntry, names: _Names) -> str | None:
+    """The module whose numbers a tensor holds; None for any other tensor."""
+    suffix = next((suffix for suffix in names.values if entry.name.endswith(suffix)), None)
+    if suffix is None or (suffix == ".weight" and entry.dtype != "I8"):
+        return None
+    return entry.name.removesuffix(suffix)
+
+
+def _matrix_of(
+    checkpoint: Checkpoint, module: str, values: TensorEntry, names: _Names, layout: IntegerLayout
+) -> _Matrix:
+    scales = checkpoint.entries.get(module + names.scales)
+    if scales is None or scales.dtype not in FLOAT_DTYPES:
+        raise ModelFormatError(f"{values.file}: tensor {values.name!r} has no floats {module + names.scales!r}")
+    in_word = 32 // layout.bits if values.dtype == "I32" else 1
+    allowed = ("I32", "I8") if layout.method == "compressed-tensors" and layout.bits == 8 else ("I32",)
+    if len(values.shape) != 2 or values.dtype not in allowed:
+        held = f"dtype {values.dtype} and shape {list(values.shape)}"
+        raise ModelFormatError(
+            f"{values.file}: tensor {values.name!r} has {held}: allowed is a matrix of {' or '.join(allowed)}"
+        )
+    first, second = values.shape
+    rows, columns = {
+        "awq": (second * in_word, first),
+        "gptq": (second, first * in_word),
+        "compressed-tensors": (first, second * in_word),
+    }[layout.method]
+    num_groups = _check_scales(scales, (rows, columns), layout)
+    zero_points = checkpoint.entries.get(module + names.zero_points)
+    if zero_points is None and layout.method != "compressed-tensors":
+        raise ModelFormatError(f"{values.file}: tensor {module + names.zero_points!r} is missing")
+    if zero_points is not None:
+        _check_zero_points(zero_points, (rows, num_groups), layout)
+    in_order = _are_in_order(checkpoint, module + names.group_indices, columns, num_groups)
+    in_blocks = in_order and scales.dtype in ("F16", "BF16")  # others may have more bits than a block keeps
+    type_name = _type_of(columns // num_groups, layout.bits) if in_blocks else None
+    return _Matrix(values, scales, zero_points, (rows, columns), num_groups, type_name)
+
+
+def _type_of(columns: int, bits: int) -> str | None:
+    """The blocks that hold groups of so many columns; None where no blocks fit."""
+    types = (name for name, block in BLOCK_FORMATS.items() if block.bits == bits and columns % block.columns == 0)
+    return max(types, key=lambda name: BLOCK_FORMATS[name].columns, default=None)
+
+
+def _check_scales(scales: TensorEntry, shape: tuple[int, int], layout: IntegerLayout) -> int:
+    """The number of groups of a row; raises `ModelFormatError` for scales of another shape."""
+    rows, columns = shape
+    size = layout.group_size or columns
+    groups = columns // size if columns % size == 0 else 0
+    allowed = [(groups, rows)] if layout.method != "compressed-tensors" else [(rows, groups)]
+    if groups == 1 and layout.method == "compressed-tensors":
+        allowed += [(rows,), (1,), (1, 1), ()]
+    if not groups or scales.shape not in allowed:
+        raise ModelFormatError(
+            f"{scales.file}: tensor {scales.name!r} has shape {list(scales.shape)}: allowed for a matrix of "
+            f"{[rows, columns]} in groups of {size} is {list(allowed[0]) if groups else 'none'}"
+        )
+    return groups
+
+
+def _check_zero_points(entry: TensorEntry, shape: tuple[int, int], layout: IntegerLayout) -> None:
+    """Raise `ModelFormatError` unless zero points are one for each scale, in words or in bytes."""
+    (rows, groups), in_word = shape, 32 // layout.bits
+    if layout.method != "compressed-tensors":
+        allowed = {"I32": (groups, rows // in_word)}
+    else:
+        allowed = {"I32": (-(-rows // in_word), groups), "I8": (rows, groups)}
+    if entry.shape != allowed.get(entry.dtype):
+        raise ModelFormatError(
+            f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype} and shape {list(entry.shape)}: allowed is "
+            + " or ".join(f"{dtype} of {list(one)}" for dtype, one in allowed.items())
+        )
+
+
+def _are_in_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) -> bool:
+    """Whether each column is in the group of its place; raises `ModelFormatError` for groups that there are not."""
+    entry = checkpoint.entries.get(name)
+    if entry is None:
+        return True
+    is_valid = entry.dtype in ("I32", "I64") and entry.shape == (columns,)
+    indices = checkpoint.read(name).long() if is_valid else torch.tensor([-1])
+    if not (0 <= int(indices.amin()) and int(indices.amax()) < groups):
+        allowed = f"the groups, 0 to {groups - 1}, of {columns} columns"
+        raise ModelFormatError(f"{entry.file}: tensor {name!r} must be {allowed}")
+    return torch.equal(indices, torch.arange(columns) // (columns // groups))
+
+
+class _IntegerTensors:
+    """Reads the tensors of a checkpoint, and the matrices that are made of whole numbers."""
+
+    def __init__(self, checkpoint: Checkpoint, matrices: Mapping[str, _Matrix], layout: IntegerLayout) -> None:
+        self._checkpoint = checkpoint
+        self._matrices = matrices
+        self._layout = layout
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor; a matrix of whole numbers in float32, newly allocated."""
+        if name not in self._matrices:
+            return self._checkpoint.read(name)
+        return torch.cat([self._floats(name, start, stop) for start, stop in _spans(shape[0])])
+
+    def blocks(self, name: str) -> Tensor:
+        """The matrix as uint8 [rows, bytes of a row], in blocks; raises `ModelFormatError` for scales not finite."""
+        matrix = self._matrices[name]
+        assert matrix.type_name is not None, "it has blocks"
+        columns, bits = BLOCK_FORMATS[matrix.type_name].columns, self._layout.bits
+        try:
+            spans = _spans(matrix.shape[0])
+            return torch.cat([pack_integer_groups(*self._parts(matrix, *span), columns, bits) for span in spans])
+        except ValueError as error:
+            raise ModelFormatError(f"{matrix.scales.file}: tensor {matrix.scales.name!r}: {error}") from None
+
+    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+        """One row."""
+        if name not in self._matrices:
+            return self._checkpoint.read(name)[row]
+        start = row // 8 * 8  # whole words
+        return self._floats(name, start, min(start + 8, shape[0]))[row - start]
+
+    def give_back(self, name: str) -> None:
+        """Release the pages that it was read from."""
+        matrix = self._matrices.get(name)
+        self._checkpoint.give_back(name if matrix is None else matrix.values.name)
+
+    def _floats(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a matrix in float32."""
+        matrix = self._matrices[name]
+        codes, zero_points, scales = self._parts(matrix, start, stop)
+        groups = self._groups_of_columns(matrix, name.removesuffix(".weight"))
+        return (codes.float() - zero_points[:, groups]) * scales[:, groups]
+
+    def _groups_of_columns(self, matrix: _Matrix, module: str) -> Tensor:
+        columns = matrix.shape[1]
+        indices = module + _NAMES[self._layout.method].group_indices
+        if matrix.type_name is None and indices in self._checkpoint.entries:
+            return self._checkpoint.read(indices).long()
+        return torch.arange(columns) // (columns // matrix.num_groups)
+
+    def _parts(self, matrix: _Matrix, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers [N, K] and zero points [N, groups], uint8, and scales float32 [N, groups] of rows [start, stop).
+
+        `start` is a multiple of eight.
+        """
+        rows, in_word = stop - start, 32 // self._layout.bits
+        values, stored = self._checkpoint.read(matrix.values.name), self._checkpoint.read(matrix.scales.name).float()
+        words = slice(start // in_word, -(-stop // in_word))
+        if self._layout.method == "compressed-tensors":
+            codes = self._bytes_or_numbers(values[start:stop])
+            scales = stored.reshape(-1, matrix.num_groups).expand(matrix.shape[0], -1)[start:stop]
+            return codes, self._zero_points(matrix, start, stop), scales
+        if self._layout.method == "gptq":
+            codes = self._numbers(values[:, start:stop]).transpose(0, 1).flatten(1)
+        else:
+            codes = self._numbers(values[:, words])[:, :, _AWQ_PLACES].flatten(1)[:, :rows].t()
+        return codes.contiguous(), self._zero_points(matrix, start, stop), stored[:, start:stop].t().contiguous()
+
+    def _zero_points(self, matrix: _Matrix, start: int, stop: int) -> Tensor:
+        """Zero points uint8 [N, groups] of rows [start, stop)."""
+        rows, bits = stop - start, self._layout.bits
+        if matrix.zero_points is None:
+            return torch.full((rows, matrix.num_groups), 1 << (bits - 1), dtype=torch.uint8)
+        stored = self._checkpoint.read(matrix.zero_points.name)
+        words = slice(start * bits // 32, -(-stop * bits // 32))
+        if self._layout.method == "compressed-tensors":
+            if matrix.zero_points.dtype == "I8":
+                return self._bytes_or_numbers(stored[start:stop])
+            return self._numbers(stored[words]).transpose(1, 2).flatten(0, 1)[:rows]
+        # Words are added, as GPTQModel does it: the offset of a number that overflows goes to the next one.
+        ones = (2**32 - 1) // (2**bits - 1)
+        found = self._numbers(stored[:, words] + self._layout.zero_offset * ones)
+        return (found[:, :, _AWQ_PLACES] if self._layout.method == "awq" else found).flatten(1)[:, :rows].t()
+
+    def _bytes_or_numbers(self, stored: Tensor) -> Tensor:
+        """Numbers [N, K] of words [N, K / 8], or of signed bytes [N, K]."""
+        if stored.dtype == torch.int8:
+            return (stored + (1 << (self._layout.bits - 1))).view(torch.uint8)
+        return self._numbers(stored).flatten(1)
+
+    def _numbers(self, words: Tensor) -> Tensor:
+        """The numbers of int32 words [A, B], the lowest bits first: uint8 [A, B, 32 / bits]."""
+        four = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+        return four if self._layout.bits == 8 else torch.stack([four & 15, four >> 4], dim=3).flatten(2)
+
+
+def _spans(rows: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _ROWS_AT_ONCE, rows)) for start in range(0, rows, _ROWS_AT_ONCE))
