@@ -40,10 +40,11 @@ class EngineConfig:
         dtype: Type of activations, float weights and KV cache: "auto" (float32 on a CPU, the file's on a GPU),
             "float32", "bfloat16", or on a GPU "float16". Quantized matrices stay as their directory has them.
         weight_dtype: Type of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16"
-            under float32 activations, with half the bytes. "auto" keeps a file's bfloat16, and the quantized
-            matrices of a GGUF file, where the native library decodes and no `dtype` is named.
-        activations: What the quantized matrices of a GGUF file meet on a CPU: "float32", which is exact, or "int8", 8
-            bits with a scale for each 32, for processors whose AVX-512 has VNNI. "auto" is the latter where it can be.
+            under float32 activations, with half the bytes. "auto" keeps a file's 16-bit floats, and the
+            quantized matrices of a GGUF file or an AWQ, GPTQ or llm-compressor checkpoint, where the native library
+            decodes and no `dtype` is named.
+        activations: What such quantized matrices meet on a CPU: "float32", which is exact, or "int8", 8 bits with a
+            scale for each 32, for processors whose AVX-512 has VNNI. "auto" is the latter where it can be.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
             a CPU.
         max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.

@@ -84,7 +84,7 @@ def check_policy(settings: EngineSettings, policy: DepthPolicy) -> None:
         require(fills != "project", "depth", policy, allowed)
 
 
-READ_AS_THEY_LIE: dict[ExecutorKind, frozenset[torch.dtype]] = {"native": frozenset({torch.bfloat16})}
+READ_AS_THEY_LIE: dict[ExecutorKind, frozenset[torch.dtype]] = {"native": frozenset({torch.bfloat16, torch.float16})}
 """Dtypes in which "auto" leaves a checkpoint's matrices under float32 activations on a CPU, by what decodes.
 
 The one place that decides it: decoding has to read them straight from memory. The operations in plain torch do not:

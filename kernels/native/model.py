@@ -18,9 +18,9 @@ from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
 from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 9}
 _INT8, _FP8, _FP8_GROUPS, _INT4, _BF12, _INT4X16, _INT8X16 = 2, 3, 4, 5, 6, 7, 8
-_FIRST_BLOCKS = 9
+_FIRST_BLOCKS = 10
 
 
 class NativeError(RuntimeError):
@@ -155,8 +155,8 @@ class NativeLayer:
 class NativeModel:
     """A model with float32 activations, and its KV pool [blocks, 2, block_size, kv heads, head_dim].
 
-    The pool holds float32 or 8-bit floats. Matrices are float32, bfloat16, int8, fp8 or int4, the embedding any of
-    these but the last two. Rotations have `max_positions` rows; `scale` multiplies attention scores.
+    The pool holds float32 or 8-bit floats. Matrices are of any kind in `D3Kind`, the embedding of one whose single rows
+    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores.
     """
 
     layers: tuple[NativeLayer, ...]

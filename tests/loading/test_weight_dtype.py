@@ -245,7 +245,8 @@ def test_auto_leaves_matrices_in_a_dtype_that_decoding_reads_as_it_lies(
     assert chosen(directory(), "auto", "auto", executor="eager") == (torch.float32, torch.float32)
     for bfloat16 in (directory(), wide_norms):
         assert chosen(bfloat16, "auto", "auto") == (torch.float32, torch.bfloat16)
-    for other in (source, mixed, half):  # whose matrices would lose bits, or which nothing reads as they lie
+    assert chosen(half, "auto", "auto") == (torch.float32, torch.float16)
+    for other in (source, mixed):  # whose matrices would lose bits
         assert chosen(other, "auto", "auto") == (torch.float32, torch.float32)
     assert chosen(directory(), "float32", "auto") == (torch.float32, torch.float32)
     assert chosen(directory(), "auto", "float32") == (torch.float32, torch.float32)

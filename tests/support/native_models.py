@@ -36,6 +36,7 @@ def packed(matrix: Tensor) -> Weight:
 FORMS = {
     "float32": lambda matrix: matrix,
     "bfloat16": lambda matrix: matrix.bfloat16(),
+    "float16": lambda matrix: matrix.half(),
     "packed": packed,
     "int8": quantize_int8,
     "fp8": quantize_fp8,

@@ -14,7 +14,7 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
     if (block.columns) return int64_t(matrix.columns / block.columns) * block.bytes;
     switch (matrix.kind) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
-        case D3_BFLOAT16: return int64_t(matrix.columns) * 2;
+        case D3_BFLOAT16: case D3_FLOAT16: return int64_t(matrix.columns) * 2;
         case D3_INT8: case D3_FP8: case D3_FP8_GROUPS: return matrix.columns;
         case D3_INT8X16: return int64_t(matrix.columns + INTERLEAVED_STEP - 1) / INTERLEAVED_STEP * INTERLEAVED_STEP;
         case D3_BF12: return bf12_groups(matrix.columns) * BF12_BYTES;
@@ -55,7 +55,7 @@ inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_
 
 // Whether single rows can be read from a matrix, as from an embedding.
 inline bool has_readable_rows(const D3Matrix& matrix) {
-    return !matrix.below && (matrix.kind <= D3_INT8 || matrix.kind == D3_INT8X16 || matrix.kind >= D3_Q4_0);
+    return !matrix.below && (matrix.kind <= D3_INT8 || matrix.kind >= D3_INT8X16);
 }
 
 // Row `row` as floats; `Kernels::unpack_blocks` reads those in blocks.
@@ -79,6 +79,10 @@ inline void read_row(float* to, const D3Matrix& table, int64_t row) {
         return;
     }
     for (int i = 0; i < table.columns; i++) {
+        if (table.kind == D3_FLOAT16) {
+            to[i] = float_of_half(from + 2 * i);
+            continue;
+        }
         uint16_t half;
         memcpy(&half, from + 2 * i, sizeof half);
         const uint32_t bits = uint32_t(half) << 16;

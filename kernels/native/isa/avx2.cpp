@@ -56,6 +56,7 @@ INLINE V widen_bfloat16(const char* from) {
 INLINE V widen_int8(const char* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 }
+INLINE V widen_float16(const char* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
 INLINE V widen_e4m3(const char* from) {
     const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)from)), 7);
     return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(short(0xbfff))));  // drop the sign's copy

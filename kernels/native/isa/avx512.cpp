@@ -44,6 +44,7 @@ INLINE V widen_bfloat16(const char* from) {
 INLINE V widen_int8(const char* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
+INLINE V widen_float16(const char* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 INLINE V widen_e4m3(const char* from) {
     const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
     return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(short(0xbfff))));  // drop the sign's copy

@@ -2,6 +2,7 @@
 // so the numbers of a row do not depend on other rows.
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 #include "abi.h"
 
@@ -104,6 +105,15 @@ constexpr int BF12_GROUP = 64, BF12_BYTES = 96;
 constexpr int64_t bf12_groups(int columns) { return (columns + BF12_GROUP - 1) / BF12_GROUP; }
 // Bytes of a row as bfloat16.
 constexpr int64_t unpacked_bytes(int columns) { return bf12_groups(columns) * BF12_GROUP * 2; }
+
+inline float float_of_half(const char* from) {
+    uint16_t half;
+    memcpy(&half, from, sizeof half);
+    const uint32_t bits = uint32_t(half & 0x8000) << 16 | uint32_t(half & 0x7fff) << 13;
+    float scaled;
+    memcpy(&scaled, &bits, sizeof scaled);
+    return scaled * 0x1p112f;  // the difference of the exponents' biases; a half that is not finite stays finite
+}
 
 struct BlockSize {
     int columns, bytes;  // 0 for other kinds

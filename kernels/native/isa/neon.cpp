@@ -42,6 +42,9 @@ INLINE int8x8_t four_bytes(const char* from) { return vcreate_s8(load_bytes<uint
 INLINE V widen_int8(const char* from) {
     return (V)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(four_bytes(from)))));
 }
+INLINE V widen_float16(const char* from) {
+    return (V)vcvt_f32_f16(vreinterpret_f16_u16(load_bytes<uint16x4_t>(from)));
+}
 INLINE V widen_e4m3(const char* from) {
     const int16x4_t halves = vget_low_s16(vshll_n_s8(four_bytes(from), 7));
     return (V)vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(halves, vdup_n_s16(short(0xbfff)))));  // drop the sign's copy

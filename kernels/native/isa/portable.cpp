@@ -42,6 +42,10 @@ template <class T> INLINE VI widen(const char* from) {
 INLINE V widen_bfloat16(const char* from) { return (V)(widen<uint16_t>(from) << 16); }
 INLINE V widen_int8(const char* from) { return as_floats(widen<int8_t>(from)); }
 INLINE VI widen_uint8(const char* from) { return widen<uint8_t>(from); }
+INLINE V widen_float16(const char* from) {
+    const VI halves = widen<uint16_t>(from);
+    return (V)((halves & 0x8000) << 16 | (halves & 0x7fff) << 13) * all(0x1p112f);
+}
 INLINE V widen_e4m3(const char* from) {
     const VI bytes = widen_uint8(from), magnitude = (bytes & 0x7f) << 20;
     const V small = (V)(magnitude + (113 << 23)) - all(0x1p-14f);  // eighths of the least exponent

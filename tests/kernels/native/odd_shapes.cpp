@@ -47,7 +47,7 @@ struct Matrix {
     Matrix(int kind, int rows, int columns, bool with_bias) {
         const int groups = (columns + 127) / 128;
         const int of_kind[] = {columns * 4, columns * 2, columns, columns, columns, groups * 64,
-                               (columns + 63) / 64 * 96};
+                               (columns + 63) / 64 * 96, 0, 0, columns * 2};
         const BlockSize block = block_size(kind);
         const size_t row = block.columns ? columns / block.columns * block.bytes : of_kind[kind];
         values.reset(new char[rows * row]);
@@ -56,6 +56,7 @@ struct Matrix {
             // The upper bytes of small floats, or any bytes of integers.
             if (kind == D3_FLOAT32) values[i] = reinterpret_cast<char*>(wide.data())[i];
             else if (kind == D3_BFLOAT16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
+            else if (kind == D3_FLOAT16) values[i] = char(i % 2 ? 0x30 + numbers() % 4 : numbers());  // an eighth or more
             else if (kind == D3_FP8 || kind == D3_FP8_GROUPS) values[i] = any_e4m3();
             else values[i] = char(block.columns ? numbers() & 0x2b : numbers());  // any scale of a block is finite
         }
@@ -376,7 +377,7 @@ int main() {
     };
     const int portable = d3_num_isas() - 1;
     int cases = 0;
-    for (int kind = D3_FLOAT32; kind <= D3_BF12; kind++)
+    for (int kind : {D3_FLOAT32, D3_BFLOAT16, D3_FLOAT16, D3_INT8, D3_FP8, D3_FP8_GROUPS, D3_INT4, D3_BF12})
         for (const Sizes& sizes : shapes) {
             const Case made(sizes, kind);
             const Found wanted = made.decode(portable, 1 + cases % 3);
