@@ -2,6 +2,7 @@
 
 Every form meets the texts of `judged_texts.py`. What is computed with are the floats that its values and scales stand
 for, so that nothing differs but the weights. The LM head stays float, and with it an embedding that is the head too.
+Groups are fitted to Python's documentation, which none of the texts is from.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,10 @@ from d3engine.kernels.matrices import Weight
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_matrix, with_matrices
+from d3engine.weights_tools.quantize import quantize_to_groups
 
 FLOATS = "float32"
+GROUPS = {f"int4, groups of {size}": size for size in (32, 64)}
 
 
 def stood_for(weights: LlamaWeights, scheme: str) -> LlamaWeights:
@@ -46,6 +50,15 @@ def stood_for(weights: LlamaWeights, scheme: str) -> LlamaWeights:
         return quantize_matrix(matrix, scheme).dequantize(torch.float32)
 
     return with_matrices(weights, rounded, lambda head: head)
+
+
+def in_form(weights: LlamaWeights, directory: Path, form: str) -> LlamaWeights:
+    """The weights of `directory` as the floats that they stand for in a form."""
+    if form not in GROUPS:
+        return stood_for(weights, form)
+    with TemporaryDirectory() as folder:
+        quantize_to_groups(directory, Path(folder), GROUPS[form])
+        return load_weights(folder, ModelConfig.from_directory(folder), dtype=torch.float32, device="cpu")
 
 
 def measure(settings: TextSettings) -> dict[str, Any]:
@@ -58,7 +71,8 @@ def measure(settings: TextSettings) -> dict[str, Any]:
         texts += chat_texts(floats, settings.chats, settings.text_tokens)
         batches = [texts[first : first + settings.batch] for first in range(0, len(texts), settings.batch)]
         depths: dict[str, DepthPolicy] = {"full": FullDepth(), "D3": D3(settings.alpha, settings.start)}
-        with tqdm(total=len(batches) * len(depths) * (1 + len(QUANTIZATION_SCHEMES)), unit="pass") as bar:
+        forms = [*QUANTIZATION_SCHEMES, *GROUPS]
+        with tqdm(total=len(batches) * len(depths) * (1 + len(forms)), unit="pass") as bar:
 
             def all_of(engine: Engine, depth: str) -> list[torch.Tensor]:
                 found = []
@@ -69,10 +83,10 @@ def measure(settings: TextSettings) -> dict[str, Any]:
 
             reference = {depth: all_of(floats, depth) for depth in depths}
             sums = {(FLOATS, depth): list(map(compared, texts, own, own)) for depth, own in reference.items()}
-            for scheme in QUANTIZATION_SCHEMES:
-                with _engine_over(stood_for(weights, scheme), settings) as engine:
+            for form in forms:
+                with _engine_over(in_form(weights, directory, form), settings) as engine:
                     for depth, wanted in reference.items():
-                        sums[scheme, depth] = list(map(compared, texts, all_of(engine, depth), wanted))
+                        sums[form, depth] = list(map(compared, texts, all_of(engine, depth), wanted))
     everything = np.ones(len(texts), dtype=bool)
     rows = [
         {

@@ -1,30 +1,46 @@
-"""Quantizes a model directory: its matrices become int8, fp8 or int4."""
+"""Quantizes a model directory: its matrices become int8, fp8 or int4, or 4 bits in groups with zero points."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.depth.policy import POLICY_FILE
-from d3engine.errors import InvalidValueError
-from d3engine.model.checkpoint import Checkpoint, TensorEntry, dtype_of, quantized_tensors, value_dtype
+from d3engine.errors import InvalidValueError, require
+from d3engine.model.checkpoint import (
+    Checkpoint,
+    TensorEntry,
+    dtype_of,
+    is_layer_matrix,
+    quantized_tensors,
+    value_dtype,
+)
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, scheme_of
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
 from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
 from d3engine.model.weights import check_head_scheme, quantize_matrix
+from d3engine.text.tokenizer import load_tokenizer
+from d3engine.weights_tools.group_quantizer import GROUP_SIZES, Groups, LayerQuantizer
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
     copy_companions,
     output_directory,
     write_json,
+    write_shards,
     write_weights,
 )
+
+_SEQUENCES, _LENGTH = 32, 512
+"""Of a calibration text: the most that is read of it, in tokens."""
+_FEWEST_TOKENS = 1024
 
 
 def quantize_model(
@@ -106,6 +122,126 @@ class _Matrix:
         scales, self._scales = self._scales, None
         assert scales is not None, "values are written before scales, in the order of expected_tensors"
         return scales
+
+
+def quantize_to_groups(
+    source: Path,
+    destination: Path,
+    group_size: int,
+    *,
+    text: str | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+    show_progress: bool = True,
+) -> None:
+    """Write the model directory or GGUF file `source`, its layers' matrices in 4 bits, to `destination`.
+
+    `group_size` input channels, one of `GROUP_SIZES`, share a scale and a zero point, which are fitted to the
+    activations of `text`; None: the documentation that comes with Python. The directory is one of compressed-tensors
+    (W4A16), which others read too. The LM head and the embedding stay floats, those that a GGUF file has quantized in
+    float16. One layer is in memory in float32. Raises as `quantize_model`.
+    """
+    require(group_size in GROUP_SIZES, "group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
+    config = ModelConfig.from_directory(source)
+    require(config.quantization is None, "MODEL", str(source), "a model with float weights")
+    for columns in (config.hidden_size, config.q_size, config.intermediate_size):
+        require(columns % group_size == 0, "group_size", group_size, f"a divisor of {columns}, the columns of a matrix")
+    prompts = _prompts(source, text)
+    with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
+        check_tensors(checkpoint, config)
+        copy_companions(source, folder, leave=[POLICY_FILE])
+        contents = files_of(source).read_json_object(CONFIG_FILE) | {"quantization_config": _of_groups(group_size)}
+        write_json(folder / CONFIG_FILE, contents)
+        quantizer = LayerQuantizer(checkpoint, config, prompts, group_size)
+        write_shards(
+            folder,
+            _pending_groups(checkpoint, config, quantizer),
+            shard_bytes=shard_bytes,
+            show_progress=show_progress,
+            description="quantizing",
+        )
+
+
+def _of_groups(group_size: int) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group_size}
+    weights |= {"dynamic": False, "actorder": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _prompts(source: Path, text: str | None) -> Tensor:
+    """Token ids int64 [S, L] from all parts of a text."""
+    if text is None:
+        from pydoc_data.topics import topics
+
+        text = "\n\n".join(topics.values())
+    tokens = load_tokenizer(source).encode(text[: 16 * _SEQUENCES * _LENGTH])
+    allowed = f"at least {_FEWEST_TOKENS} tokens"
+    require(len(tokens) >= _FEWEST_TOKENS, "text", f"{len(tokens)} tokens", allowed)
+    sequences = min(_SEQUENCES, len(tokens) // _LENGTH)
+    apart = len(tokens) // sequences
+    return torch.tensor([tokens[nth * apart : nth * apart + _LENGTH] for nth in range(sequences)])
+
+
+def _pending_groups(checkpoint: Checkpoint, config: ModelConfig, quantizer: LayerQuantizer) -> dict[str, PendingTensor]:
+    """The tensors to write, layer by layer: matrices in groups, and the floats."""
+    expected = expected_tensors(config)
+    pending: dict[str, PendingTensor] = {}
+    for index in range(config.num_layers):
+        prefix, groups = config.tensor_names.layer(index), _Layer(quantizer, index)
+        for name, shape in expected.items():
+            if name.startswith(prefix) and is_layer_matrix(name):
+                pending |= _pending_matrix(checkpoint.entries[name], shape, groups)
+    for name in expected:
+        if not is_layer_matrix(name):
+            entry = checkpoint.entries[name]
+            dtype = dtype_of(entry.dtype) if entry.packed is None else torch.float16
+            pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
+    return pending
+
+
+class _Layer:
+    """The matrices of one layer, quantized when the first is asked for."""
+
+    def __init__(self, quantizer: LayerQuantizer, index: int) -> None:
+        self._quantizer, self._index = quantizer, index
+        self.group_size = quantizer.group_size
+        self._found: dict[str, Groups] | None = None
+
+    def part(self, name: str, part: str) -> Tensor:
+        """One tensor of a matrix: `codes`, `zero_points` or `scales`; each is asked for once."""
+        if self._found is None:
+            self._found = self._quantizer.layer(self._index)
+        groups = self._found[name]
+        if part == "scales":
+            del self._found[name]
+            return groups.scales
+        return _words(groups.codes) if part == "codes" else _words(groups.zero_points.t()).t()
+
+
+def _pending_matrix(entry: TensorEntry, shape: tuple[int, ...], layer: _Layer) -> dict[str, PendingTensor]:
+    rows, columns = shape
+    groups = columns // layer.group_size
+    parts = {
+        "weight_packed": ((rows, columns // 8), torch.int32, partial(layer.part, entry.name, "codes")),
+        "weight_zero_point": ((-(-rows // 8), groups), torch.int32, partial(layer.part, entry.name, "zero_points")),
+        "weight_scale": ((rows, groups), torch.float16, partial(layer.part, entry.name, "scales")),
+        "weight_shape": ((2,), torch.int64, lambda: torch.tensor(shape)),
+    }
+    module = entry.name.removesuffix("weight")
+    return {module + suffix: PendingTensor(entry.file, *part) for suffix, part in parts.items()}
+
+
+def _words(numbers: Tensor) -> Tensor:
+    """Numbers [A, B] below 16 as int32 [A, B / 8, rounded up], the first in the lowest bits."""
+    nibbles = F.pad(numbers, (0, -numbers.shape[1] % 8)).contiguous()
+    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
 def _read(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:

@@ -245,6 +245,18 @@ def write_weights(
     """
     _check(tensors, config)
     wanted = {name: tensors[name] for name in expected_tensors(config)}
+    write_shards(folder, wanted, shard_bytes=shard_bytes, show_progress=show_progress, description=description)
+
+
+def write_shards(
+    folder: Path,
+    wanted: Mapping[str, PendingTensor],
+    *,
+    shard_bytes: int,
+    show_progress: bool,
+    description: str,
+) -> None:
+    """Write tensors in their order, as `write_weights` does, without a check of them."""
     shards = _plan_shards(wanted, shard_bytes)
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

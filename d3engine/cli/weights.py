@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from d3engine.cli.commands import ExitCode, new_app, note, say_error
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
-from d3engine.files import beside, is_there
+from d3engine.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 
 app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
@@ -159,24 +159,38 @@ def quantize_command(
         typer.Option(help="int8, fp8: one scale per output channel; int4: one scale for 128 input channels of each."),
     ],
     lm_head: Annotated[
-        HeadForm,
-        typer.Option(help="What the LM head becomes, and an embedding that is the head too; that cannot be int4."),
-    ] = HeadForm.int8,
+        HeadForm | None,
+        typer.Option(
+            help="What the LM head becomes, and an embedding that is the head too; that cannot be int4 "
+            "[default: int8; float with --group-size].",
+            show_default=False,
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="int4 alone: input channels (32, 64 or 128) that share a scale and a zero point, fitted to a text."
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="The text for --group-size [default: Python's documentation].", show_default=False)
+    ] = None,
     shard_size: ShardSize = 5.0,
     overwrite: Overwrite = False,
 ) -> None:
     """Quantize a model's matrices; norms, biases and an embedding that is not the LM head too stay float."""
-    from d3engine.weights_tools.quantize import quantize_model
+    from d3engine.weights_tools.quantize import quantize_model, quantize_to_groups
 
     source = model_directory(model)
-    quantize_model(
-        source,
-        destination,
-        scheme.value,
-        lm_head=lm_head.value,
-        shard_bytes=_shard_bytes(shard_size),
-        overwrite=overwrite,
-    )
+    options: dict[str, Any] = {"shard_bytes": _shard_bytes(shard_size), "overwrite": overwrite}
+    if group_size is None:
+        require(text is None, "--text", str(text), "absent without --group-size")
+        quantize_model(source, destination, scheme.value, lm_head=(lm_head or HeadForm.int8).value, **options)
+    else:
+        require(scheme is Scheme.int4, "--scheme", scheme.value, "int4 with --group-size")
+        require(lm_head in (None, HeadForm.float), "--lm-head", lm_head, "float, or absent, with --group-size")
+        given = None if text is None else as_text(read_bytes(text, DATA_BYTES), text)
+        quantize_to_groups(source, destination, group_size, text=given, **options)
     typer.echo(f"wrote {destination}")
     if is_there(beside(source, POLICY_FILE)):
         left = f"{POLICY_FILE} stays behind, since it was calibrated on the float weights"

@@ -1,0 +1,167 @@
+"""Four bits in groups: errors are made up for, layers see what the layers before them make, and others read the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quantized_weights import run
+from tiny_models import TINY, random_prompts, save_random
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+
+from d3engine import Engine, SamplingParams
+from d3engine.errors import InvalidValueError
+from d3engine.kernels.blocks import BlockWeight
+from d3engine.model.config import ModelConfig
+from d3engine.model.source import files_of, open_checkpoint
+from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, quantize_groups
+from d3engine.weights_tools.quantize import quantize_to_groups
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
+
+
+def sample(rows: int = 48, columns: int = 256) -> tuple[Tensor, Tensor]:
+    """A matrix, and activations [T, K] with a few directions that weigh far more than others."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(600, 12, generator=generator) @ torch.randn(12, columns, generator=generator)
+    inputs += torch.randn(600, columns, generator=generator)
+    return torch.randn(rows, columns, generator=generator), inputs
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_numbers_on_a_grid_come_back_as_they_were(group_size: int) -> None:
+    codes = torch.randint(0, 16, (8, 256), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    codes[:, ::group_size], codes[:, 1::group_size] = 0, 15
+    shape = 8, 256 // group_size
+    meant = Groups(codes, torch.full(shape, 7, dtype=torch.uint8), torch.full(shape, 0.25).half()).dequantize()
+    found = quantize_groups(meant, group_size, torch.eye(256))
+    assert torch.equal(found.dequantize(), meant)
+    assert torch.equal(found.codes, codes)
+
+
+def test_products_of_the_text_are_nearer_than_with_every_number_rounded_alone() -> None:
+    matrix, inputs = sample()
+    wanted = F.linear(inputs, matrix)
+
+    def error(moments: Tensor) -> float:
+        found = F.linear(inputs, quantize_groups(matrix, 64, moments).dequantize())
+        return float((found - wanted).norm() / wanted.norm())
+
+    assert error(inputs.t() @ inputs) < 0.6 * error(torch.eye(256))
+
+
+def test_channels_that_no_activation_has_are_rounded_alone() -> None:
+    matrix, inputs = sample()
+    inputs[:, 30:90] = 0
+    found = quantize_groups(matrix, 64, inputs.t() @ inputs).dequantize()
+    assert torch.isfinite(found).all()
+    assert float((found - matrix)[:, 30:90].abs().max()) < 1.0
+
+
+class Unchanged(LayerQuantizer):
+    """Leaves matrices as they are."""
+
+    def _product(self, inputs: Tensor, modules: list[str]) -> tuple[Tensor, dict[str, Groups]]:
+        biases = [self._bias(module) for module in modules]
+        matrix = torch.cat([self._read(f"{module}.weight") for module in modules])
+        bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
+        return F.linear(inputs, matrix, bias), {}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.11, "residual_multiplier": 0.22}
+MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "a bias of query, key and value": (Qwen2Config, {}),
+    "biases everywhere": (SeedOssConfig, {"attention_out_bias": True, "mlp_bias": True}),
+    "multipliers": (GraniteConfig, GRANITE),
+    "fused matrices": (Phi3Config, {"pad_token_id": None}),
+    "norms of heads, and yarn": (Qwen3Config, {"rope_parameters": YARN}),
+    "layers without rope": (SmolLM3Config, {"pad_token_id": None, "no_rope_layers": [0, 1, 0]}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_layers_see_the_hidden_states_of_transformers(tmp_path: Path, name: str) -> None:
+    kind, changes = MODELS[name]
+    sizes = {field: value for field, value in TINY.items() if field != "head_dim"}
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
+    save_random(tmp_path, made)
+    config = ModelConfig.from_directory(tmp_path)
+    prompts = torch.tensor(random_prompts([24, 24, 24]))
+    wanted = made(prompts, output_hidden_states=True).hidden_states
+    with open_checkpoint(tmp_path) as checkpoint:
+        quantizer = Unchanged(checkpoint, config, prompts, 32)
+        for layer in range(config.num_layers - 1):  # transformers has the last ones normed
+            quantizer.layer(layer)
+            found = quantizer.hidden * config.multipliers.residual
+            torch.testing.assert_close(found, wanted[layer + 1].flatten(0, 1), rtol=1e-4, atol=1e-3)
+
+
+def test_the_directory_runs_packed_and_answers_as_before(tmp_path: Path) -> None:
+    result = run("quantize", "demo", tmp_path / "new", "--scheme", "int4", "--group-size", 32)
+    assert result.exit_code == 0, result.output
+    assert run("verify", tmp_path / "new").stdout == "OK\n"
+    prompt = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
+    params = SamplingParams(temperature=0, max_tokens=64)
+    answers = []
+    for model in ("demo", tmp_path / "new"):
+        with Engine(model, **OPTIONS) as engine:
+            answers.append(engine.generate([prompt], params, use_tqdm=False)[0].outputs[0].text)
+            weights, native = engine.executor.model.weights, engine.stats().executor.startswith("native")
+    assert answers[0] == answers[1]
+    if native:
+        assert all(isinstance(layer.down, BlockWeight) for layer in weights.layers)
+
+
+def test_other_tools_find_their_layout(tmp_path: Path) -> None:
+    run("quantize", "demo", tmp_path / "new", "--scheme", "int4", "--group-size", 32)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    with files_of(tmp_path / "new").open_checkpoint() as checkpoint:
+        entry = checkpoint.entries["model.layers.3.mlp.down_proj.weight"]
+    assert (entry.shape, entry.type_name) == ((128, 352), "U4_32")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--scheme", "int8", "--group-size", "32"), "--scheme must be int4 with --group-size; got 'int8'"),
+        (("--scheme", "int4", "--group-size", "48"), "--group-size must be one of 32, 64, 128; got 48"),
+        (("--scheme", "int4", "--group-size", "64"), "--group-size must be a divisor of 352"),
+        (("--scheme", "int4", "--group-size", "32", "--lm-head", "int8"), "--lm-head must be float, or absent"),
+        (("--scheme", "int4", "--text", "README.md"), "--text must be absent without --group-size"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    result = run("quantize", "demo", tmp_path / "new", *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="text must be at least 1024 tokens"):
+        quantize_to_groups(files_of_demo(), tmp_path / "new", 32, text="A few words.")
+
+
+def files_of_demo() -> Path:
+    from d3engine.loading.model_directory import model_directory
+
+    return model_directory("demo")

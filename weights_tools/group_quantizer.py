@@ -1,0 +1,191 @@
+"""Quantizes matrices to 4 bits in groups, each with a scale and a zero point, against the activations of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d3engine.errors import ModelFormatError
+from d3engine.kernels import reference
+from d3engine.model.checkpoint import Checkpoint
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import HEAD_NORMS
+from d3engine.model.llama import Rope
+
+GROUP_SIZES = (32, 64, 128)
+_MOST = 15
+_COLUMNS_AT_ONCE = 128
+"""Columns whose errors are spread over the columns behind them in one product; groups do not cross them."""
+_DAMPING = 0.01
+"""Of the mean of the diagonal, added to it: few tokens leave directions that no activation has."""
+_SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Shares of a group's range that its fifteen steps may cover."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A matrix [N, K]: `codes` uint8 [N, K] below 16, `zero_points` uint8 and `scales` float16, both [N, groups]."""
+
+    codes: Tensor
+    zero_points: Tensor
+    scales: Tensor
+
+    def dequantize(self) -> Tensor:
+        """The float32 matrix."""
+        size = self.codes.shape[1] // self.scales.shape[1]
+        zero_points, scales = (part.repeat_interleave(size, dim=1) for part in (self.zero_points, self.scales.float()))
+        return (self.codes.float() - zero_points) * scales
+
+
+def quantize_groups(matrix: Tensor, group_size: int, second_moments: Tensor) -> Groups:
+    """Round `matrix` [N, K] to 4 bits, column by column, so that the products of a text's activations change least.
+
+    `second_moments` float32 [K, K] are the sums of x x' over activations x. The error of a column is made up for by the
+    columns behind it (Frantar et al., GPTQ, 2022); of `_SHRINKAGE` a group takes the scale of the least squared error,
+    weighted by the activations' squares.
+    """
+    left, upper = matrix.float().clone(), _inverse_factor(second_moments)
+    weights = second_moments.diagonal()
+    rows, columns = matrix.shape
+    groups = columns // group_size
+    made = Groups(
+        torch.empty(rows, columns, dtype=torch.uint8),
+        torch.empty(rows, groups, dtype=torch.uint8),
+        torch.empty(rows, groups, dtype=torch.float16),
+    )
+    for start in range(0, columns, _COLUMNS_AT_ONCE):
+        stop = min(start + _COLUMNS_AT_ONCE, columns)
+        block, errors = left[:, start:stop].t().contiguous(), torch.empty(stop - start, rows)
+        for nth in range(stop - start):
+            column = start + nth
+            group = column // group_size
+            if column % group_size == 0:
+                part = slice(column, column + group_size)
+                zero_points, scales = _fit(block[nth : nth + group_size].t(), weights[part])
+                made.zero_points[:, group], made.scales[:, group] = zero_points, scales
+                steps = scales.float()
+            codes = (block[nth] / steps).round_().add_(zero_points).clamp_(0, _MOST)
+            made.codes[:, column] = codes
+            errors[nth] = (block[nth] - (codes - zero_points) * steps) / upper[column, column]
+            block[nth:].addr_(upper[column, column:stop], errors[nth], alpha=-1)
+        left[:, stop:].addmm_(errors.t(), upper[start:stop, stop:], alpha=-1)
+    return made
+
+
+def _inverse_factor(second_moments: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped moments."""
+    damped = second_moments.clone()
+    diagonal = damped.diagonal()
+    diagonal += _DAMPING * diagonal.mean().clamp(min=1e-6)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+def _fit(part: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero points float32 and scales float16, both [N], of the least error of `part` [N, G] weighted by `weights` [G].
+
+    0 is always representable. Each share of the range is tried with the scale that fits its codes best.
+    """
+    low, high = part.amin(dim=1).clamp_(max=0), part.amax(dim=1).clamp_(min=0)
+    span = (high - low).clamp_(min=1e-6)
+    best, kept_zero_points, kept_scales = None, torch.zeros_like(low), torch.ones_like(low).half()
+    for share in _SHRINKAGE:
+        scales = (span * (share / _MOST)).half()
+        zero_points = (-low * share / scales.float()).round_().clamp_(0, _MOST)
+        for _ in range(2):
+            steps = scales.float()[:, None]
+            codes = (part / steps).round_().add_(zero_points[:, None]).clamp_(0, _MOST).sub_(zero_points[:, None])
+            error = ((codes * steps - part).square_() * weights).sum(dim=1)
+            better = torch.ones_like(error, dtype=torch.bool) if best is None else error < best
+            best = error if best is None else torch.where(better, error, best)
+            kept_zero_points = torch.where(better, zero_points, kept_zero_points)
+            kept_scales = torch.where(better, scales, kept_scales)
+            squares = (codes.square() * weights).sum(dim=1)
+            fitted = ((codes * part * weights).sum(dim=1) / squares).half()
+            scales = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scales)
+    return kept_zero_points, kept_scales
+
+
+class LayerQuantizer:
+    """Quantizes the layers of a model one after the other, each for the activations that the ones before it make."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, prompts: Tensor, group_size: int) -> None:
+        """`prompts` int64 [S, L]: the text."""
+        self._checkpoint, self._config, self.group_size = checkpoint, config, group_size
+        self._sequences, self._length = prompts.shape
+        embedding = checkpoint.read(config.tensor_names.embedding)
+        self.hidden = embedding[prompts.flatten()].float() * config.multipliers.on_embedding
+        rope = Rope(config, self._length, "cpu")
+        lengths = torch.full((self._length,), self._length)
+        self._rotations = rope.of_layers(rope.rotations(torch.arange(self._length), lengths))
+
+    def layer(self, index: int) -> dict[str, Groups]:
+        """The matrices of layer `index` by their names; layers are asked for in their order."""
+        return dict(self._layer(index))
+
+    def _layer(self, index: int) -> Iterator[tuple[str, Groups]]:
+        config, names = self._config, self._config.tensor_names
+        prefix, eps = names.layer(index), config.rms_norm_eps
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        normed = reference.rms_norm(self.hidden, self._read(prefix + "input_layernorm.weight"), eps)
+        qkv, made = self._product(normed, [attention + name for name in names.qkv])
+        yield from made.items()
+        attended = self._attended(qkv, attention, self._rotations[index])
+        output, made = self._product(attended, [attention + "o_proj"])
+        yield from made.items()
+        self.hidden += output
+        normed = reference.rms_norm(self.hidden, self._read(prefix + "post_attention_layernorm.weight"), eps)
+        gate_up, made = self._product(normed, [mlp + name for name in names.gate_up])
+        yield from made.items()
+        gate, up = gate_up.chunk(2, dim=1)
+        down, made = self._product(F.silu(gate).mul_(up), [mlp + "down_proj"])
+        yield from made.items()
+        self.hidden += down
+
+    def _read(self, name: str) -> Tensor:
+        return self._checkpoint.read(name).float()
+
+    def _product(self, inputs: Tensor, modules: list[str]) -> tuple[Tensor, dict[str, Groups]]:
+        """`inputs` [T, K] times the quantized matrices of `modules`, side by side, and the matrices."""
+        matrices = [self._read(f"{module}.weight") for module in modules]
+        biases = [self._bias(module) for module in modules]
+        moments = inputs.t() @ inputs
+        if not torch.isfinite(moments).all():
+            raise ModelFormatError(f"{self._checkpoint.entries[modules[0] + '.weight'].file}: activations are not finite")
+        groups = quantize_groups(torch.cat(matrices), self.group_size, moments)
+        product = F.linear(inputs, groups.dequantize())
+        if any(bias is not None for bias in biases):
+            rows = [torch.zeros(len(one)) if bias is None else bias for one, bias in zip(matrices, biases, strict=True)]
+            product += torch.cat(rows)
+        sizes = [len(matrix) for matrix in matrices]
+        parts = zip(*(torch.split(part, sizes) for part in (groups.codes, groups.zero_points, groups.scales)), strict=True)
+        return product, {f"{module}.weight": Groups(*part) for module, part in zip(modules, parts, strict=True)}
+
+    def _bias(self, module: str) -> Tensor | None:
+        name = f"{module}.bias"
+        return self._read(name) if name in self._checkpoint.entries else None
+
+    def _attended(self, qkv: Tensor, attention: str, rotations: Tensor) -> Tensor:
+        """What the heads make of `qkv` [T, Q + 2 K]: [T, Q]."""
+        config = self._config
+        heads = qkv.view(self._sequences, self._length, -1, config.head_dim).transpose(1, 2)
+        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if config.has_head_norms:
+            norms = [self._read(attention + name) for name in HEAD_NORMS]
+            query, key = (reference.rms_norm(x, n, config.rms_norm_eps) for x, n in zip((query, key), norms, strict=True))
+        query, key = (_turned(part, rotations) for part in (query, key))
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2).reshape(len(qkv), -1)
+
+
+def _turned(heads: Tensor, rotations: Tensor) -> Tensor:
+    """Heads [..., L, D] in transformers' order of channels, turned by `rotations` [L, D / 2]."""
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.complex(first.contiguous(), second.contiguous()) * rotations
+    return torch.cat([turned.real, turned.imag], dim=-1)
