@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type must be one of none, linear, yarn"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "rope.dimension_count must be the length of a head, 16"),
     "heads by layer": ({"llama.attention.head_count_kv": [1, 1]}, "attention.head_count_kv must be an integer"),
-    "parts": ({"split.count": 3}, "split.count must be 1"),
+    "parts": ({"split.count": 3}, r"the first of 3 parts \(split.count\) must be called NAME-00001-of-00003.gguf"),
     "pre": ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre must be one of command-r, .*; got 'viking'"),
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model must be one of 'gpt2', 'llama'"),
     "ids": ({"tokenizer.ggml.eos_token_id": 9999}, "tokenizer.ggml.eos_token_id must be the id of one of"),
