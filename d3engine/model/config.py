@@ -117,7 +117,8 @@ class ModelConfig:
         is the union of both files', those of config.json first. Raises `ModelFormatError`.
         """
         family = family_of(Fields(config, CONFIG_FILE))
-        fields = Fields({**family.defaults, **config}, CONFIG_FILE)
+        own = {family.own_names.fields.get(name, name): value for name, value in config.items()}
+        fields = Fields({**family.defaults, **own}, CONFIG_FILE)
         slides = family.has_window(fields) and fields.get("sliding_window") is not None
         _refuse_other_models(fields, family, slides)
         num_heads = fields.integer("num_attention_heads")

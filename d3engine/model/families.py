@@ -34,6 +34,22 @@ class TensorNames:
 
 
 @dataclass(frozen=True)
+class OwnNames:
+    """A family whose files name everything otherwise; also read are those by `TensorNames`, which our tools write.
+
+    Attributes:
+        fields: names of fields of config.json -> a Llama's.
+        parts: parts of tensor names -> `TensorNames`', put in their place one after the other.
+        grouped_qkv: the part of names of a fused matrix that holds the heads of a KV group together: its queries', its
+            key's and its value's. It is read as three matrices.
+    """
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    grouped_qkv: str | None = None
+
+
+@dataclass(frozen=True)
 class Biases:
     """Which matrices of a layer have a bias: query, key and value; the attention's output; all of the MLP."""
 
@@ -125,6 +141,13 @@ def _internlm3_biases(fields: Fields) -> Biases:
     return Biases(*[fields.boolean(attention)] * 3)
 
 
+def _internlm2_biases(fields: Fields) -> Biases:
+    """Its own spelling, or that of a config made of a GGUF file; none at all means that there are biases."""
+    name = "bias" if fields.get("attention_bias") is None else "attention_bias"
+    has_bias = fields.boolean(name, default=True)
+    return Biases(qkv=has_bias, output=has_bias)
+
+
 def _granite_multipliers(fields: Fields) -> Multipliers:
     return Multipliers(
         embedding=_multiplier(fields, "embedding_multiplier"),
@@ -184,6 +207,7 @@ class Family:
     architectures: tuple[str, ...]
     model_type: str
     names: TensorNames = TensorNames()
+    own_names: OwnNames = OwnNames()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     bos_token_id: int | None = 1
     eos_token_ids: tuple[int, ...] = (2,)
@@ -274,6 +298,53 @@ FAMILIES = (
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
         ),
+    ),
+    Family(
+        ("ExaoneForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
+        "exaone",
+        own_names=OwnNames(
+            fields={
+                "num_layers": "num_hidden_layers",
+                "layer_norm_epsilon": "rms_norm_eps",
+                "activation_function": "hidden_act",
+            },
+            parts={
+                "transformer.wte.": "model.embed_tokens.",
+                "transformer.h.": "model.layers.",
+                "transformer.ln_f.": "model.norm.",
+                ".attn.attention.out_proj.": ".self_attn.o_proj.",
+                ".attn.attention.": ".self_attn.",
+                ".ln_1.": ".input_layernorm.",
+                ".ln_2.": ".post_attention_layernorm.",
+                ".mlp.c_fc_0.": ".mlp.gate_proj.",
+                ".mlp.c_fc_1.": ".mlp.up_proj.",
+                ".mlp.c_proj.": ".mlp.down_proj.",
+            },
+        ),
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        eos_token_ids=(361,),
+        default_theta=500_000.0,
+        biases=_llama_biases,
+        gguf=GGUFLayout("exaone", pre_tokenizers={"exaone": "smollm"}),
+    ),
+    Family(
+        ("InternLM2ForCausalLM",),
+        "internlm2",
+        own_names=OwnNames(
+            parts={
+                "model.tok_embeddings.": "model.embed_tokens.",
+                ".attention_norm.": ".input_layernorm.",
+                ".ffn_norm.": ".post_attention_layernorm.",
+                ".attention.wo.": ".self_attn.o_proj.",
+                ".feed_forward.w1.": ".mlp.gate_proj.",
+                ".feed_forward.w3.": ".mlp.up_proj.",
+                ".feed_forward.w2.": ".mlp.down_proj.",
+                "output.": "lm_head.",
+            },
+            grouped_qkv=".attention.wqkv.",
+        ),
+        biases=_internlm2_biases,
+        gguf=GGUFLayout("internlm2", adjacent_pairs=True),
     ),
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves

@@ -21,7 +21,7 @@ from d3engine.loading.model_directory import default_sampling_params, resolve_ma
 from d3engine.model.config import _NEUTRAL, _NOT_APPLIED, ModelConfig
 from d3engine.model.families import FAMILIES
 
-MODEL_TYPES = list(dict.fromkeys(family.model_type for family in FAMILIES))
+MODEL_TYPES = [name for name in dict.fromkeys(family.model_type for family in FAMILIES) if name in CONFIG_MAPPING]
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,

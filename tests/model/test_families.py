@@ -14,6 +14,7 @@ from tiny_models import TINY, save_random
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    ExaoneConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
@@ -56,6 +57,7 @@ CONFIGS: list[type[PreTrainedConfig]] = [
     GraniteConfig,
     Phi3Config,
     InternLM3Config,
+    ExaoneConfig,
     Qwen3Config,
     SmolLM3Config,
 ]
