@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.fields import Fields
@@ -170,19 +170,52 @@ def _is_tied(fields: Fields) -> None:
         fields.refuse("tie_word_embeddings", "true, since a LlamaModel has no LM head of its own")
 
 
-def _uses_window(fields: Fields) -> bool:
-    return fields.boolean("use_sliding_window") and fields.get("sliding_window") is not None
+Windows: TypeAlias = tuple[int | None, ...]
 
 
-def _is_full_attention(fields: Fields) -> None:
-    need_layer_types(fields, ("full_attention",))
+def sliding_window(fields: Fields) -> int | None:
+    """The field of that name."""
+    return None if fields.get("sliding_window") is None else fields.integer("sliding_window")
 
 
-def need_layer_types(fields: Fields, allowed: tuple[str, ...]) -> None:
-    """Raise `ModelFormatError` unless `layer_types` is absent or names these kinds of attention alone."""
+def no_windows(fields: Fields, num_layers: int) -> Windows:
+    """None for each layer, whatever `layer_types` says of a window that no text is longer than."""
+    _layer_types(fields, has_window=sliding_window(fields) is not None)
+    return (None,) * num_layers
+
+
+def _window_everywhere(fields: Fields, num_layers: int) -> Windows:
+    """`sliding_window` in every layer, as transformers' class has it, which does not read `layer_types`."""
+    _layer_types(fields, has_window=False)
+    return (sliding_window(fields),) * num_layers
+
+
+def _window_by_layer(fields: Fields, num_layers: int, *, first: int = 0) -> Windows:
+    """`sliding_window` in the layers that `layer_types` names, or from layer `first` on."""
+    window = sliding_window(fields)
+    kinds = _layer_types(fields, has_window=window is not None)
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers:
+        fields.refuse("layer_types", f"absent, or a list of num_hidden_layers={num_layers} kinds of attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
+    first = fields.integer("max_window_layers", low=0, default=28)
+    if fields.boolean("use_sliding_window"):
+        return _window_by_layer(fields, num_layers, first=first)
+    _layer_types(fields, has_window=False)
+    return (None,) * num_layers
+
+
+def _layer_types(fields: Fields, *, has_window: bool) -> list[Any] | None:
+    """The kinds of attention, where they are given; raises `ModelFormatError` for others than full and sliding."""
+    allowed = ("full_attention", "sliding_attention") if has_window else ("full_attention",)
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in allowed for kind in kinds)):
         fields.refuse("layer_types", f"{' or '.join(map(repr, allowed))} for every layer, or absent")
+    return kinds
 
 
 def _smollm3_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -214,7 +247,7 @@ class Family:
     default_theta: float = 10_000.0
     rope_types: tuple[str, ...] | None = None  # None: every type that the engine knows
     layers_without_rope: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: ()
-    has_window: Callable[[Fields], bool] = lambda fields: True  # reads sliding_window, where it is there
+    windows: Callable[[Fields, int], Windows] | None = None  # None: transformers' class reads no sliding_window
     biases: Callable[[Fields], Biases] = lambda fields: Biases()
     has_head_norms: bool = False
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
@@ -243,7 +276,13 @@ FAMILIES = (
         ("MistralForCausalLM",),
         "mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        check=_is_full_attention,
+        windows=_window_everywhere,
+    ),
+    Family(
+        ("MinistralForCausalLM",),
+        "ministral",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        windows=_window_by_layer,
     ),
     Family(
         ("Qwen2ForCausalLM",),
@@ -251,7 +290,7 @@ FAMILIES = (
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
         bos_token_id=None,
         eos_token_ids=(),
-        has_window=_uses_window,
+        windows=_qwen_windows,
         biases=lambda fields: Biases(qkv=True),
         gguf=GGUFLayout("qwen2", pre_tokenizers=dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2")),
     ),
@@ -292,6 +331,7 @@ FAMILIES = (
         names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(32_000,),
+        windows=_window_everywhere,
         rope_types=("default",),  # transformers reads "yarn" and "su" as longrope here
         gguf=GGUFLayout(
             "phi3",
@@ -363,7 +403,7 @@ FAMILIES = (
         },
         bos_token_id=None,
         eos_token_ids=(),
-        has_window=_uses_window,
+        windows=_qwen_windows,
         biases=_biases("attention_bias", "attention_bias"),
         has_head_norms=True,
         gguf=GGUFLayout("qwen3"),
@@ -376,7 +416,7 @@ FAMILIES = (
         eos_token_ids=(128_001,),
         default_theta=2_000_000.0,
         layers_without_rope=_smollm3_layers_without_rope,
-        has_window=_uses_window,
+        windows=_qwen_windows,
         biases=_llama_biases,
         # No GGUF file says which layers have rope: they are the family's default, as in llama.cpp.
         gguf=GGUFLayout("smollm3", adjacent_pairs=True),

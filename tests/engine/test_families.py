@@ -25,6 +25,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -38,9 +39,10 @@ from transformers_oracle import Answer, assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.depth import EarlyExit
-from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.errors import ModelFormatError
 from d3engine.loading import resolve
 from d3engine.model.source import open_checkpoint
+from d3engine.research.bridges.passage import Passage
 from d3engine.weights_tools.inspection import verify_model
 from d3engine.weights_tools.quantize import quantize_model
 
@@ -53,7 +55,7 @@ MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "logits_scaling": 5.0,
 }
-HEAD_DIM_OF_THEIR_OWN = (SeedOssConfig, Qwen3Config)  # whatever the hidden size
+HEAD_DIM_OF_THEIR_OWN = (SeedOssConfig, Qwen3Config, MinistralConfig)  # whatever the hidden size
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
     "rope_theta": 10_000.0,
@@ -63,11 +65,22 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Mistral": (MistralConfig, {"sliding_window": None}),
     "Mistral with heads of its own width": (MistralConfig, {"sliding_window": None, "head_dim": 20}),
     "Mistral within its window": (MistralConfig, {"sliding_window": 512}),
+    "Mistral with a window": (MistralConfig, {"sliding_window": 20}),
+    "Mistral that sees itself alone": (MistralConfig, {"sliding_window": 1}),
+    "Ministral with a window": (MinistralConfig, {"sliding_window": 20}),
+    "Ministral with a window in some layers": (
+        MinistralConfig,
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "Qwen2": (Qwen2Config, {}),
     "Qwen2, tied and with yarn": (Qwen2Config, {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "Qwen2 within its window": (
         Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+    ),
+    "Qwen2 with a window from its second layer on": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "Seed-OSS": (SeedOssConfig, {}),
     "Seed-OSS with biases everywhere": (SeedOssConfig, {"attention_out_bias": True, "mlp_bias": True}),
@@ -76,6 +89,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Granite with a large norm epsilon": (GraniteConfig, MULTIPLIERS | {"rms_norm_eps": 0.1}),
     "Granite with one multiplier": (GraniteConfig, {"attention_multiplier": 0.2}),
     "Phi-3": (Phi3Config, {"pad_token_id": None}),
+    "Phi-3 with a window": (Phi3Config, {"pad_token_id": None, "sliding_window": 33}),
     "Phi-3, tied and multi-query": (
         Phi3Config,
         {"pad_token_id": None, "tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -93,6 +107,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen3 within its window": (
         Qwen3Config,
         {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+    ),
+    "Qwen3 with a window in one layer": (
+        Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "SmolLM3 with a window": (
+        SmolLM3Config,
+        {"pad_token_id": None, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "no_rope_layer_interval": 2}),
     "SmolLM3 with biases, yarn and a list of its own": (
@@ -287,7 +313,7 @@ def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_l
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "Qwen3 with a window in one layer"])
 def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([23])
@@ -296,25 +322,9 @@ def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) 
     for states in observer.layers(prompt, len(prompt)):
         torch.testing.assert_close(states.before, expected[states.layer][0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.model.norm(states.after), expected[-1][0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["Mistral within its window", "Qwen2 within its window", "Qwen3 within its window"])
-def test_a_sliding_window_below_the_length_is_refused_and_within_it_the_model_runs(name: str, tmp_path: Path) -> None:
-    directory, model = make(tmp_path, name)
-    model.config.sliding_window = 40
-    change_config(directory, {"sliding_window": 40})
-    refused = r"sliding_window must be null or at least max_model_len={}.*max_model_len=40 .*; got 40"
-    for length in (41, 512):
-        with pytest.raises(InvalidValueError, match=refused.format(length)):
-            Engine(directory, skip_tokenizer_init=True, max_model_len=length)
-    (prompt,) = random_prompts([8])
-    with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:
-        assert engine.max_model_len == 40
-        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-        (output,) = engine.generate([prompt], params, use_tqdm=False)
-    (completion,) = output.outputs
-    assert len(completion.token_ids) == 32
-    assert_same_tokens(completion.token_ids, greedy_after(model, prompt, completion.token_ids))
+    passed = Passage(observer).at_full_depth(prompt, len(prompt), range(TINY["num_hidden_layers"]))
+    for layer, before in passed.items():
+        torch.testing.assert_close(before, expected[layer][0], rtol=1e-4, atol=1e-4)
 
 
 def change_config(directory: Path, changes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:

@@ -23,6 +23,7 @@ from transformers import (
     InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -62,6 +63,7 @@ GRANITE = {
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "Ministral within its window": (MinistralConfig, {"sliding_window": 512}),
     "Mistral": (MistralConfig, {"sliding_window": None}),
     "EXAONE": (ExaoneConfig, {"pad_token_id": None}),
     "InternLM2": (InternLM2Config, {}),
@@ -77,13 +79,14 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Granite, tied": (GraniteConfig, GRANITE | {"tie_word_embeddings": True}),
     "Phi-3": (Phi3Config, {"pad_token_id": None, "sliding_window": None}),
     "Phi-3 within its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 512}),
+    "Phi-3 beyond its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 33}),
     "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "num_hidden_layers": 5}),
 }
-AS_LLAMA = ("mistral", "internlm3")
+AS_LLAMA = ("ministral", "mistral", "internlm3")
 """Families that llama.cpp's converter writes as the architecture "llama"."""
 PERMUTED = ("llama", "granite", "smollm3", "internlm2")
 """Architectures that llama.cpp rotates in adjacent pairs, so that its converter permutes their rows."""
-OWN_HEADS = (SeedOssConfig, Qwen3Config, InternLM3Config, MistralConfig)  # whose head_dim is a field
+OWN_HEADS = (SeedOssConfig, Qwen3Config, InternLM3Config, MinistralConfig, MistralConfig)  # whose head_dim is a field
 
 
 def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None = None) -> Path:
