@@ -20,6 +20,9 @@ LARGEST = 448.0
 FP8_CAPABILITY = 89
 """The first compute capability, without its point, that converts from and to such values."""
 
+NO_WINDOW = 2**31 - 1
+"""The sliding window of attention without one, in positions: more than any text has."""
+
 SMALLEST = 2.0**-100
 """What a head's largest magnitude counts as at least, so that a head of zeros has a scale by which one can divide."""
 

@@ -7,7 +7,7 @@ entries are gathered out of the pool's blocks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
-from d3engine.kernels.kv_pool import KVPool, read_blocks
+from d3engine.kernels.kv_pool import NO_WINDOW, KVPool, read_blocks
 from d3engine.kernels.reference_rows import live_rows, undefined_beyond
 
 
@@ -26,7 +26,18 @@ class _Group:
     chunks: slice
     rows: slice
     kv_length: int  # the longest of the group, in entries
+    ends: Tensor  # where each row ceases to look
     mask: Tensor | None  # True where a query may look; None where it may look everywhere
+    windowed: dict[int, Tensor] = field(default_factory=dict)  # the same in a sliding window, by its length
+
+    def mask_in(self, window: int) -> Tensor | None:
+        """The mask with a window of so many entries."""
+        if window >= self.kv_length:
+            return self.mask
+        if window not in self.windowed:
+            places, ends = torch.arange(self.kv_length, device=self.ends.device), self.ends.unsqueeze(1)
+            self.windowed[window] = (places < ends) & (places >= ends - window)
+        return self.windowed[window]
 
 
 AttentionInputs: TypeAlias = list[tuple[_Group, Tensor]]
@@ -62,22 +73,16 @@ def _groups(query_starts: list[int], kv_lengths: list[int], device: torch.device
                 last += 1
         lengths = kv_lengths[chunk : last + 1]
         rows = slice(query_starts[chunk], query_starts[last + 1])
-        mask = _mask(lengths, rows.stop - rows.start, device)
-        groups.append(_Group(slice(chunk, last + 1), rows, max(lengths), mask))
+        longest, is_single = max(lengths), rows.stop - rows.start == len(lengths)
+        if is_single:
+            ends = torch.tensor(lengths, device=device)
+        else:
+            ends = torch.arange(longest - (rows.stop - rows.start) + 1, longest + 1, device=device)
+        sees_all = is_single and min(lengths) == longest
+        mask = None if sees_all else torch.arange(longest, device=device) < ends.unsqueeze(1)
+        groups.append(_Group(slice(chunk, last + 1), rows, longest, ends, mask))
         chunk = last + 1
     return groups
-
-
-def _mask(lengths: list[int], num_rows: int, device: torch.device) -> Tensor | None:
-    """[chunks, kv] for single rows of unequal lengths, [rows, kv] for one chunk of many rows, else None."""
-    longest = max(lengths)
-    if num_rows == len(lengths):
-        if min(lengths) == longest:
-            return None
-        ends = torch.tensor(lengths, device=device)
-    else:
-        ends = torch.arange(longest - num_rows + 1, longest + 1, device=device)
-    return torch.arange(longest, device=device) < ends.unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +118,21 @@ def paged_attention(
     inputs: AttentionInputs | DecodeAttention,
     scale: float,
     *,
+    window: int = NO_WINDOW,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
 
-    Query head n reads key/value head n // (N / M).
+    Query head n reads key/value head n // (N / M). A row looks at the last `window` entries alone, its own included.
     """
     if isinstance(inputs, DecodeAttention):
         count = int(inputs.num_rows)
         if count == 0:
             return queries.new_full((queries.shape[0], queries[0].numel()), math.nan)
-        return undefined_beyond(paged_attention(queries[:count], pool, inputs.inputs(pool.shape[2]), scale), queries)
+        found = paged_attention(queries[:count], pool, inputs.inputs(pool.shape[2]), scale, window=window)
+        return undefined_beyond(found, queries)
     if num_rows is not None:
-        out = paged_attention(queries, pool, inputs, scale)
+        out = paged_attention(queries, pool, inputs, scale, window=window)
         return undefined_beyond(out[live_rows(num_rows)], queries)
     outputs = []
     for group, halves in inputs:
@@ -135,7 +142,7 @@ def paged_attention(
             if group.chunks.stop - group.chunks.start < group.rows.stop - group.rows.start
             else _attend_single_rows
         )
-        outputs.append(attend(queries[group.rows], keys, values, group.mask, scale))
+        outputs.append(attend(queries[group.rows], keys, values, group.mask_in(window), scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

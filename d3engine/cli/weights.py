@@ -14,6 +14,7 @@ from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
 from d3engine.files import DATA_BYTES, as_text, beside, is_there, read_bytes
+from d3engine.model.gguf_file import is_later_part
 
 app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
@@ -118,7 +119,8 @@ def _gguf_of(source: str) -> Path:
     from d3engine.loading.model_directory import FETCHED
 
     place = model_directory(source) if source in FETCHED else Path(source)
-    files = list(place.glob("*.gguf")) if place.is_dir() else [place] if place.is_file() else []
+    found = place.glob("*.gguf") if place.is_dir() else [place] if place.is_file() else []
+    files = [file for file in found if not is_later_part(file)]
     require(len(files) == 1, "SRC", source, f"a GGUF file, a directory with exactly one, or {' or '.join(FETCHED)}")
     return files[0]
 

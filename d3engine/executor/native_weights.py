@@ -20,7 +20,8 @@ def native_model(eager: EagerExecutor) -> NativeModel:
     unturned = model.config.layers_without_rope
     return NativeModel(
         layers=tuple(
-            _native_layer(layer, None if index in unturned else rotations) for index, layer in enumerate(weights.layers)
+            _native_layer(layer, None if index in unturned else rotations, window)
+            for index, (layer, window) in enumerate(zip(weights.layers, model.windows, strict=True))
         ),
         embedding=weights.embedding,
         final_norm=weights.final_norm,
@@ -54,7 +55,7 @@ def native_bridges(bridges: Iterable[BridgeWeights]) -> NativeBridges:
     )
 
 
-def _native_layer(layer: LayerWeights, rotations: Tensor | None) -> NativeLayer:
+def _native_layer(layer: LayerWeights, rotations: Tensor | None, window: int) -> NativeLayer:
     others = {field.name for field in fields(layer) if getattr(layer, field.name) is not None} - _KNOWN
     if others:
         raise NativeError(f"the native library knows nothing of {', '.join(sorted(others))} in a layer")
@@ -67,4 +68,5 @@ def _native_layer(layer: LayerWeights, rotations: Tensor | None) -> NativeLayer:
         down=Linear(layer.down, layer.down_bias),
         rotations=rotations,
         head_norms=layer.head_norms,
+        window=window,
     )

@@ -55,10 +55,10 @@ def names_sampling(directory: Path) -> bool:
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
     """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope.
 
-    None is the model's own length, or its sliding window: up to there a window changes nothing, and further on the
-    engine would attend to what the model does not. Raises `InvalidValueError` for a length beyond either.
+    None is the model's own length, or the window of a family that has none in transformers: up to there it changes
+    nothing. Raises `InvalidValueError` for a length beyond either.
     """
-    window = config.sliding_window
+    window = config.longest_text
     if max_model_len is None:
         return min(config.max_length, window or config.max_length)
     limit = None if config.rope.rope_type == "dynamic" else config.max_length

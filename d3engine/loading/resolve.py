@@ -258,7 +258,7 @@ def _at_most(length: int, settings: EngineSettings) -> EngineSettings:
 
 def _tell_length(settings: EngineSettings) -> None:
     """Warn of a default that is less than what the model was made for."""
-    length, own, window = settings.max_model_len, settings.config.max_length, settings.config.sliding_window
+    length, own, window = settings.max_model_len, settings.config.max_length, settings.config.longest_text
     if length < own:
         why = "what the memory has room for beside the weights"
         if length in (window, MOST_LENGTH):

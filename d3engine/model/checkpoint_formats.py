@@ -1,4 +1,4 @@
-"""Checkpoints of published 8-bit floats and of GGUF files as tensors of our own formats."""
+"""Checkpoints under other names, of published 8-bit floats and of GGUF files as tensors of our own formats."""
 
 from __future__ import annotations
 
@@ -26,10 +26,105 @@ from d3engine.model.checkpoint import (
     is_layer_matrix,
     quantized_tensors,
 )
-from d3engine.model.families import GGUF_LAYER_MODULES, GGUFLayout, TensorNames
+from d3engine.model.families import GGUF_LAYER_MODULES, GGUFLayout, OwnNames, TensorNames
+from d3engine.model.fields import Fields
 from d3engine.model.gguf_file import GGUFFile
 from d3engine.model.gguf_metadata import FREQ_FACTORS, gguf_family
 from d3engine.model.quantization_config import FP8_GROUPS, Block
+
+
+def renamed_checkpoint(checkpoint: Checkpoint, names: OwnNames, fields: Fields) -> Checkpoint:
+    """A checkpoint of a family with names of its own, by a Llama's names; `fields` are those of config.json.
+
+    Raises `ModelFormatError` for a fused matrix that is not groups of heads, and two tensors that become one.
+    """
+    if names == OwnNames():
+        return checkpoint
+    made: dict[str, _Renamed] = {}
+    for name, entry in checkpoint.entries.items():
+        for one in _renamed(entry, names, fields):
+            if one.entry.name in made:
+                raise ModelFormatError(f"{entry.file}: tensor {name!r} is {one.entry.name!r}, which is there already")
+            made[one.entry.name] = one
+    tensors = _RenamedTensors(checkpoint, made)
+    files: dict[Path, TensorFile] = {one.entry.file: tensors for one in made.values()}
+    return Checkpoint({name: one.entry for name, one in made.items()}, files)
+
+
+@dataclass(frozen=True)
+class _HeadRows:
+    """Some heads of each group of a fused matrix, whose rows are [groups, heads of a group, channels of a head]."""
+
+    groups: int
+    heads: slice
+    heads_per_group: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The rows of these heads, copied; of a single value the value."""
+        if tensor.numel() == 1:
+            return tensor
+        heads = tensor.reshape(self.groups, self.heads_per_group, -1, *tensor.shape[1:])
+        return heads[:, self.heads].flatten(0, 2)
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """A tensor of a file under another name, or the part of it that some heads are."""
+
+    entry: TensorEntry
+    name: str
+    rows: _HeadRows | None = None
+
+
+def _renamed(entry: TensorEntry, names: OwnNames, fields: Fields) -> list[_Renamed]:
+    """A tensor by its other name; a fused one is three: a matrix, a bias, scales of rows or one scale."""
+    part = names.grouped_qkv
+    if part is None or part not in entry.name:
+        name = entry.name
+        for own, other in names.parts.items():
+            name = name.replace(own, other)
+        return [_Renamed(replace(entry, name=name), entry.name)]
+    queries = fields.integer("num_attention_heads")
+    groups = fields.integer("num_key_value_heads", default=queries)
+    per_group = queries // groups + 2
+    first = entry.shape[0] if entry.shape else 1
+    if entry.num_values != 1 and (queries % groups or first % (groups * per_group)):
+        allowed = f"{groups} groups of {per_group} heads, as {fields.source} has it"
+        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} of shape {list(entry.shape)} is not {allowed}")
+    made = []
+    for module, heads in (("q", slice(0, -2)), ("k", slice(-2, -1)), ("v", slice(-1, None))):
+        rows = _HeadRows(groups, heads, per_group)
+        name = entry.name.replace(part, f".self_attn.{module}_proj.")
+        shape = rows.of(torch.empty(entry.shape, device="meta")).shape
+        made.append(_Renamed(replace(entry, name=name, shape=tuple(shape)), entry.name, rows))
+    return made
+
+
+class _RenamedTensors:
+    """Reads the tensors of a checkpoint by other names."""
+
+    def __init__(self, checkpoint: Checkpoint, made: Mapping[str, _Renamed]) -> None:
+        self._checkpoint = checkpoint
+        self._made = made
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor; a part of one is newly allocated."""
+        made = self._made[name]
+        tensor = self._checkpoint.read(made.name)
+        return tensor if made.rows is None else made.rows.of(tensor)
+
+    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+        """One row; no others are read."""
+        made = self._made[name]
+        tensor = self._checkpoint.read(made.name)
+        if made.rows is None or tensor.numel() == 1:
+            return tensor[row]
+        return tensor[int(made.rows.of(torch.arange(tensor.shape[0]))[row])]
+
+    def give_back(self, name: str) -> None:
+        """Release the pages that it was read from."""
+        self._checkpoint.give_back(self._made[name].name)
+
 
 _PUBLISHED_SCALES = ("weight_scale", "weight_scale_inv")
 """Factors of the values; despite its name, so is the second."""

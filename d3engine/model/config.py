@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import Biases, Family, Multipliers, TensorNames, family_of, need_layer_types
+from d3engine.model.families import (
+    Biases,
+    Family,
+    Multipliers,
+    TensorNames,
+    family_of,
+    no_windows,
+    sliding_window,
+)
 from d3engine.model.fields import Fields
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
 from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
@@ -89,7 +97,8 @@ class ModelConfig:
     has_head_norms: bool  # of the queries and the keys of each head, before rope
     multipliers: Multipliers
     tensor_names: TensorNames
-    sliding_window: int | None  # tokens that one attends to at most, itself included
+    windows: tuple[int | None, ...]  # of each layer: tokens that one attends to at most, itself included
+    longest_text: int | None  # a sliding_window that the family's class in transformers ignores, and others do not
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -117,9 +126,9 @@ class ModelConfig:
         is the union of both files', those of config.json first. Raises `ModelFormatError`.
         """
         family = family_of(Fields(config, CONFIG_FILE))
-        fields = Fields({**family.defaults, **config}, CONFIG_FILE)
-        slides = family.has_window(fields) and fields.get("sliding_window") is not None
-        _refuse_other_models(fields, family, slides)
+        own = {family.own_names.fields.get(name, name): value for name, value in config.items()}
+        fields = Fields({**family.defaults, **own}, CONFIG_FILE)
+        _refuse_other_models(fields, family)
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         head_dim = _head_dim(fields, hidden_size, num_heads)
@@ -145,7 +154,8 @@ class ModelConfig:
             has_head_norms=family.has_head_norms,
             multipliers=multipliers,
             tensor_names=family.names,
-            sliding_window=fields.integer("sliding_window") if slides else None,
+            windows=no_windows(fields, num_layers) if family.windows is None else family.windows(fields, num_layers),
+            longest_text=sliding_window(fields) if family.windows is None else None,
             bos_token_id=_bos_token_id(fields, generation_config, family.bos_token_id),
             eos_token_ids=_eos_token_ids(fields, generation_config, family.eos_token_ids),
             dtype=_dtype(fields),
@@ -235,7 +245,7 @@ def not_applied(model: ModelSource) -> dict[str, Any]:
     }
 
 
-def _refuse_other_models(fields: Fields, family: Family, slides: bool) -> None:
+def _refuse_other_models(fields: Fields, family: Family) -> None:
     """Raise for options that make the model another than a Llama."""
     family.check(fields)
     for name, (neutral, why) in _NEUTRAL.items():
@@ -243,8 +253,6 @@ def _refuse_other_models(fields: Fields, family: Family, slides: bool) -> None:
         if value is not None and value not in neutral:
             allowed = " or ".join(json.dumps(one).replace('"', "'") for one in neutral) or "absent"
             fields.refuse(name, allowed + why)
-    # Which layers have the window does not matter: no text becomes longer than it.
-    need_layer_types(fields, ("full_attention", *(["sliding_attention"] if slides else [])))
     # pretraining_tp > 1 made transformers 4 split matrix products into slices and sum them: the same numbers
     # but for rounding, and transformers 5 no longer does it. So it is checked and then has no effect.
     fields.integer("pretraining_tp", default=1)

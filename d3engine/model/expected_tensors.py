@@ -228,6 +228,8 @@ def fingerprint(model: ModelSource) -> str:
         computes.append(asdict(config.multipliers))
     if config.layers_without_rope:
         computes.append({"layers_without_rope": config.layers_without_rope})
+    if any(config.windows):
+        computes.append({"windows": config.windows})
     digest = hashlib.sha256()
     digest.update(_json(computes))
     with files.open_checkpoint() as checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.fields import Fields
@@ -31,6 +31,22 @@ class TensorNames:
     def layer(self, index: int) -> str:
         """The prefix of a layer's tensor names."""
         return f"{self.prefix}layers.{index}."
+
+
+@dataclass(frozen=True)
+class OwnNames:
+    """A family whose files name everything otherwise; also read are those by `TensorNames`, which our tools write.
+
+    Attributes:
+        fields: names of fields of config.json -> a Llama's.
+        parts: parts of tensor names -> `TensorNames`', put in their place one after the other.
+        grouped_qkv: the part of names of a fused matrix that holds the heads of a KV group together: its queries', its
+            key's and its value's. It is read as three matrices.
+    """
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    grouped_qkv: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,13 @@ def _internlm3_biases(fields: Fields) -> Biases:
     return Biases(*[fields.boolean(attention)] * 3)
 
 
+def _internlm2_biases(fields: Fields) -> Biases:
+    """Its own spelling, or that of a config made of a GGUF file; none at all means that there are biases."""
+    name = "bias" if fields.get("attention_bias") is None else "attention_bias"
+    has_bias = fields.boolean(name, default=True)
+    return Biases(qkv=has_bias, output=has_bias)
+
+
 def _granite_multipliers(fields: Fields) -> Multipliers:
     return Multipliers(
         embedding=_multiplier(fields, "embedding_multiplier"),
@@ -147,19 +170,52 @@ def _is_tied(fields: Fields) -> None:
         fields.refuse("tie_word_embeddings", "true, since a LlamaModel has no LM head of its own")
 
 
-def _uses_window(fields: Fields) -> bool:
-    return fields.boolean("use_sliding_window") and fields.get("sliding_window") is not None
+Windows: TypeAlias = tuple[int | None, ...]
 
 
-def _is_full_attention(fields: Fields) -> None:
-    need_layer_types(fields, ("full_attention",))
+def sliding_window(fields: Fields) -> int | None:
+    """The field of that name."""
+    return None if fields.get("sliding_window") is None else fields.integer("sliding_window")
 
 
-def need_layer_types(fields: Fields, allowed: tuple[str, ...]) -> None:
-    """Raise `ModelFormatError` unless `layer_types` is absent or names these kinds of attention alone."""
+def no_windows(fields: Fields, num_layers: int) -> Windows:
+    """None for each layer, whatever `layer_types` says of a window that no text is longer than."""
+    _layer_types(fields, has_window=sliding_window(fields) is not None)
+    return (None,) * num_layers
+
+
+def _window_everywhere(fields: Fields, num_layers: int) -> Windows:
+    """`sliding_window` in every layer, as transformers' class has it, which does not read `layer_types`."""
+    _layer_types(fields, has_window=False)
+    return (sliding_window(fields),) * num_layers
+
+
+def _window_by_layer(fields: Fields, num_layers: int, *, first: int = 0) -> Windows:
+    """`sliding_window` in the layers that `layer_types` names, or from layer `first` on."""
+    window = sliding_window(fields)
+    kinds = _layer_types(fields, has_window=window is not None)
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers:
+        fields.refuse("layer_types", f"absent, or a list of num_hidden_layers={num_layers} kinds of attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
+    first = fields.integer("max_window_layers", low=0, default=28)
+    if fields.boolean("use_sliding_window"):
+        return _window_by_layer(fields, num_layers, first=first)
+    _layer_types(fields, has_window=False)
+    return (None,) * num_layers
+
+
+def _layer_types(fields: Fields, *, has_window: bool) -> list[Any] | None:
+    """The kinds of attention, where they are given; raises `ModelFormatError` for others than full and sliding."""
+    allowed = ("full_attention", "sliding_attention") if has_window else ("full_attention",)
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in allowed for kind in kinds)):
         fields.refuse("layer_types", f"{' or '.join(map(repr, allowed))} for every layer, or absent")
+    return kinds
 
 
 def _smollm3_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -184,13 +240,14 @@ class Family:
     architectures: tuple[str, ...]
     model_type: str
     names: TensorNames = TensorNames()
+    own_names: OwnNames = OwnNames()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     bos_token_id: int | None = 1
     eos_token_ids: tuple[int, ...] = (2,)
     default_theta: float = 10_000.0
     rope_types: tuple[str, ...] | None = None  # None: every type that the engine knows
     layers_without_rope: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: ()
-    has_window: Callable[[Fields], bool] = lambda fields: True  # reads sliding_window, where it is there
+    windows: Callable[[Fields, int], Windows] | None = None  # None: transformers' class reads no sliding_window
     biases: Callable[[Fields], Biases] = lambda fields: Biases()
     has_head_norms: bool = False
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
@@ -219,7 +276,13 @@ FAMILIES = (
         ("MistralForCausalLM",),
         "mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        check=_is_full_attention,
+        windows=_window_everywhere,
+    ),
+    Family(
+        ("MinistralForCausalLM",),
+        "ministral",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        windows=_window_by_layer,
     ),
     Family(
         ("Qwen2ForCausalLM",),
@@ -227,7 +290,7 @@ FAMILIES = (
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
         bos_token_id=None,
         eos_token_ids=(),
-        has_window=_uses_window,
+        windows=_qwen_windows,
         biases=lambda fields: Biases(qkv=True),
         gguf=GGUFLayout("qwen2", pre_tokenizers=dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2")),
     ),
@@ -268,12 +331,60 @@ FAMILIES = (
         names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(32_000,),
+        windows=_window_everywhere,
         rope_types=("default",),  # transformers reads "yarn" and "su" as longrope here
         gguf=GGUFLayout(
             "phi3",
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
         ),
+    ),
+    Family(
+        ("ExaoneForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
+        "exaone",
+        own_names=OwnNames(
+            fields={
+                "num_layers": "num_hidden_layers",
+                "layer_norm_epsilon": "rms_norm_eps",
+                "activation_function": "hidden_act",
+            },
+            parts={
+                "transformer.wte.": "model.embed_tokens.",
+                "transformer.h.": "model.layers.",
+                "transformer.ln_f.": "model.norm.",
+                ".attn.attention.out_proj.": ".self_attn.o_proj.",
+                ".attn.attention.": ".self_attn.",
+                ".ln_1.": ".input_layernorm.",
+                ".ln_2.": ".post_attention_layernorm.",
+                ".mlp.c_fc_0.": ".mlp.gate_proj.",
+                ".mlp.c_fc_1.": ".mlp.up_proj.",
+                ".mlp.c_proj.": ".mlp.down_proj.",
+            },
+        ),
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        eos_token_ids=(361,),
+        default_theta=500_000.0,
+        biases=_llama_biases,
+        gguf=GGUFLayout("exaone", pre_tokenizers={"exaone": "smollm"}),
+    ),
+    Family(
+        ("InternLM2ForCausalLM",),
+        "internlm2",
+        own_names=OwnNames(
+            parts={
+                "model.tok_embeddings.": "model.embed_tokens.",
+                ".attention_norm.": ".input_layernorm.",
+                ".ffn_norm.": ".post_attention_layernorm.",
+                ".attention.wo.": ".self_attn.o_proj.",
+                ".feed_forward.w1.": ".mlp.gate_proj.",
+                ".feed_forward.w3.": ".mlp.up_proj.",
+                ".feed_forward.w2.": ".mlp.down_proj.",
+                "output.": "lm_head.",
+            },
+            grouped_qkv=".attention.wqkv.",
+        ),
+        biases=_internlm2_biases,
+        gguf=GGUFLayout("internlm2", adjacent_pairs=True),
     ),
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
@@ -292,7 +403,7 @@ FAMILIES = (
         },
         bos_token_id=None,
         eos_token_ids=(),
-        has_window=_uses_window,
+        windows=_qwen_windows,
         biases=_biases("attention_bias", "attention_bias"),
         has_head_norms=True,
         gguf=GGUFLayout("qwen3"),
@@ -305,7 +416,7 @@ FAMILIES = (
         eos_token_ids=(128_001,),
         default_theta=2_000_000.0,
         layers_without_rope=_smollm3_layers_without_rope,
-        has_window=_uses_window,
+        windows=_qwen_windows,
         biases=_llama_biases,
         # No GGUF file says which layers have rope: they are the family's default, as in llama.cpp.
         gguf=GGUFLayout("smollm3", adjacent_pairs=True),

@@ -1,9 +1,10 @@
-"""Header and tensors of a GGUF file; every count and length is checked against the file."""
+"""Headers and tensors of a GGUF file, in one or several parts; every count and length is checked against the files."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from d3engine.errors import MissingExtraError, ModelFormatError
+from d3engine.errors import MissingExtraError, ModelFormatError, must_be
 from d3engine.files import UnreadableFileError, open_regular
 from d3engine.model.fields import of_a_model
 
@@ -41,6 +42,12 @@ _VALUES_AT_ONCE = 2**22
 _SETTLED_NS = 2 * 10**9
 """Age of a file from which on an unchanged time stamp means unchanged contents."""
 
+_PART_NAME = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.gguf")
+"""The file name of a part, as llama.cpp writes and reads it: MODEL-00001-of-00003.gguf."""
+_PART, _PARTS, _PARTS_TENSORS = "split.no", "split.count", "split.tensors.count"
+_OF_EACH_PART = (_PART, "general.alignment")
+"""The keys whose values parts of one file need not share."""
+
 _CHUNK = 2**20
 _LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
@@ -50,23 +57,32 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor in the file; `shape` is in torch's order, its last dimension contiguous."""
+    """A tensor in a file; `shape` is in torch's order, its last dimension contiguous."""
 
     name: str
     shape: tuple[int, ...]
     type_name: str
     offset: int  # bytes from the start of the file
     nbytes: int
+    path: Path  # of the file, or of the part of it
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The checked header of a GGUF file: `metadata` by key (arrays are lists), `tensors` by name. Not to be changed."""
+    """The checked header of a GGUF file: `metadata` by key (arrays are lists), `tensors` by name. Not to be changed.
+
+    Of a file in several parts: `path` and `metadata` of the first, `tensors` of all.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    _version: tuple[int, ...]  # of the file that the header was read from
+    _versions: dict[Path, tuple[int, ...]]  # of the files that the headers were read from
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(path.stat().st_size for path in self._versions)
 
     def read(self, name: str) -> NDArray[np.float32]:
         """The tensor of that name, dequantized; takes a few MiB beyond the result."""
@@ -78,9 +94,9 @@ class GGUFFile:
 
         tensor = self.tensors[name]
         raw = np.empty((tensor.shape[0], tensor.nbytes // tensor.shape[0]), np.uint8)
-        with of_a_model(), self._opened(tensor.offset) as file:
+        with of_a_model(), self._opened(tensor, 0) as file:
             if file.readinto(raw) != tensor.nbytes:  # type: ignore[attr-defined]
-                raise self._shortened(name)
+                raise _shortened(tensor)
         return raw
 
     def read_rows(self, name: str, first: int, count: int) -> NDArray[np.float32]:
@@ -95,27 +111,35 @@ class GGUFFile:
         row_bytes = tensor.nbytes // math.prod(tensor.shape[:-1])
         step = max(1, _VALUES_AT_ONCE // tensor.shape[-1])
         # The loader refuses values that are not finite.
-        place = tensor.offset + first * row_bytes
-        with of_a_model(), self._opened(place) as file, np.errstate(all="ignore"):
+        with of_a_model(), self._opened(tensor, first * row_bytes) as file, np.errstate(all="ignore"):
             for start in range(0, count, step):
                 some = min(step, count - start)
                 raw = file.read(some * row_bytes)
                 if len(raw) != some * row_bytes:
-                    raise self._shortened(name)
+                    raise _shortened(tensor)
                 values[start : start + some] = dequantize(np.frombuffer(raw, np.uint8).reshape(some, row_bytes), kind)
         return values
 
     @contextmanager
-    def _opened(self, place: int) -> Iterator[BinaryIO]:
-        """The file at a byte; raises `ModelFormatError` if it is no longer the one whose header was read."""
-        with open_regular(self.path) as file:
-            if _version_of(file) != self._version:
-                raise ModelFormatError(f"{self.path} has changed since its header was read")
-            file.seek(place)
+    def _opened(self, tensor: GGUFTensor, place: int) -> Iterator[BinaryIO]:
+        """The tensor's file at a byte of it; raises `ModelFormatError` if it is not the one whose header was read."""
+        with open_regular(tensor.path) as file:
+            if _version_of(file) != self._versions[tensor.path]:
+                raise ModelFormatError(f"{tensor.path} has changed since its header was read")
+            file.seek(tensor.offset + place)
             yield file
 
-    def _shortened(self, name: str) -> ModelFormatError:
-        return ModelFormatError(f"{self.path}: tensor {name!r} cannot be read: the file has become shorter")
+    def _is_unchanged(self) -> bool:
+        """Whether all files are those whose headers were read."""
+        for path, version in self._versions.items():
+            with open_regular(path) as file:
+                if _version_of(file) != version:
+                    return False
+        return True
+
+
+def _shortened(tensor: GGUFTensor) -> ModelFormatError:
+    return ModelFormatError(f"{tensor.path}: tensor {tensor.name!r} cannot be read: the file has become shorter")
 
 
 def is_gguf(path: Path) -> bool:
@@ -132,8 +156,9 @@ def is_gguf(path: Path) -> bool:
 def open_gguf(path: str | Path) -> GGUFFile:
     """Read and check the header of a GGUF file; no tensor is read. The last header is kept (`forget_header`).
 
-    Raises `ModelFormatError`, naming the file, for anything but a whole little-endian GGUF file of version 2 or 3 with
-    tensors of `TENSOR_TYPES`, and `MissingExtraError` without the package `gguf`.
+    The path of a file in several parts is that of the first. Raises `ModelFormatError`, naming the file, for anything
+    but a whole little-endian GGUF file of version 2 or 3 with tensors of `TENSOR_TYPES`, and `MissingExtraError`
+    without the package `gguf`.
     """
     path = Path(path)
     try:
@@ -141,13 +166,19 @@ def open_gguf(path: str | Path) -> GGUFFile:
     except ImportError as error:
         raise MissingExtraError("gguf", "gguf", "reading GGUF files") from error
     global _kept
-    with of_a_model(), open_regular(path) as opened:
-        kept, version = _kept, _version_of(opened)
-        if kept is not None and (kept.path, kept._version) == (path, version):
-            return kept
-        file = _read_file(path, _Header(path, opened))
-        _kept = file if time.time_ns() - version[-1] > _SETTLED_NS else None
-        return file
+    with of_a_model():
+        if _kept is not None and _kept.path == path and _kept._is_unchanged():
+            return _kept
+        file = _read_parts(path)
+    changed = max(version[-1] for version in file._versions.values())
+    _kept = file if time.time_ns() - changed > _SETTLED_NS else None
+    return file
+
+
+def is_later_part(path: Path) -> bool:
+    """Whether a file's name is that of a part behind the first of a GGUF file in several parts."""
+    name = _PART_NAME.fullmatch(path.name)
+    return name is not None and int(name[2]) != 1
 
 
 # Loading a model asks for the header six times, and one with a large vocabulary takes 0.2 s to read.
@@ -253,12 +284,65 @@ class _Header:
         return list(struct.unpack(code, self.take(struct.calcsize(code))))
 
 
-def _read_file(path: Path, header: _Header) -> GGUFFile:
+def _read_parts(path: Path) -> GGUFFile:
+    """The file at `path`, with those of its other parts."""
+    first = _read_file(path)
+    count = first.metadata.get(_PARTS, 1)
+    if type(count) is not int or count < 0:
+        raise _refused(first, _PARTS, "an integer of at least 0")
+    if count < 2:
+        return first
+    name = _PART_NAME.fullmatch(path.name)
+    if name is None or int(name[3]) != count:
+        parts = f"NAME-00001-of-{count:05}.gguf"
+        raise ModelFormatError(f"{path}: the first of {count:,} parts (split.count) must be called {parts}")
+    if int(name[2]) != 1 or first.metadata.get(_PART) != 0:
+        file = path.with_name(_part_name(name, 1))
+        raise _refused(first, _PART, f"0: a file in {count:,} parts is named by its first, {file}")
+    tensors, versions = dict(first.tensors), dict(first._versions)
+    for number in range(1, count):
+        place = path.with_name(_part_name(name, number + 1))
+        if not place.exists():
+            raise ModelFormatError(f"{place} is missing: {path} is the first of {count:,} parts (split.count)")
+        part = _read_file(place)
+        for key, value in {_PART: number, _PARTS: count}.items():
+            if part.metadata.get(key) != value:
+                raise _refused(part, key, f"{value}, as in the file's name")
+        for key in part.metadata.keys() - set(_OF_EACH_PART):
+            if part.metadata[key] != first.metadata.get(key):
+                raise _refused(part, key, f"what it is in {path}")
+        for tensor in part.tensors.values():
+            if tensor.name in tensors:
+                raise ModelFormatError(f"tensor {tensor.name!r} is in both {tensors[tensor.name].path} and {place}")
+        tensors |= part.tensors
+        versions |= part._versions
+    if first.metadata.get(_PARTS_TENSORS, len(tensors)) != len(tensors):
+        raise _refused(first, _PARTS_TENSORS, f"the number of tensors in all parts, {len(tensors):,}")
+    return GGUFFile(path, first.metadata, tensors, versions)
+
+
+def _part_name(name: re.Match[str], number: int) -> str:
+    """The file name of a part, where `name` is another's."""
+    return f"{name[1]}-{number:0{len(name[2])}}-of-{name[3]}.gguf"
+
+
+def _refused(file: GGUFFile, key: str, allowed: str) -> ModelFormatError:
+    return ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
+
+
+def _read_file(path: Path) -> GGUFFile:
+    with open_regular(path) as opened:
+        return _read_header(path, _Header(path, opened))
+
+
+def _read_header(path: Path, header: _Header) -> GGUFFile:
     if header.size < 24 or header.take(4) != _MAGIC:
         raise header.error("is not a GGUF file: it does not begin with 'GGUF' and a header")
     version = header.integer("<I")
     if version not in _VERSIONS:
-        raise header.error(f"is of GGUF version {version}: only 2 and 3, little-endian, are read")
+        if version and version & 0xFFFF == 0:
+            raise header.error("is a big-endian GGUF file: only little-endian ones are read")
+        raise header.error(f"is of GGUF version {version}: only 2 and 3 are read")
     num_tensors, num_values = header.integer("<Q"), header.integer("<Q")
     if num_tensors > _MAX_TENSORS or num_values > _MAX_KEYS:
         allowed = f"{_MAX_TENSORS:,} and {_MAX_KEYS:,} are allowed"
@@ -278,9 +362,9 @@ def _read_file(path: Path, header: _Header) -> GGUFFile:
     for name, shape, type_name, offset, nbytes in described:
         if name in tensors:
             raise header.error(f"has tensor {name!r} twice")
-        tensors[name] = GGUFTensor(name, shape, type_name, start + offset, nbytes)
+        tensors[name] = GGUFTensor(name, shape, type_name, start + offset, nbytes, path)
     _check_places(header, tensors.values(), alignment)
-    return GGUFFile(path, metadata, tensors, header.version)
+    return GGUFFile(path, metadata, tensors, {path: header.version})
 
 
 def _tensor(header: _Header) -> tuple[str, tuple[int, ...], str, int, int]:

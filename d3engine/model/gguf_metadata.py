@@ -69,8 +69,6 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     """
     metadata = file.metadata
     family, layout = gguf_family(file)
-    if metadata.get("split.count", 1) not in (0, 1):
-        _refuse(file, "split.count", "1: put the parts together first (llama-gguf-split --merge)")
     prefix = f"{layout.architecture}."
     _refuse_unread(file, prefix, layout)
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}

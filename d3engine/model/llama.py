@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3engine.kernels.kv_pool import KVPool
+from d3engine.kernels.kv_pool import NO_WINDOW, KVPool
 from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.config import ModelConfig, RopeConfig
@@ -28,6 +28,7 @@ class Llama:
         self.weights = weights
         self.kernels = kernels
         self.ranks = ranks
+        self.windows = tuple(NO_WINDOW if window is None else window for window in config.windows)
         self._scale = config.attention_scale
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -67,7 +68,9 @@ class Llama:
         """The attention block of `layer`, with its arguments."""
         weights = self.weights.layers[index]
         queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
-        attended = self.kernels.paged_attention(queries, pool, attention, self._scale, num_rows=num_rows)
+        attended = self.kernels.paged_attention(
+            queries, pool, attention, self._scale, window=self.windows[index], num_rows=num_rows
+        )
         self._add(attended, weights.output, weights.output_bias, hidden, num_rows)
 
     def mlp(self, index: int, hidden: Tensor, num_rows: Tensor | None = None) -> None:

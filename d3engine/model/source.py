@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from d3engine.errors import ModelFormatError, must_be
 from d3engine.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text, is_there, read_bytes
+from d3engine.model.families import family_of
 from d3engine.model.fields import Fields, json_object, of_a_model
 from d3engine.model.gguf_file import GGUFFile, open_gguf
 from d3engine.model.gguf_metadata import (
@@ -137,10 +138,9 @@ class DirectoryFiles(ModelFiles):
 
     @contextmanager
     def open_checkpoint(self) -> Iterator[Checkpoint]:
-        from d3engine.model.checkpoint import open_safetensors
         from d3engine.model.checkpoint_formats import fp8_checkpoint
 
-        with open_safetensors(self.path) as checkpoint:
+        with self._open_safetensors() as checkpoint:
             integers, published = self._published_integers(), self._published_fp8()
             if integers is not None:
                 from d3engine.model.integer_checkpoint import integer_checkpoint
@@ -153,12 +153,12 @@ class DirectoryFiles(ModelFiles):
         published = self._published_fp8()
         if published is None:
             return None
-        from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE, open_safetensors
+        from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE
         from d3engine.model.checkpoint_formats import scheme_of_fp8
 
         if not self.has(SINGLE_FILE) and not self.has(INDEX_FILE):  # a config alone, for questions about sizes
             return None
-        with open_safetensors(self.path) as checkpoint:
+        with self._open_safetensors() as checkpoint:
             return scheme_of_fp8(checkpoint, block_of(published))
 
     def packed_bytes(self) -> int | None:
@@ -167,6 +167,19 @@ class DirectoryFiles(ModelFiles):
         if self._published_integers() is None or not (self.has(SINGLE_FILE) or self.has(INDEX_FILE)):
             return None
         return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+
+    @contextmanager
+    def _open_safetensors(self) -> Iterator[Checkpoint]:
+        """The files' tensors by a Llama's names."""
+        from d3engine.model.checkpoint import open_safetensors
+        from d3engine.model.checkpoint_formats import renamed_checkpoint
+
+        with open_safetensors(self.path) as checkpoint:
+            if not self.has(CONFIG_FILE):
+                yield checkpoint
+                return
+            fields = Fields(self.read_json_object(CONFIG_FILE), str(self.place(CONFIG_FILE)))
+            yield renamed_checkpoint(checkpoint, family_of(fields).own_names, fields)
 
     def _published_fp8(self) -> Fields | None:
         """The quantization_config, if it is that of weights in 8-bit floats."""
@@ -221,7 +234,7 @@ class GGUFFiles(ModelFiles):
         return made
 
     def packed_bytes(self) -> int | None:
-        return self.path.stat().st_size
+        return self._file.nbytes
 
     def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
         from d3engine.model.checkpoint_formats import gguf_checkpoint

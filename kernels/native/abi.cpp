@@ -45,7 +45,8 @@ bool is_model(const D3Model& m, bool reads_interleaved) {
         const D3Layer& layer = m.layers[l];
         const bool is_layer = fits(layer.qkv, q_size + 2 * kv_size, m.hidden) && fits(layer.output, m.hidden, q_size) &&
                               fits(layer.gate_up, 2 * m.intermediate, m.hidden) && !layer.gate_up.below &&
-                              fits(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm;
+                              fits(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm &&
+                              layer.window >= 1;
         if (!is_layer) return false;
     }
     return m.final_norm && m.pool;

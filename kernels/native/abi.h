@@ -67,6 +67,7 @@ struct D3Layer {
     D3Matrix gate_up, down;
     const float* head_norms;  // [2, head_dim]: for query heads, for key heads; null without such norms
     const float* rotations;   // [max_positions, head_dim / 2] pairs (cosine, sine); null without RoPE
+    int32_t window;           // positions that one attends to at most, itself included
 };
 
 struct D3Model {

@@ -43,9 +43,14 @@ bool fits(const D3Bridge& bridge, int hidden) {
 // Multiplications of attention: with fewer of them handing over to other threads takes longer.
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 24 * 1024;
 
-int num_spans(const AttentionArgs& a) { return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN; }
+// Those behind the first row's window are left out.
+int first_span(const AttentionArgs& a) { return std::max(0, a.length - a.window) / ATTENTION_SPAN; }
+int num_spans(const AttentionArgs& a) {
+    return (a.length + a.rows - 1 + ATTENTION_SPAN - 1) / ATTENTION_SPAN - first_span(a);
+}
+int64_t num_positions(const AttentionArgs& a) { return std::min(a.length, a.window); }
 int64_t num_queries(const AttentionArgs& a) { return int64_t(a.heads) * a.rows * a.group; }
-int64_t num_products(const AttentionArgs& a) { return 2 * num_queries(a) * a.length * a.head_dim; }
+int64_t num_products(const AttentionArgs& a) { return 2 * num_queries(a) * num_positions(a) * a.head_dim; }
 int64_t num_floats(const AttentionArgs& a) { return num_queries(a) * (a.head_dim + 2); }
 
 // Whether the last span of this context is long enough to prefetch the first chunk of another meanwhile.
@@ -456,8 +461,8 @@ AttentionArgs Decoder::attention_args(const Step& step, int layer, int nth, int 
             has_8bit_kv() ? model_.pool_scales + block.head * model_.block_size : nullptr,
             step.table(row, layer, model_),
             int64_t(model_.block_size) * kv_size_, int64_t(model_.block_size) * model_.kv_heads, kv_size_, block.rows,
-            block.heads, group_, model_.head_dim, model_.block_size, int32_t(step.position(row) + 1), model_.scale,
-            prefetches_, false, nullptr, 0};
+            block.heads, group_, model_.head_dim, model_.block_size, int32_t(step.position(row) + 1),
+            layers_[layer].window, model_.scale, prefetches_, false, nullptr, 0};
 }
 
 // A tile is a block, or one KV head of it. All heads together read memory faster, because they are neighbours there;
@@ -472,11 +477,11 @@ void Decoder::attention(const Step& step, int layer) {
     for (int nth = 0; nth < count; nth++) {
         const AttentionArgs a = attention_args(step, layer, nth, 0);
         spans = std::max(spans, num_spans(a)), may_be_whole &= a.rows == 1;
-        products += num_products(a), most = std::max(most, num_products(a)), positions += a.length;
+        products += num_products(a), most = std::max(most, num_products(a)), positions += num_positions(a);
     }
     if (!may_be_whole || most * fair > 2 * products) {
         const bool are_few = spans > 1 && num_threads > 1 && count < fair;
-        if (may_be_whole && are_few && 5 * largest_queue(step, spans) * num_threads <= 6 * positions)
+        if (may_be_whole && are_few && 5 * largest_queue(step, layer, spans) * num_threads <= 6 * positions)
             return attend_split(step, layer, spans);
         split_query_blocks();
         if (spans > 1 && num_threads > 1 && int(query_blocks_.size()) < 2 * num_threads)
@@ -491,12 +496,14 @@ void Decoder::attention(const Step& step, int layer) {
         a.is_prefetched = scratch.prefetched == first + nth;
         if (a.heads > 1 && nth + 1 < tiles && has_time_for_next(a)) {
             const AttentionArgs next = attention_args(step, layer, nth + 1, worker);
-            a.next = next.table, a.next_length = next.length, scratch.prefetched = first + nth + 1;
+            if (next.length <= next.window)
+                a.next = next.table, a.next_length = next.length, scratch.prefetched = first + nth + 1;
         }
         float *earlier = scratch.partials.at(0), *partial = earlier + num_floats(a);
-        kernels_.attend_span(a, 0, earlier);
+        const int from = first_span(a);
+        kernels_.attend_span(a, from, earlier);
         a.is_prefetched = true;
-        for (int span = 1; span < num_spans(a); span++) {
+        for (int span = from + 1; span < from + num_spans(a); span++) {
             kernels_.attend_span(a, span, partial);
             kernels_.join_span(a, span, earlier, partial);
         }
@@ -507,14 +514,14 @@ void Decoder::attention(const Step& step, int layer) {
 }
 
 // The most positions that one thread attends to if spans are spread over threads.
-int64_t Decoder::largest_queue(const Step& step, int spans) const {
+int64_t Decoder::largest_queue(const Step& step, int layer, int spans) const {
     const int num_threads = threads_.size(), tiles = int(query_blocks_.size()) * spans;
     int64_t most = 0;
     for (int worker = 0; worker < num_threads; worker++) {
         int64_t positions = 0;
         const int stop = first_tile(worker + 1, num_threads, tiles);
         for (int nth = first_tile(worker, num_threads, tiles); nth < stop; nth++) {
-            const int64_t length = step.position(active_[query_blocks_[nth / spans].first]) + 1;
+            const int64_t length = num_positions(attention_args(step, layer, nth / spans, 0));
             positions += std::clamp<int64_t>(length - nth % spans * ATTENTION_SPAN, 0, ATTENTION_SPAN);
         }
         most = std::max(most, positions);
@@ -530,12 +537,13 @@ void Decoder::attend_split(const Step& step, int layer, int spans) {
     const auto partial = [&](int block, int span) { return &partials_[(int64_t(block) * spans + span) * floats]; };
     threads_.parallel_for(blocks * spans, [&](int worker, int nth) {
         const AttentionArgs a = attention_args(step, layer, nth / spans, worker);
-        if (nth % spans < num_spans(a)) kernels_.attend_span(a, nth % spans, partial(nth / spans, nth % spans));
+        if (nth % spans < num_spans(a))
+            kernels_.attend_span(a, first_span(a) + nth % spans, partial(nth / spans, nth % spans));
     });
     for (int block = 0; block < blocks; block++) {
         const AttentionArgs a = attention_args(step, layer, block, 0);
         for (int span = 1; span < num_spans(a); span++)
-            kernels_.join_span(a, span, partial(block, 0), partial(block, span));
+            kernels_.join_span(a, first_span(a) + span, partial(block, 0), partial(block, span));
         kernels_.finish_attention(a, partial(block, 0));
     }
 }

@@ -92,7 +92,7 @@ private:
     void attend_split(const Step& step, int layer, int spans);
     void find_query_blocks(const Step& step);
     void split_query_blocks();
-    int64_t largest_queue(const Step& step, int spans) const;
+    int64_t largest_queue(const Step& step, int layer, int spans) const;
     AttentionArgs attention_args(const Step& step, int layer, int nth, int worker) const;
     int64_t max_queries() const { return std::max({group_, BLOCK_QUERIES, std::min(model_.heads, MAX_QUERIES)}); }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.blocks import BLOCK_TYPES, BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.kernels.interleaved import Int4LanesWeight, LanesWeight
-from d3engine.kernels.kv_pool import FP8, KVPool, values_and_scales
+from d3engine.kernels.kv_pool import FP8, NO_WINDOW, KVPool, values_and_scales
 from d3engine.kernels.matrices import Table, Weight
 from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 
@@ -53,6 +53,7 @@ class LayerStructure(Structure):
         ("down", MatrixStructure),
         ("head_norms", c_void_p),
         ("rotations", c_void_p),
+        ("window", c_int32),
     )
 
 
@@ -122,7 +123,7 @@ class NativeLayer:
     """The weights of one layer; norms are float32.
 
     `rotations` complex64 [positions, head_dim / 2], None for a layer without RoPE. `head_norms` [2, head_dim], of query
-    heads and of key heads before RoPE, or None.
+    heads and of key heads before RoPE, or None. `window`: positions that one attends to at most, itself included.
     """
 
     attention_norm: Tensor
@@ -133,6 +134,7 @@ class NativeLayer:
     down: Linear
     rotations: Tensor | None
     head_norms: Tensor | None = None
+    window: int = NO_WINDOW
 
     @property
     def matrices(self) -> tuple[Linear, ...]:
@@ -148,6 +150,7 @@ class NativeLayer:
             self.down.structure(),
             None if self.head_norms is None else address_of(self.head_norms, torch.float32),
             None if self.rotations is None else address_of(self.rotations, torch.complex64),
+            self.window,
         )
 
 

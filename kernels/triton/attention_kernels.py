@@ -35,7 +35,27 @@ def entries_a_split(kv_length, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def find_split(nth, query_starts, kv_lengths, num_chunks, num_rows, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr):
+def first_entry(kv_length, window, UNIT: tl.constexpr, WINDOWED: tl.constexpr):
+    """The first entry that is read for a row of so many: a multiple of UNIT, 0 but WINDOWED."""
+    if WINDOWED:
+        first = tl.maximum(kv_length - window, 0) // UNIT * UNIT
+    else:
+        first = 0
+    return first
+
+
+@triton.jit
+def find_split(
+    nth,
+    query_starts,
+    kv_lengths,
+    num_chunks,
+    num_rows,
+    window,
+    SPLIT: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
     """The `nth` split of all chunks of one row below `num_rows`: its chunk, its number there, and how many there are.
 
     The last of the three counts the splits of all chunks; where it is not above `nth`, the others mean nothing.
@@ -49,6 +69,7 @@ def find_split(nth, query_starts, kv_lengths, num_chunks, num_rows, SPLIT: tl.co
         starts = tl.load(query_starts + candidates, mask=exists, other=0).to(tl.int32)
         stops = tl.load(query_starts + candidates + 1, mask=exists, other=0).to(tl.int32)
         lengths = tl.load(kv_lengths + candidates, mask=exists, other=0).to(tl.int32)
+        lengths -= first_entry(lengths, window, SPLIT, WINDOWED)
         single = (stops - starts == 1) & (starts < num_rows)
         splits = tl.where(single, tl.cdiv(lengths, entries_a_split(lengths, SPLIT, MOST_SPLITS)), 0)
         ends = total + tl.cumsum(splits, 0)
@@ -224,6 +245,7 @@ def _attend_tiles(
     total,
     queries,
     limits,
+    firsts,
     pool,
     scales,
     table,
@@ -238,6 +260,8 @@ def _attend_tiles(
     MASKED: tl.constexpr,
 ):
     """Online softmax of `queries` [rows, D] over entries [begin, end), a row only over those below its `limits`.
+
+    Where `firsts` [rows] is not None a row looks at no entry before its own of these.
 
     Takes and returns the state: `attended` [rows, D], the maximum `peak` [rows] and the sum of weights `total` [rows].
     `scale` [rows], above 0, is what a row's products are multiplied by. Without MASKED the caller promises whole tiles
@@ -255,6 +279,8 @@ def _attend_tiles(
             scores *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, False)[None, :]
         if MASKED:
             seen = (start + tl.arange(0, TILE))[None, :] < limits[:, None]
+            if firsts is not None:
+                seen &= (start + tl.arange(0, TILE))[None, :] >= firsts[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         # The largest score is scaled by itself: then a weight takes a multiply-add and a power.
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale - LIFT)
@@ -282,6 +308,7 @@ def _attend_entries(
     table,
     begin,
     end,
+    first,
     scale,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -294,6 +321,8 @@ def _attend_entries(
     UPCAST: tl.constexpr,
 ):
     """One row's heads of a group over entries [begin, end): the result [PADDED_GROUP, D], and its weight.
+
+    Where `first` is not None the row does not look at those before it.
 
     `queries` points at the group's first head. The weight [PADDED_GROUP] is the base-2 logarithm of the sum of
     exponentials.
@@ -322,7 +351,10 @@ def _attend_entries(
             scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
             if scales is not None:
                 scores *= key_scales
-            scores = tl.where(start + tl.arange(0, TILE) < end, scores, float("-inf"))
+            seen = start + tl.arange(0, TILE) < end
+            if first is not None:
+                seen &= start + tl.arange(0, TILE) >= first
+            scores = tl.where(seen, scores, float("-inf"))
             new_peak = tl.maximum(peak, scores)
             decay = tl.exp2(peak - new_peak)
             weights = tl.exp2(scores - new_peak)
@@ -351,8 +383,12 @@ def _attend_entries(
         total = tl.zeros([PADDED_GROUP], tl.float32)
         attended = tl.zeros([PADDED_GROUP, PADDED_CHANNELS], tl.float32)
         limits = tl.zeros([PADDED_GROUP], tl.int32) + end
+        if first is None:
+            firsts = None
+        else:
+            firsts = tl.zeros([PADDED_GROUP], tl.int32) + first
         attended, peak, total = _attend_tiles(
-            attended, peak, total, packed, limits, pool, scales, table, begin, end, row_scales,
+            attended, peak, total, packed, limits, firsts, pool, scales, table, begin, end, row_scales,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
         result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -376,6 +412,7 @@ def single_rows_kernel(
     query_stride,
     table_stride,
     num_chunks,
+    window,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -387,6 +424,7 @@ def single_rows_kernel(
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -408,29 +446,36 @@ def single_rows_kernel(
     while work < all_work:
         nth = work // KV_HEADS
         first_head = (work % KV_HEADS) * GROUP
-        chunk, split, all_splits = find_split(nth, query_starts, kv_lengths, num_chunks, active, SPLIT, MOST_SPLITS)
+        chunk, split, all_splits = find_split(
+            nth, query_starts, kv_lengths, num_chunks, active, window, SPLIT, MOST_SPLITS, WINDOWED
+        )
         all_work = all_splits * KV_HEADS
         if work < all_work:
             row = tl.load(query_starts + chunk).to(tl.int64)
             kv_length = tl.load(kv_lengths + chunk).to(tl.int32)
-            size = entries_a_split(kv_length, SPLIT, MOST_SPLITS)
+            begin = first_entry(kv_length, window, SPLIT, WINDOWED)
+            size = entries_a_split(kv_length - begin, SPLIT, MOST_SPLITS)
+            if WINDOWED:
+                seen_first = kv_length - window
+            else:
+                seen_first = None
             result, weight = _attend_entries(
                 queries + row * query_stride + first_head * CHANNELS,
                 pool + (work % KV_HEADS) * CHANNELS,
                 None if scales is None else scales + (work % KV_HEADS) * BLOCK_SIZE,
                 block_tables + chunk.to(tl.int64) * table_stride,
-                split * size, tl.minimum((split + 1) * size, kv_length), scale,
+                begin + split * size, tl.minimum(begin + (split + 1) * size, kv_length), seen_first, scale,
                 GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
             )  # fmt: skip
             target = out + (row * HEADS + first_head) * CHANNELS
-            if size >= kv_length:
+            if size >= kv_length - begin:
                 tl.store(target + cells, result.to(out.dtype.element_ty), mask=valid)
             else:
                 states = nth.to(tl.int64) * HEADS + first_head
                 tl.store(parts + states * CHANNELS + cells, result, mask=valid)
                 tl.store(log_totals + states + heads, weight, mask=heads < GROUP)
                 tl.debug_barrier()  # all warps have stored, before one thread says so
-                splits = tl.cdiv(kv_length, size)
+                splits = tl.cdiv(kv_length - begin, size)
                 counter = arrived + chunk * KV_HEADS + work % KV_HEADS
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                     first = (nth - split).to(tl.int64) * HEADS + first_head
@@ -456,6 +501,7 @@ def long_chunks_kernel(
     query_stride,
     table_stride,
     num_chunks,
+    window,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -465,6 +511,7 @@ def long_chunks_kernel(
     PACKED_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     BATCH_INVARIANT: tl.constexpr,
+    WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -527,7 +574,12 @@ def long_chunks_kernel(
     end = cached + first_row + rows_there
     # Which tiles the whole query tile sees depends on where it begins, and the compiler need not round a score that no
     # mask is between in the same way.
-    seen_by_all = 0 if BATCH_INVARIANT else (cached + first_row + 1) // TILE * TILE
+    begin = first_entry(cached + first_row + 1, window, TILE, WINDOWED)
+    if WINDOWED:
+        firsts = limits - window
+    else:
+        firsts = None
+    seen_by_all = begin if BATCH_INVARIANT or WINDOWED else (cached + first_row + 1) // TILE * TILE
 
     pool += kv_head * CHANNELS
     if scales is not None:
@@ -536,13 +588,13 @@ def long_chunks_kernel(
     peak = tl.full([PACKED_ROWS], _FLOOR, tl.float32)
     total = tl.zeros([PACKED_ROWS], tl.float32)
     attended = tl.zeros([PACKED_ROWS, PADDED_CHANNELS], tl.float32)
-    if not BATCH_INVARIANT:
+    if not (BATCH_INVARIANT or WINDOWED):
         attended, peak, total = _attend_tiles(
-            attended, peak, total, tile_queries, limits, pool, scales, table, 0, seen_by_all, row_scales,
+            attended, peak, total, tile_queries, limits, None, pool, scales, table, 0, seen_by_all, row_scales,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False,
         )  # fmt: skip
     attended, peak, total = _attend_tiles(
-        attended, peak, total, tile_queries, limits, pool, scales, table, seen_by_all, end, row_scales,
+        attended, peak, total, tile_queries, limits, firsts, pool, scales, table, seen_by_all, end, row_scales,
         KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
     )  # fmt: skip
     result = attended / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from d3engine.kernels.kv_pool import FP8_CAPABILITY, Fp8Pool, KVPool, values_and_scales
+from d3engine.kernels.kv_pool import FP8_CAPABILITY, NO_WINDOW, Fp8Pool, KVPool, values_and_scales
 from d3engine.kernels.triton.attention_kernels import MOST_SPLITS, SPLIT, Room, long_chunks_kernel, single_rows_kernel
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 from d3engine.kernels.triton.operations import Step, performed
@@ -82,18 +82,26 @@ def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_table
 
 
 def paged_attention(
-    queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, *, num_rows: Tensor | None = None
+    queries: Tensor,
+    pool: KVPool,
+    inputs: AttentionInputs,
+    scale: float,
+    *,
+    window: int = NO_WINDOW,
+    num_rows: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
 
-    Query head n reads key/value head n // (N / M). `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, of the
-    dtype of `queries` or in 8 bits, with `block_size` a power of two; the rows of `queries` may be strided. `scale` is
-    above 0. `num_rows` [1] on the device takes the place of `inputs.num_rows`; rows from there on are undefined in the
-    result.
+    Query head n reads key/value head n // (N / M), and of it the last `window` entries alone, the row's own included.
+    `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, of the dtype of `queries` or in 8 bits, with `block_size`
+    a power of two; the rows of `queries` may be strided. `scale` is above 0. `num_rows` [1] on the device takes the
+    place of `inputs.num_rows`; rows from there on are undefined in the result.
 
     Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
     row's entry may reach an earlier row of the same query tile, as in the reference.
     """
+    if window < NO_WINDOW:  # there are no more splits than of so many entries
+        inputs = replace(inputs, max_kv_length=min(inputs.max_kv_length, window + SPLIT))
     splits, chunks = _meeting(inputs)
     heads, channels = queries.shape[1:]
     numbers = splits * chunks * heads * (channels + 1)
@@ -111,6 +119,7 @@ def paged_attention(
         _splits(inputs.max_kv_length) * SPLIT,
         _rows_alike(inputs.max_chunk_rows, heads // pool.shape[3]),
         inputs.single_rows,
+        window,
         scale,
     )
 
@@ -129,17 +138,18 @@ def _attention(
     max_kv_length: int,
     max_chunk_rows: int,
     single_rows: bool,
+    window: int,
     scale: float,
 ) -> tuple[Tensor, Sequence[Step]]:
     bounds = max_kv_length, max_chunk_rows, single_rows
     room = Room(parts, arrived)
     inputs = AttentionInputs(query_starts, kv_lengths, block_tables, num_rows, *bounds, room, tiled_lengths)
     out = torch.empty(queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype, device=queries.device)
-    return out, attention_launches(out, queries, pool, inputs, scale)
+    return out, attention_launches(out, queries, pool, inputs, scale, window)
 
 
 def attention_launches(
-    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float
+    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int = NO_WINDOW
 ) -> list[Launch]:
     """What computes `paged_attention` into `out` [T, N D], in order; rows below `num_rows` alone are written."""
     if not (pool.is_contiguous() and queries.stride()[1:] == (queries.shape[2], 1) and out.is_contiguous()):
@@ -153,9 +163,9 @@ def attention_launches(
     if queries.shape[0] == 0 or inputs.kv_lengths.shape[0] == 0:
         return launches
     if inputs.single_rows:
-        launches += [_single_rows_launch(out, queries, pool, some, scale) for some in _in_turn(inputs)]
+        launches += [_single_rows_launch(out, queries, pool, some, scale, window) for some in _in_turn(inputs)]
     if inputs.max_chunk_rows > (1 if inputs.tiled_lengths is None else 0):
-        launches.append(_long_chunks_launch(out, queries, pool, inputs, scale))
+        launches.append(_long_chunks_launch(out, queries, pool, inputs, scale, window))
     return launches
 
 
@@ -188,7 +198,9 @@ def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
     ]
 
 
-def _single_rows_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> Launch:
+def _single_rows_launch(
+    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int
+) -> Launch:
     chunks, heads, kv_heads, channels = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3], pool.shape[4]
     tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
     splits = _splits(inputs.max_kv_length)
@@ -199,7 +211,7 @@ def _single_rows_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: Atte
         single_rows_kernel,
         (programs,),
         {
-            **_common_arguments(queries, pool, inputs, scale),
+            **_common_arguments(queries, pool, inputs, scale, window),
             "out": out,
             "parts": parts,
             "log_totals": log_totals,
@@ -218,7 +230,9 @@ def _single_rows_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: Atte
     )
 
 
-def _long_chunks_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> Launch:
+def _long_chunks_launch(
+    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int
+) -> Launch:
     chunks, heads, kv_heads = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3]
     group = heads // kv_heads
     fixed = inputs.tiled_lengths is not None
@@ -230,7 +244,7 @@ def _long_chunks_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: Atte
         long_chunks_kernel,
         (num_tiles, kv_heads),
         {
-            **_common_arguments(queries, pool, inputs, scale),
+            **_common_arguments(queries, pool, inputs, scale, window),
             **({"kv_lengths": inputs.tiled_lengths} if fixed else {}),
             "out": out,
             "PACKED_ROWS": tuning.packed_rows,
@@ -245,7 +259,9 @@ def _long_chunks_launch(out: Tensor, queries: Tensor, pool: KVPool, inputs: Atte
     )
 
 
-def _common_arguments(queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float) -> dict[str, Any]:
+def _common_arguments(
+    queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int
+) -> dict[str, Any]:
     values, scales = values_and_scales(pool)
     return {
         "queries": queries,
@@ -258,6 +274,7 @@ def _common_arguments(queries: Tensor, pool: KVPool, inputs: AttentionInputs, sc
         "query_stride": queries.stride(0),
         "table_stride": inputs.block_tables.stride(0),
         "num_chunks": inputs.kv_lengths.shape[0],
+        "window": window,
         "scale": scale * _LOG2_E,  # the kernels take powers of two
         "HEADS": queries.shape[1],
         "KV_HEADS": pool.shape[3],
@@ -265,6 +282,7 @@ def _common_arguments(queries: Tensor, pool: KVPool, inputs: AttentionInputs, sc
         "PADDED_CHANNELS": _padded(pool.shape[4]),
         "BLOCK_SIZE": pool.shape[2],
         # The interpreter computes bfloat16 wrongly, without a word; tensor cores want it as it is.
+        "WINDOWED": window < NO_WINDOW,
         "UPCAST": _INTERPRETED and queries.dtype == torch.bfloat16,
     }
 
@@ -379,6 +397,8 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             out = meta(chunks * rows, heads * channels, dtype=dtype)
             for launch in attention_launches(out, queries, pool, inputs, channels**-0.5):
                 yield f"{label}, blocks of {block_size}", launch
+            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5, 1000):
+                yield f"{label} in a window, blocks of {block_size}", launch
             if dtype != torch.float32 and channels >= 64:  # smaller heads starve, and are of toys
                 narrow = meta_fp8_pool(shape, block_size)
                 for launch in attention_launches(out, queries, narrow, inputs, channels**-0.5):

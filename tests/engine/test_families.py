@@ -15,14 +15,17 @@ import torch
 from depth_oracle import Exit, d3, greedy_at_depth, greedy_with_exits
 from multi_step import steps_by_itself
 from observers import observer_of
+from safetensors.torch import load_file, save_file
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
+    ExaoneConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -36,8 +39,12 @@ from transformers_oracle import Answer, assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.depth import EarlyExit
-from d3engine.errors import InvalidValueError
+from d3engine.errors import ModelFormatError
 from d3engine.loading import resolve
+from d3engine.model.source import open_checkpoint
+from d3engine.research.bridges.passage import Passage
+from d3engine.weights_tools.inspection import verify_model
+from d3engine.weights_tools.quantize import quantize_model
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -48,17 +55,32 @@ MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "logits_scaling": 5.0,
 }
-HEAD_DIM_OF_THEIR_OWN = (SeedOssConfig, Qwen3Config)  # whatever the hidden size
+HEAD_DIM_OF_THEIR_OWN = (SeedOssConfig, Qwen3Config, MinistralConfig)  # whatever the hidden size
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Mistral": (MistralConfig, {"sliding_window": None}),
     "Mistral with heads of its own width": (MistralConfig, {"sliding_window": None, "head_dim": 20}),
     "Mistral within its window": (MistralConfig, {"sliding_window": 512}),
+    "Mistral with a window": (MistralConfig, {"sliding_window": 20}),
+    "Mistral that sees itself alone": (MistralConfig, {"sliding_window": 1}),
+    "Ministral with a window": (MinistralConfig, {"sliding_window": 20}),
+    "Ministral with a window in some layers": (
+        MinistralConfig,
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "Qwen2": (Qwen2Config, {}),
     "Qwen2, tied and with yarn": (Qwen2Config, {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "Qwen2 within its window": (
         Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+    ),
+    "Qwen2 with a window from its second layer on": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "Seed-OSS": (SeedOssConfig, {}),
     "Seed-OSS with biases everywhere": (SeedOssConfig, {"attention_out_bias": True, "mlp_bias": True}),
@@ -67,10 +89,13 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Granite with a large norm epsilon": (GraniteConfig, MULTIPLIERS | {"rms_norm_eps": 0.1}),
     "Granite with one multiplier": (GraniteConfig, {"attention_multiplier": 0.2}),
     "Phi-3": (Phi3Config, {"pad_token_id": None}),
+    "Phi-3 with a window": (Phi3Config, {"pad_token_id": None, "sliding_window": 33}),
     "Phi-3, tied and multi-query": (
         Phi3Config,
         {"pad_token_id": None, "tie_word_embeddings": True, "num_key_value_heads": 1},
     ),
+    "EXAONE": (ExaoneConfig, {"pad_token_id": None}),
+    "EXAONE with Llama 3's rope": (ExaoneConfig, {"pad_token_id": None, "rope_parameters": LLAMA3}),
     "InternLM3": (InternLM3Config, {}),
     "InternLM3 with biases": (InternLM3Config, {"qkv_bias": True, "bias": True}),
     "Qwen3": (Qwen3Config, {}),
@@ -82,6 +107,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen3 within its window": (
         Qwen3Config,
         {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
+    ),
+    "Qwen3 with a window in one layer": (
+        Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "SmolLM3 with a window": (
+        SmolLM3Config,
+        {"pad_token_id": None, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "no_rope_layer_interval": 2}),
     "SmolLM3 with biases, yarn and a list of its own": (
@@ -133,6 +170,86 @@ def test_internlm3_under_the_name_of_its_own_code_is_the_same_model(tmp_path: Pa
     own = {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
     change_config(directory, own, leave=("attention_bias", "mlp_bias"))
     assert_equals_transformers(directory, model)
+
+
+def test_exaone_under_the_names_of_its_own_code_is_the_same_model(tmp_path: Path) -> None:
+    directory, model = make(tmp_path, "EXAONE")
+    own = {"architectures": ["ExaoneForCausalLM"], "num_layers": TINY["num_hidden_layers"]}
+    own |= {"layer_norm_epsilon": model.config.rms_norm_eps, "activation_function": "silu"}
+    change_config(directory, own, leave=("num_hidden_layers", "rms_norm_eps", "hidden_act"))
+    assert_equals_transformers(directory, model)
+
+
+INTERNLM2 = {
+    "model.embed_tokens": "model.tok_embeddings",
+    "lm_head": "output",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def save_internlm2(directory: Path, model: PreTrainedModel) -> None:
+    """A Llama without biases of the MLP as InternLM2's own code, which is not in transformers, names and fuses it."""
+    config = model.config
+    tensors = {
+        name.replace(other, own): tensor
+        for name, tensor in model.state_dict().items()
+        for other, own in INTERNLM2.items()
+        if other in name
+    }
+    tensors["model.norm.weight"] = model.state_dict()["model.norm.weight"]
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            parts = [getattr(one, kind) for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            heads = [part.unflatten(0, (config.num_key_value_heads, -1, config.head_dim)) for part in parts]
+            tensors[f"model.layers.{number}.attention.wqkv.{kind}"] = torch.cat(heads, dim=1).flatten(0, 2)
+    directory.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    kept = {name: value for name, value in config.to_dict().items() if name not in ("attention_bias", "mlp_bias")}
+    own = {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": config.attention_bias}
+    (directory / "config.json").write_text(json.dumps(kept | own))
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"num_key_value_heads": 1}])
+def test_internlm2_is_the_llama_that_its_fused_matrix_is_made_of(changes: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _, model = save_random(tmp_path / "llama", LlamaForCausalLM(LlamaConfig(**(TINY | changes))))
+    save_internlm2(tmp_path / "own", model)
+    assert_equals_transformers(tmp_path / "own", model)
+    quantize_model(tmp_path / "own", tmp_path / "quantized", "int8", show_progress=False)
+    quantize_model(tmp_path / "llama", tmp_path / "expected", "int8", show_progress=False)
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("quantized", "expected"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    verify_model(tmp_path / "quantized", show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, r"wqkv.weight' of shape \[128, 48\] is not 3 groups of 3 heads, as .*config.json"),
+        ({"num_key_value_heads": None}, r"wqkv.weight' of shape \[128, 48\] is not 4 groups of 3 heads"),
+    ],
+)
+def test_a_fused_matrix_of_other_heads_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_internlm2(tmp_path / "own", LlamaForCausalLM(LlamaConfig(**TINY)))
+    change_config(tmp_path / "own", changes)
+    with pytest.raises(ModelFormatError, match=message), open_checkpoint(tmp_path / "own"):
+        pass
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
+    directory, model = make(tmp_path, "EXAONE")
+    twice = {"model.norm.weight": model.model.norm.weight, "transformer.ln_f.weight": model.model.norm.weight.clone()}
+    save_file(twice, directory / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=r"is 'model.norm.weight', which is there already"):
+        Engine(directory, skip_tokenizer_init=True)
 
 
 def test_the_old_spelling_of_llama_is_a_llama(tmp_path: Path) -> None:
@@ -196,7 +313,7 @@ def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_l
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "Qwen3 with a window in one layer"])
 def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([23])
@@ -205,25 +322,9 @@ def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) 
     for states in observer.layers(prompt, len(prompt)):
         torch.testing.assert_close(states.before, expected[states.layer][0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.model.norm(states.after), expected[-1][0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["Mistral within its window", "Qwen2 within its window", "Qwen3 within its window"])
-def test_a_sliding_window_below_the_length_is_refused_and_within_it_the_model_runs(name: str, tmp_path: Path) -> None:
-    directory, model = make(tmp_path, name)
-    model.config.sliding_window = 40
-    change_config(directory, {"sliding_window": 40})
-    refused = r"sliding_window must be null or at least max_model_len={}.*max_model_len=40 .*; got 40"
-    for length in (41, 512):
-        with pytest.raises(InvalidValueError, match=refused.format(length)):
-            Engine(directory, skip_tokenizer_init=True, max_model_len=length)
-    (prompt,) = random_prompts([8])
-    with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:
-        assert engine.max_model_len == 40
-        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-        (output,) = engine.generate([prompt], params, use_tqdm=False)
-    (completion,) = output.outputs
-    assert len(completion.token_ids) == 32
-    assert_same_tokens(completion.token_ids, greedy_after(model, prompt, completion.token_ids))
+    passed = Passage(observer).at_full_depth(prompt, len(prompt), range(TINY["num_hidden_layers"]))
+    for layer, before in passed.items():
+        torch.testing.assert_close(before, expected[layer][0], rtol=1e-4, atol=1e-4)
 
 
 def change_config(directory: Path, changes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:

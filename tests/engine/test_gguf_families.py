@@ -18,9 +18,12 @@ from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from tiny_models import TINY, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
+    ExaoneConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -38,6 +41,19 @@ from d3engine.model.checkpoint_formats import to_adjacent_pairs
 from d3engine.model.families import FAMILIES as ROWS
 from d3engine.weights_tools.convert import convert_gguf
 
+
+class InternLM2Config(LlamaConfig):
+    """transformers has no such class: in a GGUF file, where its fused matrices are three, it is a Llama."""
+
+    model_type = "internlm2"
+
+
+class InternLM2ForCausalLM(LlamaForCausalLM):
+    config_class = InternLM2Config
+
+
+AutoModelForCausalLM.register(InternLM2Config, InternLM2ForCausalLM)
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 GRANITE = {
     "embedding_multiplier": 12.0,
@@ -47,7 +63,11 @@ GRANITE = {
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "Ministral within its window": (MinistralConfig, {"sliding_window": 512}),
     "Mistral": (MistralConfig, {"sliding_window": None}),
+    "EXAONE": (ExaoneConfig, {"pad_token_id": None}),
+    "InternLM2": (InternLM2Config, {}),
+    "InternLM2 with biases": (InternLM2Config, {"attention_bias": True}),
     "InternLM3 with biases": (InternLM3Config, {"qkv_bias": True, "bias": True}),
     "Qwen2": (Qwen2Config, {}),
     "Qwen2, tied and with yarn": (Qwen2Config, {"tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -59,13 +79,14 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Granite, tied": (GraniteConfig, GRANITE | {"tie_word_embeddings": True}),
     "Phi-3": (Phi3Config, {"pad_token_id": None, "sliding_window": None}),
     "Phi-3 within its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 512}),
+    "Phi-3 beyond its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 33}),
     "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "num_hidden_layers": 5}),
 }
-AS_LLAMA = ("mistral", "internlm3")
+AS_LLAMA = ("ministral", "mistral", "internlm3")
 """Families that llama.cpp's converter writes as the architecture "llama"."""
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "internlm2")
 """Architectures that llama.cpp rotates in adjacent pairs, so that its converter permutes their rows."""
-OWN_HEADS = (SeedOssConfig, Qwen3Config, InternLM3Config, MistralConfig)  # whose head_dim is a field
+OWN_HEADS = (SeedOssConfig, Qwen3Config, InternLM3Config, MinistralConfig, MistralConfig)  # whose head_dim is a field
 
 
 def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None = None) -> Path:
@@ -193,6 +214,7 @@ def test_another_architecture_is_refused_by_those_that_run(tmp_path: Path) -> No
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    known = r"one of granite, llama, phi3, qwen2, qwen3, seed_oss, smollm3 \(Mistral and InternLM3 are llama\)"
-    with pytest.raises(ModelFormatError, match=f"general.architecture must be {known}; got 'gemma3'"):
+    known = r"one of exaone, granite, internlm2, llama, phi3, qwen2, qwen3, seed_oss, smollm3"
+    others = r"\(Mistral and InternLM3 are llama\)"
+    with pytest.raises(ModelFormatError, match=f"general.architecture must be {known} {others}; got 'gemma3'"):
         Engine(tmp_path / "model.gguf", skip_tokenizer_init=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels import reference
+from d3engine.kernels.kv_pool import NO_WINDOW
 
 # The package has the operation under this name; here its module is meant.
 attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attention")
@@ -40,13 +41,14 @@ class Paged:
         kv_heads: int = 2,
         channels: int = 32,
         block_size: int = 16,
+        window: int = NO_WINDOW,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(sum(lengths) + channels)
         self.lengths, self.row_counts = lengths, row_counts or [1] * len(lengths)
         self.starts = [0, *accumulate(self.row_counts)]
-        self.scale = channels**-0.5
+        self.scale, self.window = channels**-0.5, window
         per_chunk = [-(-length // block_size) for length in lengths]
         blocks = torch.randperm(sum(per_chunk), generator=generator) + 1
         self.pool = torch.full((len(blocks) + 1, 2, block_size, kv_heads, channels), torch.nan)
@@ -69,7 +71,7 @@ class Paged:
         return attention.attention_inputs(self.starts, self.lengths, self.tables.unsqueeze(0))[0]
 
     def attend(self) -> Tensor:
-        return attention.paged_attention(self.queries, self.pool, self.inputs(), self.scale)
+        return attention.paged_attention(self.queries, self.pool, self.inputs(), self.scale, window=self.window)
 
     def expected(self) -> Tensor:
         """[T, N D] float64, from the definition: the row r of n looks at the first length - n + r + 1 entries."""
@@ -80,6 +82,7 @@ class Paged:
             scores = torch.einsum("rnd,knd->nrk", chunk, keys.repeat_interleave(group, 1)) * self.scale
             ends = torch.arange(keys.shape[0] - rows, keys.shape[0])
             scores.masked_fill_(torch.arange(keys.shape[0]) > ends[:, None], -math.inf)
+            scores.masked_fill_(torch.arange(keys.shape[0]) <= ends[:, None] - self.window, -math.inf)
             weights = scores.softmax(-1)
             out.append(torch.einsum("nrk,knd->rnd", weights, values.repeat_interleave(group, 1)).flatten(1))
         return torch.cat(out)
@@ -122,6 +125,23 @@ def test_rows_of_long_chunks_see_what_stands_at_or_before_them(heads: int, kv_he
     # A whole prompt, a piece behind a cache, pieces that end at a border, more rows than a query tile has.
     paged = Paged([2, 33, 64, 100, 71], [2, 2, 32, 3, 71], heads=heads, kv_heads=kv_heads, device=device)
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 45, 129, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("most", [2, 64])
+def test_in_a_window_rows_see_its_entries_alone(
+    heads: int, kv_heads: int, window: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_by(monkeypatch, 32, most)
+    given: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "window": window, "device": device}
+    paged = Paged([1, 16, 17, 33, 100, 150, 40, 71, 130], [1, 1, 1, 1, 1, 1, 3, 71, 40], **given)
+    found = paged.attend()
+    assert relative_error(found.cpu(), paged.expected()) < ERRORS[torch.float32]
+    paged.pool.nan_to_num_(0.0, 0.0, 0.0)
+    inputs = reference.attention_inputs(paged.starts, paged.lengths, paged.tables.unsqueeze(0))[0]
+    expected = reference.paged_attention(paged.queries, paged.pool, inputs, paged.scale, window=window)
+    assert relative_error(found.cpu(), expected.cpu()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("row_counts", [[1, 1, 5, 1, 40], [40, 1], [1, 40, 1, 1], [2, 1, 2, 1]])

@@ -110,11 +110,11 @@ def test_a_default_length_that_is_the_model_s_own_is_not_spoken_of(
     assert not caplog.records
 
 
-def test_a_sliding_window_is_the_default_length_and_the_most_that_may_be_asked_for(
+def test_a_window_that_transformers_ignores_is_the_default_length_and_the_most_that_may_be_asked_for(
     load: Callable[..., Engine], settings_of: Callable[..., EngineSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = {
-        "model_type": "mistral",
+        "model_type": "llama",
         "num_key_value_heads": 4,
         "max_position_embeddings": 4096,
         "sliding_window": 2047,

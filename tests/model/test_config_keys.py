@@ -21,7 +21,7 @@ from d3engine.loading.model_directory import default_sampling_params, resolve_ma
 from d3engine.model.config import _NEUTRAL, _NOT_APPLIED, ModelConfig
 from d3engine.model.families import FAMILIES
 
-MODEL_TYPES = list(dict.fromkeys(family.model_type for family in FAMILIES))
+MODEL_TYPES = [name for name in dict.fromkeys(family.model_type for family in FAMILIES) if name in CONFIG_MAPPING]
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -45,7 +45,6 @@ HARMLESS: dict[str, Any] = {
 """Keys without effect on a logit, which a test shows, each with an unusual value."""
 UNREACHABLE = {
     "return_dict",  # transformers 5 fails without it
-    "max_window_layers",  # which layers slide: no text becomes longer than the window
     "original_max_position_embeddings",  # for a kind of rope that is refused, or read with those that have it
     "number_of_conv_states",  # of kinds of layers that `layer_types` cannot name
     "_attn_implementation",  # which kernel computes the same

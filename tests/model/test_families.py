@@ -14,9 +14,11 @@ from tiny_models import TINY, save_random
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    ExaoneConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -50,12 +52,14 @@ GRANITE = {
 }
 CONFIGS: list[type[PreTrainedConfig]] = [
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Qwen2Config,
     SeedOssConfig,
     GraniteConfig,
     Phi3Config,
     InternLM3Config,
+    ExaoneConfig,
     Qwen3Config,
     SmolLM3Config,
 ]
@@ -79,7 +83,7 @@ def test_absent_fields_have_the_defaults_of_the_family_in_transformers(kind: typ
     assert read.rope.theta == oracle.rope_parameters["rope_theta"]
     assert read.bos_token_id == oracle.bos_token_id
     assert read.eos_token_ids == (() if oracle.eos_token_id is None else (oracle.eos_token_id,))
-    assert read.sliding_window == getattr(oracle, "sliding_window", None)
+    assert read.windows == (getattr(oracle, "sliding_window", None),) * SIZES["num_hidden_layers"]
     assert read.tie_word_embeddings == oracle.tie_word_embeddings
 
 
@@ -121,6 +125,12 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
             "layer_types must be 'full_attention' or 'sliding_attention' for every layer, or absent; got",
         ),
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "other"]}, "layer_types must be 'full_attention'"),
+        (
+            "MinistralForCausalLM",
+            {"layer_types": ["sliding_attention"]},
+            "layer_types must be absent, or a list of num_hidden_layers=2 kinds of attention; got",
+        ),
+        ("Qwen3ForCausalLM", {"max_window_layers": -1}, "max_window_layers must be an integer from 0 to .*; got -1"),
         ("Qwen2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act must be 'silu'; got 'gelu'"),
         ("GraniteForCausalLM", {"attention_multiplier": 0}, "attention_multiplier must be .*above 0; got 0"),
         ("GraniteForCausalLM", {"residual_multiplier": 1e-9}, "residual_multiplier must be .*from 1e-06.*; got 1e-09"),
@@ -162,11 +172,30 @@ def test_layers_without_rope_are_those_of_the_list_or_at_the_interval() -> None:
     assert config("LlamaForCausalLM", no_rope_layers=[0, 0]).layers_without_rope == ()  # transformers reads it nowhere
 
 
-def test_a_window_counts_where_it_is_used() -> None:
+def test_windows_are_those_of_the_layers_that_have_one() -> None:
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
     for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"):
-        assert config(architecture, sliding_window=64).sliding_window is None
-        used = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-        assert config(architecture, sliding_window=64, **used).sliding_window == 64
+        assert config(architecture, sliding_window=64).windows == (None, None)
+        used = {"sliding_window": 64, "use_sliding_window": True}
+        assert config(architecture, **used, **kinds).windows == (None, 64)
+        assert config(architecture, **used, max_window_layers=1).windows == (None, 64)
+        assert config(architecture, **used).windows == (None, None)  # from layer 28 on
+        assert config(architecture, **(used | {"sliding_window": None})).windows == (None, None)
+    for architecture in ("MistralForCausalLM", "Phi3ForCausalLM", "MinistralForCausalLM"):
+        assert config(architecture, sliding_window=64).windows == (64, 64)
+        assert config(architecture, sliding_window=None).windows == (None, None)
+    assert config("MinistralForCausalLM", sliding_window=64, **kinds).windows == (None, 64)
+    assert config("LlamaForCausalLM", sliding_window=64).windows == (None, None)
+    assert config("LlamaForCausalLM", sliding_window=64).longest_text == 64
+
+
+def test_windows_are_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
+    found = {fingerprint(saved("Qwen2"))}
+    for first in range(3):
+        (tmp_path / str(first)).mkdir()
+        changes = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": first, "layer_types": None}
+        found.add(fingerprint(changed(saved("Qwen2"), tmp_path / str(first), **changes)))
+    assert len(found) == 4
 
 
 def test_an_unknown_model_type_alone_is_refused_with_those_that_run() -> None:

@@ -83,7 +83,7 @@ def tensor_of(shape: tuple[int, ...], kind: int = 0, offset: int = 0, name: byte
 HOSTILE = {
     "another file": (b"PK\x03\x04" + bytes(64), "is not a GGUF file"),
     "another version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
-    "the other byte order": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian"),
+    "the other byte order": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "2^60 tensors": (header(2**60, 0), "claims"),
     "2^60 keys": (header(0, 2**60), "claims"),
     "a string of 2^62 bytes": (header(0, 1, struct.pack("<Q", 2**62) + b"k"), "asks for"),

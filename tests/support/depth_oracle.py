@@ -138,7 +138,7 @@ def greedy_at_depth(
     """
     num_layers = len(model.model.layers)
     everything = set(range(num_layers))
-    run = _Run(model, on_skip, [_Entries(kept) for _ in range(num_layers)], maps or {})
+    run = _Run(model, on_skip, [_Entries(kept, window_of(layer)) for layer in model.model.layers], maps or {})
     rows, depths = [run.tokens(prompt, 0, everything)], [num_layers]
     for step in range(1, num_tokens):
         layers = active(step)
@@ -194,11 +194,13 @@ class _Entries:
 
     A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. It is
     given the cache by its place, since its name is another in transformers 5.24. Only the prompt runs more than one
-    token at a time, with nothing before it, so transformers' own causal rule is enough.
+    token at a time, with nothing before it, so transformers' own causal rule is enough; a later token of a layer with a
+    sliding window is given the last entries alone.
     """
 
-    def __init__(self, kept: Callable[[Tensor], Tensor] = lambda heads: heads) -> None:
+    def __init__(self, kept: Callable[[Tensor], Tensor] = lambda heads: heads, window: int | None = None) -> None:
         self._kept = kept
+        self._window = window
         self._entries: tuple[Tensor, Tensor] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_index: int, **further: object) -> tuple[Tensor, Tensor]:
@@ -208,6 +210,9 @@ class _Entries:
         else:
             keys, values = self._entries
             self._entries = torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2)
+            if self._window is not None:
+                keys, values = self._entries
+                return keys[:, :, -self._window :], values[:, :, -self._window :]
         return self._entries
 
     def last(self) -> tuple[Tensor, Tensor]:
@@ -215,6 +220,18 @@ class _Entries:
         assert self._entries is not None
         keys, values = self._entries
         return keys[:, :, -1:], values[:, :, -1:]
+
+
+def window_of(layer: LlamaDecoderLayer) -> int | None:
+    """The sliding window of a layer, in tokens; None without one."""
+    return getattr(layer.self_attn, "sliding_window", None)
+
+
+def _mask(count: int, window: int | None) -> Tensor | None:
+    """Where the tokens of a prompt look in a layer with a window; None of one token and without a window."""
+    if window is None or count == 1:
+        return None
+    return torch.ones(1, 1, count, count, dtype=torch.bool).tril().triu(1 - window)
 
 
 @dataclass
@@ -238,7 +255,8 @@ class _Run:
                 weight, offset = self.maps[index, stop]
                 hidden = hidden + hidden @ weight.T + offset
             if index in active:
-                hidden = layer(hidden, None, None, self.caches[index], position_embeddings=rotation)
+                mask = _mask(len(token_ids), window_of(layer))
+                hidden = layer(hidden, mask, None, self.caches[index], position_embeddings=rotation)
             elif self.on_skip == "copy":
                 nearest = max(other for other in active if other < index)
                 self.caches[index].update(*self.caches[nearest].last(), index)

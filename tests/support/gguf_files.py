@@ -88,9 +88,13 @@ def write_gguf(
     tied: bool = False,
     types: tuple[str, ...] = TENSOR_TYPES,
     architecture: str = "llama",
+    part_tensors: int = 0,
     **sizes: int,
 ) -> Path:
-    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place."""
+    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place.
+
+    With `part_tensors` it is in parts of that many tensors, and the path returned is the first's.
+    """
     own = SIZES | sizes
     keys: dict[str, Any] = {
         "llama.block_count": own["layers"],
@@ -107,7 +111,7 @@ def write_gguf(
         **(changes or {}),
     }
     keys = {key.replace("llama.", f"{architecture}."): value for key, value in keys.items()}
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     for key, value in keys.items():
         if key not in leave:
             _add(writer, key, value)
@@ -122,7 +126,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not part_tensors else min(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

@@ -12,6 +12,7 @@ from quantized_weights import fp8_of_groups
 from torch import Tensor
 
 from d3engine.kernels import reference
+from d3engine.kernels.kv_pool import NO_WINDOW
 from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.kernels.native.bf12 import pack
 from d3engine.kernels.native.library import Decoder, LibraryMissing, isas_here
@@ -64,6 +65,7 @@ class Shape:
     bias: bool = False
     head_norms: bool = False
     layers_without_rope: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()  # of the first layers
     seed: int = 0
 
 
@@ -95,6 +97,7 @@ class Case:
                 down=self._linear(s.hidden, s.intermediate),
                 rotations=None if index in s.layers_without_rope else self.rotations,
                 head_norms=1 + self._normal(2, s.head_dim) / 4 if s.head_norms else None,
+                window=(*s.windows, *[NO_WINDOW] * s.layers)[index],
             )
             for index in range(s.layers)
         )
@@ -200,7 +203,7 @@ class Case:
         attention = reference.attention_inputs(
             list(range(active.size + 1)), (positions + 1).tolist(), torch.from_numpy(tables).long()[None]
         )[0]
-        attended = reference.paged_attention(queries, pool, attention, model.scale)
+        attended = reference.paged_attention(queries, pool, attention, model.scale, window=layer.window)
         reference.linear_residual(attended, wide(layer.output.weight), layer.output.bias, rows)
         gated = reference.gate_up(rows, layer.mlp_norm, model.eps, wide(layer.gate_up.weight), layer.gate_up.bias)
         reference.linear_residual(gated, wide(layer.down.weight), layer.down.bias, rows)

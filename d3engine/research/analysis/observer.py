@@ -16,6 +16,7 @@ from torch import Tensor
 from d3engine.depth import Schedule
 from d3engine.errors import require, require_integer
 from d3engine.kernels import reference
+from d3engine.kernels.kv_pool import NO_WINDOW
 from d3engine.kernels.matrices import looked_up
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Rope
@@ -131,7 +132,8 @@ class Observer:
         weights, rows = self.weights.layers[layer], hidden.shape[0]
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
         (inputs,) = reference.attention_inputs([0, rows], [first + rows], table)
-        attended = reference.paged_attention(queries, pool, inputs, self._scale)
+        window = self.config.windows[layer] or NO_WINDOW
+        attended = reference.paged_attention(queries, pool, inputs, self._scale, window=window)
         reference.linear_residual(attended, weights.output, weights.output_bias, hidden)
 
     def _mlp(self, layer: int, hidden: Tensor) -> None:

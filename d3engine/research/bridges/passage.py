@@ -74,7 +74,7 @@ class Passage:
                 assert bridges is not None
                 hidden = _crossed(hidden, rows, bridges[window])
             live = min(hidden.shape[0], prompt_length - 1 + int(schedule.cutoffs[layer]))
-            ran = self._layer(self._weights.layers[layer], hidden[:live], rotations[layer][:live])
+            ran = self._layer(layer, hidden[:live], rotations[layer][:live])
             hidden = torch.cat((ran, hidden[live:])) if live < hidden.shape[0] else ran
         return hidden
 
@@ -89,15 +89,17 @@ class Passage:
         lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
         return rope.of_layers(rope.rotations(positions, lengths))
 
-    def _layer(self, weights: LayerWeights, hidden: Tensor, rotations: Tensor) -> Tensor:
-        attended = self._attended(weights, self._norm(hidden, weights.attention_norm), rotations)
+    def _layer(self, layer: int, hidden: Tensor, rotations: Tensor) -> Tensor:
+        weights = self._weights.layers[layer]
+        normed = self._norm(hidden, weights.attention_norm)
+        attended = self._attended(weights, normed, rotations, self.config.windows[layer])
         hidden = hidden + _linear(attended, weights.output, weights.output_bias)
         normed = self._norm(hidden, weights.mlp_norm)
         gate, up = _linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
         return hidden + _linear(F.silu(gate) * up, weights.down, weights.down_bias)
 
-    def _attended(self, weights: LayerWeights, normed: Tensor, rotations: Tensor) -> Tensor:
-        """Causal attention [T, Q] before its output matrix."""
+    def _attended(self, weights: LayerWeights, normed: Tensor, rotations: Tensor, window: int | None) -> Tensor:
+        """Causal attention [T, Q] before its output matrix, of a sliding window at most."""
         config, rows = self.config, normed.shape[0]
         sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         heads = _linear(normed, weights.qkv, weights.qkv_bias).view(rows, -1, config.head_dim)
@@ -106,8 +108,16 @@ class Passage:
             queries, keys = self._norm(queries, weights.head_norms[0]), self._norm(keys, weights.head_norms[1])
         turned = (_turned(queries, rotations), _turned(keys, rotations), values)
         query, key, value = (part.transpose(0, 1)[None] for part in turned)
+        behind = rows if window is None else min(window, rows)
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=normed.device).tril().triu(1 - behind)
         attended = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True
+            query,
+            key,
+            value,
+            attn_mask=None if behind == rows else mask,
+            is_causal=behind == rows,
+            scale=config.attention_scale,
+            enable_gqa=True,
         )
         return attended[0].transpose(0, 1).reshape(rows, -1)
 

@@ -69,7 +69,8 @@ struct AttentionArgs {
     int64_t half_scales;      // scales of all keys of a block; those of its values follow
     int64_t position_stride;  // channels from one position to the next
     int32_t rows, heads, group, head_dim, block_size;
-    int32_t length;  // positions that the first row attends to; each later row one more
+    int32_t length;  // positions up to the first row's own, which is the last; up to each later row's one more
+    int32_t window;  // positions that a row attends to at most
     float scale;
     bool prefetches;      // whether to prefetch keys and values
     bool is_prefetched;   // whether those of the first chunk are prefetched already

@@ -165,6 +165,7 @@ public:
             layer.down = matrix(kind, s.hidden, s.intermediate, bias);
             layer.head_norms = kind == D3_INT8 ? head_norms.data() : nullptr;
             layer.rotations = &layer == layers ? rotations.data() : nullptr;
+            layer.window = &layer == layers ? (kind % 2 ? 3 : 70) : INT32_MAX;
         }
         embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
         head = matrix(kind, s.vocab, s.hidden, false);

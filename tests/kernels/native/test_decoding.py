@@ -28,6 +28,7 @@ SHAPES = {
     "norms of heads, and a layer without rope": Shape(
         layers=3, heads=6, kv_heads=2, head_dim=18, head_norms=True, bias=True, layers_without_rope=(1,)
     ),
+    "windows": Shape(layers=3, heads=4, kv_heads=2, head_dim=20, max_positions=900, rows=7, windows=(1, 70, 300)),
     "several pieces of a product": Shape(layers=1, hidden=300, intermediate=600, head_dim=32, vocab=1000, rows=3),
 }
 STEPS = 5

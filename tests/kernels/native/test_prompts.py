@@ -36,8 +36,9 @@ FIRST = 190
         {},
         {"hidden": 35, "intermediate": 51, "heads": 4, "kv_heads": 4, "head_dim": 10, "bias": False},
         {"head_norms": True, "layers_without_rope": (1,), "heads": 3, "kv_heads": 1, "head_dim": 80, "vocab": 2},
+        {"windows": (5, 100)},
     ],
-    ids=["bias", "nothing a multiple of a vector", "norms of heads"],
+    ids=["bias", "nothing a multiple of a vector", "norms of heads", "windows"],
 )
 def test_a_prompt_is_that_of_the_reference(changes: dict[str, Any], form: str, isa: str) -> None:
     case = Case(replace(SHAPE, form=form, **changes))
@@ -49,10 +50,16 @@ def test_a_prompt_is_that_of_the_reference(changes: dict[str, Any], form: str, i
     np.testing.assert_allclose(case.entries, case.reference_entries, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("form", "isa"), forms_and_isas())
-def test_logits_are_the_same_bits_in_chunks_of_any_size(form: str, isa: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "isa", "windows"),
+    [
+        *[(form, isa, ()) for form, isa in forms_and_isas()],
+        *[("float32", isa, windows) for isa in isas() for windows in ((1, 3), (40, 64), (65, 300))],
+    ],
+)
+def test_logits_are_the_same_bits_in_chunks_of_any_size(form: str, isa: str, windows: tuple[int, ...]) -> None:
     """Alone, row by row, with another prompt, in one chunk or in many, on any number of threads."""
-    case = Case(replace(SHAPE, form=form))
+    case = Case(replace(SHAPE, form=form, windows=windows))
     count = 151
     decoder = case.decoder(isa=isa, max_rows=192, num_threads=3)
     rows = prompt_rows(case, (0, 3, 37), (1, FIRST, count))
