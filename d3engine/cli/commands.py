@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -246,6 +247,18 @@ def ending() -> Iterator[None]:
         discard_stdout()
         say_error(f"{error.filename or 'stdout'}: {error.strerror or error}")
         raise typer.Exit(ExitCode.FAILED) from None
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Let a terminal that is closed, or a `kill`, end the block as Ctrl-C does, so that it leaves nothing half done."""
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {name: signal.signal(getattr(signal, name), signal.default_int_handler) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
 
 
 def code_of(error: D3EngineError) -> ExitCode:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
-from d3engine.files import DATA_BYTES
+from d3engine.files import DATA_BYTES, free_bytes
 from d3engine.model.source import COMPANIONS, CONFIG_FILE
 from d3engine.progress import hides_bars
 
@@ -173,7 +172,7 @@ def _check_space(wanted: Repository, missing: int) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     place = Path(HF_HUB_CACHE).absolute()
-    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
+    free = free_bytes(place)
     if missing > free:
         raise FailedError(
             f"{wanted.called} takes {missing / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB free: make room, or"
