@@ -139,7 +139,8 @@ def _existing(model: Name) -> Path | None:
 
 def _gguf(model: Name) -> Path | None:
     path = Path(model)
-    if path.suffix == ".gguf" and not path.exists():  # which no other kind has anything to say of
+    # Of which no other kind has anything to say, but of a file behind the name of a repository.
+    if path.suffix == ".gguf" and ":" not in path.name and not path.exists():
         raise InvalidValueError("model", str(model), "a GGUF file that is there")
     return path if is_gguf(path) else None
 
