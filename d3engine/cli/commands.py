@@ -405,6 +405,7 @@ COMMANDS = {
     "analyze": "d3engine.cli.analyze",
     "paper": "d3engine.cli.paper",
     "weights": "d3engine.cli.weights",
+    "models": "d3engine.cli.models",
     "integrations": "d3engine.cli.integrations",
 }
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""

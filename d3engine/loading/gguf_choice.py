@@ -47,13 +47,13 @@ def choose_models(models: Collection[str], quantization: str) -> list[str]:
     )
 
 
-def names_of(models: Collection[str]) -> list[str]:
-    """What to write behind the colon for each model: its quantization, or its name where two have the same or none."""
+def names_of(models: Collection[str]) -> dict[str, str]:
+    """Model -> what to write behind the colon: its quantization, or its name where two have the same or none."""
     kinds = [quantization_of(model) for model in models]
-    return sorted(
-        kind if kind is not None and kinds.count(kind) == 1 else _base(model)
+    return {
+        model: kind if kind is not None and kinds.count(kind) == 1 else _base(model)
         for model, kind in zip(models, kinds, strict=True)
-    )
+    }
 
 
 def are_all(parts: Collection[str]) -> bool:

@@ -117,7 +117,8 @@ def _gguf_parts(wanted: Repository, files: Collection[str], which: str) -> list[
         raise InvalidValueError("model", str(wanted), f"{wanted.place}, for this repository has no GGUF files")
     chosen = choose_models(models, wanted.quantization or DEFAULT_QUANTIZATION)
     if len(chosen) != 1:
-        allowed = f"{wanted.place}:NAME with one GGUF file {which}: {', '.join(names_of(chosen or models))}"
+        named = ", ".join(sorted(names_of(chosen or models).values()))
+        allowed = f"{wanted.place}:NAME with one GGUF file {which}: {named}"
         raise InvalidValueError("model", str(wanted), allowed)
     parts = models[chosen[0]]
     if not are_all(parts):

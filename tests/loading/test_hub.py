@@ -59,6 +59,15 @@ for name in sys.argv[1:]:
 print(json.dumps(said))
 """
 
+REMOVE = """
+import json, sys
+from typer.testing import CliRunner
+from d3engine.cli import app
+models = lambda *words: CliRunner().invoke(app, ["models", *words]).stdout
+listed = lambda: json.loads(models("--json"))
+print(json.dumps([listed(), *((models("remove", name, "--yes"), listed()) for name in sys.argv[1:])]))
+"""
+
 WITHOUT_WAITING = "import time; time.sleep = lambda seconds: None\n"
 """The library asks again five times, after longer and longer pauses."""
 
@@ -347,6 +356,36 @@ def test_a_gguf_file_is_fetched_whole_or_is_not_taken(
     assert gone.startswith("InvalidValueError: model must be")
     hub.sizes["model-Q4_K_M.gguf"] = 10**18
     assert said("ada/files")[0].startswith("FailedError: model 'ada/files' takes 1000000000.0 GB, and ")
+
+
+def test_models_of_the_hubs_cache_are_listed_and_removed_one_by_one(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    demo = {file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()}
+    hub.repositories |= {
+        "ada/adder": {"main": Commit(demo)},
+        "ada/copy": {"main": Commit(demo)},  # whose commit has the same name
+        "ada/files": {"main": Commit(GGUF), "v1.0": Commit(GGUF | {"model-F16.gguf": b"16" * 40})},
+        "ada/other": {"main": Commit(SMALL)},
+    }
+
+    names = ["ada/adder", "ada/copy", "ada/files:Q8_0", "ada/files:Q4_K_M", "ada/files@v1.0:F16", "ada/other"]
+    paths = said(*names)
+    kinds = ["bfloat16", "bfloat16", "Q8_0", "Q4_K_M", "F16", "other"]
+    sizes = [sum(len(demo[file]) for file in demo if file != "training.json")] * 2
+    sizes += [200, 300, 80, sum(map(len, SMALL.values()))]
+    there = {row[0]: row[1:] for row in zip(names, kinds, sizes, paths, strict=True)}
+    removed = ["ada/copy", "ada/files:q8_0", "ada/files:Q4_K_M", "ada/files@v1.0:F16"]
+    first, *after = json.loads(run("-c", REMOVE, *removed, D3ENGINE_CACHE=str(tmp_path)).stdout)
+    assert {one["name"]: (one["kind"], one["bytes"], one["path"]) for one in first} == there
+    assert {one["source"] for one in first} == {"Hugging Face"}
+    for name, (answer, left) in zip(removed, after, strict=True):
+        known = next(one for one in there if one.lower() == name.lower())
+        assert answer == f"removed {known}: {there.pop(known)[1]:,} bytes are free\n"
+        assert {one["name"] for one in left} == there.keys()
+    assert said(*there, HF_HUB_OFFLINE="1") == [path for _, _, path in there.values()]
+    cache = tmp_path / "hf" / "hub"
+    assert sorted(path.name for path in cache.glob("models--*")) == ["models--ada--adder", "models--ada--other"]
 
 
 @pytest.mark.parametrize(
