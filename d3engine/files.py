@@ -56,6 +56,12 @@ def beside(model: str | Path, name: str) -> Path:
     return (model.parent if model.is_file() else model) / name
 
 
+def free_bytes(place: Path) -> int:
+    """Bytes free on the disk where `place` is, or will be."""
+    place = place.absolute()
+    return shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
+
+
 @contextmanager
 def open_regular(path: str | Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; raises `UnreadableFileError` for anything else, also from within the block.

@@ -190,7 +190,7 @@ OPENED_ELSEWHERE = {
     ),
     "d3engine/loading/host.py: (group / f'cpu.cfs_{name}_us').read_text",
     "d3engine/loading/host.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
-    *("d3engine/server/routes/api.py: file.read_bytes", "weights_tools/fetch.py: file.open"),
+    "d3engine/server/routes/api.py: file.read_bytes",
     # What the training of the bundled model has written itself.
     *("weights_tools/demo_trainer.py: safetensors.torch.load_file", "weights_tools/train_demo.py: torch.load"),
     "weights_tools/demo_trainer.py: (directory / 'tokenizer.model').read_bytes",

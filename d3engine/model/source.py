@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from d3engine.errors import ModelFormatError, must_be
-from d3engine.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text, is_there, read_bytes
+from d3engine.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text, beside, is_there, read_bytes
 from d3engine.model.families import family_of
-from d3engine.model.fields import Fields, json_object, of_a_model
+from d3engine.model.fields import Fields, json_object, of_a_model, read_json_object
 from d3engine.model.gguf_file import GGUFFile, open_gguf
 from d3engine.model.gguf_metadata import (
     gguf_config,
@@ -251,9 +251,9 @@ def _generation_config(file: GGUFFile) -> bytes:
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     given = {name: file.metadata[key] for key, name in _SAMPLING.items() if key in file.metadata}
     # The shortest decimal of a float32: 0.2 again for what stands for 0.2.
-    return _json(
-        ends | {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in given.items()}
-    )
+    given = {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in given.items()}
+    own = beside(file.path, GENERATION_CONFIG_FILE)
+    return _json(ends | given | (read_json_object(own) if is_there(own) else {}))
 
 
 def _chat_template(file: GGUFFile) -> bytes:

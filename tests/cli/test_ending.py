@@ -31,6 +31,7 @@ from d3engine.errors import (
     MissingExtraError,
     ModelFormatError,
 )
+from d3engine.loading.model_directory import FETCHED
 
 SCHEDULE = ["schedule", "--layers", "8", "--depth", "full"]
 GENERATE = ["generate", "demo", "Question:", "--max-tokens", "2", "--device", "cpu", "--max-num-seqs", "2"]
@@ -322,5 +323,6 @@ def test_weights_inspect_shows_the_demo_and_the_same_as_json() -> None:
     assert re.search(r"^model\.layers\.\*\.post_attention_layernorm\.weight +16 +128 +BF16", shown.stdout, re.M)
     refused = run("weights", "inspect", "nowhere")
     assert refused.exit_code == 2
-    kinds = "'demo', 'smollm2', a GGUF file, a directory with a Llama model or 'owner/name' of the Hugging Face hub"
+    fetched = ", ".join(map(repr, FETCHED))
+    kinds = f"'demo', {fetched}, a GGUF file, a directory with a Llama model or 'owner/name' of the Hugging Face hub"
     assert refused.stderr == f"error: model must be {kinds}; got 'nowhere'\n"

@@ -49,7 +49,11 @@ def test_written_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path
         ("llama2c", "a llama2.c file"),
         ("bin", "a directory with pytorch_model*.bin files (models by name have safetensors already)"),
         ("meta", "a directory of Meta's, with params.json and consolidated.*.pth"),
-        ("gguf", "a GGUF file, a directory with exactly one, or smollm2"),
+        (
+            "gguf",
+            "a GGUF file, a directory with exactly one, smollm2, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b (fetched once),"
+            " or owner/name:QUANTIZATION of the Hugging Face hub",
+        ),
     ],
 )
 def test_what_can_be_converted_is_said_where_a_source_is_none(kind: str, wanted: str, tmp_path: Path) -> None:
