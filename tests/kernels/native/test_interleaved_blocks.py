@@ -21,7 +21,7 @@ from d3engine.kernels.blocks import (
     in_eight_bits,
     stacked,
 )
-from d3engine.kernels.native.library import byte_isa, read_block_rows, reads_interleaved
+from d3engine.kernels.native.library import byte_isa, read_block_rows, reads_interleaved_blocks
 from d3engine.kernels.native.model import Linear, NativeModel
 
 pytestmark = [
@@ -185,7 +185,7 @@ def test_without_bytes_to_multiply_activations_stay_exact(tmp_path: Path, monkey
     gguf_files = pytest.importorskip("gguf_files", reason="the extra gguf is not installed")
     file = gguf_files.write_gguf(tmp_path / "model.gguf", tokenizer=gguf_files.bpe_keys(), types=("Q4_K",), layers=1)
     monkeypatch.setenv("D3ENGINE_NATIVE_ISA", "portable")
-    assert not reads_interleaved("portable")
+    assert not reads_interleaved_blocks("portable")
     with Engine(file, device="cpu", max_model_len=96) as engine:
         assert engine.settings.activations == "float32"
     with pytest.raises(InvalidValueError, match="activations"):
