@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from d3engine.kernels.blocks import _HALVES, BlockWeight
@@ -18,6 +20,15 @@ def random_blocks(type_name: str, rows: int, columns: int = 512, seed: int = 0, 
         halves = torch.randn(len(places), blocks.numel() // size, generator=generator)
         _set_halves(made, torch.ones_like(halves))
         _set_halves(made, halves * deviation / made.dequantize(torch.float32).std())
+    return made
+
+
+def constant_blocks(type_name: str, bytes_of_rows: Sequence[int], columns: int = 512) -> BlockWeight:
+    """A matrix whose rows consist of one byte each, but for scales and minima of blocks, which are 1."""
+    made = random_blocks(type_name, len(bytes_of_rows), columns)
+    made.blocks[:] = torch.tensor(bytes_of_rows, dtype=torch.uint8)[:, None]
+    size, places = _HALVES[type_name]
+    _set_halves(made, torch.ones(len(places), made.blocks.numel() // size))
     return made
 
 

@@ -180,7 +180,7 @@ constexpr Kernels isa() {
     Kernels made = table("avx2");
     made.widest_prepared = INT_MAX;  // memory is not the bottleneck
     made.multiply = multiply_any, made.prepared_bytes = short_vectors_bytes;
-    made.prepared_tiles = short_vectors_tiles, made.prepare = prepare_short_vectors;
+    made.prepared_tiles = prepare_tiles, made.prepare = prepare_short_vectors;
     made.unpack_blocks = unpack_all_blocks, made.interleave_blocks = interleave_blocks;
     return made;
 }

@@ -147,9 +147,6 @@ static int64_t vnni_bytes(D3Kind kind, int columns, int rows) {
     if (is_in_interleaved_blocks(kind)) return short_vectors_bytes(kind, columns, rows);
     return kind == D3_INT4 || is_interleaved(kind) ? (rows + SIDE - 1) / SIDE * int_dot_bytes(columns, SIDE) : 0;
 }
-static int vnni_prepare_tiles(const MatmulArgs& p) {
-    return p.at_once == 1 ? 1 : (p.at_once + SIDE - 1) / SIDE * int_dot_blocks(p.columns);
-}
 static void prepare_vnni(const MatmulArgs& p, int tile) {
     if (is_in_interleaved_blocks(p.kind)) return prepare_short_vectors(p, tile);
     if (p.at_once == 1) return prepare_int_dot_single(p);
@@ -169,7 +166,7 @@ constexpr Kernels isa_vnni() {
     Kernels made = table("avx512-vnni");
     made.widest_prepared = INT_MAX;  // memory is not the bottleneck
     made.runs_here = runs_here_vnni, made.multiply = multiply_vnni, made.reads_interleaved = true;
-    made.prepared_bytes = vnni_bytes, made.prepared_tiles = vnni_prepare_tiles;
+    made.prepared_bytes = vnni_bytes, made.prepared_tiles = prepare_tiles;
     made.prepare = prepare_vnni;
     made.unpack_blocks = unpack_all_blocks, made.interleave_blocks = interleave_blocks;
     return made;
