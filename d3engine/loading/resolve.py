@@ -14,7 +14,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.environment import NATIVE_ISA
 from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
-from d3engine.kernels.native.library import byte_isa, reads_interleaved
+from d3engine.kernels.native.library import reads_interleaved_blocks
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import (
     DTYPES,
@@ -124,9 +124,8 @@ def resolve_activations(activations: str, has_blocks: bool) -> str:
     """
     if activations == "float32" or (activations == "auto" and not has_blocks):
         return "float32"
-    here = NATIVE_ISA.read()
-    multiplies = has_blocks and (byte_isa() is not None if here == "auto" else reads_interleaved(here))
-    allowed = "auto or float32 but for a GGUF file, held as it is, on a CPU whose AVX-512 has VNNI"
+    multiplies = has_blocks and reads_interleaved_blocks(NATIVE_ISA.read())
+    allowed = "auto or float32 but for a GGUF file, held as it is, on a CPU with AVX2"
     require(multiplies or activations == "auto", "activations", activations, allowed)
     return "int8" if multiplies else "float32"
 

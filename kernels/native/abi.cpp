@@ -28,9 +28,9 @@ struct D3Decoder {
 
 namespace {
 
-bool is_model(const D3Model& m, bool reads_interleaved) {
+bool is_model(const D3Model& m, const Kernels& kernels) {
     const auto fits = [&](const D3Matrix& matrix, int rows, int columns) {
-        return is_matrix(matrix, rows, columns, reads_interleaved);
+        return is_matrix(matrix, rows, columns, &kernels);
     };
     const int32_t sizes[] = {m.num_layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab,
                              m.block_size, m.max_blocks, m.num_blocks, m.num_slots, m.max_positions, m.max_rows,
@@ -112,13 +112,14 @@ int64_t d3_interleaved_bytes(int32_t kind, int32_t columns) {
     const BlockSize block = block_size(kind + D3_Q4_0X16 - D3_Q4_0);
     return int64_t(columns / block.columns) * block.bytes;
 }
-int32_t d3_isa_reads_interleaved(int32_t isa) { return ALL_KERNELS[isa]->reads_interleaved; }
+int32_t d3_isa_reads_interleaved(int32_t isa) { return reads_interleaved(*ALL_KERNELS[isa], D3_INT8X16); }
+int32_t d3_isa_reads_interleaved_blocks(int32_t isa) { return reads_interleaved(*ALL_KERNELS[isa], D3_Q4_0X16); }
 const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
 
 int32_t d3_create(const D3Model* model, D3Decoder** made) {
     *made = nullptr;
     if (model->isa < 0 || model->isa >= NUM_KERNELS || !ALL_KERNELS[model->isa]->runs_here()) return D3_NO_SUCH_ISA;
-    if (!is_model(*model, ALL_KERNELS[model->isa]->reads_interleaved)) return D3_BAD_SHAPE;
+    if (!is_model(*model, *ALL_KERNELS[model->isa])) return D3_BAD_SHAPE;
     try {
         *made = new D3Decoder(*model, *ALL_KERNELS[model->isa]);
     } catch (const std::bad_alloc&) {

@@ -210,7 +210,8 @@ struct D3Decoder;
 D3_EXPORT int32_t d3_num_isas();
 D3_EXPORT const char* d3_isa_name(int32_t isa);
 D3_EXPORT int32_t d3_isa_runs_here(int32_t isa);
-D3_EXPORT int32_t d3_isa_reads_interleaved(int32_t isa);  // whether it knows interleaved matrices
+D3_EXPORT int32_t d3_isa_reads_interleaved(int32_t isa);  // whether it knows interleaved int8 and int4 matrices
+D3_EXPORT int32_t d3_isa_reads_interleaved_blocks(int32_t isa);
 // The digest of the library's sources.
 D3_EXPORT const char* d3_source_digest();
 

@@ -34,10 +34,10 @@ const D3Bridge* find(const D3Bridges& bridges, int first, int stop) {
 
 bool fits(const D3Bridge& bridge, int hidden) {
     if (!bridge.weight.bias) return false;
-    if (!bridge.down.values) return is_matrix(bridge.weight, hidden, hidden, false);
+    if (!bridge.down.values) return is_matrix(bridge.weight, hidden, hidden, nullptr);
     const int rank = bridge.down.rows;
-    return rank >= 1 && rank <= hidden && is_matrix(bridge.weight, hidden, rank, false) &&
-           is_matrix(bridge.down, rank, hidden, false);
+    return rank >= 1 && rank <= hidden && is_matrix(bridge.weight, hidden, rank, nullptr) &&
+           is_matrix(bridge.down, rank, hidden, nullptr);
 }
 
 // Multiplications of attention: with fewer of them handing over to other threads takes longer.

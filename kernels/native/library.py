@@ -328,6 +328,7 @@ def load(path: Path) -> ctypes.CDLL:
     found.d3_isa_name.argtypes = [c_int32]
     found.d3_isa_runs_here.argtypes = [c_int32]
     found.d3_isa_reads_interleaved.argtypes = [c_int32]
+    found.d3_isa_reads_interleaved_blocks.argtypes = [c_int32]
     found.d3_read_block_rows.restype = None
     found.d3_read_block_rows.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_int32, c_void_p]
     found.d3_interleaved_bytes.restype = c_int64
@@ -361,6 +362,13 @@ def reads_interleaved(isa: str = "auto") -> bool:
     """Whether an instruction set reads interleaved int8 and int4 matrices; "auto": the best one of this machine."""
     name = isas_here()[0] if isa == "auto" else isa
     return name in _all_isas() and bool(library().d3_isa_reads_interleaved(_all_isas().index(name)))
+
+
+def reads_interleaved_blocks(isa: str = "auto") -> bool:
+    """Whether an instruction set multiplies interleaved blocks by vectors of 8 bits; "auto": any of this machine's."""
+    if isa == "auto":
+        return byte_isa() is not None
+    return isa in _all_isas() and bool(library().d3_isa_reads_interleaved_blocks(_all_isas().index(isa)))
 
 
 def read_block_rows(
@@ -399,8 +407,8 @@ def interleave_blocks(weight: BlockWeight) -> torch.Tensor:
 
 
 def byte_isa() -> str | None:
-    """The best instruction set of this machine that multiplies interleaved matrices by vectors of 8 bits."""
-    return next((name for name in isas_here() if reads_interleaved(name)), None)
+    """The best instruction set of this machine that multiplies interleaved blocks by vectors of 8 bits."""
+    return next((name for name in isas_here() if reads_interleaved_blocks(name)), None)
 
 
 def _best_isa(model: NativeModel) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from d3engine.kernels.blocks import BLOCK_FORMATS, BlockWeight
@@ -19,6 +21,15 @@ def random_blocks(type_name: str, rows: int, columns: int = 512, seed: int = 0, 
         scales = torch.randn(numbers, generator=generator)
         _set_scales(made, torch.ones_like(scales))
         _set_scales(made, scales * deviation / made.dequantize(torch.float32).std())
+    return made
+
+
+def constant_blocks(type_name: str, bytes_of_rows: Sequence[int], columns: int = 512) -> BlockWeight:
+    """A matrix whose rows consist of one byte each, but for scales and minima of blocks, which are 1."""
+    made = random_blocks(type_name, len(bytes_of_rows), columns)
+    made.blocks[:] = torch.tensor(bytes_of_rows, dtype=torch.uint8)[:, None]
+    layout = BLOCK_FORMATS[type_name]
+    _set_scales(made, torch.ones(max(1, len(layout.halves)), made.blocks.numel() // layout.nbytes))
     return made
 
 

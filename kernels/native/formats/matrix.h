@@ -40,17 +40,24 @@ inline bool has_interleaved_rows(const D3Matrix& matrix) {
     return matrix.rows % (2 * INTERLEAVED_ROWS) == 0 && reinterpret_cast<uintptr_t>(matrix.values) % 64 == 0;
 }
 
-// Whether a matrix, with those below it, has these rows and columns.
-inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, bool reads_interleaved) {
+// Whether an instruction set reads an interleaved kind.
+inline bool reads_interleaved(const Kernels& kernels, int kind) {
+    return is_in_interleaved_blocks(kind) ? kernels.interleave_blocks != nullptr : kernels.reads_interleaved;
+}
+
+// Whether a matrix, with those below it, has these rows and columns. Without `kernels` none may be interleaved.
+inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, const Kernels* kernels) {
     const bool is_bf12 = matrix.kind == D3_BF12;
     const bool has_scales = matrix.kind >= D3_INT8 && matrix.kind <= D3_INT8X16 && !is_bf12;
     const int block = block_size(matrix.kind).columns, own = matrix.below ? matrix.rows : rows;
-    if (matrix.below && (own < 1 || own >= rows || !is_matrix(*matrix.below, rows - own, columns, reads_interleaved)))
+    if (matrix.below && (own < 1 || own >= rows || !is_matrix(*matrix.below, rows - own, columns, kernels)))
+        return false;
+    if (is_interleaved(matrix.kind) &&
+        !(kernels && reads_interleaved(*kernels, matrix.kind) && has_interleaved_rows(matrix)))
         return false;
     return matrix.kind >= D3_FLOAT32 && matrix.kind < D3_NUM_KINDS && matrix.rows == own && matrix.columns == columns &&
            (!block || columns % block == 0) && matrix.values && (matrix.scales != nullptr) == has_scales &&
-           (!is_bf12 || is_valid_bf12(matrix)) &&
-           (!is_interleaved(matrix.kind) || (reads_interleaved && has_interleaved_rows(matrix)));
+           (!is_bf12 || is_valid_bf12(matrix));
 }
 
 // Whether single rows can be read from a matrix, as from an embedding.

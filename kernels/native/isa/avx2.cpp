@@ -112,6 +112,56 @@ INLINE void store_words(char* to, const VI (&words)[4]) {
 }
 
 #include "isa/kernels.inc"
+#include "matmul/prepared.inc"
+
+// Of interleaved blocks.
+INLINE Words or_masked(Words a, Words b, Words mask) { return a | (b & mask); }
+INLINE Words look_up_bytes(__m128i table, Words places) {
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)places);
+}
+INLINE VI larger(VI a, VI b) { return (VI)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+INLINE int32_t largest_lane(VI values) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128((__m256i)values), _mm256_extracti128_si256((__m256i)values, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+}
+INLINE int32_t sum_of_lanes(VI values) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128((__m256i)values), _mm256_extracti128_si256((__m256i)values, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+INLINE VI whole_numbers(V values) { return (VI)_mm256_cvtps_epi32(values); }
+INLINE void store_bytes(void* to, VI values) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)values),
+                                          _mm256_extracti128_si256((__m256i)values, 1));
+    _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(words, words));
+}
+
+// Products of unsigned and signed bytes are added in pairs, which saturate at 16 bits. A pair of codes of up to seven
+// bits fits, and so do sums of several pairs of fewer bits; codes of eight bits are multiplied with their sign: at most
+// 2 * 128 * 127. Sums in 16 bits become sums in 32 bits before they overflow.
+constexpr bool MULTIPLIES_SIGNED = true;
+constexpr int products_together(int bits, int fours) {
+    int together = 1;
+    while (bits < 8 && 2 * together <= fours && 2 * together * 2 * 127 * ((1 << bits) - 1) <= 32767) together *= 2;
+    return together;
+}
+INLINE VI begun_products(VI) { return VI{}; }
+template <int BITS> INLINE void add_products(VI& sum, Words codes, VI same) {
+    __m256i weights = (__m256i)codes, numbers = (__m256i)same;
+    if constexpr (BITS == 8) {
+        weights = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
+        numbers = _mm256_sign_epi8(numbers, weights), weights = _mm256_abs_epi8(weights);
+    }
+    sum = (VI)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(weights, numbers));
+    asm("" : "+x"(sum));  // or GCC adds products in another order, and spills them
+}
+INLINE VI with_products(VI found, VI products) {
+    return found + (VI)_mm256_madd_epi16((__m256i)products, _mm256_set1_epi16(1));
+}
+
+#include "formats/interleaved_blocks.inc"
+#include "matmul/int_dot_blocks.inc"
 
 // Older compilers have no name for this check.
 static bool has_half_floats() {
@@ -122,8 +172,21 @@ static bool runs_here() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_half_floats();
 }
 
+static void multiply_any(const MatmulArgs& p, const Tile& tile) {
+    p.prepared ? multiply_short_vectors(p, tile) : multiply(p, tile);
+}
+
+constexpr Kernels isa() {
+    Kernels made = table("avx2");
+    made.widest_prepared = INT_MAX;  // memory is not the bottleneck
+    made.multiply = multiply_any, made.prepared_bytes = short_vectors_bytes;
+    made.prepared_tiles = prepare_tiles, made.prepare = prepare_short_vectors;
+    made.unpack_blocks = unpack_all_blocks, made.interleave_blocks = interleave_blocks;
+    return made;
+}
+
 extern const Kernels kernels;
-const Kernels kernels = table("avx2");
+const Kernels kernels = isa();
 
 }  // namespace avx2
 #endif

@@ -106,8 +106,35 @@ static bool runs_here() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
 }
 
+#include "matmul/prepared.inc"
 #include "matmul/int_dot.inc"
 #include "matmul/int_dot_interleaved.inc"
+
+// Of interleaved blocks.
+INLINE Words or_masked(Words a, Words b, Words mask) {
+    constexpr int OR_AND = 0xf8;  // the first, or the second and the third
+    return (Words)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)mask, OR_AND);
+}
+INLINE Words look_up_bytes(__m128i table, Words places) {
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)places);
+}
+INLINE VI larger(VI a, VI b) { return (VI)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE int32_t largest_lane(VI values) { return _mm512_reduce_max_epi32((__m512i)values); }
+INLINE int32_t sum_of_lanes(VI values) { return _mm512_reduce_add_epi32((__m512i)values); }
+INLINE VI whole_numbers(V values) { return (VI)_mm512_cvtps_epi32(values); }
+INLINE void store_bytes(void* to, VI values) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values)); }
+
+// Products of unsigned and signed bytes are added in 32 bits.
+constexpr bool MULTIPLIES_SIGNED = false;
+constexpr int products_together(int, int fours) { return fours; }
+INLINE VI begun_products(VI found) { return found; }
+template <int BITS> INLINE void add_products(VI& sum, Words codes, VI same) {
+    __m512i found = (__m512i)sum;
+    add_products(found, (__m512i)codes, (__m512i)same);
+    sum = (VI)found;
+}
+INLINE VI with_products(VI, VI products) { return products; }
+
 #include "formats/interleaved_blocks.inc"
 #include "matmul/int_dot_blocks.inc"
 
@@ -117,28 +144,17 @@ static bool runs_here() {
 static bool runs_here_vnni() { return runs_here() && __builtin_cpu_supports("avx512vnni"); }
 
 static int64_t vnni_bytes(D3Kind kind, int columns, int rows) {
-    if (is_in_interleaved_blocks(kind)) return (rows + SIDE - 1) / SIDE * short_bytes(columns, SIDE);
+    if (is_in_interleaved_blocks(kind)) return short_vectors_bytes(kind, columns, rows);
     return kind == D3_INT4 || is_interleaved(kind) ? (rows + SIDE - 1) / SIDE * int_dot_bytes(columns, SIDE) : 0;
 }
-static int vnni_prepare_tiles(const MatmulArgs& p) {
-    return p.at_once == 1 ? 1 : (p.at_once + SIDE - 1) / SIDE * int_dot_blocks(p.columns);
-}
 static void prepare_vnni(const MatmulArgs& p, int tile) {
-    const int first = tile / int_dot_blocks(p.columns) * SIDE, block = tile % int_dot_blocks(p.columns);
-    if (is_in_interleaved_blocks(p.kind)) {
-        for (int nth = block; nth < (p.at_once == 1 ? int_dot_blocks(p.columns) : block + 1); nth++)
-            prepare_short(p, first, nth);
-        return;
-    }
+    if (is_in_interleaved_blocks(p.kind)) return prepare_short_vectors(p, tile);
     if (p.at_once == 1) return prepare_int_dot_single(p);
-    prepare_int_dot<true>(p, first, block);
+    prepare_int_dot<true>(p, tile / int_dot_blocks(p.columns) * SIDE, tile % int_dot_blocks(p.columns));
 }
 static void multiply_vnni(const MatmulArgs& p, const Tile& tile) {
     if (!p.prepared) return multiply(p, tile);
-    if (is_in_interleaved_blocks(p.kind))
-        return with_cell_format(p.kind, [&](auto, auto cell) {
-            multiply_interleaved_blocks<decltype(cell)>(p, tile);
-        });
+    if (is_in_interleaved_blocks(p.kind)) return multiply_short_vectors(p, tile);
     switch (p.kind) {
         case D3_INT4X16: return multiply_interleaved<Int4Interleaved>(p, tile);
         case D3_INT8X16: return multiply_interleaved<Int8Interleaved>(p, tile);
@@ -150,7 +166,7 @@ constexpr Kernels isa_vnni() {
     Kernels made = table("avx512-vnni");
     made.widest_prepared = INT_MAX;  // memory is not the bottleneck
     made.runs_here = runs_here_vnni, made.multiply = multiply_vnni, made.reads_interleaved = true;
-    made.prepared_bytes = vnni_bytes, made.prepared_tiles = vnni_prepare_tiles;
+    made.prepared_bytes = vnni_bytes, made.prepared_tiles = prepare_tiles;
     made.prepare = prepare_vnni;
     made.unpack_blocks = unpack_all_blocks, made.interleave_blocks = interleave_blocks;
     return made;

@@ -147,7 +147,7 @@ struct Kernels {
     int (*prepared_tiles)(const MatmulArgs&);
     void (*prepare)(const MatmulArgs&, int tile);
     int64_t tile_bytes;      // bytes of a matrix in one tile, with prepared vectors
-    bool reads_interleaved;  // whether it knows interleaved matrices, always with prepared vectors
+    bool reads_interleaved;  // whether it knows interleaved int8 and int4 matrices, always with prepared vectors
     // Vectors that meet a weight at once: floats, prepared, and for bf12. With more of them rows are read again from
     // the cache, and the weights of the next matmul are prefetched meanwhile.
     int widest, widest_prepared, widest_bf12;
@@ -169,7 +169,8 @@ struct Kernels {
     // rows of floats, and prefetches rows `ahead` bytes ahead.
     int max_blocks;
     void (*unpack_blocks)(const D3Matrix&, int start, int stop, int64_t ahead, float* to);
-    // Writes rows of blocks, sixteen by sixteen, as interleaved ones, which `unpack_blocks` then reads too; or null.
+    // Writes rows of blocks, sixteen by sixteen, as interleaved ones, which `unpack_blocks` then reads too, and
+    // `multiply` with prepared vectors; or null.
     void (*interleave_blocks)(const D3Matrix&, int start, int stop, char* to);
     // Attention span by span, each into [rows, group, head_dim + 2] floats; the others join the first in their order.
     void (*attend_span)(const AttentionArgs&, int span, float* partial);

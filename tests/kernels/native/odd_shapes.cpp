@@ -393,7 +393,8 @@ int main() {
         for (int rows : {2, 7}) {
             const Case made({256, 256, 8, 2, 32, 64, 3, rows}, kind);
             for (int isa = 0; isa <= portable; isa++)
-                for (int repacked = 0; d3_isa_runs_here(isa) && repacked <= d3_isa_reads_interleaved(isa); repacked++)
+                for (int repacked = 0; d3_isa_runs_here(isa) && repacked <= d3_isa_reads_interleaved_blocks(isa);
+                     repacked++)
                     made.decode(isa, 1 + (cases + isa) % 3, repacked);
         }
     for (int isa = 0; isa <= portable; isa++)

@@ -9,25 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from block_matrices import random_blocks
+from block_matrices import constant_blocks, random_blocks
 from native_models import Case, Shape, at_places, prompt_rows
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.kernels.blocks import (
     BLOCK_TYPES,
     BlockLanesWeight,
+    BlockWeight,
     StackedWeight,
     blocks_in_lanes,
     in_eight_bits,
     stacked,
 )
-from d3engine.kernels.native.library import byte_isa, read_block_rows, reads_interleaved
+from d3engine.kernels.native.library import byte_isa, isas_here, read_block_rows, reads_interleaved_blocks
 from d3engine.kernels.native.model import Linear, NativeModel
 
 pytestmark = [
     pytest.mark.usefixtures("native_library"),
     pytest.mark.skipif(byte_isa() is None, reason="no instruction set of this machine multiplies bytes"),
 ]
+READERS = [isa for isa in isas_here() if reads_interleaved_blocks(isa)]
 SHAPE = Shape(rows=60, hidden=256, intermediate=512, heads=4, head_dim=64, vocab=320, bias=True)
 
 
@@ -98,6 +100,58 @@ def test_logits_are_those_of_the_reference(type_name: str) -> None:
     apart = np.linalg.norm(logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
     assert np.median(apart) < 1e-5
     assert apart.max() < 1e-2
+
+
+def products(weight: BlockWeight, vectors: torch.Tensor, isa: str) -> tuple[Any, Any]:
+    """Whole `vectors` [T, 512] as a final norm makes them of rows that run no layer, and what the head makes of these.
+
+    Sums of their squares are exact, so the bits of the norm are known.
+    """
+    rows, columns = vectors.shape
+    case = Case(replace(SHAPE, rows=rows, hidden=columns, vocab=weight.shape[0]))
+    embedding = torch.cat([vectors, torch.zeros(weight.shape[0] - rows, columns)])
+    head = blocks_in_lanes(weight)
+    case.model = replace(case.model, embedding=embedding, final_norm=torch.ones(columns), lm_head=head)
+    given = replace(case.rows, tokens=np.arange(rows), cutoffs=np.zeros_like(case.rows.cutoffs))
+    squares = (vectors.numpy() ** 2).sum(axis=1, dtype=np.float32) / np.float32(columns)
+    normed = vectors.numpy() * (np.float32(1) / np.sqrt(squares + np.float32(1e-5)))[:, None]
+    return normed, case.decode(1, given, isa=isa)[2][0]
+
+
+@pytest.mark.parametrize("isa", READERS)
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+def test_the_largest_products_are_added_exactly(type_name: str, isa: str) -> None:
+    """Channels of -127 and 127 meet rows of one byte each: sums of pairs that saturate would be off by half."""
+    weight = constant_blocks(type_name, (0x00, 0x7F, 0x80, 0x81, 0xFF, 0x77, 0x88, 0x0F) * 4)
+    signs = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).sign()
+    vectors = torch.cat([torch.ones(1, 512), -torch.ones(1, 512), signs])
+    normed, found = products(weight, vectors, isa)
+    rows = weight.dequantize(torch.float64).numpy()
+    wanted, size = normed @ rows.T, np.abs(normed) @ np.abs(rows).T
+    assert (np.abs(found - wanted) <= 1e-5 * size).all()
+
+
+@pytest.mark.parametrize("isa", READERS)
+@pytest.mark.parametrize(("type_name", "bits"), [("Q4_0", 4), ("Q8_0", 8)])
+def test_floats_are_added_in_one_order_by_every_instruction_set(type_name: str, bits: int, isa: str) -> None:
+    """Block after block: the sum of products times the scale of the vector, times that of the row, rounded twice."""
+    weight = random_blocks(type_name, rows=64)
+    vectors = torch.randint(-100, 101, (7, 512), generator=torch.Generator().manual_seed(1)).float()
+    normed, found = products(weight, vectors, isa)
+    groups = normed.reshape(7, 1, 16, 32)
+    largest = np.abs(groups).max(axis=-1)
+    whole = np.rint(groups * (np.float32(127) / largest)[..., None]).astype(np.int64)
+    blocks = weight.blocks.view(64, 16, -1).numpy()
+    scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
+    codes = blocks[..., 2:].view(np.int8).astype(np.int64)
+    if bits == 4:
+        codes = np.concatenate([codes & 15, codes >> 4 & 15], axis=-1) - 8
+    sums = (whole * codes).sum(axis=-1).astype(np.float32) * (largest / np.float32(127))
+    total = np.zeros((7, 64), np.float32)
+    for block in range(16):  # a product of floats is exact in long doubles, so that both are rounded once
+        product = sums[..., block].astype(np.longdouble) * scales[:, block]
+        total = (product + total).astype(np.float32)
+    np.testing.assert_array_equal(found.view(np.int32), total.view(np.int32))
 
 
 @pytest.mark.parametrize("types", [BLOCK_TYPES[:4], BLOCK_TYPES[4:8], BLOCK_TYPES[8:12], BLOCK_TYPES[12:]])
@@ -185,7 +239,7 @@ def test_without_bytes_to_multiply_activations_stay_exact(tmp_path: Path, monkey
     gguf_files = pytest.importorskip("gguf_files", reason="the extra gguf is not installed")
     file = gguf_files.write_gguf(tmp_path / "model.gguf", tokenizer=gguf_files.bpe_keys(), types=("Q4_K",), layers=1)
     monkeypatch.setenv("D3ENGINE_NATIVE_ISA", "portable")
-    assert not reads_interleaved("portable")
+    assert not reads_interleaved_blocks("portable")
     with Engine(file, device="cpu", max_model_len=96) as engine:
         assert engine.settings.activations == "float32"
     with pytest.raises(InvalidValueError, match="activations"):
