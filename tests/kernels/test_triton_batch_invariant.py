@@ -18,6 +18,7 @@ import d3engine.kernels.triton as any_kernels
 import d3engine.kernels.triton.batch_invariant as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.executor.interface import Computed
+from d3engine.kernels.kv_pool import NO_WINDOW
 from d3engine.kernels.quantized import quantize_fp8, quantize_int4, quantize_int8
 from d3engine.kernels.triton import products
 from d3engine.loading import resolve
@@ -102,8 +103,9 @@ def test_programs_that_share_columns_do_so_alike_for_any_number_of_rows(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("window", [NO_WINDOW, 1, 20, 100])
 def test_a_row_attends_in_the_same_bits_however_its_sequence_is_cut(
-    kv_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    window: int, kv_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts whole, in pieces of any size or row by row, answers decoded or replayed in pieces, and both in one."""
     monkeypatch.setattr(paged_attention, "ROWS_IN_TURN", 3)
@@ -120,7 +122,7 @@ def test_a_row_attends_in_the_same_bits_however_its_sequence_is_cut(
             starts, [stop for _, stop in pieces], tables, prompt_lengths=[prompt] * len(pieces)
         )
         mine = torch.cat([queries[start:stop] for start, stop in pieces])
-        found = kernels.paged_attention(mine, pool, inputs[0], CHANNELS**-0.5)
+        found = kernels.paged_attention(mine, pool, inputs[0], CHANNELS**-0.5, window=window)
         assert inputs[0].room._parts is not None
         assert inputs[0].room._parts.numel() <= 3 * 2 * 2 * (CHANNELS + 1), "a replay of many rows needs no more room"
         return found

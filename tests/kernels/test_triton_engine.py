@@ -87,13 +87,16 @@ def test_runs_of_steps_answer_as_on_the_reference(
     assert engine.stats().graph_steps >= 4
 
 
-@pytest.mark.parametrize("kind", [Qwen3Config, SmolLM3Config])
-def test_norms_of_heads_and_layers_without_rope_answer_as_on_the_reference(
-    kind: type[PreTrainedConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+WINDOWED = {"use_sliding_window": True, "sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(("kind", "changes"), [(Qwen3Config, {}), (Qwen3Config, WINDOWED), (SmolLM3Config, {})])
+def test_norms_of_heads_windows_and_layers_without_rope_answer_as_on_the_reference(
+    kind: type[PreTrainedConfig], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     small = {"num_hidden_layers": 2, "vocab_size": 40, "pad_token_id": None, "no_rope_layers": [0, 1]}
-    given = kind(**(TINY | small))
+    given = kind(**(TINY | small | changes))
     directory, _ = save_random(tmp_path, AutoModelForCausalLM.from_config(given, dtype=torch.float32))
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     device = "cuda" if torch.cuda.is_available() else "cpu"

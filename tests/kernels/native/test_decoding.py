@@ -199,3 +199,18 @@ def test_nan_stays_in_its_row_and_foreign_blocks_are_not_read(form: str, isa: st
     others = [0, 2, 3]
     np.testing.assert_array_equal(logits[:, others].view(np.int32), healthy[:, others].view(np.int32))
     np.testing.assert_array_equal(tokens[:, others], before[:, others])
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("windows", [(1, 257), (256, 700)])
+def test_a_long_context_in_windows_has_the_same_bits_on_any_number_of_threads(
+    windows: tuple[int, ...], isa: str
+) -> None:
+    sizes: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 1, "head_dim": 64, "max_positions": 1500}
+    case = Case(Shape(layers=2, rows=2, windows=windows, **sizes))
+    case.rows.positions[:] = 1300, 205
+    _, _, wanted = case.decode(4, isa=isa)
+    for threads in (2, 4, 7):
+        _, _, found = case.decode(4, isa=isa, num_threads=threads)
+        np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+    assert_as_reference(case, isa=isa, num_threads=2)

@@ -89,7 +89,9 @@ def assert_as_a_cache_of_floats_is_written(case: Case, isa: str) -> None:
 @pytest.mark.parametrize("head_dim", [2, 6, 18, 64, 80])
 @pytest.mark.parametrize("isa", isas())
 def test_8bit_keys_and_values_match_the_reference(isa: str, head_dim: int, head_norms: bool) -> None:
-    case = Case(Shape(layers=1, heads=6, kv_heads=3, head_dim=head_dim, rows=2, bias=True, head_norms=head_norms))
+    case = Case(
+        Shape(layers=1, heads=6, kv_heads=3, head_dim=head_dim, rows=2, bias=True, head_norms=head_norms, windows=(9,))
+    )
     assert_as_a_cache_of_floats_is_written(case, isa)
 
 
