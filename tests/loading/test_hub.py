@@ -328,9 +328,13 @@ def test_a_quantization_that_is_absent_or_ambiguous_is_refused_with_what_there_i
 
 
 def test_all_parts_of_a_gguf_file_are_fetched_and_the_first_stands_for_them(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+    hub: Hub, said: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    parts = {f"Q8_0/model-Q8_0-0000{number}-of-00003.gguf": bytes([number]) * 100 for number in (1, 2, 3)}
+    folder = tmp_path / "Q8_0"
+    folder.mkdir()
+    write_gguf(folder / "model-Q8_0.gguf", tokenizer=bpe_keys(), part_tensors=5, **TINY_GGUF)
+    parts = {f"Q8_0/{file.name}": file.read_bytes() for file in folder.iterdir()}
+    assert len(parts) == 3
     hub.repositories["ada/parts"] = {"main": Commit(parts | GGUF | {"model-Q8_0.gguf": b"whole"})}
     (ambiguous,) = said("ada/parts:Q8_0")
     assert "of this repository: model-Q8_0, model-Q8_0" in ambiguous
@@ -340,6 +344,7 @@ def test_all_parts_of_a_gguf_file_are_fetched_and_the_first_stands_for_them(
     assert first.endswith("/Q8_0/model-Q8_0-00001-of-00003.gguf")
     assert sorted(path.name for path in Path(first).parent.iterdir()) == sorted(name[5:] for name in parts)
     assert said("ada/parts:q8_0", HF_HUB_OFFLINE="1") == [first]
+    verify_model(Path(first))  # which reads the tensors of all
     Path(first).with_name("model-Q8_0-00002-of-00003.gguf").unlink()
     (lacking,) = said("ada/parts:q8_0", HF_HUB_OFFLINE="1")
     assert lacking.startswith("ModelFormatError: model 'ada/parts:q8_0' is in several parts, of which there are only")
