@@ -43,7 +43,7 @@ class EngineConfig:
             under float32 activations, with half the bytes. "auto" keeps a file's bfloat16, and the quantized
             matrices of a GGUF file, where the native library decodes and no `dtype` is named.
         activations: What the quantized matrices of a GGUF file meet on a CPU: "float32", which is exact, or "int8", 8
-            bits with a scale for each 32, for processors whose AVX-512 has VNNI. "auto" is the latter where it can be.
+            bits with a scale for each 32, for x86 processors with AVX2. "auto" is the latter where it can be.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
             a CPU.
         max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.
