@@ -154,7 +154,7 @@ template <int BITS> INLINE void add_products(VI& sum, Words codes, VI same) {
         numbers = _mm256_sign_epi8(numbers, weights), weights = _mm256_abs_epi8(weights);
     }
     sum = (VI)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(weights, numbers));
-    asm("" : "+x"(sum));  // or GCC adds products in another order, and spills them
+    asm("" : "+x"(sum));  // else GCC adds the products of several fours first, and spills them
 }
 INLINE VI with_products(VI found, VI products) {
     return found + (VI)_mm256_madd_epi16((__m256i)products, _mm256_set1_epi16(1));
