@@ -56,7 +56,10 @@ INTEGER_TYPES = frozenset(name for name, block in BLOCK_FORMATS.items() if block
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight:
-    """A matrix [N, K] of a type of `BLOCK_FORMATS`, `type_name`: `blocks` uint8 [N, bytes of a row's blocks], `num_columns` K."""
+    """A matrix [N, K] of the type `type_name` of `BLOCK_FORMATS`.
+
+    `blocks` uint8 [N, bytes of a row's blocks]; `num_columns` is K.
+    """
 
     type_name: str
     blocks: Tensor

@@ -82,7 +82,8 @@ def _inverse_factor(second_moments: Tensor) -> Tensor:
     diagonal = damped.diagonal()
     diagonal += _DAMPING * diagonal.mean().clamp(min=1e-6)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper
 
 
 def _fit(part: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,14 +156,18 @@ class LayerQuantizer:
         biases = [self._bias(module) for module in modules]
         moments = inputs.t() @ inputs
         if not torch.isfinite(moments).all():
-            raise ModelFormatError(f"{self._checkpoint.entries[modules[0] + '.weight'].file}: activations are not finite")
+            raise ModelFormatError(
+                f"{self._checkpoint.entries[modules[0] + '.weight'].file}: activations are not finite"
+            )
         groups = quantize_groups(torch.cat(matrices), self.group_size, moments)
         product = F.linear(inputs, groups.dequantize())
         if any(bias is not None for bias in biases):
             rows = [torch.zeros(len(one)) if bias is None else bias for one, bias in zip(matrices, biases, strict=True)]
             product += torch.cat(rows)
         sizes = [len(matrix) for matrix in matrices]
-        parts = zip(*(torch.split(part, sizes) for part in (groups.codes, groups.zero_points, groups.scales)), strict=True)
+        parts = zip(
+            *(torch.split(part, sizes) for part in (groups.codes, groups.zero_points, groups.scales)), strict=True
+        )
         return product, {f"{module}.weight": Groups(*part) for module, part in zip(modules, parts, strict=True)}
 
     def _bias(self, module: str) -> Tensor | None:
@@ -173,10 +178,12 @@ class LayerQuantizer:
         """What the heads make of `qkv` [T, Q + 2 K]: [T, Q]."""
         config = self._config
         heads = qkv.view(self._sequences, self._length, -1, config.head_dim).transpose(1, 2)
-        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if config.has_head_norms:
             norms = [self._read(attention + name) for name in HEAD_NORMS]
-            query, key = (reference.rms_norm(x, n, config.rms_norm_eps) for x, n in zip((query, key), norms, strict=True))
+            query, key = (
+                reference.rms_norm(x, n, config.rms_norm_eps) for x, n in zip((query, key), norms, strict=True)
+            )
         query, key = (_turned(part, rotations) for part in (query, key))
         attended = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ class _Layer:
 def _pending_matrix(entry: TensorEntry, shape: tuple[int, ...], layer: _Layer) -> dict[str, PendingTensor]:
     rows, columns = shape
     groups = columns // layer.group_size
-    parts = {
+    parts: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]] = {
         "weight_packed": ((rows, columns // 8), torch.int32, partial(layer.part, entry.name, "codes")),
         "weight_zero_point": ((-(-rows // 8), groups), torch.int32, partial(layer.part, entry.name, "zero_points")),
         "weight_scale": ((rows, groups), torch.float16, partial(layer.part, entry.name, "scales")),

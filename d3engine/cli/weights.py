@@ -192,7 +192,8 @@ def quantize_command(
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="The text for --group-size [default: Python's documentation].", show_default=False)
+        Path | None,
+        typer.Option(help="The text for --group-size [default: Python's documentation].", show_default=False),
     ] = None,
     shard_size: ShardSize = 5.0,
     overwrite: Overwrite = False,

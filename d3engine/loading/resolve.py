@@ -13,6 +13,7 @@ import torch
 from d3engine.depth import DepthPolicy
 from d3engine.environment import NATIVE_ISA
 from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import reads_interleaved_blocks
 from d3engine.loading.depth import resolve_depth
@@ -32,7 +33,6 @@ from d3engine.loading.memory import MOST_LENGTH, check_memory, fitting_length, r
 from d3engine.loading.model_directory import model_directory, resolve_max_model_len
 from d3engine.loading.ranks import is_under_torchrun, own_index, rank_device
 from d3engine.loading.settings import EngineSettings, ExecutorKind
-from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
@@ -166,7 +166,8 @@ def dtype_in_files(directory: Path, config: ModelConfig, *, reads_blocks: bool) 
 
     What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. A GGUF file with
     matrices in blocks is bfloat16: its values were rounded to at most 8 bits, far coarser than bfloat16 rounds them.
-    Of a directory the floats beside matrices in blocks decide, where an executor `reads_blocks`. Raises `ModelFormatError` as `open_checkpoint`.
+    Of a directory the floats beside matrices in blocks decide, where an executor `reads_blocks`. Raises
+    `ModelFormatError` as `open_checkpoint`.
     """
     with open_checkpoint(directory) as checkpoint:
         entries = [checkpoint.entries.get(name) for name in float_matrices(config)]

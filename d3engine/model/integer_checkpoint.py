@@ -137,7 +137,7 @@ def _check_scales(scales: TensorEntry, shape: tuple[int, int], layout: IntegerLa
     rows, columns = shape
     size = layout.group_size or columns
     groups = columns // size if columns % size == 0 else 0
-    allowed = [(groups, rows)] if layout.method != "compressed-tensors" else [(rows, groups)]
+    allowed: list[tuple[int, ...]] = [(groups, rows)] if layout.method != "compressed-tensors" else [(rows, groups)]
     if groups == 1 and layout.method == "compressed-tensors":
         allowed += [(rows,), (1,), (1, 1), ()]
     if not groups or scales.shape not in allowed:
@@ -169,7 +169,7 @@ def _are_in_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) 
         return True
     is_valid = entry.dtype in ("I32", "I64") and entry.shape == (columns,)
     indices = checkpoint.read(name).long() if is_valid else torch.tensor([-1])
-    if not (0 <= int(indices.amin()) and int(indices.amax()) < groups):
+    if not (int(indices.amin()) >= 0 and int(indices.amax()) < groups):
         allowed = f"the groups, 0 to {groups - 1}, of {columns} columns"
         raise ModelFormatError(f"{entry.file}: tensor {name!r} must be {allowed}")
     return torch.equal(indices, torch.arange(columns) // (columns // groups))

@@ -1,4 +1,4 @@
-"""Four bits in groups: errors are made up for, layers see what the layers before them make, and others read the files."""
+"""Four bits in groups: errors are made up for, and each layer sees what the layers before it make."""
 
 from __future__ import annotations
 
