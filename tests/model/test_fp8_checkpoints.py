@@ -308,7 +308,8 @@ def draw_tensor(draw: random.Random, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "pack-quantized"}, "format must be 'float-quantized' beside quant_method .*; got 'pack-quantized'"),
+        ({"format": "marlin-24"}, "format must be 'float-quantized' beside quant_method .*; got 'marlin-24'"),
+        ({"format": "pack-quantized"}, "config_groups: group_0: weights: type must be 'int' .*; got 'float'"),
         ({"format": None}, "format must be 'float-quantized' .*; got None"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config must be absent or empty"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config must be absent or empty"),
@@ -317,7 +318,7 @@ def draw_tensor(draw: random.Random, dtype: torch.dtype) -> torch.Tensor:
         ({"weight_block_size": [16.0, True]}, "weight_block_size must be two whole numbers"),
         ({"weight_block_size": [0, 16]}, "weight_block_size must be two whole numbers above 0"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be 'FP8' beside .*; got 'NVFP4'"),
-        ({"quant_method": "gptq"}, "quant_method must be .* fbgemm_fp8, fp8, modelopt; got 'gptq'"),
+        ({"quant_method": "hqq"}, "quant_method must be .* fbgemm_fp8, fp8, modelopt, or .*; got 'hqq'"),
     ],
 )
 def test_what_is_not_values_times_scales_is_refused_by_name(

@@ -74,7 +74,7 @@ def test_packed_matrices_give_the_bits_of_the_floats(source: Path, tmp_path: Pat
     floats.mkdir()
     save_file(meant, floats / "model.safetensors", metadata={"format": "pt"})
     (floats / "config.json").write_text((source / "config.json").read_text())
-    with Engine(tmp_path / "published", **OPTIONS) as engine:
+    with Engine(tmp_path / "published", activations="float32", **OPTIONS) as engine:
         held = engine.executor.model.weights.layers[0].down
     assert isinstance(held, Tensor if name in IN_FLOATS else BlockWeight)
     assert answers(tmp_path / "published", activations="float32") == answers(floats)

@@ -25,7 +25,7 @@ from transformers import (
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError
-from d3engine.kernels.blocks import BlockWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, quantize_groups
@@ -126,7 +126,7 @@ def test_the_directory_runs_packed_and_answers_as_before(tmp_path: Path) -> None
             weights, native = engine.executor.model.weights, engine.stats().executor.startswith("native")
     assert answers[0] == answers[1]
     if native:
-        assert all(isinstance(layer.down, BlockWeight) for layer in weights.layers)
+        assert all(isinstance(layer.down, BlockWeight | BlockLanesWeight) for layer in weights.layers)
 
 
 def test_other_tools_find_their_layout(tmp_path: Path) -> None:

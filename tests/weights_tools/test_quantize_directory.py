@@ -185,8 +185,8 @@ def test_a_wrong_tensor_is_named_with_its_file(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method must be 'd3engine', as `d3engine weights.*; got 'gptq'"),
-        ({"quant_method": "awq"}, "quant_method must be .*; got 'awq'"),
+        ({"quant_method": "aqlm", "bits": 4}, "quant_method must be 'd3engine', as `d3engine weights.*; got 'aqlm'"),
+        ({"quant_method": "awq"}, "bits is missing"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quant_method must be .*; got 'bitsandbytes'"),
         ({"quant_method": "d3engine"}, "scheme must be one of int8, int4, fp8.*; got None"),
         ({"quant_method": "d3engine", "scheme": "int2"}, "scheme must be one of int8, int4, fp8.*; got 'int2'"),
