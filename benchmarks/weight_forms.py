@@ -61,8 +61,8 @@ def in_form(weights: LlamaWeights, directory: Path, form: str) -> LlamaWeights:
         return load_weights(folder, ModelConfig.from_directory(folder), dtype=torch.float32, device="cpu")
 
 
-def measure(settings: TextSettings) -> dict[str, Any]:
-    """Every scheme at full depth and under D3, beside the float weights."""
+def measure(settings: TextSettings, forms: Sequence[str]) -> dict[str, Any]:
+    """Forms at full depth and under D3, beside the float weights."""
     torch.set_num_threads(settings.threads)
     directory = model_directory(settings.model)
     weights = load_weights(directory, ModelConfig.from_directory(directory), dtype=torch.float32, device="cpu")
@@ -71,7 +71,6 @@ def measure(settings: TextSettings) -> dict[str, Any]:
         texts += chat_texts(floats, settings.chats, settings.text_tokens)
         batches = [texts[first : first + settings.batch] for first in range(0, len(texts), settings.batch)]
         depths: dict[str, DepthPolicy] = {"full": FullDepth(), "D3": D3(settings.alpha, settings.start)}
-        forms = [*QUANTIZATION_SCHEMES, *GROUPS]
         with tqdm(total=len(batches) * len(depths) * (1 + len(forms)), unit="pass") as bar:
 
             def all_of(engine: Engine, depth: str) -> list[torch.Tensor]:
@@ -125,9 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = new_parser("weight_forms", (__doc__ or "").splitlines()[0])
+    every = [*QUANTIZATION_SCHEMES, *GROUPS]
+    parser.add_argument("--forms", nargs="+", choices=every, default=every, help="of the weights [default: all]")
     options = vars(parser.parse_args(arguments))
-    file = options.pop("json")
-    report = measure(TextSettings(**options))
+    file, forms = options.pop("json"), options.pop("forms")
+    report = measure(TextSettings(**options), forms)
     report["environment"] = environment("benchmarks.weight_forms", arguments)
     tell(report, show, width=150, file=file)
     return 0

@@ -4,8 +4,8 @@
 
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The formats of blocks: name, columns of a block, its bytes, and those that it has among interleaved rows, where scales
-// of six bits have a byte each. kernels/blocks.py has the same table.
+// The formats of blocks: name, columns of a block, its bytes, and those that it has among interleaved rows, where
+// scales of six bits have a byte each. kernels/blocks.py has the same table.
 #define D3_BLOCK_FORMATS(FORMAT) \
     FORMAT(Q4_0, 32, 18, 18) FORMAT(Q4_1, 32, 20, 20) FORMAT(Q5_0, 32, 22, 22) FORMAT(Q5_1, 32, 24, 24) \
     FORMAT(Q8_0, 32, 34, 34) FORMAT(Q2_K, 256, 84, 84) FORMAT(Q3_K, 256, 110, 114) FORMAT(Q4_K, 256, 144, 148) \

@@ -85,7 +85,7 @@ def test_an_engine_on_a_gguf_file_answers_as_one_on_what_it_is_converted_to(
         (("Q4_K", "Q6_K"), "as they are"),
         (("Q8_0",), "as they are"),
         (("BF16",), "bfloat16"),
-        (("F16",), "float32"),  # bfloat16 would lose bits, as of a directory with float16
+        (("F16",), "float16"),
         (("F32",), "float32"),
         (("BF16", "F32"), "float32"),
     ],

@@ -186,7 +186,7 @@ def with_last_layer(weights: LlamaWeights, change: Callable[[LayerWeights], dict
 
 
 STRANGE: dict[str, tuple[dict[str, Any], Callable[[LlamaWeights], LlamaWeights]]] = {
-    "knows no torch.float16 matrices": ({}, lambda w: with_last_layer(w, lambda layer: {"qkv": layer.qkv.half()})),
+    "knows no torch.float64 matrices": ({}, lambda w: with_last_layer(w, lambda layer: {"qkv": layer.qkv.double()})),
     "is not contiguous torch.float32": ({}, lambda w: replace(w, lm_head=w.lm_head.t().contiguous().t())),
     "the sizes of the model do not fit": (
         {

@@ -56,7 +56,7 @@ struct Matrix {
             // The upper bytes of small floats, or any bytes of integers.
             if (kind == D3_FLOAT32) values[i] = reinterpret_cast<char*>(wide.data())[i];
             else if (kind == D3_BFLOAT16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
-            else if (kind == D3_FLOAT16) values[i] = char(i % 2 ? 0x30 + numbers() % 4 : numbers());  // an eighth or more
+            else if (kind == D3_FLOAT16) values[i] = char(i % 2 ? 0x24 | (numbers() & 0x83) : numbers());  // small
             else if (kind == D3_FP8 || kind == D3_FP8_GROUPS) values[i] = any_e4m3();
             else values[i] = char(block.columns ? numbers() & 0x2b : numbers());  // any scale of a block is finite
         }
@@ -81,7 +81,8 @@ struct Matrix {
 
     // Leaves only the biases of the rows from `first` on, of int4 or float matrices.
     void zero_rows(int first) {
-        const size_t groups = scales.size() / view.rows, row = view.kind == D3_BFLOAT16 ? view.columns * 2 : 0;
+        const bool has_16_bits = view.kind == D3_BFLOAT16 || view.kind == D3_FLOAT16;
+        const size_t groups = scales.size() / view.rows, row = has_16_bits ? view.columns * 2 : 0;
         std::fill(scales.begin() + first * groups, scales.end(), 0.0f);
         memset(values.get() + first * row, 0, (view.rows - first) * row);
     }

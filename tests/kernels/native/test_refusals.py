@@ -88,7 +88,7 @@ def test_models_of_other_sizes_and_kinds_are_refused() -> None:
     layer = CASE.model.layers[0]
     wrong = {
         "do not fit": replace(CASE.model, num_heads=3),
-        "knows no torch.float16": replace(CASE.model, lm_head=CASE.model.embedding.half()),
+        "knows no torch.float64": replace(CASE.model, lm_head=CASE.model.embedding.double()),
         "is not contiguous": replace(CASE.model, final_norm=torch.ones(80)[::2]),
         "torch.float64 tensor on cpu": replace(
             CASE.model, layers=(replace(layer, mlp_norm=torch.ones(40).double()),) * 2
