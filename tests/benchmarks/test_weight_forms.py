@@ -28,11 +28,14 @@ def test_the_layers_stand_for_what_the_scheme_keeps_and_the_head_stays(is_tied: 
         assert layer.attention_norm is given.attention_norm
 
 
-def test_the_page_has_the_figures_of_the_result() -> None:
+@pytest.mark.parametrize(
+    ("name", "forms"), [("weights", QUANTIZATION_SCHEMES), ("weights-groups", ("int4", "int4, groups of 32"))]
+)
+def test_the_page_has_the_figures_of_the_result(name: str, forms: tuple[str, ...]) -> None:
     root = Path(__file__).parents[2]
-    report = json.loads((root / "benchmarks" / "results" / "weights-smollm2.json").read_text())
+    report = json.loads((root / "benchmarks" / "results" / f"{name}-smollm2.json").read_text())
     page = (root / "docs" / "quantization.md").read_text()
-    assert {row["weights"] for row in report["rows"]} == {"float32", *QUANTIZATION_SCHEMES}
+    assert {row["weights"] for row in report["rows"]} == {"float32", *forms}
     for row in report["rows"]:
         if row["weights"] == "float32":
             continue
