@@ -70,8 +70,7 @@ def quantize_model(
     if config.quantization is not None:
         raise InvalidValueError("MODEL", str(source), f"a model with float weights (this one is {config.quantization})")
     check_head_scheme(lm_head, config.tie_word_embeddings)
-    if destination.exists() and destination.samefile(source):
-        raise InvalidValueError("DST", str(destination), "another directory than MODEL")
+    _check_destination(source, destination)
     with open_checkpoint(source) as given, output_directory(destination, overwrite=overwrite) as folder:
         checkpoint = floats_of_rows(given)
         check_tensors(checkpoint, config)
@@ -147,6 +146,7 @@ def quantize_to_groups(
     require(config.quantization is None, "MODEL", str(source), "a model with float weights")
     for columns in (config.hidden_size, config.q_size, config.intermediate_size):
         require(columns % group_size == 0, "group_size", group_size, f"a divisor of {columns}, the columns of a matrix")
+    _check_destination(source, destination)
     prompts = _prompts(source, text)
     with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
         check_tensors(checkpoint, config)
@@ -161,6 +161,11 @@ def quantize_to_groups(
             show_progress=show_progress,
             description="quantizing",
         )
+
+
+def _check_destination(source: Path, destination: Path) -> None:
+    if destination.exists() and destination.samefile(source):
+        raise InvalidValueError("DST", str(destination), "another directory than MODEL")
 
 
 def _of_groups(group_size: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from d3engine.model.quantization_config import FP8_GROUPS, Block
 
 
 def renamed_checkpoint(checkpoint: Checkpoint, names: OwnNames, fields: Fields) -> Checkpoint:
-    """A checkpoint of a family with names of its own, by a Llama's names; `fields` are those of config.json.
+    """A checkpoint of a family with other names than a Llama's, by a Llama's; `fields` are those of config.json.
 
     Raises `ModelFormatError` for a fused matrix that is not groups of heads, and two tensors that become one.
     """

@@ -127,7 +127,7 @@ def _matrix_of(
 
 
 def _type_of(columns: int, bits: int) -> str | None:
-    """The blocks that hold groups of so many columns; None where no blocks fit."""
+    """The blocks that hold groups of `columns` columns; None where no blocks fit."""
     types = (name for name, block in BLOCK_FORMATS.items() if block.bits == bits and columns % block.columns == 0)
     return max(types, key=lambda name: BLOCK_FORMATS[name].columns, default=None)
 

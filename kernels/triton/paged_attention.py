@@ -100,7 +100,7 @@ def paged_attention(
     Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
     row's entry may reach an earlier row of the same query tile, as in the reference.
     """
-    if window < NO_WINDOW:  # there are no more splits than of so many entries
+    if window < NO_WINDOW:  # no more splits than the entries of a window fill
         inputs = replace(inputs, max_kv_length=min(inputs.max_kv_length, window + SPLIT))
     splits, chunks = _meeting(inputs)
     heads, channels = queries.shape[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -159,6 +160,12 @@ def test_options_that_do_not_fit_are_refused_by_name(tmp_path: Path, options: tu
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="text must be at least 1024 tokens"):
         quantize_to_groups(files_of_demo(), tmp_path / "new", 32, text="A few words.")
+
+
+def test_a_model_is_not_replaced_by_what_is_made_of_it(tmp_path: Path) -> None:
+    model = copytree(files_of_demo(), tmp_path / "model")
+    with pytest.raises(InvalidValueError, match="DST must be another directory than MODEL"):
+        quantize_to_groups(model, model, 32, overwrite=True)
 
 
 def files_of_demo() -> Path:
