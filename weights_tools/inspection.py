@@ -72,7 +72,7 @@ class Inspection:
             "rope": f"{facts['rope_type']}{factor}, theta {facts['rope_theta']:g}",
             "dtype": facts["dtype"] or "not given",
             "bos / eos": f"{facts['bos_token_id']} / {', '.join(map(str, facts['eos_token_ids'])) or None}",
-            "quantization": "none"
+            "quantization": ", ".join(facts["packed_types"]) or "none"
             if scheme is None
             else f"{scheme}, LM head {facts['lm_head_quantization'] or 'float'}",
             "parameters": f"{facts['num_parameters']:,}",
@@ -130,6 +130,7 @@ def _facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": list(config.eos_token_ids),
         "quantization": config.quantization,
+        "packed_types": sorted({entry.packed.name for entry in entries if entry.packed and len(entry.shape) == 2}),
         "lm_head_quantization": config.head_quantization,
         "num_parameters": _num_parameters(config, checkpoint),
         "file_bytes": sum(entry.nbytes for entry in entries),

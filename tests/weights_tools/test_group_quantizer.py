@@ -138,6 +138,8 @@ def test_other_tools_find_their_layout(tmp_path: Path) -> None:
     with files_of(tmp_path / "new").open_checkpoint() as checkpoint:
         entry = checkpoint.entries["model.layers.3.mlp.down_proj.weight"]
     assert (entry.shape, entry.type_name) == ((128, 352), "U4_32")
+    (row,) = [line for line in run("inspect", tmp_path / "new").stdout.splitlines() if "quantization" in line]
+    assert row.split() == ["quantization", "U4_32"]
 
 
 @pytest.mark.parametrize(
