@@ -29,6 +29,7 @@ class Trait(IntEnum):
     SECOND_MODEL = 64  # another model drafts for it
     BRIDGED = 128  # some of its rows may cross skipped layers by a map
     GUIDED = 256  # its answer must have a form
+    LOOKUP = 512  # drafts are looked up in its text
 
 
 class RunningTable:
@@ -171,6 +172,8 @@ def _traits_of_drafts(rule: DraftRule) -> int:
         traits |= Trait.SPLITS_LAYERS
     if rule.model is not None:
         traits |= Trait.SECOND_MODEL
+    if rule.lookup:
+        traits |= Trait.LOOKUP
     if rule.schedule is not None and rule.schedule.bridges is not None:
         traits |= Trait.BRIDGED
     return traits

@@ -97,6 +97,7 @@ D3Status Decoder::check(const D3Run& run) const {
     if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
     if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step needs the tokens of all rows
     if (run.sampling && !run.temperatures) return D3_BAD_RUN;
+    if (model_.head_tokens && (run.sampling || run.logits)) return D3_BAD_RUN;  // these have a place for each token
     for (int row = 0; row < run.rows; row++) {
         const D3TokenCounts* token_counts = run.sampling ? run.sampling[row].token_counts : nullptr;
         for (int64_t i = 0; token_counts && i < token_counts->used; i++)
@@ -301,8 +302,14 @@ void Decoder::head(const Step& step) {
         for (auto& order : orders_) order.reserve(model_.vocab);
     }
     std::fill(best_.begin(), best_.end(), Best::none());
+    if (run.confidences) masses_.assign(best_.size(), Mass());
     multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, const float* values) {
         const int row = active_[nth];
+        const DrawParams how = draw_params(step, row);
+        const size_t place = size_t(worker) * model_.max_rows + row;
+        if (run.confidences) masses_[place].update(values, stop - start, how.temperature);
+        if (model_.head_tokens)
+            return update_best_of(best_[place], values, model_.head_tokens + start, stop - start, how);
         const int64_t index = run.logit_places ? run.logit_places[row] : row;
         if (run.logits && index >= 0) {
             const int64_t count = run.logit_places ? run.num_logits : run.rows;
@@ -313,7 +320,7 @@ void Decoder::head(const Step& step) {
             memcpy(all_logits_.at(int64_t(row) * model_.vocab + start), values, (stop - start) * sizeof(float));
             return;
         }
-        update_best(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, draw_params(step, row));
+        update_best(best_[place], values, start, stop - start, how);
     });
     if (run.sampling) sample_from_all(step);
     for (int row : active_) {
@@ -322,6 +329,13 @@ void Decoder::head(const Step& step) {
             best.update(best_[size_t(worker) * model_.max_rows + row]);
         run.chosen[step.taken * run.rows + row] = std::min<int64_t>(best.token, model_.vocab - 1);
         run.scores[step.taken * run.rows + row] = best.score;
+    }
+    for (int row : active_) {
+        if (!run.confidences) break;
+        Mass mass;
+        for (int worker = 0; worker < threads_.size(); worker++)
+            mass.update(masses_[size_t(worker) * model_.max_rows + row]);
+        run.confidences[step.taken * run.rows + row] = mass.confidence();
     }
 }
 

@@ -78,6 +78,8 @@ class ModelStructure(Structure):
         ("scale", c_float),
         ("embedding", MatrixStructure),
         ("lm_head", MatrixStructure),
+        ("head_tokens", c_void_p),
+        ("num_head_tokens", c_int64),
         ("layers", POINTER(LayerStructure)),
         *((name, c_void_p) for name in ("final_norm", "pool", "pool_scales")),
     )
@@ -159,7 +161,8 @@ class NativeModel:
     """A model with float32 activations, and its KV pool [blocks, 2, block_size, kv heads, head_dim].
 
     The pool holds float32 or 8-bit floats. Matrices are of any kind in `D3Kind`, the embedding of one whose single rows
-    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores.
+    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores. `head_tokens` int64, ascending,
+    are the tokens of the head's rows where it is a draft model's and shortened; None: all tokens.
     """
 
     layers: tuple[NativeLayer, ...]
@@ -171,6 +174,7 @@ class NativeModel:
     max_positions: int
     eps: float
     scale: float
+    head_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
