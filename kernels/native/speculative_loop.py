@@ -201,7 +201,8 @@ def structure_of(
 
 def _arrays_of(by_text: TextDrafts) -> dict[str, npt.NDArray[Any]]:
     texts = by_text.texts
-    assert texts.dtype == np.int64 and texts.flags.c_contiguous, "the loop writes the texts"
+    assert texts.dtype == np.int64, "the loop writes the texts"
+    assert texts.flags.c_contiguous, "row by row"
     found: dict[str, npt.NDArray[Any]] = {
         "texts": texts,
         "drafters": np.ascontiguousarray(by_text.drafters, np.int64),

@@ -191,16 +191,18 @@ void apply_logit_mask(float* logits, int vocab, const D3LogitMask& mask, const u
     if (grammar) mask_tokens(logits, vocab, grammar);
 }
 
-Best sample(float* logits, int vocab, const D3Sampling& asked, const DrawParams& how, std::vector<uint64_t>& order) {
+Best sample(float* logits, int count, const int64_t* tokens, const D3Sampling& asked, const DrawParams& how,
+            std::vector<uint64_t>& order) {
     if (asked.token_counts) apply_penalties(logits, asked);
     DrawParams rest = how;
     if (how.temperature != 0 && (asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1)) {
-        for (int token = 0; token < vocab; token++) logits[token] /= how.temperature;
+        for (int nth = 0; nth < count; nth++) logits[nth] /= how.temperature;
         rest.temperature = 1;
-        mask_below_threshold(logits, vocab, asked, order);
+        mask_below_threshold(logits, count, asked, order);
     }
     Best best = Best::none();
-    update_best(best, logits, 0, vocab, rest);
+    if (tokens) update_best_of(best, logits, tokens, count, rest);
+    else update_best(best, logits, 0, count, rest);
     return best;
 }
 

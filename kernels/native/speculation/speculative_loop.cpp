@@ -382,6 +382,7 @@ void SpeculativeLoop::add_common(int row, int64_t place, int nth) {
         batch_.seeds.push_back(args_.seeds[row]);
         batch_.indices.push_back(args_.indices[row]);
     }
+    if (args_.sampling) batch_.sampling.push_back(args_.sampling[row]);
 }
 
 // A row of the model's own, of a draft by some of its layers or of a verification.
@@ -395,7 +396,6 @@ void SpeculativeLoop::add_row(int row, int64_t place, bool is_draft, int nth) {
     batch_.resumed_places.push_back(has_state && !is_draft ? args_.places[row] + place : -1);
     // Verification skips only layers whose states it has.
     batch_.bridges.push_back(is_draft && args_.bridges ? args_.bridges[row] : nullptr);
-    if (args_.sampling) batch_.sampling.push_back(args_.sampling[row]);
     const bool is_reported = !is_draft && reports(row);
     batch_.logit_places.push_back(is_reported ? cell(row, nth) * (args_.most + 1) + place : -1);
     for (int layer = 0; layer < num_layers_; layer++) {
