@@ -125,7 +125,8 @@ class NativeExecutor:
     def draft_with(self, draft_model: NativeExecutor | None) -> None:
         """Let a second model, of the same vocabulary, draft in multi-step plans, and time the steps of both."""
         self._draft_model = draft_model
-        self._costs = DraftCosts.of(self._step_seconds(), draft_model and draft_model._step_seconds())
+        of_draft = None if draft_model is None else draft_model._step_seconds()
+        self._costs = DraftCosts.of(self._step_seconds(), of_draft)
 
     def _step_seconds(self) -> dict[int, float]:
         """Seconds of a step by its rows, the best of two each: over the pool's own blocks, which nothing has yet."""
@@ -182,8 +183,8 @@ class NativeExecutor:
         self._end_course()
         if multi_step.cycles:
             loop = self._loop(plan, multi_step)
-            found = self._decoder.run_speculative_loop(self._rows(plan, multi_step), multi_step.num_steps, **loop)
-            return _cycled(found, loop["logits"])
+            rows = self._rows(plan, multi_step)
+            return _cycled(self._decoder.run_speculative_loop(rows, multi_step.num_steps, **loop), loop["logits"])
         forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
         found = self._decoder.run(
             self._rows(plan, multi_step),

@@ -32,10 +32,9 @@ def cycles_ahead(
     """
     slots = chunks.slots
     sequences = [table.sequence(slot) for slot in slots.tolist()]
-    needs_host = not capabilities.drafts or table.having(Trait.SPLITS_LAYERS, slots).any()
-    if not capabilities.text_drafts:
-        needs_host |= table.having(Trait.SECOND_MODEL | Trait.LOOKUP, slots).any()
-    needs_host |= any(choice_of_token(sequence) > SamplingMode.CUT for sequence in sequences)
+    beyond = Trait.SPLITS_LAYERS | (0 if capabilities.text_drafts else Trait.SECOND_MODEL | Trait.LOOKUP)
+    is_beyond = not capabilities.drafts or table.having(beyond, slots).any()
+    needs_host = is_beyond or any(choice_of_token(sequence) > SamplingMode.CUT for sequence in sequences)
     if limit <= 1 or needs_host or not all(_draws_a_line(sequence, table) for sequence in sequences):
         return None
     rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]

@@ -10,7 +10,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
-from d3engine.depth.policy import DraftRule
+from d3engine.depth.policy import MAX_DRAFT_LENGTH, DraftRule
 from d3engine.plan import BoolArray
 from d3engine.request.outputs import Logprob
 from d3engine.request.sampling_mode import choice_of
@@ -221,6 +221,7 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_LENGTH)  # by place in the draft
     token_layers: list[int] = field(default_factory=list)  # [L + 1] tokens by the layers they took; the last: or more
     blocks_saved: int = 0  # at the end of each finished sequence, against full depth
 

@@ -131,6 +131,8 @@ class Drafting:
             self._counters.drafted_tokens += drafted
             self._counters.accepted_tokens += accepted
             self._counters.verifications += 1
+            for place in range(accepted):
+                self._counters.accepted_at[place] += 1
         table.num_tokens[sequence.slot] = sequence.num_tokens
         return [work // num_tokens + (place < work % num_tokens) for place in range(num_tokens)]
 

@@ -115,8 +115,8 @@ class TextDrafts:
     history: Int64Array
     stops: npt.NDArray[np.float32] | None = None
     costs: DraftCosts | None = None
-    tables: npt.NDArray[np.int32] | None = None
-    positions: Int64Array | None = None
+    tables: npt.NDArray[np.integer] | None = None
+    positions: npt.NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True, eq=False)
