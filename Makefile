@@ -32,7 +32,7 @@ help:
 	@echo "make docs     the pages as a site in build/site"
 	@echo "make inspect  compile every Triton kernel without a GPU"
 	@echo "make ports    the native library for Arm in an emulator, by Clang and under sanitizers"
-	@echo "make bench    time the parts"
+	@echo "make bench    time the planning of a step"
 
 setup: $(VENV)/.installed-dev $(VENV)/.native
 	@echo "Ready. The tools are in $(BIN); CONTRIBUTING.md says how to go on."
