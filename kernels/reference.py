@@ -32,8 +32,8 @@ from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.matrices import Weight, tensors_of
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
 from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs
+from d3engine.kernels.reference_attention import live_rows, undefined_beyond
 from d3engine.kernels.reference_attention import paged_attention as paged_attention
-from d3engine.kernels.reference_rows import live_rows, undefined_beyond
 from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalised
 from d3engine.kernels.weight_format import WeightFormat
 

@@ -1,4 +1,4 @@
-"""Full depth: every layer for every token, the baseline that all others are measured against."""
+"""Policies that leave out layers, known beforehand or by confidence, and full depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the types in a body: msgspec's finding, in the words of all other errors."""
+"""Bodies of requests: read as shapes; wrong types and too much work are refused."""
 
 from __future__ import annotations
 

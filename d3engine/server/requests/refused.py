@@ -1,4 +1,4 @@
-"""Unknown fields of requests: taken, and named to the client."""
+"""Fields of requests that are refused by name; unknown ones, which an answer names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form that a request asks its answers to have, by OpenAI's field or by vLLM's."""
+"""What a request asks of sampling: parameters, the form of its answers, its depth."""
 
 from __future__ import annotations
 
