@@ -195,6 +195,24 @@ entry-point group `d3engine.policies`.
 """
 
 
+@dataclass(frozen=True)
+class Option:
+    """How a field of a policy is written on a command line; `is_common` of those that most policies have."""
+
+    help: str
+    spelling: str = ""
+    is_common: bool = False
+
+
+OPTION = "option"
+"""Key of a field's metadata."""
+
+
+def option(help: str, spelling: str = "", *, is_common: bool = False) -> Mapping[str, Option]:
+    """The metadata of a policy's field: its help, and its spelling where that is not its name with dashes."""
+    return {OPTION: Option(help, spelling, is_common)}
+
+
 class DepthPolicy(ABC):
     """Base of all policies: frozen dataclasses whose arguments are checked at construction."""
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
-from d3engine.kernels.interleaved import LANES, Int4LanesWeight, Int8LanesWeight
+from d3engine.kernels.interleaved import LANES
 from d3engine.kernels.native import build
 from d3engine.kernels.native.model import (
     LayerStructure,
@@ -46,7 +45,7 @@ from d3engine.kernels.native.speculative_loop import (
     TextDrafts,
     structure_of,
 )
-from d3engine.kernels.quantized import Int4Weight, Int8Weight
+from d3engine.kernels.weight_format import WeightFormat
 
 
 class LibraryMissing(Exception):
@@ -427,7 +426,7 @@ def read_block_rows(
     stop = weight.shape[0] if stop is None else stop
     assert 0 <= start <= stop <= weight.shape[0], "rows outside the matrix"
     matrix = torch.empty(stop - start, weight.num_columns)
-    best = byte_isa() if isinstance(weight, BlockLanesWeight) else isas_here()[0]
+    best = byte_isa() if weight.meets_bytes else isas_here()[0]
     nth = _all_isas().index(best or "none" if isa == "auto" else isa)
     library().d3_read_block_rows(byref(Linear(weight).structure()), nth, start, stop, matrix.data_ptr())
     return matrix
@@ -461,19 +460,17 @@ def _best_isa(model: NativeModel) -> str:
     """The best one for a model: AMX is for bfloat16, int8 and int4, VNNI for int4 and interleaved matrices."""
     of_layers = (linear.weight for layer in model.layers for linear in layer.matrices)
     matrices = (model.lm_head, *of_layers)
-    parts = (part for matrix in matrices for part in getattr(matrix, "parts", (matrix,)))
-    kinds: set[object] = {part.dtype if isinstance(part, torch.Tensor) else type(part) for part in parts}
-    if BlockLanesWeight in kinds:
+    parts = [part for matrix in matrices for part in getattr(matrix, "parts", (matrix,))]
+    if any(isinstance(part, WeightFormat) and part.meets_bytes for part in parts):
         return byte_isa() or isas_here()[0]
-    narrow: dict[str, set[object]] = {
-        "amx": {torch.bfloat16, PackedWeight, Int8Weight, Int4Weight},
-        "avx512-vnni": {Int4Weight, Int4LanesWeight, Int8LanesWeight},
-    }
+    wanted = frozenset[str]().union(*map(_isas_for, parts))
+    return next(isa for isa in isas_here() if isa not in ("amx", "avx512-vnni") or isa in wanted)
 
-    def is_for_it(isa: str) -> bool:
-        return isa not in narrow or bool(kinds & narrow[isa])
 
-    return next(filter(is_for_it, isas_here()))
+def _isas_for(matrix: torch.Tensor | WeightFormat) -> frozenset[str]:
+    if isinstance(matrix, WeightFormat):
+        return matrix.native_isas
+    return frozenset({"amx"} if matrix.dtype == torch.bfloat16 else ())
 
 
 def _all_isas() -> list[str]:
