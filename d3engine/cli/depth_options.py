@@ -18,7 +18,6 @@ from d3engine.depth import DepthPolicy, policy_from_name
 from d3engine.depth.policy import (
     OPTION,
     POLICIES,
-    Option,
     policy_class,
     policy_names,
     policy_options,
@@ -83,29 +82,15 @@ _TYPES = {
 }
 """Annotation of a policy's field -> what reads it; all others are text."""
 
-_OF_DRAFTS = {
-    "draft": "policy whose layers draft, with its own options",
-    "draft_model": "smaller model of the same vocabulary, named as MODEL is",
-    "skip_attention": "layers whose attention a draft leaves out",
-    "skip_mlp": "layers whose MLP a draft leaves out",
-    "target_acceptance": "share of a draft that is to be accepted [default: 0.9]",
-    "draft_length": "most tokens of a draft [default: 4; draft-and-verify: 8]",
-    "stop_probability": "probability of a draft's best token below which it ends"
-    " [default: 0; draft-and-verify: 0.8 at first]",
-    "adaptive": "true lets each answer adapt the length of its drafts [default: false]",
-}
-"""Field of the policies of `depth/drafts.py` -> help."""
-
 
 def _options_of_policies() -> dict[str, tuple[str, Any, str]]:
     every: dict[str, Field[Any]] = {}
     for name in OWN_NAMES:
         for field in fields(cast(Any, policy_class(name))):
-            if OPTION in field.metadata or field.name in _OF_DRAFTS:
+            if OPTION in field.metadata:
                 every.setdefault(field.name, field)
-    declared = {name: field.metadata[OPTION] for name, field in every.items() if OPTION in field.metadata}
+    declared = {name: field.metadata[OPTION] for name, field in every.items()}
     declared = dict(sorted(declared.items(), key=lambda one: one[1].is_common))
-    declared |= {name: Option(help) for name, help in _OF_DRAFTS.items()}
     types = {name: _TYPES.get(str(field.type).removesuffix(" | None"), str) for name, field in every.items()}
     return {name: (one.spelling or name.replace("_", "-"), types[name], one.help) for name, one in declared.items()}
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from d3engine.depth.policy import MAX_DRAFT_LENGTH, DepthPolicy, DraftRule, policy_from_dict
+from d3engine.depth.policy import MAX_DRAFT_LENGTH, DepthPolicy, DraftRule, option, policy_from_dict
 from d3engine.depth.schedule import Schedule, checked_layers, cutoffs_without
 from d3engine.depth.skips import D3, FullDepth
 from d3engine.errors import require, require_integer, require_number
+
+LENGTH = option("most tokens of a draft [default: 4; draft-and-verify: 8; speculative, lookup: as many as pay]")
+STOP = option("probability of a draft's best token below which it ends [default: 0; draft-and-verify: 0.8 at first]")
+ADAPTIVE = option("true lets each answer adapt the length of its drafts [default: false]")
 
 
 def check_options(policy: Any) -> None:
@@ -74,10 +78,10 @@ class SelfSpeculative(DepthPolicy):
             accepted whole; one less, down to 1, after any other.
     """
 
-    draft: DepthPolicy
-    draft_length: int = 4
-    stop_probability: float = 0.0
-    adaptive: bool = False
+    draft: DepthPolicy = field(metadata=option("policy whose layers draft, with its own options"))
+    draft_length: int = field(default=4, metadata=LENGTH)
+    stop_probability: float = field(default=0.0, metadata=STOP)
+    adaptive: bool = field(default=False, metadata=ADAPTIVE)
 
     name: ClassVar[str] = "self-speculative"
     label: ClassVar[str] = "Self-speculative decoding"
@@ -117,19 +121,21 @@ class DraftAndVerify(DepthPolicy):
             this part of its drafted tokens has been accepted of late, else down. None: it stays.
     """
 
-    skip_attention: Sequence[int] = ()
-    skip_mlp: Sequence[int] = ()
-    draft_length: int = 8
-    stop_probability: float = 0.8
-    target_acceptance: float | None = 0.9
+    skip_attention: Sequence[int] = field(default=(), metadata=option("layers whose attention a draft leaves out"))
+    skip_mlp: Sequence[int] = field(default=(), metadata=option("layers whose MLP a draft leaves out"))
+    draft_length: int = field(default=8, metadata=LENGTH)
+    stop_probability: float = field(default=0.8, metadata=STOP)
+    target_acceptance: float | None = field(
+        default=0.9, metadata=option("share of a draft that is to be accepted [default: 0.9]")
+    )
 
     name: ClassVar[str] = "draft-and-verify"
     label: ClassVar[str] = "Draft & Verify"
     drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for field in ("skip_attention", "skip_mlp"):
-            object.__setattr__(self, field, checked_layers(field, getattr(self, field)))
+        for name in ("skip_attention", "skip_mlp"):
+            object.__setattr__(self, name, checked_layers(name, getattr(self, name)))
         some = bool(self.skip_attention or self.skip_mlp)
         require(some, "skip_attention", [], "layer ids, unless skip_mlp has some: a draft leaves out something")
         check_draft_length(self)
@@ -221,10 +227,10 @@ class Speculative(DepthPolicy):
             accepted whole; one less, down to 1, after any other.
     """
 
-    draft_model: str
-    draft_length: int | None = None
-    stop_probability: float = 0.0
-    adaptive: bool = False
+    draft_model: str = field(metadata=option("smaller model of the same vocabulary, named as MODEL is"))
+    draft_length: int | None = field(default=None, metadata=LENGTH)
+    stop_probability: float = field(default=0.0, metadata=STOP)
+    adaptive: bool = field(default=False, metadata=ADAPTIVE)
 
     name: ClassVar[str] = "speculative"
     label: ClassVar[str] = "Speculative decoding"
@@ -263,7 +269,7 @@ class PromptLookup(DepthPolicy):
             how often such drafts were right, or none at all.
     """
 
-    draft_length: int | None = None
+    draft_length: int | None = field(default=None, metadata=LENGTH)
 
     name: ClassVar[str] = "lookup"
     label: ClassVar[str] = "Prompt lookup"

@@ -87,7 +87,7 @@ def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) ->
     """The settings of a draft model beside those of its target: what makes it fast, since no answer depends on it."""
     if settings.executor != "native":
         return replace(settings, directory=directory, config=own, keeps_blocks=False)
-    kept = kept_by_default("auto", directory, own, "native")
+    kept = kept_by_default("auto", directory, own, "native") or settings.weight_dtype
     return replace(
         settings,
         directory=directory,

@@ -41,8 +41,8 @@ struct Mass {
     float confidence() const { return float(1 / sum); }  // the probability of the likeliest token
 };
 
-// The best token of `logits`, which it changes: those of `tokens`, or, with null, of all tokens. `order` is scratch with
-// room for `count` numbers.
+// The best token of `logits`, which it changes: those of `tokens`, or, with null, of all tokens. `order` is scratch,
+// with room for `count` numbers.
 Best sample(float* logits, int count, const int64_t* tokens, const D3Sampling& asked, const DrawParams& how,
             std::vector<uint64_t>& order);
 

@@ -207,9 +207,16 @@ public:
         }
         D3Model model{LAYERS, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
                       count + 1, s.rows, LENGTH, std::max(s.rows, PROMPT), threads, isa, 1e-5f, 0.5f, embedding,
-                      matrix(head), own, norm.data(), found.pool.entries(), found.pool.scales_or_null()};
-        D3Decoder* decoder = nullptr;
+                      matrix(head), nullptr, 0, own, norm.data(), found.pool.entries(), found.pool.scales_or_null()};
+        D3Decoder *decoder = nullptr, *draft_model = nullptr;
         if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
+        Pool of_drafts = found.pool;
+        D3Model second = model;
+        second.pool = of_drafts.entries(), second.pool_scales = of_drafts.scales_or_null();
+        std::vector<int64_t> head_tokens(s.vocab);
+        for (int token = 0; token < s.vocab; token++) head_tokens[token] = token;
+        second.head_tokens = head_tokens.data(), second.num_head_tokens = s.vocab;
+        if (d3_create(&second, &draft_model) != D3_OK) fail("no decoder of drafts", isa);
         run(decoder, isa, found, 0, s.rows);
         follow(decoder, isa, found);
         for (float score : found.scores)
@@ -228,6 +235,7 @@ public:
         const Pool kept = found.pool;
         prompt(decoder, isa);
         speculate(decoder, isa);
+        speculate_by_text(decoder, draft_model, isa);
         std::copy(kept.floats.begin(), kept.floats.end(), found.pool.floats.begin());
         std::copy(kept.scales.begin(), kept.scales.end(), found.pool.scales.begin());
         std::copy(kept.bytes.begin(), kept.bytes.end(), found.pool.bytes.begin());
@@ -236,6 +244,7 @@ public:
         const D3Run followed = run_of(again, 0, s.rows, control);
         if (d3_begin(decoder, &followed) != D3_OK || d3_await(decoder, 1) != D3_OK) fail("a run not followed", isa);
         d3_destroy(decoder);  // in the middle of the run
+        d3_destroy(draft_model);
         return found;
     }
 
@@ -315,7 +324,8 @@ private:
     void speculate(D3Decoder* decoder, int isa) const {
         const int most = STEPS - 1;
         std::vector<int64_t> lengths = numbers_for_rows(most), rooms = numbers_for_rows(STEPS), places = lengths;
-        std::vector<int64_t> drafted(STEPS * s.rows * most, -1), counts(STEPS * s.rows * 3), none = drafted;
+        std::vector<int64_t> drafted(STEPS * s.rows * most, -1), none = drafted;
+        std::vector<int64_t> counts(STEPS * s.rows * D3_LOOP_COUNTS);
         std::vector<float> states(size_t(s.rows) * most * s.hidden);
         for (int row = 0; row < s.rows; row++) places[row] = row % 4 ? row * most : -1;
         int32_t control[2] = {0, 0}, taken = 0;
@@ -329,11 +339,54 @@ private:
         asked.states = states.data(), asked.num_states = s.rows * most, asked.places = places.data();
         asked.drafted = drafted.data(), asked.counts = counts.data(), asked.control = control, asked.taken = &taken;
         if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that were refused", isa);
-        const std::vector<int64_t> found(counts.begin(), counts.begin() + taken * s.rows * 3);
+        const std::vector<int64_t> found(counts.begin(), counts.begin() + taken * s.rows * D3_LOOP_COUNTS);
         if (d3_begin_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that do not begin", isa);
         if (d3_await(decoder, taken) != D3_OK) fail("an iteration that does not come", isa);
         d3_finish(decoder);
         if (!std::equal(found.begin(), found.end(), counts.begin())) fail("other iterations in the background", isa);
+    }
+
+    // The same by a draft model, by lookups and by both, for as many tokens as pay.
+    void speculate_by_text(D3Decoder* decoder, D3Decoder* draft_model, int isa) const {
+        const int most = STEPS - 1;
+        std::vector<int64_t> lengths = numbers_for_rows(most), rooms = numbers_for_rows(STEPS);
+        std::vector<int64_t> nowhere = numbers_for_rows(-1), adapts = numbers_for_rows(0);
+        std::vector<int64_t> drafters = adapts, computed = adapts;
+        const int64_t room = *std::max_element(positions.begin(), positions.end()) + STEPS + 1;
+        std::vector<int64_t> texts(s.rows * room), history = {0, s.vocab - 1, -1, 0, 0};
+        for (int row = 0; row < s.rows; row++) {
+            drafters[row] = 1 + row % 3, computed[row] = std::min<int64_t>(positions[row], row % 2 * 3);
+            for (int64_t at = 0; at <= positions[row]; at++) texts[row * room + at] = (at % 3) % s.vocab;
+            texts[row * room + positions[row]] = tokens[row];
+        }
+        std::vector<int64_t> drafted(STEPS * s.rows * most, -1), none = drafted;
+        std::vector<int64_t> counts(STEPS * s.rows * D3_LOOP_COUNTS);
+        std::vector<float> logits(size_t(STEPS) * s.rows * (most + 1) * s.vocab), stops(s.rows, 0.01f);
+        std::vector<float> states(s.hidden);
+        const std::vector<uint8_t> reports(s.rows, 1);
+        std::vector<D3Sampling> cuts(s.rows, {-INFINITY, 0.9f, 3, 1, 0, 0, nullptr, nullptr});
+        D3DraftCosts costs{};
+        for (int rows = 1; rows <= D3_COST_ROWS; rows++) costs.verify[rows] = 1, costs.draft[rows] = 0.01;
+        int32_t taken = 0;
+        D3SpeculativeLoop asked{};
+        asked.rows = s.rows, asked.iterations = STEPS, asked.most = most;
+        asked.tokens = tokens.data(), asked.positions = positions.data(), asked.generation = generation.data();
+        asked.slots = slots.data(), asked.cutoffs = cutoffs.data(), asked.tables = tables.data();
+        asked.begun = none.data(), asked.num_begun = adapts.data(), asked.first_lengths = lengths.data();
+        asked.lengths = asked.most_lengths = lengths.data(), asked.adapts = adapts.data(), asked.rooms = rooms.data();
+        asked.states = states.data(), asked.num_states = 1, asked.places = nowhere.data();
+        asked.drafted = drafted.data(), asked.counts = counts.data(), asked.taken = &taken;
+        asked.temperatures = temperatures.data(), asked.seeds = seeds.data(), asked.indices = indices.data();
+        asked.sampling = cuts.data();
+        asked.texts = texts.data(), asked.text_room = room, asked.drafters = drafters.data();
+        asked.draft_model = draft_model, asked.draft_tables = tables.data(), asked.draft_positions = computed.data();
+        asked.history = history.data(), asked.history_length = int64_t(history.size());
+        asked.stops = stops.data(), asked.costs = &costs, asked.logits = logits.data(), asked.reports = reports.data();
+        if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("drafts by text that were refused", isa);
+        for (int row = 0; row < s.rows; row++)
+            if (counts[row * D3_LOOP_COUNTS] > most) fail("a draft longer than the longest", isa);
+        asked.text_room--;
+        if (d3_run_speculative_loop(decoder, &asked) != D3_BAD_TEXT) fail("a text without room that was taken", isa);
     }
 
     // The difference of a row relative to its length: sums of thousands of products are rounded in another order.

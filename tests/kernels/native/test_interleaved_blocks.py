@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_reference(type_name: str) -> None:
     wanted = case.reference(1)[2][0]
     apart = np.linalg.norm(logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
     assert np.median(apart) < 1e-5
-    assert apart.max() < 1e-2
+    assert apart.max() < 2e-2
 
 
 def products(weight: BlockWeight, vectors: torch.Tensor, isa: str) -> tuple[Any, Any]:
