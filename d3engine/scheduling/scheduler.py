@@ -134,7 +134,10 @@ class Scheduler:
         if sequence.draft is not None:
             spare = self.config.max_num_batched_tokens - self.config.max_num_seqs
             allowed = f"at most max_num_batched_tokens - max_num_seqs = {spare}, since a draft is verified in one piece"
-            require(sequence.draft.rule.length <= spare, "draft_length", sequence.draft.rule.length, allowed)
+            rule = sequence.draft.rule
+            if rule.by_cost and spare >= 1:  # an open length is what there is room for
+                rule = sequence.draft.rule = replace(rule, length=min(rule.length, spare))
+            require(rule.length <= spare, "draft_length", rule.length, allowed)
             if self._second is not None and sequence.draft.rule.model is not None:
                 self._second.check_fits(sequence)
 

@@ -44,15 +44,16 @@ double DraftCosts::mean_chance() const {
     return right / judged;
 }
 
-int64_t DraftCosts::best_length(double chance, int64_t most, int64_t rows, double each, double first) const {
-    double tokens = double(rows), all_right = 1, best = tokens / verify(rows);
-    int64_t length = 0;
+DraftCosts::Plan DraftCosts::best_plan(double chance, int64_t most, int64_t rows, double each, double first) const {
+    double tokens = double(rows), all_right = 1;
+    const double plain = tokens / verify(rows);
+    Plan best = {0, plain};
     for (int64_t count = 1; count <= most; count++) {
         tokens += all_right *= chance;
         const double rate = tokens / (verify(rows + count) + each * double(count) + first);
-        if (rate > best) best = rate, length = count;
+        if (rate > std::max(best.rate, MIN_GAIN * plain)) best = {count, rate};
     }
-    return length;
+    return best;
 }
 
 void DraftCosts::judge(D3Drafter drafter, int bin, bool right) {

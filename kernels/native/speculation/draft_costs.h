@@ -28,8 +28,14 @@ public:
     double mean_chance() const;
 
     // The best length of a draft of up to `most` tokens, each right with probability `chance`, where a step has
-    // `rows` rows without it and each drafted token takes `each` seconds beside its row, the first one `first` more.
-    int64_t best_length(double chance, int64_t most, int64_t rows, double each, double first) const;
+    // `rows` rows without it and each drafted token takes `each` seconds beside its row, the first one `first` more;
+    // and how many tokens per second that yields.
+    struct Plan {
+        int64_t length;
+        double rate;
+    };
+    // A draft must promise `MIN_GAIN` times the tokens of a step without one.
+    Plan best_plan(double chance, int64_t most, int64_t rows, double each, double first) const;
     // Tokens per second that time should yield: what drafts achieve lately, but no less than a step without drafts.
     double rate(int64_t rows) const { return std::max(known_.gain, 1.0) * double(rows) / verify(rows); }
 
@@ -44,6 +50,7 @@ public:
     bool should_probe() const { return known_.idle >= PROBE_AFTER; }
 
 private:
+    static constexpr double MIN_GAIN = 1.08;  // what the numbers do not say: the host's work, and how sure they are
     static constexpr int64_t PROBE_AFTER = 64;  // a probe of two tokens then costs about one step in a hundred
     static double seconds(const double* of_rows, int64_t rows);
     static void time(double* of_rows, int64_t rows, double taken);

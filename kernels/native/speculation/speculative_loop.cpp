@@ -23,7 +23,7 @@ SpeculativeLoop::SpeculativeLoop(const D3SpeculativeLoop& args, Decoder& decoder
     for (int row = 0; row < args.rows; row++)
         rows_.push_back({args.tokens[row], args.positions[row], args.generation[row], args.lengths[row],
                          args.rooms[row], args.draft_positions ? args.draft_positions[row] : 0, false, D3_OWN_LAYERS,
-                         0, 0, 1, {}});
+                         0, 0, 1, 0, {}});
 }
 
 D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& decoder, const Decoder* draft_model) {
@@ -161,8 +161,9 @@ void SpeculativeLoop::plan_draft(int row) {
     // A prompt that the draft model has not read yet is paid for by all tokens that the answer may still have.
     const double per_token = costs_->draft(D3_COST_ROWS) / D3_COST_ROWS;
     const double first = double(lag) * per_token * (lag > MAX_LAG ? 4 / double(at.room) : 1);
-    const int64_t best = costs_->best_length(costs_->mean_chance(), at.wanted, num_live_, each, first);
-    if (best == 0) at.wanted = costs_->should_probe() ? std::min<int64_t>(at.wanted, 2) : 0;
+    const DraftCosts::Plan best = costs_->best_plan(costs_->mean_chance(), at.wanted, num_live_, each, first);
+    at.rate = best.rate;
+    if (best.length == 0) at.wanted = costs_->should_probe() ? std::min<int64_t>(at.wanted, 2) : 0;
     if (at.wanted == 0) at.drafter = D3_OWN_LAYERS;
 }
 
@@ -178,11 +179,11 @@ void SpeculativeLoop::look_up(int row, int nth) {
     int64_t wanted = most;
     const int bin = DraftCosts::bin_of_match(found.length);
     if (costs_) {
-        const double chance = costs_->chance(D3_LOOKUP, bin);
-        wanted = costs_->best_length(chance, most, num_live_, 0, 0);
+        const DraftCosts::Plan best = costs_->best_plan(costs_->chance(D3_LOOKUP, bin), most, num_live_, 0, 0);
+        if (at.drafter == D3_DRAFT_MODEL && best.rate < at.rate) return;
+        wanted = best.length;
         if (wanted == 0 && costs_->should_probe()) wanted = std::min<int64_t>(most, 2);
         if (wanted == 0) return;
-        if (at.drafter == D3_DRAFT_MODEL && chance < costs_->mean_chance()) return;
     }
     int64_t* tokens = drafted(row, nth);
     int64_t count = copy_continuation(found, found.next == own.next, wanted, tokens);

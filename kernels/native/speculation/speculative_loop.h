@@ -32,6 +32,7 @@ private:
         D3Drafter drafter;
         int64_t count, wanted;  // tokens of the draft: drafted so far, and in all
         double all_right;       // the probability that all of them are right
+        double rate;            // tokens per second that the planned draft promises
         std::vector<int> bins;  // of each drafted token, see `DraftCosts::judge`
     };
     // The rows of one step, of drafts or of their verification.
