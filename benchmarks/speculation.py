@@ -437,7 +437,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if BASE not in options.systems:
         parser.error(f"--systems must name {BASE}, over which the ratios are")
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()
+    }
     report = measure(Settings(**{name: value for name, value in given.items() if name not in ("plot", "json")}))
     report["environment"] = environment("benchmarks.speculation", arguments)
     console = Console()
