@@ -46,9 +46,10 @@ def verify(
     """
     require_integer("--max-tokens", max_tokens, 17, 512)  # each answer grows by a block, so that some are preempted
     arguments = engine_arguments(model, engine_options)
-    from d3engine.research.certificate import CHECKS, certify
+    from d3engine.research.certificate import certify, checks_for
 
-    with tqdm(total=len(CHECKS) + 1, unit="check", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
+    total = 1 + len(checks_for(draft_model))
+    with tqdm(total=total, unit="check", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
 
         def done(name: str) -> None:
             bar.set_description(name)

@@ -246,19 +246,22 @@ def _preempted(engine: Engine, cases: Sequence[Case]) -> Outcome:
     return Outcome(outputs, evidence, sum(times) > 0)
 
 
-def _drafted(outputs: list[RequestOutput]) -> Outcome:
+def _drafted(outputs: list[RequestOutput], cases: Sequence[Case]) -> Outcome:
     drafted = [output.metrics.num_drafted_tokens for output in outputs]
     accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
-    return Outcome(outputs, f"{accepted} of {sum(drafted)} drafted tokens accepted", min(drafted) > 0)
+    counts: dict[bool, int] = {}  # greedy ones, sampled ones: a lookup need not find something for each prompt
+    for case, count in zip(cases, drafted, strict=True):
+        counts[case.params.greedy] = counts.get(case.params.greedy, 0) + count
+    return Outcome(outputs, f"{accepted} of {sum(drafted)} drafted tokens accepted", min(counts.values()) > 0)
 
 
 def _drafted_alone(engine: Engine, cases: Sequence[Case]) -> Outcome:
-    return _drafted(alone(engine, cases))
+    return _drafted(alone(engine, cases), cases)
 
 
-def _drafted_in_batch(engine: Engine, cases: Sequence[Case]) -> Outcome:
-    found = _in_batch(engine, cases)
-    drafted = _drafted(found.outputs)
+def _drafted_and_preempted(engine: Engine, cases: Sequence[Case]) -> Outcome:
+    found = _preempted(engine, cases)
+    drafted = _drafted(found.outputs, cases)
     return Outcome(found.outputs, f"{found.evidence}, {drafted.evidence}", found.happened and drafted.happened)
 
 
@@ -281,7 +284,7 @@ CHECKS = (
     Check("preempted", TIGHT, _preempted),
     Check("drafted by a model", DRAFT_MODEL, _drafted_alone),
     Check("drafted by a model, tokens only", DRAFT_MODEL, _tokens_only(_drafted_alone)),
-    Check("drafted by a model, in a batch of 8", DRAFT_MODEL, _drafted_in_batch),
+    Check("drafted by a model, in a batch, preempted", DRAFT_MODEL, _drafted_and_preempted),
 )
 """In this order; the first one's engine has also answered each case alone."""
 
@@ -294,15 +297,19 @@ class Needs:
     tight_bytes: int
 
 
-ENGINES: Mapping[str, Callable[[Needs], dict[str, Any]]] = {
-    ROOMY: lambda needs: {"max_num_seqs": AT_ONCE},
-    CHUNKED: lambda needs: {"max_num_seqs": AT_ONCE, "max_num_batched_tokens": CHUNK},
-    TIGHT: lambda needs: {
+def _tight(needs: Needs) -> dict[str, Any]:
+    return {
         "max_num_seqs": 2 * AT_ONCE,
         "kv_cache_memory_bytes": needs.tight_bytes,
         "enable_prefix_caching": False,
-    },
-    DRAFT_MODEL: lambda needs: {"max_num_seqs": AT_ONCE, "depth": Speculative(needs.draft_model or "")},
+    }
+
+
+ENGINES: Mapping[str, Callable[[Needs], dict[str, Any]]] = {
+    ROOMY: lambda needs: {"max_num_seqs": AT_ONCE},
+    CHUNKED: lambda needs: {"max_num_seqs": AT_ONCE, "max_num_batched_tokens": CHUNK},
+    TIGHT: _tight,
+    DRAFT_MODEL: lambda needs: _tight(needs) | {"depth": Speculative(needs.draft_model or "")},
 }
 """Engine -> its arguments beside those that all have."""
 
@@ -318,6 +325,11 @@ def _tight_bytes(engine: Engine, answers: Sequence[Answer]) -> int:
 # -- the certificate -------------------------------------------------------------------------------------------
 
 
+def checks_for(draft_model: str | None) -> list[Check]:
+    """The checks that run: those of a draft model only with one."""
+    return [check for check in CHECKS if draft_model is not None or check.engine != DRAFT_MODEL]
+
+
 def certify(
     model: str,
     arguments: Mapping[str, Any],
@@ -328,15 +340,14 @@ def certify(
 ) -> Certificate:
     """Run every check on a model, with `arguments` for all of its engines; `done` hears of each check that has run.
 
-    Checks of a draft model are left out without one. Raises what `Engine` raises.
+    Raises what `Engine` raises.
     """
     length = min(ModelConfig.from_directory(model_directory(model)).max_length, MAX_MODEL_LEN)
     common = {"depth": FullDepth(), "max_model_len": length, "block_size": BLOCK, **arguments}
     needs = Needs(draft_model, 0)
     found: Certificate | None = None
     cases: list[Case] = []
-    checks = [check for check in CHECKS if draft_model is not None or check.engine != DRAFT_MODEL]
-    for name, of_engine in groupby(checks, key=lambda check: check.engine):
+    for name, of_engine in groupby(checks_for(draft_model), key=lambda check: check.engine):
         with Engine(model, **common | ENGINES[name](needs)) as engine:
             if found is None:
                 cases = cases_of(engine, max_tokens)
