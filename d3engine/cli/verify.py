@@ -14,7 +14,7 @@ from d3engine.errors import require_integer
 from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
-    from d3engine.research.certificate import Certificate
+    from d3engine.research.equality import EqualityReport
 
 app = new_app()
 
@@ -46,7 +46,7 @@ def verify(
     """
     require_integer("--max-tokens", max_tokens, 17, 512)  # each answer grows by a block, so that some are preempted
     arguments = engine_arguments(model, engine_options)
-    from d3engine.research.certificate import certify, checks_for
+    from d3engine.research.equality import checks_for, verify_equality
 
     total = 1 + len(checks_for(draft_model))
     with tqdm(total=total, unit="check", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
@@ -55,7 +55,7 @@ def verify(
             bar.set_description(name)
             bar.update()
 
-        found = certify(model, arguments, draft_model=draft_model, max_tokens=max_tokens, done=done)
+        found = verify_equality(model, arguments, draft_model=draft_model, max_tokens=max_tokens, done=done)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
@@ -64,7 +64,7 @@ def verify(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _print(found: Certificate) -> None:
+def _print(found: EqualityReport) -> None:
     from d3engine.cli.terminal import print_table
 
     rows = [

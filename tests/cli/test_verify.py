@@ -13,8 +13,8 @@ from invoking import invoke
 
 from d3engine import Engine
 from d3engine.request.outputs import RequestOutput
-from d3engine.research import certificate
-from d3engine.research.certificate import CHECKS, CHUNK, CHUNKED, DRAFT_MODEL, ENGINES, TIGHT, Answer
+from d3engine.research import equality
+from d3engine.research.equality import CHECKS, CHUNK, CHUNKED, DRAFT_MODEL, ENGINES, TIGHT, Answer
 
 ROWS = [check.name for check in CHECKS if check.engine != DRAFT_MODEL]
 FEW = ["--max-tokens", "17", "--threads", "1"]
@@ -27,33 +27,33 @@ def verified(*words: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def certified(native_library: None) -> dict[str, Any]:
+def report(native_library: None) -> dict[str, Any]:
     code, found = verified()
     assert code == 0
     return found
 
 
-def test_the_bundled_model_keeps_its_bits_in_every_situation(certified: dict[str, Any]) -> None:
-    assert certified["equal"] is True
-    assert [row["name"] for row in certified["checks"]] == ROWS
-    assert all(row["equal"] and row["tokens"] == 6 * 17 for row in certified["checks"])
-    assert [answer["name"] for answer in certified["answers"]] == [
+def test_the_bundled_model_keeps_its_bits_in_every_situation(report: dict[str, Any]) -> None:
+    assert report["equal"] is True
+    assert [row["name"] for row in report["checks"]] == ROWS
+    assert all(row["equal"] and row["tokens"] == 6 * 17 for row in report["checks"])
+    assert [answer["name"] for answer in report["answers"]] == [
         f"{prompt}, {kind}" for prompt in ("chat", "code", "long") for kind in ("greedy", "sampled")
     ]
-    assert all(len(answer["logprobs"]) == 17 for answer in certified["answers"])
-    assert certified["computed_by"]["executor"].startswith("native")
-    assert {"activations", "dtype", "weight_dtype", "kv_dtype", "torch", "d3engine"} < set(certified["computed_by"])
+    assert all(len(answer["logprobs"]) == 17 for answer in report["answers"])
+    assert report["computed_by"]["executor"].startswith("native")
+    assert {"activations", "dtype", "weight_dtype", "kv_dtype", "torch", "d3engine"} < set(report["computed_by"])
 
 
 def test_the_sum_is_that_of_the_answers_on_any_number_of_threads(
-    certified: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certificate, "CHECKS", CHECKS[:1])
+    monkeypatch.setattr(equality, "CHECKS", CHECKS[:1])
     again = invoke(["verify", "demo", "--json", "--max-tokens", "17", "--threads", "2"])
     found = json.loads(again.stdout)
-    assert (found["sha256"], found["answers"]) == (certified["sha256"], certified["answers"])
+    assert (found["sha256"], found["answers"]) == (report["sha256"], report["answers"])
     fewer = invoke(["verify", "demo", "--json", "--max-tokens", "18", "--threads", "1"])
-    assert json.loads(fewer.stdout)["sha256"] != certified["sha256"]
+    assert json.loads(fewer.stdout)["sha256"] != report["sha256"]
 
 
 def breaks(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Engine, Outputs], None]) -> None:
@@ -102,30 +102,28 @@ def test_a_token_that_a_batch_changes_is_found_without_log_probabilities_too(
             outputs[-1].outputs[0].token_ids[4] += 1
 
     breaks(monkeypatch, spoil)
-    monkeypatch.setattr(certificate, "CHECKS", [replace(CHECKS[1], name="tokens")])
+    monkeypatch.setattr(equality, "CHECKS", [replace(CHECKS[1], name="tokens")])
     result = invoke(["verify", "demo", *FEW])
     assert result.exit_code == 1
     assert "long, sampled: token 4 is" in result.stdout
 
 
-def test_a_situation_that_does_not_come_about_is_no_equality(
-    monkeypatch: pytest.MonkeyPatch, native_library: None
-) -> None:
+def test_a_situation_that_does_not_occur_is_no_equality(monkeypatch: pytest.MonkeyPatch, native_library: None) -> None:
     roomy = dict.fromkeys(ENGINES, lambda needs: {"max_num_seqs": 16})
-    monkeypatch.setattr(certificate, "ENGINES", roomy)
-    monkeypatch.setattr(certificate, "CHECKS", [CHECKS[0], *(one for one in CHECKS if one.engine in (CHUNKED, TIGHT))])
+    monkeypatch.setattr(equality, "ENGINES", roomy)
+    monkeypatch.setattr(equality, "CHECKS", [CHECKS[0], *(one for one in CHECKS if one.engine in (CHUNKED, TIGHT))])
     code, found = verified()
     assert code == 1
     assert [row["equal"] for row in found["checks"]] == [True, False, False]
-    assert all("has not come about" in row["difference"] for row in found["checks"][1:])
+    assert all("did not occur" in row["difference"] for row in found["checks"][1:])
     assert found["checks"][2]["evidence"] == "0 of 6 requests preempted"
 
 
 def test_greedy_answers_that_another_model_drafts_keep_their_bits(
     monkeypatch: pytest.MonkeyPatch, native_library: None
 ) -> None:
-    monkeypatch.setattr(certificate, "TEMPERATURES", {"greedy": 0.0})
-    monkeypatch.setattr(certificate, "CHECKS", [CHECKS[0], *(one for one in CHECKS if one.engine == DRAFT_MODEL)])
+    monkeypatch.setattr(equality, "TEMPERATURES", {"greedy": 0.0})
+    monkeypatch.setattr(equality, "CHECKS", [CHECKS[0], *(one for one in CHECKS if one.engine == DRAFT_MODEL)])
     code, found = verified("--draft-model", "demo")
     assert code == 0
     assert [row["name"] for row in found["checks"] if "drafted" in row["evidence"]] == [

@@ -96,7 +96,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check has computed: an output for each case, and how it is seen that its situation came about."""
+    """Outputs of a check, one a case, and the evidence that its situation occurred."""
 
     outputs: list[RequestOutput]
     evidence: str
@@ -126,7 +126,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class EqualityReport:
     """Results, the answers of each case alone, and their SHA-256 with what it depends on."""
 
     model: str
@@ -322,7 +322,7 @@ def _tight_bytes(engine: Engine, answers: Sequence[Answer]) -> int:
     return blocks * engine.config.num_layers * engine.settings.block_bytes
 
 
-# -- the certificate -------------------------------------------------------------------------------------------
+# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def checks_for(draft_model: str | None) -> list[Check]:
@@ -330,14 +330,14 @@ def checks_for(draft_model: str | None) -> list[Check]:
     return [check for check in CHECKS if draft_model is not None or check.engine != DRAFT_MODEL]
 
 
-def certify(
+def verify_equality(
     model: str,
     arguments: Mapping[str, Any],
     *,
     draft_model: str | None = None,
     max_tokens: int = 32,
     done: Callable[[str], None] = lambda name: None,
-) -> Certificate:
+) -> EqualityReport:
     """Run every check on a model, with `arguments` for all of its engines; `done` hears of each check that has run.
 
     Raises what `Engine` raises.
@@ -345,14 +345,14 @@ def certify(
     length = min(ModelConfig.from_directory(model_directory(model)).max_length, MAX_MODEL_LEN)
     common = {"depth": FullDepth(), "max_model_len": length, "block_size": BLOCK, **arguments}
     needs = Needs(draft_model, 0)
-    found: Certificate | None = None
+    found: EqualityReport | None = None
     cases: list[Case] = []
     for name, of_engine in groupby(checks_for(draft_model), key=lambda check: check.engine):
         with Engine(model, **common | ENGINES[name](needs)) as engine:
             if found is None:
                 cases = cases_of(engine, max_tokens)
                 answers = [Answer.of(*pair) for pair in zip(cases, alone(engine, cases), strict=True)]
-                found = Certificate(str(model), draft_model, _computed_by(engine), answers)
+                found = EqualityReport(str(model), draft_model, _computed_by(engine), answers)
                 needs = Needs(draft_model, _tight_bytes(engine, answers))
                 done("alone")
             for check in of_engine:
@@ -367,7 +367,7 @@ def _result(check: Check, outcome: Outcome, cases: Sequence[Case], wanted: Seque
     differences: Iterator[str | None] = (one.difference(other) for one, other in zip(answers, wanted, strict=True))
     difference = next(filter(None, differences), None)
     if difference is None and not outcome.happened:
-        difference = "nothing was compared: this has not come about"
+        difference = "the situation did not occur, so nothing is proven"
     return Result(check.name, sum(len(answer.token_ids) for answer in answers), outcome.evidence, difference)
 
 
