@@ -88,7 +88,12 @@ class Child:
     def __init__(self, target: str, draft: str, threads: int, length: int) -> None:
         command = python_command("-m", "benchmarks.llama_cpp_drafts")
         self._process = subprocess.Popen(
-            command, env=checkout_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=checkout_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the benchmark; it ends when its stdin does
         )
         self.version = self.ask({"target": target, "draft": draft, "threads": threads, "length": length})["version"]
 

@@ -34,9 +34,10 @@ from d3engine.engine import Engine
 from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
 from d3engine.request.params import SamplingParams
 
-BASE = "none"
+BASE, AGAIN = "none", "none again"
 SYSTEMS: dict[str, Callable[[str], dict[str, Any]]] = {
     BASE: lambda draft: {"depth": FullDepth()},
+    AGAIN: lambda draft: {"depth": FullDepth()},  # what noise alone does to a ratio
     "draft": lambda draft: {"depth": Speculative(draft, draft_length=4)},
 }
 """System -> arguments of its engine, given the draft model."""
@@ -57,7 +58,7 @@ class Settings:
 
     model: str
     draft: str
-    systems: tuple[str, ...] = tuple(SYSTEMS)
+    systems: tuple[str, ...] = tuple(name for name in SYSTEMS if name != AGAIN)
     limit: int = 15
     tokens: int = 256
     temperatures: tuple[float, ...] = (0.0, 0.7)
@@ -194,15 +195,24 @@ def params_of(
 # -- measuring -------------------------------------------------------------------------------------------------
 
 
+Turn = tuple[float, int, Group, str]
+"""Temperature, batch, prompts and the system that answers them."""
+
+Runs = dict[tuple[float, int, str], list[tuple[Group, Run]]]
+"""By temperature, batch and system."""
+
+
 def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
-    """Run every system over all prompts and return the report, without its environment."""
+    """Run every system over all prompts and return the report, without its environment.
+
+    Ctrl-C ends the turns: the report has the prompts that every system has answered by then.
+    """
     hidden = None if show_progress is None else not show_progress
     with ExitStack() as opened:
-        systems: dict[str, System] = {}
-        engines = [opened.enter_context(_engine(name, settings)) for name in settings.systems]
-        systems |= {name: EngineSystem(engine) for name, engine in zip(settings.systems, engines, strict=True)}
+        engines = {name: opened.enter_context(_engine(name, settings)) for name in settings.systems}
+        systems: dict[str, System] = {name: EngineSystem(engine) for name, engine in engines.items()}
         asked = {
-            kind: [_ids(engines[0], text) for text in texts] for kind, texts in read_prompts(settings.limit).items()
+            kind: [_ids(engines[BASE], text) for text in texts] for kind, texts in read_prompts(settings.limit).items()
         }
         version = None
         if settings.peer_lengths:
@@ -211,31 +221,12 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
             version = child.version
             systems[PEER] = PeerSystem(child, 0)
             systems |= {f"{PEER}, {length}": PeerSystem(child, length) for length in settings.peer_lengths}
-        turns = list(_turns(settings, systems, asked))
-        checks = list(_checks(settings, asked))
-        total = len(turns) + len(checks) * len(engines) + len(systems)
-        with tqdm(total=total, unit="run", disable=hidden) as bar:
-            for name, system in systems.items():  # a warm-up
-                bar.set_description(f"{name}, warm-up")
-                group = groups_of(asked, 1)[0]
-                system.answer(group.prompts, [SamplingParams(temperature=0.0, max_tokens=8)])
-                bar.update()
-            runs: dict[tuple[float, int, str], list[tuple[Group, Run]]] = {}
-            for temperature, batch, group, name in turns:
-                bar.set_description(f"{name}, {group.kind}")
-                rest()
-                run = systems[name].answer(group.prompts, params_of(group, settings, temperature))
-                runs.setdefault((temperature, batch, name), []).append((group, run))
-                bar.update()
-            checked = {name: {"answers": 0, "equal": 0} for name in settings.systems}
-            for group, temperature in checks:
-                params = params_of(group, settings, temperature, logprobs=0)
-                bar.set_description(f"log-probabilities, {group.kind}")
-                found = {name: systems[name].answer(group.prompts, params) for name in settings.systems}
-                bar.update(len(found))
-                for name, run in found.items():
-                    checked[name]["answers"] += 1
-                    checked[name]["equal"] += is_equal(run, found[BASE])
+        turns, checks = list(_turns(settings, systems, asked)), list(_checks(settings, asked))
+        with tqdm(total=len(turns) + len(checks) * len(engines), unit="run", disable=hidden) as bar:
+            for system in systems.values():  # a warm-up
+                system.answer(asked[KINDS[0]][:1], [SamplingParams(temperature=0.0, max_tokens=8)])
+            runs, is_whole = _answers(settings, systems, turns, bar)
+            checked = _equal_bits(settings, systems, checks if is_whole else [], bar)
     cells = [
         {"system": name, "base": systems[name].base, "temperature": temperature, "batch": batch, **cell}
         for (temperature, batch, name), found in runs.items()
@@ -249,6 +240,49 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         "log_probabilities": checked,
         "cells": cells,
     }
+
+
+def _answers(settings: Settings, systems: dict[str, System], turns: list[Turn], bar: Any) -> tuple[Runs, bool]:
+    """The runs of all turns, or after Ctrl-C of the groups that every system has answered; whether it is all."""
+    runs: Runs = {(temperature, batch, name): [] for temperature, batch, _, name in turns}
+    try:
+        for temperature, batch, group, name in turns:
+            bar.set_description(f"{name}, {group.kind}")
+            rest()
+            run = systems[name].answer(group.prompts, params_of(group, settings, temperature))
+            runs[temperature, batch, name].append((group, run))
+            bar.update()
+    except KeyboardInterrupt:
+        runs = answered_by_all(runs)
+        if not runs:
+            raise
+        print("Ended early: the prompts that every system has answered are reported.", file=sys.stderr)
+        return runs, False
+    return runs, True
+
+
+def answered_by_all(runs: Runs) -> Runs:
+    """The runs without the groups that some system has not answered; each answers them in the same order."""
+    least: dict[tuple[float, int], int] = {}
+    for (temperature, batch, _), found in runs.items():
+        least[temperature, batch] = min(len(found), least.get((temperature, batch), len(found)))
+    return {key: found[: least[key[:2]]] for key, found in runs.items() if least[key[:2]]}
+
+
+def _equal_bits(
+    settings: Settings, systems: dict[str, System], checks: list[tuple[Group, float]], bar: Any
+) -> dict[str, dict[str, int]]:
+    """How many answers of each engine equal those of the base with their log-probabilities."""
+    checked = {name: {"answers": 0, "equal": 0} for name in settings.systems}
+    for group, temperature in checks:
+        bar.set_description(f"log-probabilities, {group.kind}")
+        params = params_of(group, settings, temperature, logprobs=0)
+        found = {name: systems[name].answer(group.prompts, params) for name in settings.systems}
+        bar.update(len(found))
+        for name, run in found.items():
+            checked[name]["answers"] += 1
+            checked[name]["equal"] += is_equal(run, found[BASE])
+    return checked
 
 
 def _engine(name: str, settings: Settings) -> Engine:
@@ -267,12 +301,11 @@ def _ids(engine: Engine, text: str) -> list[int]:
     return engine.chat_prompt([{"role": "user", "content": text}])["prompt_token_ids"]
 
 
-def _turns(
-    settings: Settings, systems: dict[str, System], asked: dict[str, list[list[int]]]
-) -> Iterator[tuple[float, int, Group, str]]:
+def _turns(settings: Settings, systems: dict[str, System], asked: dict[str, list[list[int]]]) -> Iterator[Turn]:
     for temperature, batch in product(settings.temperatures, settings.batches):
         names = [name for name, system in systems.items() if system.runs(temperature, batch)]
-        for nth, group in enumerate(groups_of(asked, batch)):
+        # Kinds in turn, so that a run that is ended early has some of each.
+        for nth, group in enumerate(sorted(groups_of(asked, batch), key=lambda group: group.first)):
             begin = nth % len(names)
             yield from ((temperature, batch, group, name) for name in [*names[begin:], *names[:begin]])
 
@@ -417,7 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", required=True, help="the model that answers")
     parser.add_argument("--draft", required=True, help="a smaller model of the same vocabulary")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS), help=f"with {BASE}")
+    parser.add_argument("--systems", nargs="+", default=Settings.systems, choices=list(SYSTEMS), help=f"with {BASE}")
     parser.add_argument("--limit", type=positive, default=Settings.limit, help="prompts of each kind")
     parser.add_argument("--tokens", type=positive, default=Settings.tokens, help="of an answer at most")
     parser.add_argument("--temperatures", type=float, nargs="+", default=Settings.temperatures)

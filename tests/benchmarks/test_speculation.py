@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from benchmarks import speculation
 from benchmarks.llama_cpp_drafts import answer
-from benchmarks.speculation import Group, Run, cells_of, groups_of, is_equal, read_prompts
+from benchmarks.speculation import Group, Run, answered_by_all, cells_of, groups_of, is_equal, read_prompts
+from d3engine.engine import Engine
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,35 @@ def test_a_cell_has_the_ratios_of_its_own_prompts_and_counts_what_differs() -> N
 def test_kinds_without_a_prompt_have_no_cell() -> None:
     one = [(Group("edits", 0, [[1]]), run(1.0, [[5]]))]
     assert [cell["kind"] for cell in cells_of(one, one)] == ["edits", "all"]
+
+
+def test_after_ctrl_c_the_groups_that_every_system_has_answered_are_left() -> None:
+    groups = [(Group("code", first, [[1]]), run(1.0, [[5]])) for first in range(3)]
+    runs = {
+        (0.0, 1, "none"): groups,
+        (0.0, 1, "draft"): groups[:2],
+        (0.7, 1, "none"): groups[:1],
+        (0.7, 1, "draft"): [],
+    }
+    assert answered_by_all(runs) == {(0.0, 1, "none"): groups[:2], (0.0, 1, "draft"): groups[:2]}
+
+
+def test_ctrl_c_leaves_a_report_of_the_prompts_that_are_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate, calls = Engine.generate, itertools.count(1)
+
+    def pressed_in_the_third_group(*arguments: Any, **options: Any) -> Any:
+        if next(calls) > 2 + 2 * 2 + 1:  # a warm-up of both, two groups of both, and one more
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", pressed_in_the_third_group)
+    settings = speculation.Settings("demo", "demo", limit=1, tokens=4, temperatures=(0.0,), peer_lengths=())
+    report = speculation.measure(settings, show_progress=False)
+    assert [cell["kind"] for cell in report["cells"]] == ["code", "problems", "all"] * 2
+    assert all(cell["answers"] == (2 if cell["kind"] == "all" else 1) for cell in report["cells"])
+    assert "Ended early" in capsys.readouterr().err
 
 
 def test_one_bit_of_a_log_probability_makes_two_runs_differ() -> None:
