@@ -438,7 +438,8 @@ def plot(report: dict[str, Any], path: str) -> None:
     for row in panels:
         row[0].set_ylabel("tokens a second\nover no drafts")
     panels[0][0].set_ylim(bottom=0)
-    panels[0][0].legend(frameon=False, fontsize="small", loc="lower left")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize="small")
     save_figure(figure, Path(path))
 
 
