@@ -70,8 +70,33 @@ def tell(
 
 
 def write_json(report: dict[str, Any], path: str | Path) -> None:
-    """Write a report, whole or not at all, with its fields in the order they were put in."""
-    write_whole(path, json.dumps(report, indent=2) + "\n")
+    """Write a report, whole or not at all: fields in their order, floats in 8 digits, a row of a table on a line."""
+    fields = []
+    for name, value in report.items():
+        is_table = isinstance(value, list) and any(isinstance(row, dict) for row in value)
+        lines = "[\n" + ",\n".join(map(_wrapped, value)) + "\n]" if is_table else _wrapped(value)
+        fields.append(f"{json.dumps(name)}: {lines}")
+    write_whole(path, "{\n" + ",\n".join(fields) + "\n}\n")
+
+
+def _wrapped(value: Any) -> str:
+    """JSON in lines of some 120 columns, which end behind commas."""
+    lines = [""]
+    for part in json.JSONEncoder().iterencode(_rounded(value)):
+        if part.startswith(", ") and len(lines[-1]) > 110:
+            lines[-1] += ","
+            lines.append("  " + part[2:])
+        else:
+            lines[-1] += part
+    return "\n".join(lines)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 def _without_folder(argument: str) -> str:

@@ -53,6 +53,7 @@ _PUBLIC = {
     "Lossless": "d3engine.depth",
     "DraftAndVerify": "d3engine.depth",
     "Speculative": "d3engine.depth",
+    "PromptLookup": "d3engine.depth",
     "Immediate": "d3engine.scheduling.waiting",
     "IntervalAdmission": "d3engine.scheduling.waiting",
     "D3EngineError": "d3engine.errors",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from d3engine.depth import LayerTable as LayerTable
     from d3engine.depth import Lossless as Lossless
     from d3engine.depth import Nested as Nested
+    from d3engine.depth import PromptLookup as PromptLookup
     from d3engine.depth import SelfSpeculative as SelfSpeculative
     from d3engine.depth import SkipDecode as SkipDecode
     from d3engine.depth import Speculative as Speculative

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY as KW_ONLY
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, get_origin
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_origin
 
 from d3engine.errors import require, require_integer, require_number
 
@@ -21,17 +21,25 @@ CHECK, PANEL = "check", "panel"
 """Keys of a field's metadata."""
 
 
-class Check(Protocol):
-    """Which values a field may have, and the kind of value that its option takes."""
+class Check:
+    """Which values a field may have: the kind that its option or its JSON has, and the bounds as JSON Schema."""
+
+    kind: type = str
 
     @property
-    def kind(self) -> type: ...
+    def schema(self) -> Mapping[str, Any]:
+        return {}
 
-    def check(self, field: str, value: object) -> None: ...
+    def check(self, field: str, value: object) -> None:
+        """Raise `InvalidValueError` for any other value."""
+
+    def kept(self, value: Any) -> Any:
+        """What a checked value is kept as."""
+        return value
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(Check):
     """Integers from `low` to `high`; None: no bound."""
 
     low: int
@@ -39,17 +47,15 @@ class Integers:
     kind = int
 
     def check(self, field: str, value: object) -> None:
-        """Raise `InvalidValueError` for any other value."""
         require_integer(field, value, self.low, self.high)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The bounds as JSON Schema."""
         return {"minimum": self.low} | ({} if self.high is None else {"maximum": self.high})
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(Check):
     """Finite numbers from `low`, or above it with `open_low`, to `high`."""
 
     low: float
@@ -58,28 +64,25 @@ class Numbers:
     kind = float
 
     def check(self, field: str, value: object) -> None:
-        """Raise `InvalidValueError` for any other value."""
         require_number(field, value, self.low, self.high, open_low=self.open_low)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The bounds as JSON Schema."""
         return {"exclusiveMinimum" if self.open_low else "minimum": self.low, "maximum": self.high}
 
 
 @dataclass(frozen=True)
-class Switch:
+class Switch(Check):
     """True or False."""
 
     kind = bool
 
     def check(self, field: str, value: object) -> None:
-        """Raise `InvalidValueError` for any other value."""
         require(isinstance(value, bool), field, value, "True or False")
 
 
 @dataclass(frozen=True, init=False)
-class OneOf:
+class OneOf(Check):
     """One of these strings."""
 
     names: tuple[str, ...]
@@ -89,19 +92,15 @@ class OneOf:
         object.__setattr__(self, "names", names)
 
     def check(self, field: str, value: object) -> None:
-        """Raise `InvalidValueError` for any other value."""
         allowed = f"one of {', '.join(self.names)}"
         require(isinstance(value, str) and value in self.names, field, value, allowed)
 
 
 @dataclass(frozen=True)
-class Unchecked:
+class Unchecked(Check):
     """Values that only the model or the machine can judge."""
 
     kind: type = str
-
-    def check(self, field: str, value: object) -> None:
-        """Take any value."""
 
 
 def argument(default: Any, check: Check = Unchecked(), *, panel: str | None = None) -> Any:
@@ -113,12 +112,15 @@ def argument(default: Any, check: Check = Unchecked(), *, panel: str | None = No
 
 
 def check_arguments(self: Any) -> None:
-    """Check every field of a dataclass instance that has a check and not its default value."""
+    """Check every field of a dataclass instance that has a check and not its default value, and keep what that says."""
     cls: Any = type(self)
     for one in _checked(cls):
         value = getattr(self, one.name)
         if value is not one.default and not (value is None and str(one.type).endswith("| None")):
-            one.metadata[CHECK].check(one.name, value)
+            check = one.metadata[CHECK]
+            check.check(one.name, value)
+            if (kept := check.kept(value)) is not value:
+                object.__setattr__(self, one.name, kept)
 
 
 @cache

@@ -103,6 +103,14 @@ class RunControl:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModelRows:
+    """Where the second model stands with the rows of some cycles: its block tables, and positions computed."""
+
+    tables: IntArray  # [slots, its layers, max_blocks]
+    positions: IntArray  # [C]
+
+
+@dataclass(frozen=True, slots=True)
 class MultiStep:
     """The next `num_steps` steps of a batch in which every row decodes one token per step.
 
@@ -124,6 +132,7 @@ class MultiStep:
     ] = ()  # [C] by whose maps each row crosses the layers that it leaves out; (): none does
     cycles: bool = False
     opens: bool = False
+    draft_model: DraftModelRows | None = None  # of cycles in which a second model may draft
     num_taken: int = 1  # with a course: steps that the host has taken
     num_passes: int = 1  # of cycles that the host has taken: the passes of their drafts and verifications
 
@@ -135,7 +144,8 @@ class ExecutorCapabilities:
     `choice` is the kind of choice that it has at most; of rows that want log-probabilities it keeps `logits` rows of
     logits in one run. `drafts` says whether the steps may be those of drafts: it keeps their hidden states then.
     `bridges` says whether rows may cross by maps the layers that they leave out. `openings` says whether a run may
-    follow a step of prompts without the host.
+    follow a step of prompts without the host. `text_drafts` says whether the drafts of such steps may also be those of
+    a second model and of lookups: sequences that draft so then draft nowhere else.
     """
 
     choice: SamplingMode = SamplingMode.PENALISE
@@ -143,6 +153,7 @@ class ExecutorCapabilities:
     drafts: bool = False
     bridges: bool = False
     openings: bool = False
+    text_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +291,14 @@ class Cycled:
     """What a device has drafted and verified by itself: S cycles of the plan's C chunks.
 
     `counts` say how many tokens a draft had, how many of them full depth takes as well, and its own token behind these,
-    -1 where its logits were not finite; all are -1 of a chunk whose sequence had come to its end.
+    -1 where its logits were not finite; then who drafted, as a `Drafter`, and how many positions a second model has
+    computed. All are -1 of a chunk whose sequence had come to its end. `logits` are those of the verified tokens, where
+    a sequence wants log-probabilities.
     """
 
     drafted: IntArray  # [S, C, tokens of a draft at most]
-    counts: IntArray  # [S, C, 3]
+    counts: IntArray  # [S, C, 5]
+    logits: npt.NDArray[np.float32] | None = None  # [S, C, tokens + 1, V]
 
     @property
     def num_passes(self) -> int:

@@ -31,7 +31,8 @@ class EngineStats:
     `last_step_time` is on the monotonic clock; the last three are None before the first step.
 
     Sequences that draft count as full depth nominally; realised are all layers run for all rows of their drafts and
-    verifications, over the tokens that came of them. The last two are None before anything was drafted.
+    verifications, over the tokens that came of them. `accepted_at[i]` counts the accepted tokens that were the i-th of
+    their draft, from 0. The rates are None before anything was drafted.
     """
 
     num_waiting: int
@@ -61,6 +62,7 @@ class EngineStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0
+    accepted_at: tuple[int, ...] = ()
     acceptance_rate: float | None = None
     tokens_per_verification: float | None = None
     layers_run: int = 0
@@ -104,6 +106,7 @@ def engine_stats(
         drafted_tokens=counters.drafted_tokens,
         accepted_tokens=counters.accepted_tokens,
         verifications=counters.verifications,
+        accepted_at=tuple(counters.accepted_at),
         acceptance_rate=counters.accepted_tokens / counters.drafted_tokens if counters.drafted_tokens else None,
         tokens_per_verification=(
             1 + counters.accepted_tokens / counters.verifications if counters.verifications else None

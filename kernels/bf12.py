@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d3engine.kernels.weight_format import WeightFormat
+
 PACKED_GROUP = 64
 """Columns of a group."""
 
@@ -24,7 +26,7 @@ PACKED_BYTES = 96
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
+class PackedWeight(WeightFormat):
     """A bfloat16 matrix [N, K] as `packed` uint8 [N, 96 * groups of 64 columns], see above, and the weights beside it.
 
     These are `weights` bfloat16 [M] in `columns` int32 [M], row by row and in the order of columns; `starts` int64
@@ -37,20 +39,17 @@ class PackedWeight:
     columns: Tensor
     weights: Tensor
     num_columns: int  # K
+    native_kind = 6
+    native_isas = frozenset({"amx"})
+    float_dtype = torch.bfloat16
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
         return torch.Size((self.packed.shape[0], self.num_columns))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is made of."""
         return self.packed, self.starts, self.columns, self.weights
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
     def rows(self, start: int, stop: int) -> PackedWeight:
         """Output channels [start, stop) alone; the packed weights are not copied."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from d3engine.kernels.integer_groups import scales_of_integer_groups, unpack_integer_groups
 from d3engine.kernels.interleaved import LANES
+from d3engine.kernels.weight_format import WeightFormat
 
 _Given = TypeVar("_Given")
 
@@ -50,12 +51,13 @@ BLOCK_FORMATS = {
 """By ggml's names of the types, then by our own; in the order of the native library's kinds (`abi.h`)."""
 
 BLOCK_TYPES = tuple(BLOCK_FORMATS)
+_FIRST_KIND = 10
 INTEGER_TYPES = frozenset(name for name, block in BLOCK_FORMATS.items() if block.bits is not None)
 """Those of published checkpoints in safetensors files."""
 
 
 @dataclass(frozen=True, eq=False)
-class BlockWeight:
+class BlockWeight(WeightFormat):
     """A matrix [N, K] of the type `type_name` of `BLOCK_FORMATS`.
 
     `blocks` uint8 [N, bytes of a row's blocks]; `num_columns` is K.
@@ -66,17 +68,15 @@ class BlockWeight:
     num_columns: int
 
     @property
+    def native_kind(self) -> int:
+        return _FIRST_KIND + BLOCK_TYPES.index(self.type_name)
+
+    @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
         return torch.Size((self.blocks.shape[0], self.num_columns))
 
     @property
-    def nbytes(self) -> int:
-        return self.blocks.nbytes
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is made of."""
         return (self.blocks,)
 
     def rows(self, start: int, stop: int) -> BlockWeight:
@@ -88,7 +88,6 @@ class BlockWeight:
         return BlockWeight(self.type_name, self.blocks[places], self.num_columns)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
         from d3engine.kernels.native.library import LibraryMissing, read_block_rows  # which knows this class
 
         try:
@@ -119,23 +118,17 @@ class BlockWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class StackedWeight:
+class StackedWeight(WeightFormat):
     """Matrices of the same columns on top of each other, in several formats."""
 
     parts: tuple[Stackable, ...]
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
         return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is made of, from top to bottom."""
         return tuple(part if isinstance(part, Tensor) else part.tensors[0] for part in self.parts)
 
     def rows(self, start: int, stop: int) -> StackedWeight:
@@ -151,7 +144,6 @@ class StackedWeight:
         return StackedWeight(tuple(found))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
         return torch.cat(
             [part.to(dtype) if isinstance(part, Tensor) else part.dequantize(dtype) for part in self.parts]
         )
@@ -175,7 +167,7 @@ def stacked(parts: Sequence[BlockWeight | Tensor]) -> BlockWeight | Tensor | Sta
 
 
 @dataclass(frozen=True, eq=False)
-class BlockLanesWeight:
+class BlockLanesWeight(WeightFormat):
     """The matrix [N, K] of a `BlockWeight` with sixteen rows in lanes as `cells` uint8 [N / 16, bytes].
 
     N is a multiple of 32. `kernels/native/formats/interleaved_blocks.inc` describes the cells; vectors of 8 bits meet
@@ -185,19 +177,18 @@ class BlockLanesWeight:
     type_name: str
     cells: Tensor
     num_columns: int
+    meets_bytes = True
+
+    @property
+    def native_kind(self) -> int:
+        return _FIRST_KIND + len(BLOCK_TYPES) + BLOCK_TYPES.index(self.type_name)
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
         return torch.Size((self.cells.shape[0] * LANES, self.num_columns))
 
     @property
-    def nbytes(self) -> int:
-        return self.cells.nbytes
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is made of."""
         return (self.cells,)
 
     def rows(self, start: int, stop: int) -> RowsInLanes:
@@ -209,7 +200,6 @@ class BlockLanesWeight:
         return RowsInLanes(self, tuple((place, place + 1) for place in places.tolist()))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
         return self.rows(0, self.shape[0]).dequantize(dtype)
 
 

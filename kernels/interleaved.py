@@ -35,7 +35,6 @@ class LanesWeight(PackedValues, ABC):
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
         return torch.Size((self.packed.shape[0] * LANES, self.num_columns))
 
     @abstractmethod
@@ -43,12 +42,14 @@ class LanesWeight(PackedValues, ABC):
         """Output channels [start, stop) as rows, copied."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
         return self.rows(0, self.shape[0]).dequantize(dtype)
 
 
 class Int8LanesWeight(LanesWeight):
     """A byte is a value of the `Int8Weight` plus 128; `scales` are its own, float32 [N]."""
+
+    native_kind = 8
+    native_isas = frozenset({"avx512-vnni"})
 
     def rows(self, start: int, stop: int) -> Int8Weight:
         return self._of(_bytes_of_rows(self.packed, start, stop), self.scales[start:stop])
@@ -63,6 +64,9 @@ class Int8LanesWeight(LanesWeight):
 
 class Int4LanesWeight(LanesWeight):
     """A byte is that of the `Int4Weight`; `scales` float32 [N / 16, groups, 16], at [n, g, r] row 16 n + r's of g."""
+
+    native_kind = 7
+    native_isas = frozenset({"avx512-vnni"})
 
     def rows(self, start: int, stop: int) -> Int4Weight:
         first, last = start // LANES, -(-stop // LANES)

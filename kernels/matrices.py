@@ -8,18 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.kernels.bf12 import PackedWeight
-from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
-from d3engine.kernels.interleaved import Int8LanesWeight, LanesWeight
-from d3engine.kernels.quantized import Int8Weight, QuantizedWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
+from d3engine.kernels.interleaved import Int8LanesWeight
+from d3engine.kernels.quantized import Int8Weight
+from d3engine.kernels.weight_format import WeightFormat
 
-Weight: TypeAlias = (
-    Tensor | QuantizedWeight | PackedWeight | LanesWeight | BlockWeight | BlockLanesWeight | StackedWeight
-)
-"""Floats, or a matrix of one of the schemes, in the order of its rows or in another one."""
+Weight: TypeAlias = Tensor | WeightFormat
+"""Floats, or a matrix of one of the formats: `quantized.py`, `interleaved.py`, `blocks.py` and `bf12.py` have them."""
 
 Table: TypeAlias = Tensor | Int8Weight | Int8LanesWeight | BlockWeight | BlockLanesWeight
 """A matrix [V, K] of which single rows are read: an embedding."""
+
+
+def float_dtype(weight: Weight) -> torch.dtype | None:
+    """The dtype of the floats that a matrix holds; None where it holds none."""
+    return weight.dtype if isinstance(weight, Tensor) else weight.float_dtype
+
+
+def tensors_of(weight: Weight) -> tuple[Tensor, ...]:
+    """What a matrix is made of."""
+    return (weight,) if isinstance(weight, Tensor) else weight.tensors
 
 
 def looked_up(table: Table, places: Tensor, dtype: torch.dtype) -> Tensor:

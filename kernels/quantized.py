@@ -12,7 +12,7 @@ product needs one multiplication by the scale and no zero point.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeAlias
 
@@ -20,31 +20,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.kernels.kv_pool import FP8, LARGEST
+from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, LARGEST
+from d3engine.kernels.weight_format import WeightFormat
 
 GROUP = 128
 """Input channels that share the scale of a group."""
 
 
 @dataclass(frozen=True, eq=False)
-class ByteWeight:
+class ByteWeight(WeightFormat):
     """A matrix [N, K] as `values` [N, K] of a byte each times float32 `scales`, [N] but for some of `Fp8Weight`."""
 
     values: Tensor
     scales: Tensor
+    values_a_byte = 1
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor, num_columns: int) -> Self:
+        return cls(values, scales)
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
         return self.values.shape
 
     @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
-
-    @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What it is made of: the values, then the scales."""
         return self.values, self.scales
 
     def rows(self, start: int, stop: int) -> Self:
@@ -56,8 +56,11 @@ class ByteWeight:
         """Whether a row has several scales, one for each 128 input channels."""
         return self.scales.dim() == 2
 
+    @property
+    def row_scales(self) -> Tensor | None:
+        return None if self.has_groups else self.scales
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
         scales = self.scales[:, None]
         if self.has_groups:
             scales = self.scales.repeat_interleave(GROUP, dim=1)[:, : self.values.shape[1]]
@@ -66,6 +69,9 @@ class ByteWeight:
 
 class Int8Weight(ByteWeight):
     """Its values are int8, in [-127, 127]."""
+
+    native_kind = 2
+    native_isas = frozenset({"amx"})
 
     def at(self, places: Tensor) -> Int8Weight:
         """The rows at int64 `places` [T], copied."""
@@ -78,22 +84,27 @@ class Fp8Weight(ByteWeight):
     Where blocks of a matrix share scales, as some publish it, these are [N, groups].
     """
 
+    least_capability = FP8_CAPABILITY
+
+    @property
+    def native_kind(self) -> int:
+        return 4 if self.has_groups else 3
+
 
 @dataclass(frozen=True, eq=False)
-class PackedValues:
+class PackedValues(WeightFormat):
     """`packed` uint8 and float32 `scales`, which stand for a matrix of `num_columns` columns."""
 
     packed: Tensor
     scales: Tensor
     num_columns: int  # K
 
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor, num_columns: int) -> Self:
+        return cls(values, scales, num_columns)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What it is made of: the packed values, then the scales."""
         return self.packed, self.scales
 
 
@@ -105,9 +116,12 @@ class Int4Weight(PackedValues):
     channels that fill up the last group stand for 0 (the byte's half is 8).
     """
 
+    values_a_byte = 2
+    native_kind = 5
+    native_isas = frozenset({"amx", "avx512-vnni"})
+
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
         return torch.Size((self.packed.shape[0], self.num_columns))
 
     def rows(self, start: int, stop: int) -> Int4Weight:
@@ -115,7 +129,6 @@ class Int4Weight(PackedValues):
         return Int4Weight(self.packed[start:stop], self.scales[start:stop], self.num_columns)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] it stands for, rounded once to `dtype`."""
         rows, groups = self.scales.shape
         bytes_of_groups = self.packed.view(rows, groups, GROUP // 2)
         unsigned = torch.empty(rows, groups, 2, GROUP // 2, dtype=torch.uint8, device=self.packed.device)
@@ -231,3 +244,18 @@ def _finite(scales: Tensor) -> Tensor:
     if not torch.isfinite(scales).all():
         raise ValueError("a matrix to quantize holds NaN or infinity, or a value too large for float32")
     return scales
+
+
+FORMATS: Mapping[str, type[QuantizedWeight]] = {
+    "int8": Int8Weight,
+    "fp8": Fp8Weight,
+    "fp8_groups": Fp8Weight,
+    "int4": Int4Weight,
+}
+"""Scheme of a checkpoint -> its format."""
+QUANTIZERS: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": quantize_int8,
+    "int4": quantize_int4,
+    "fp8": quantize_fp8,
+}
+"""Scheme -> what makes such a matrix of floats [N, K]."""

@@ -26,16 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels import kv_pool
-from d3engine.kernels.blocks import BlockLanesWeight, StackedWeight, in_eight_bits
+from d3engine.kernels.blocks import StackedWeight, in_eight_bits
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
-from d3engine.kernels.matrices import Weight
-from d3engine.kernels.quantized import ByteWeight
+from d3engine.kernels.matrices import Weight, tensors_of
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
 from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs
+from d3engine.kernels.reference_attention import live_rows, undefined_beyond
 from d3engine.kernels.reference_attention import paged_attention as paged_attention
-from d3engine.kernels.reference_rows import live_rows, undefined_beyond
 from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalised
+from d3engine.kernels.weight_format import WeightFormat
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -125,7 +125,7 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, StackedWeight):
         out = torch.cat([_linear(x, part, None) for part in weight.parts], dim=1)
         return out if bias is None else out.add_(bias)
-    if isinstance(weight, BlockLanesWeight):
+    if isinstance(weight, WeightFormat) and weight.meets_bytes:
         x = in_eight_bits(x)
     x = _rows_apart(x)
     if _is_as_wide(weight, x):
@@ -133,9 +133,8 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     num_rows, num_columns = weight.shape
     out = x.new_empty(x.shape[0], num_rows)
     step = _rows_at_once(x.shape[0], num_columns) if x.device.type == "cpu" else num_rows
-    values, scales = weight, None
-    if isinstance(weight, ByteWeight) and not weight.has_groups and x.dtype != torch.float16:
-        values, scales = weight.values, weight.scales
+    scales = weight.row_scales if isinstance(weight, WeightFormat) and x.dtype != torch.float16 else None
+    values = weight if scales is None else tensors_of(weight)[0]
     for start in range(0, num_rows, step):
         out[:, start : start + step] = F.linear(x, _widened(values, start, start + step, x.dtype))
     if scales is not None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import NO_WINDOW, KVPool, read_blocks
-from d3engine.kernels.reference_rows import live_rows, undefined_beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +178,16 @@ def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
         queries.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
     )
     return out[0].transpose(0, 1).reshape(rows, heads * channels)
+
+
+def live_rows(num_rows: Tensor) -> slice:
+    """The rows to compute, of tensors that may have more."""
+    return slice(0, int(num_rows))
+
+
+def undefined_beyond(out: Tensor, like: Tensor) -> Tensor:
+    """`out` with as many rows as `like` has: NaN, or -1 for integers, in those that were not computed."""
+    filler = math.nan if out.is_floating_point() else -1
+    padded = out.new_full((like.shape[0], *out.shape[1:]), filler)
+    padded[: out.shape[0]] = out
+    return padded

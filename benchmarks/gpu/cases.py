@@ -7,7 +7,7 @@ operations under the names of `reference.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.gpu.common import Round
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import FP8
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight, Int8Weight
+from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight
 
 EPS = 1e-5
 BLOCK_SIZE = 16
@@ -330,11 +330,10 @@ class Draw:
 
 def copy_of(value: Weight) -> Weight:
     """The same in memory of its own."""
-    if isinstance(value, ByteWeight):
-        return replace(value, values=value.values.clone(), scales=value.scales.clone())
-    if isinstance(value, Int4Weight):
-        return replace(value, packed=value.packed.clone(), scales=value.scales.clone())
-    return value.clone()
+    if isinstance(value, Tensor):
+        return value.clone()
+    values, scales = (tensor.clone() for tensor in value.tensors)
+    return value.of(values, scales, value.shape[1])
 
 
 def in_float64(value: Weight) -> Tensor:

@@ -7,14 +7,23 @@ import inspect
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import Field, fields
 from textwrap import wrap
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import typer
 
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.depth import DepthPolicy, policy_from_name
-from d3engine.depth.policy import POLICIES, policy_names, policy_options, required_options
+from d3engine.depth.policy import (
+    OPTION,
+    POLICIES,
+    Option,
+    policy_class,
+    policy_names,
+    policy_options,
+    required_options,
+)
 from d3engine.errors import NOTHING, InvalidValueError, require
 
 AUTO: Literal["auto"] = "auto"
@@ -64,39 +73,44 @@ def _are_short(pieces: list[list[int]]) -> bool:
     return all(len(piece) <= 2 and piece[-1] - piece[0] < 1000 for piece in pieces)
 
 
-OPTIONS: dict[str, tuple[str, Any, str]] = {
-    "alpha": ("alpha", float, "the decay, in (0, 1]"),
-    "start": ("start", number, "the fraction of the layers below the skipped window, in (0, 1)"),
-    "tail": ("tail", int, "last layers that are never skipped"),
-    "windows": ("windows", layer_windows, "windows of layers in the order in which they go, 6:9,12:15"),
-    "max_tokens": ("decay-steps", int, "steps over which the depth falls or has its mean"),
-    "min_layers": ("min-layers", int, "depth after the last of these steps; or mean-layers"),
-    "max_layers": ("max-layers", int, "depth at the first step [default: all layers]"),
-    "warmup": ("warmup", int, "lowest layers that always run [default: 1]"),
-    "speedup": ("speedup", number, "layers of the model over layers kept"),
-    "skip_layers": ("skip-layers", layer_ids, "layers left out, such as 3,5,8-11"),
-    "mean_layers": ("mean-layers", number, "mean depth over the decay-steps"),
-    "threshold": ("threshold", float, "confidence that lets a token leave, 0 to 2"),
-    "confidence": ("confidence", str, "softmax_max, softmax_diff or cosine [default: softmax_max]"),
-    "decay": ("threshold-decay", float, "decay of the threshold; 0 keeps it [default: 4]"),
-    "min_layer": ("exit-min-layer", int, "lowest layer, from 0, after which a token may leave [default: 0]"),
-    "every": ("exit-every", int, "distance of the layers after which a token may leave [default: 1]"),
-    "batch": ("exit-batch", str, "per_row, or batch_min, where the batch changes answers [default: per_row]"),
-    "on_skip": ("on-skip", str, "KV of skipped layers: none, copy or project [default: none; early-exit: project]"),
-    "bridges": ("bridges", str, "file of `d3engine bridge fit` that stands in for skipped layers, or auto"),
-    "draft": ("draft", str, "policy whose layers draft, with its own options"),
-    "draft_model": ("draft-model", str, "smaller model of the same vocabulary, named as MODEL is"),
-    "skip_attention": ("skip-attention", layer_ids, "layers whose attention a draft leaves out"),
-    "skip_mlp": ("skip-mlp", layer_ids, "layers whose MLP a draft leaves out"),
-    "target_acceptance": ("target-acceptance", float, "share of a draft that is to be accepted [default: 0.9]"),
-    "draft_length": ("draft-length", int, "most tokens of a draft [default: 4; draft-and-verify: 8]"),
-    "stop_probability": (
-        "stop-probability",
-        float,
-        "probability of a draft's best token below which it ends [default: 0; draft-and-verify: 0.8 at first]",
-    ),
-    "adaptive": ("adaptive", bool, "true lets each answer adapt the length of its drafts [default: false]"),
+_TYPES = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "float | Fraction": number,
+    "Sequence[int]": layer_ids,
+    "Sequence[Sequence[int]]": layer_windows,
 }
+"""Annotation of a policy's field -> what reads it; all others are text."""
+
+_OF_DRAFTS = {
+    "draft": "policy whose layers draft, with its own options",
+    "draft_model": "smaller model of the same vocabulary, named as MODEL is",
+    "skip_attention": "layers whose attention a draft leaves out",
+    "skip_mlp": "layers whose MLP a draft leaves out",
+    "target_acceptance": "share of a draft that is to be accepted [default: 0.9]",
+    "draft_length": "most tokens of a draft [default: 4; draft-and-verify: 8]",
+    "stop_probability": "probability of a draft's best token below which it ends"
+    " [default: 0; draft-and-verify: 0.8 at first]",
+    "adaptive": "true lets each answer adapt the length of its drafts [default: false]",
+}
+"""Field of the policies of `depth/drafts.py` -> help."""
+
+
+def _options_of_policies() -> dict[str, tuple[str, Any, str]]:
+    every: dict[str, Field[Any]] = {}
+    for name in OWN_NAMES:
+        for field in fields(cast(Any, policy_class(name))):
+            if OPTION in field.metadata or field.name in _OF_DRAFTS:
+                every.setdefault(field.name, field)
+    declared = {name: field.metadata[OPTION] for name, field in every.items() if OPTION in field.metadata}
+    declared = dict(sorted(declared.items(), key=lambda one: one[1].is_common))
+    declared |= {name: Option(help) for name, help in _OF_DRAFTS.items()}
+    types = {name: _TYPES.get(str(field.type).removesuffix(" | None"), str) for name, field in every.items()}
+    return {name: (one.spelling or name.replace("_", "-"), types[name], one.help) for name, one in declared.items()}
+
+
+OPTIONS = _options_of_policies()
 """Field of the policies -> spelling on a command line, type, help."""
 
 MOVED = {f"--{spelling}": field for field, (spelling, _, _) in OPTIONS.items()} | {"--depth-option": "", "--policy": ""}

@@ -23,7 +23,7 @@ from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.files import UnreadableFileError, as_json, read_text
 from d3engine.loading.engine_config import EngineConfig
-from d3engine.request.params import SamplingParams, StructuredOutputsParams
+from d3engine.request.params import FROM_FILE, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -147,15 +147,11 @@ ENGINE: OptionTable = {
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
-UNLISTED = frozenset({"block_size"})
+UNLISTED = frozenset({"block_size", "max_num_batched_tokens", "weight_compression"})
 """Options that are taken and not listed: helps have room for fifty, and few ever change these."""
 
 PANELS = panels_of(EngineConfig) | {"admission": "Advanced", "threads": "Engine"}
 """Field -> heading of the help."""
-
-
-FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's generation_config.json may say."""
 
 
 def _sampling(**defaults: Any) -> dict[str, tuple[str, Any, str]]:

@@ -42,9 +42,11 @@ def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
     except InvalidValueError as error:
         if type(error) is not InvalidValueError:
             raise
-        # Only names with an underscore cannot be words of the sentence.
+        # Only names with an underscore cannot be words of the sentence; those in quotes are values.
         words = "|".join(field for field in flags if "_" in field)
-        allowed = re.sub(rf"\b({words})\b", lambda word: flags[word[0]], error.allowed) if words else error.allowed
+        allowed = (
+            re.sub(rf"\b(?<!['\"])({words})\b", lambda word: flags[word[0]], error.allowed) if words else error.allowed
+        )
         raise InvalidValueError(flags.get(error.field, error.field), error.value, allowed) from error
 
 

@@ -1,6 +1,6 @@
 """Depth: which layers run for which generated token. Numpy only; it knows no model and no device."""
 
-from d3engine.depth.drafts import DraftAndVerify, Lossless, SelfSpeculative, Speculative
+from d3engine.depth.drafts import DraftAndVerify, Lossless, PromptLookup, SelfSpeculative, Speculative
 from d3engine.depth.policy import DepthPolicy, ExitRule, policy_from_dict, policy_from_name
 from d3engine.depth.schedule import NEVER, Schedule
 from d3engine.depth.skips import (
@@ -29,6 +29,7 @@ __all__ = [
     "LayerTable",
     "Lossless",
     "Nested",
+    "PromptLookup",
     "Schedule",
     "SelfSpeculative",
     "SkipDecode",

@@ -34,6 +34,16 @@ def check_stop_probability(policy: Any) -> None:
     object.__setattr__(policy, "stop_probability", stop)
 
 
+AUTO_LENGTH = 12
+"""Tokens of a draft at most where its length is left open."""
+
+
+def check_open_length(policy: Any) -> None:
+    """Check and normalise `draft_length` of a frozen policy that may leave it open."""
+    if policy.draft_length is not None:
+        check_draft_length(policy)
+
+
 def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:
     """The schedule of a policy that is to draft; raises `InvalidValueError` where that makes no sense.
 
@@ -50,8 +60,7 @@ def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:
 class SelfSpeculative(DepthPolicy):
     """Draft at the depth of another policy, verify at full depth.
 
-    Greedy tokens are full depth's; drawn ones follow full depth's distribution exactly (Leviathan et al. 2023,
-    "Fast Inference from Transformers via Speculative Decoding", theorem 3.5), though not with the same draws.
+    Tokens and log-probabilities are full depth's, of greedy requests and, with the same seed, of those that draw.
 
     A draft runs the layers of the step at which it begins. While the draft's schedule skips nothing yet, nothing is
     drafted. A draft also ends with a token that would end the answer.
@@ -197,13 +206,15 @@ class Lossless(SelfSpeculative):
 class Speculative(DepthPolicy):
     """Draft with another model, verify at full depth.
 
-    The engine loads that model when it begins, with a KV cache of its own for as many entries as this model's has at
-    full depth. So it must be the engine's policy; its requests may ask for the same draft model with other
-    options, or for any other policy. `depths` of a token count this model's layers: the draft model's come on top.
+    Tokens and log-probabilities are full depth's, of greedy requests and, with the same seed, of those that draw. The
+    engine loads the draft model when it begins, with a KV cache for as many entries as this model's has at full
+    depth. So it must be the engine's policy; its requests may ask for the same draft model with other options, or for
+    any other policy. `depths` of a token count this model's layers: the draft model's come on top.
 
     Args:
         draft_model: a Llama model of the same vocabulary, named as `Engine` takes it.
-        draft_length: tokens of a draft at most, 1 to 32.
+        draft_length: tokens of a draft at most, 1 to 32. None: as many as pay by the measured times of steps and by
+            how often drafts were right, or none at all; lookups draft too (see `PromptLookup`) where they promise more.
         stop_probability: end a draft with the first token at whose place the draft's likeliest one had less than this
             probability; 0 never does.
         adaptive: let each sequence adapt its length: one more, up to `draft_length`, after a draft that was
@@ -211,7 +222,7 @@ class Speculative(DepthPolicy):
     """
 
     draft_model: str
-    draft_length: int = 4
+    draft_length: int | None = None
     stop_probability: float = 0.0
     adaptive: bool = False
 
@@ -223,11 +234,48 @@ class Speculative(DepthPolicy):
         is_path = isinstance(self.draft_model, str | os.PathLike) and os.fspath(self.draft_model) != ""
         require(is_path, "draft_model", self.draft_model, "a Llama model, named as the engine's is")
         object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
-        check_options(self)
+        check_open_length(self)
+        check_stop_probability(self)
+        require(isinstance(self.adaptive, bool), "adaptive", self.adaptive, "True or False")
 
     def schedule(self, num_layers: int) -> Schedule:
         """Full depth: that is what every token of the answer has."""
         return FullDepth().schedule(num_layers)
 
     def draft_rule(self, num_layers: int) -> DraftRule:
-        return DraftRule(self.draft_length, self.stop_probability, self.adaptive, model=self.draft_model)
+        is_open = self.draft_length is None
+        length = AUTO_LENGTH if self.draft_length is None else self.draft_length
+        return DraftRule(
+            length, self.stop_probability, self.adaptive, model=self.draft_model, lookup=is_open, by_cost=is_open
+        )
+
+
+@dataclass(frozen=True)
+class PromptLookup(DepthPolicy):
+    """Draft what followed the last tokens earlier in the prompt or answer, verify at full depth.
+
+    Tokens and log-probabilities are full depth's, of greedy requests and, with the same seed, of those that draw. A
+    draft costs nothing but its rows in the verification; it pays where answers repeat their prompt: edits, summaries,
+    retrieval (Saxena 2023, "Prompt Lookup Decoding").
+
+    Args:
+        draft_length: tokens of a draft at most, 1 to 32. None: as many as pay by the measured times of steps and by
+            how often such drafts were right, or none at all.
+    """
+
+    draft_length: int | None = None
+
+    name: ClassVar[str] = "lookup"
+    label: ClassVar[str] = "Prompt lookup"
+    drafts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_open_length(self)
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """Full depth: that is what every token of the answer has."""
+        return FullDepth().schedule(num_layers)
+
+    def draft_rule(self, num_layers: int) -> DraftRule:
+        is_open = self.draft_length is None
+        return DraftRule(AUTO_LENGTH if self.draft_length is None else self.draft_length, lookup=True, by_cost=is_open)

@@ -134,12 +134,16 @@ class DraftRule:
         adaptive: whether each sequence finds a length of its own, in [1, length] and at first `length`: one more after
             a draft that was accepted whole, one less after any other.
         schedule: the layers of a draft by the same model: those of the step at which it begins, for all its tokens. So
-            no token of a draft reads an entry that another left out, whatever the schedule. None: a second model.
+            no token of a draft reads an entry that another left out, whatever the schedule. None: a second model or
+            lookups draft.
         resumes: whether verification starts at the first layer that the draft skipped, from kept hidden states.
         model: the directory of the second model that drafts, or None.
         mlp_schedule: the layers whose MLP a draft runs; `schedule` is then of their attention. None: of whole layers.
         target_acceptance: the part of its drafted tokens that a sequence is to have accepted: its own
             `stop_probability` moves towards that (`request/sequence.py` has how); None: it stays.
+        lookup: whether drafts may also be what followed the last tokens where they stood before in the text.
+        by_cost: whether the executor chooses who drafts, and how long, by measured times, where it can; elsewhere
+            drafts are adaptive.
     """
 
     length: int
@@ -150,6 +154,13 @@ class DraftRule:
     model: str | None = None
     mlp_schedule: Schedule | None = None
     target_acceptance: float | None = None
+    lookup: bool = False
+    by_cost: bool = False
+
+    @property
+    def is_by_text(self) -> bool:
+        """Whether what drafts needs the text alone, and none of this model's layers."""
+        return self.schedule is None
 
     def layers(self, step: int) -> BoolArray | None:
         """Bool [L]: the layers of a draft that begins at `step`; None for a second model's, which runs all of its own.
@@ -182,6 +193,24 @@ POLICIES: dict[str, type[DepthPolicy]] = {}
 A `DepthPolicy` of the user's own has no entry: it is passed as an object, or offered by an installed package under the
 entry-point group `d3engine.policies`.
 """
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field of a policy is written on a command line; `is_common` of those that most policies have."""
+
+    help: str
+    spelling: str = ""
+    is_common: bool = False
+
+
+OPTION = "option"
+"""Key of a field's metadata."""
+
+
+def option(help: str, spelling: str = "", *, is_common: bool = False) -> Mapping[str, Option]:
+    """The metadata of a policy's field: its help, and its spelling where that is not its name with dashes."""
+    return {OPTION: Option(help, spelling, is_common)}
 
 
 class DepthPolicy(ABC):

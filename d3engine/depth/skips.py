@@ -1,10 +1,10 @@
-"""Full depth: every layer for every token, the baseline that all others are measured against."""
+"""Policies that leave out layers, known beforehand or by confidence, and full depth."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from d3engine.depth.policy import BatchRule, Confidence, DepthPolicy, ExitRule
+from d3engine.depth.policy import BatchRule, Confidence, DepthPolicy, ExitRule, option
 from d3engine.depth.schedule import (
     NEVER,
     BoolArray,
@@ -37,6 +37,9 @@ from d3engine.depth.statistics import (
     preset,
 )
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
+
+ON_SKIP = option("KV of skipped layers: none, copy or project [default: none; early-exit: project]", is_common=True)
+BRIDGES = option("file of `d3engine bridge fit` that stands in for skipped layers, or auto", is_common=True)
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,11 @@ class D3(DepthPolicy):
         bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
-    alpha: float
-    start: float | Fraction
-    tail: int = 0
-    on_skip: OnSkip = "none"
-    bridges: str | None = None
+    alpha: float = field(metadata=option("the decay, in (0, 1]"))
+    start: float | Fraction = field(metadata=option("the fraction of the layers below the skipped window, in (0, 1)"))
+    tail: int = field(default=0, metadata=option("last layers that are never skipped"))
+    on_skip: OnSkip = field(default="none", metadata=ON_SKIP)
+    bridges: str | None = field(default=None, metadata=BRIDGES)
 
     name: ClassVar[str] = "d3"
     label: ClassVar[str] = "D3"
@@ -140,13 +143,13 @@ class SkipDecode(DepthPolicy):
         bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
-    max_tokens: int
-    min_layers: int | None = None
-    max_layers: int | None = None
-    warmup: int = 1
-    on_skip: OnSkip = "none"
+    max_tokens: int = field(metadata=option("steps over which the depth falls or has its mean", "decay-steps"))
+    min_layers: int | None = field(default=None, metadata=option("depth after the last of these steps; or mean-layers"))
+    max_layers: int | None = field(default=None, metadata=option("depth at the first step [default: all layers]"))
+    warmup: int = field(default=1, metadata=option("lowest layers that always run [default: 1]"))
+    on_skip: OnSkip = field(default="none", metadata=ON_SKIP)
     mean_layers: float | None = None
-    bridges: str | None = None
+    bridges: str | None = field(default=None, metadata=BRIDGES)
 
     name: ClassVar[str] = "skipdecode"
     label: ClassVar[str] = "SkipDecode"
@@ -230,9 +233,9 @@ class UnifiedSkip(DepthPolicy):
         bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
-    speedup: float | Fraction
-    on_skip: OnSkip = "none"
-    bridges: str | None = None
+    speedup: float | Fraction = field(metadata=option("layers of the model over layers kept"))
+    on_skip: OnSkip = field(default="none", metadata=ON_SKIP)
+    bridges: str | None = field(default=None, metadata=BRIDGES)
 
     name: ClassVar[str] = "unified"
     label: ClassVar[str] = "Unified skipping"
@@ -295,9 +298,9 @@ class FixedSkip(DepthPolicy):
         bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
-    skip_layers: Sequence[int]
-    on_skip: OnSkip = "none"
-    bridges: str | None = None
+    skip_layers: Sequence[int] = field(metadata=option("layers left out, such as 3,5,8-11"))
+    on_skip: OnSkip = field(default="none", metadata=ON_SKIP)
+    bridges: str | None = field(default=None, metadata=BRIDGES)
 
     name: ClassVar[str] = "fixed"
     label: ClassVar[str] = "Fixed skipping"
@@ -341,10 +344,10 @@ class TailSkip(DepthPolicy):
         bridges: what stands in for skipped layers: a file of bridges, or "auto" for the one beside the weights.
     """
 
-    mean_layers: float | Fraction
+    mean_layers: float | Fraction = field(metadata=option("mean depth over the decay-steps"))
     max_tokens: int
-    on_skip: OnSkip = "none"
-    bridges: str | None = None
+    on_skip: OnSkip = field(default="none", metadata=ON_SKIP)
+    bridges: str | None = field(default=None, metadata=BRIDGES)
 
     name: ClassVar[str] = "tail-skip"
     label: ClassVar[str] = "Tail skipping"
@@ -394,9 +397,11 @@ class Nested(DepthPolicy):
     """
 
     alpha: float
-    windows: Sequence[Sequence[int]]
-    on_skip: OnSkip = "none"
-    bridges: str | None = None
+    windows: Sequence[Sequence[int]] = field(
+        metadata=option("windows of layers in the order in which they go, 6:9,12:15")
+    )
+    on_skip: OnSkip = field(default="none", metadata=ON_SKIP)
+    bridges: str | None = field(default=None, metadata=BRIDGES)
 
     name: ClassVar[str] = "nested"
     label: ClassVar[str] = "Nested windows"
@@ -493,13 +498,25 @@ class EarlyExit(DepthPolicy):
             last layer that ran).
     """
 
-    threshold: float
-    confidence: Confidence = "softmax_max"
-    decay: float = 4.0
-    min_layer: int = 0
-    every: int = 1
-    batch: BatchRule = "per_row"
-    on_skip: OnSkip = "project"
+    threshold: float = field(metadata=option("confidence that lets a token leave, 0 to 2"))
+    confidence: Confidence = field(
+        default="softmax_max", metadata=option("softmax_max, softmax_diff or cosine [default: softmax_max]")
+    )
+    decay: float = field(
+        default=4.0, metadata=option("decay of the threshold; 0 keeps it [default: 4]", "threshold-decay")
+    )
+    min_layer: int = field(
+        default=0,
+        metadata=option("lowest layer, from 0, after which a token may leave [default: 0]", "exit-min-layer"),
+    )
+    every: int = field(
+        default=1, metadata=option("distance of the layers after which a token may leave [default: 1]", "exit-every")
+    )
+    batch: BatchRule = field(
+        default="per_row",
+        metadata=option("per_row, or batch_min, where the batch changes answers [default: per_row]", "exit-batch"),
+    )
+    on_skip: OnSkip = field(default="project", metadata=ON_SKIP)
 
     name: ClassVar[str] = "early-exit"
     label: ClassVar[str] = "Early exit"
@@ -541,8 +558,8 @@ class LayerTable(DepthPolicy):
     """
 
     active: Sequence[Sequence[int]] | Sequence[Sequence[bool]]
-    on_skip: OnSkip = "copy"
-    bridges: str | None = None
+    on_skip: OnSkip = field(default="copy", metadata=ON_SKIP)
+    bridges: str | None = field(default=None, metadata=BRIDGES)
 
     name: ClassVar[str] = "table"
     label: ClassVar[str] = "Layer table"

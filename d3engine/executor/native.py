@@ -31,6 +31,7 @@ from d3engine.executor.native_choices import (
     draws_of,
     ends_of,
     reporting_chunks,
+    text_drafts_of,
 )
 from d3engine.executor.native_weights import native_bridges, native_model
 from d3engine.executor.shares import joined, share_of
@@ -39,7 +40,7 @@ from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeBridges
 from d3engine.kernels.native.runs import HiddenStates, Rows
-from d3engine.kernels.native.speculative_loop import Drafts
+from d3engine.kernels.native.speculative_loop import DraftCosts, LoopLogits
 from d3engine.model.llama import Llama
 from d3engine.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.request.sampling_mode import SamplingMode
@@ -48,6 +49,9 @@ MAX_ROWS = 512
 """Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened
 seldom, and few enough that what they leave behind between two products takes little memory."""
 
+
+TIMED_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
+"""Rows of the steps that are timed where drafts are to pay: about ten steps' time in all for each model."""
 
 LOGITS_BYTES = 2**26
 """What a run may keep of the logits of rows that want log-probabilities."""
@@ -63,6 +67,7 @@ class NativeExecutor:
         max_steps: steps of a run at most.
         num_threads: threads that a step is spread over, the caller's among them.
         isa: an instruction set of the library, "auto" for the best that this machine has.
+        head_tokens: int64, ascending: of a draft model, the only tokens that it proposes; None: all.
 
     Raises:
         NativeError: for weights or sizes that the library does not know.
@@ -77,12 +82,13 @@ class NativeExecutor:
         max_steps: int,
         num_threads: int,
         isa: str = "auto",
+        head_tokens: Tensor | None = None,
     ) -> None:
         self._eager = eager
         self.max_steps = max_steps
         self._max_rows = max(max_num_seqs, MAX_ROWS)
         self._decoder = Decoder(
-            native_model(eager),
+            native_model(eager, head_tokens),
             max_blocks=-(-max_model_len // eager.block_size),
             num_slots=max_num_seqs,
             max_rows=self._max_rows,
@@ -94,9 +100,12 @@ class NativeExecutor:
             SamplingMode.REPORT,
             max(1, LOGITS_BYTES // (4 * self._vocab)),
             drafts=True,
+            text_drafts=True,
             bridges=True,
             openings=not eager.rope.depends_on_length,  # prompts are left to the eager executor otherwise
         )
+        self._draft_model: NativeExecutor | None = None
+        self._costs: DraftCosts | None = None
         self._bridges: dict[str, NativeBridges] = {}
         self._followed: _Followed | None = None
         self.stats = eager.stats
@@ -112,6 +121,32 @@ class NativeExecutor:
     def pool(self) -> KVPool:
         """The KV pool; see `EagerExecutor`."""
         return self._eager.pool
+
+    def draft_with(self, draft_model: NativeExecutor | None) -> None:
+        """Let a second model, of the same vocabulary, draft in multi-step plans, and time the steps of both."""
+        self._draft_model = draft_model
+        of_draft = None if draft_model is None else draft_model._step_seconds()
+        self._costs = DraftCosts.of(self._step_seconds(), of_draft)
+
+    def _step_seconds(self) -> dict[int, float]:
+        """Seconds of a step by its rows, the best of two each: over the pool's own blocks, which nothing has yet."""
+        found = {}
+        for count in TIMED_ROWS:
+            if count >= self._decoder.table_shape[2] * self._eager.block_size:
+                break
+            positions = np.arange(count)
+            layers, blocks = self._decoder.table_shape[1:]
+            own = np.ones((1, layers, blocks), np.int32)  # block 1 stands for all: what is written there is of no use
+            tables = np.concatenate((own, np.zeros((self._decoder.table_shape[0] - 1, layers, blocks), np.int32)))
+            zeros = np.zeros(count, np.int64)
+            rows = Rows(zeros, positions, zeros, zeros, np.full((count, layers), NEVER), tables)
+            times = []
+            for _ in range(3):
+                begun = time.perf_counter()
+                self._decoder.run(rows, 1)
+                times.append(time.perf_counter() - begun)
+            found[count] = min(times[1:])
+        return found
 
     def take_largest(self) -> None:
         """Nothing: the decoder has all its memory from the beginning."""
@@ -147,13 +182,9 @@ class NativeExecutor:
             return self._follow(plan, multi_step, multi_step.control)
         self._end_course()
         if multi_step.cycles:
-            drafts, states = self._drafts(plan)
-            ends = ends_of(plan.sequences)
-            return Cycled(
-                *self._decoder.run_speculative_loop(
-                    self._rows(plan, multi_step), multi_step.num_steps, drafts, states, ends=ends
-                )
-            )
+            loop = self._loop(plan, multi_step)
+            rows = self._rows(plan, multi_step)
+            return _cycled(self._decoder.run_speculative_loop(rows, multi_step.num_steps, **loop), loop["logits"])
         forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
         found = self._decoder.run(
             self._rows(plan, multi_step),
@@ -202,7 +233,7 @@ class NativeExecutor:
             self._end_course()
             self._followed = self._begin(plan, multi_step, control)
         found = self._decoder.take(all_done=control.takes_all)
-        return Cycled(*found) if multi_step.cycles else self._followed.chosen(*found)
+        return self._followed.cycled(*found) if multi_step.cycles else self._followed.chosen(*found)
 
     def _begin(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> _Followed:
         rows, forms, logits = (
@@ -211,19 +242,33 @@ class NativeExecutor:
             self._logits(plan, multi_step),
         )
         if multi_step.cycles:
-            ends = ends_of(plan.sequences)
-            self._decoder.begin_speculative_loop(
-                rows, multi_step.num_steps, control.words, *self._drafts(plan), ends=ends
-            )
-        else:
-            draws = draws_of(plan.sequences, multi_step.choice, forms, self._vocab)
-            self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, **logits)
+            loop = self._loop(plan, multi_step)
+            self._decoder.begin_speculative_loop(rows, multi_step.num_steps, control.words, **loop)
+            return _Followed(control, forms, loop["logits"] and loop["logits"].logits)
+        draws = draws_of(plan.sequences, multi_step.choice, forms, self._vocab)
+        self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, **logits)
         return _Followed(control, forms, logits.get("logits"))
 
-    def _drafts(self, plan: Plan) -> tuple[Drafts, npt.NDArray[np.float32]]:
-        """How the sequences of a plan draft, and where they leave hidden states."""
-        drafts = drafts_of(plan.sequences)
-        return drafts, self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy()
+    def _loop(self, plan: Plan, multi_step: MultiStep) -> dict[str, Any]:
+        """What the library gets of the drafts of a plan, and of its choices."""
+        sequences, iterations = plan.sequences, multi_step.num_steps
+        drafts = drafts_of(sequences)
+        logits, reporting = None, reporting_chunks(sequences)
+        if reporting:
+            reports = np.zeros(len(sequences), np.uint8)
+            reports[reporting] = 1
+            shape = (iterations, len(sequences), drafts.most + 1, self._vocab)
+            logits = LoopLogits(np.empty(shape, np.float32), reports)
+        has_model = multi_step.draft_model is not None
+        return {
+            "drafts": drafts,
+            "states": self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy(),
+            "ends": ends_of(sequences),
+            "draws": draws_of(sequences, multi_step.choice, FormsOfRun({}), self._vocab),
+            "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), self._costs, multi_step.draft_model),
+            "draft_model": self._draft_model._decoder if has_model and self._draft_model is not None else None,
+            "logits": logits,
+        }
 
     def _rows(self, plan: Plan, multi_step: MultiStep) -> Rows:
         own = [self._native(name) for name in multi_step.bridges] or None
@@ -357,9 +402,19 @@ class _Followed:
 
     def chosen(self, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> Chosen:
         """The steps that were waited for."""
-        first, self.num_taken = self.num_taken, self.num_taken + len(token_ids)
-        logits = None if self.logits is None else self.logits[first : self.num_taken]
-        return Chosen(token_ids, scores, logits=logits, faults=self.forms.faults)
+        return Chosen(token_ids, scores, logits=self._next_logits(len(token_ids)), faults=self.forms.faults)
+
+    def cycled(self, drafted: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Cycled:
+        """The same of drafts and their verifications."""
+        return Cycled(drafted, counts, self._next_logits(len(counts)))
+
+    def _next_logits(self, count: int) -> npt.NDArray[np.float32] | None:
+        first, self.num_taken = self.num_taken, self.num_taken + count
+        return None if self.logits is None else self.logits[first : self.num_taken]
+
+
+def _cycled(found: tuple[IntArray, IntArray], logits: LoopLogits | None) -> Cycled:
+    return Cycled(*found, None if logits is None else logits.logits[: len(found[1])])
 
 
 def _keeps_states(plan: Plan) -> bool:

@@ -18,11 +18,11 @@ from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.executor.choosing import sampled_steps
 from d3engine.kernels.native.runs import Draws, GrammarMask, LogitMask, Mask, RowSampling, TokenCounts
-from d3engine.kernels.native.speculative_loop import Drafts
-from d3engine.plan import Chosen, Plan
+from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts, TextDrafts
+from d3engine.plan import Chosen, DraftModelRows, Plan
 from d3engine.request.constraint import Constraint
 from d3engine.request.sampling_mode import SamplingMode, is_restricted
-from d3engine.request.sequence import Sequence
+from d3engine.request.sequence import Draft, Sequence
 from d3engine.request.token_rules import TokenRules
 
 
@@ -201,6 +201,13 @@ def _rules(sequence: Sequence, vocab_size: int) -> LogitMask:
     )
 
 
+def _first_length(draft: Draft, room: int) -> int:
+    """How long the draft is to be that grows, or that a loop begins."""
+    if not draft.rule.is_by_text:
+        return draft.most
+    return min(draft.rule.length if draft.rule.by_cost else draft.length, room - 1)
+
+
 def drafts_of(sequences: AnySequence[Sequence]) -> Drafts:
     """How the rows of some cycles draft, and what they have drafted when these begin."""
     drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
@@ -208,8 +215,8 @@ def drafts_of(sequences: AnySequence[Sequence]) -> Drafts:
     numbers = [
         (
             len(draft.token_ids),
-            len(draft.token_ids) if draft.ended else draft.most,
-            draft.length,
+            len(draft.token_ids) if draft.ended else _first_length(draft, sequence.room),
+            draft.rule.length if draft.rule.by_cost else draft.length,
             draft.rule.length,
             draft.rule.adaptive,
             sequence.room,
@@ -219,3 +226,32 @@ def drafts_of(sequences: AnySequence[Sequence]) -> Drafts:
     ]
     begun = [draft.token_ids + [0] * (longest - len(draft.token_ids)) for draft in drafts]
     return Drafts(np.array(begun), *np.array(numbers, np.int64).T)
+
+
+NO_TEXT = np.empty(0, np.int64)
+
+
+def text_drafts_of(
+    sequences: AnySequence[Sequence], num_tokens: int, costs: DraftCosts | None, draft_model: DraftModelRows | None
+) -> TextDrafts | None:
+    """How the rows draft that do so by their text, with room for `num_tokens` more each; None where none does."""
+    rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]
+    if not any(rule.is_by_text for rule in rules):
+        return None
+    drafters = [
+        Drafter.DRAFT_MODEL * (rule.model is not None and draft_model is not None) | Drafter.LOOKUP * rule.lookup
+        for rule in rules
+    ]
+    texts = np.zeros((len(sequences), max(s.num_tokens + min(num_tokens, s.room) for s in sequences) + 1), np.int64)
+    for text, sequence in zip(texts, sequences, strict=True):
+        text[: sequence.num_tokens] = sequence.all_token_ids()
+    stops = [sequence.draft.stop_probability for sequence in sequences if sequence.draft is not None]
+    return TextDrafts(
+        np.array(drafters, np.int64),
+        texts,
+        NO_TEXT,
+        np.array(stops, np.float32) if any(stops) else None,
+        costs if all(rule.by_cost for rule in rules) else None,
+        None if draft_model is None else draft_model.tables,
+        None if draft_model is None else draft_model.positions,
+    )

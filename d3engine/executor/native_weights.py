@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from torch import Tensor
 
 from d3engine.executor.eager import EagerExecutor
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
+from d3engine.kernels.interleaved import LANES
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
+from d3engine.kernels.quantized import Int8Weight
 from d3engine.model.bridges import BridgeWeights
 from d3engine.model.weights import LayerWeights
 
 
-def native_model(eager: EagerExecutor) -> NativeModel:
-    """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
+def native_model(eager: EagerExecutor, head_tokens: Tensor | None = None) -> NativeModel:
+    """The eager executor's model for the library, with an LM head of `head_tokens` alone or of all.
+
+    Raises `NativeError` for one that is more than a Llama.
+    """
     model, weights = eager.model, eager.model.weights
     rotations = eager.rope.generated_table.contiguous()
     unturned = model.config.layers_without_rope
@@ -25,13 +32,25 @@ def native_model(eager: EagerExecutor) -> NativeModel:
         ),
         embedding=weights.embedding,
         final_norm=weights.final_norm,
-        lm_head=weights.lm_head,
+        lm_head=weights.lm_head if head_tokens is None else _rows_of_head(weights.lm_head, head_tokens),
         pool=eager.pool,
         num_heads=model.config.num_heads,
         max_positions=rotations.shape[0],
         eps=model.config.rms_norm_eps,
         scale=model.config.attention_scale,
+        head_tokens=head_tokens,
     )
+
+
+def _rows_of_head(head: Weight, tokens: Tensor) -> Weight:
+    """The rows of an LM head, `HEAD_ROWS` neighbours at a time, copied in the head's own form."""
+    if isinstance(head, Tensor):
+        return head[tokens]
+    if isinstance(head, BlockLanesWeight):
+        return replace(head, cells=head.cells[tokens[::LANES] // LANES])
+    if isinstance(head, BlockWeight | Int8Weight):
+        return head.at(tokens)
+    raise NativeError(f"no rows can be taken from an LM head of {type(head).__name__}")
 
 
 _KNOWN = {

@@ -16,7 +16,7 @@ from d3engine.engine import Engine
 from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, require, require_integer
 from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.params import SamplingParams
+from d3engine.request.params import FROM_FILE, SamplingParams
 from d3engine.research.evaluation.work import Work, is_known_beforehand, work_of
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import Tokenizer
@@ -31,9 +31,6 @@ except ImportError as error:
 
 DEFAULT_MAX_GEN_TOKS = 256
 """Limit of an answer whose task has none, as in the harness's own backends."""
-
-SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling options of a task's generation_kwargs, besides `until`, `do_sample` and the length."""
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +206,7 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         given = dict(normalize_gen_kwargs(dict(gen_kwargs), most))
         until, max_tokens, samples = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
         for name, value in given.items():
-            require(name in SAMPLING_OPTIONS, name, value, f"an option of {', '.join(SAMPLING_OPTIONS)}")
+            require(name in FROM_FILE, name, value, f"an option of {', '.join(FROM_FILE)}")
         sampling = given if samples else {"temperature": 0.0}
         stop = [text for text in until if text]
         return SamplingParams(stop=stop or None, max_tokens=max_tokens, depth=self.policy, **sampling)

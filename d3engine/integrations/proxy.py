@@ -17,12 +17,13 @@ from starlette.types import Message, Receive, Scope, Send
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.errors import EngineDeadError, FailedError
 from d3engine.server.app import create_app
-from d3engine.server.errors import RequestError, as_request_error, error_response
+from d3engine.server.errors import ANTHROPICS_ROOT, RequestError, as_request_error, error_response, shown_message
 from d3engine.server.in_process import whole
 from d3engine.server.metrics import merged
 from d3engine.server.middleware.access import METRICS_PATH, KeyGuard
 from d3engine.server.middleware.limits import RETRY_AFTER
-from d3engine.server.responses.broken_stream import end_of_broken_stream, num_events
+from d3engine.server.responses.messages import MessageForm
+from d3engine.server.responses.streams import OpenAIForm, named_event
 from d3engine.server.routes.openapi import METRICS_TYPE
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import health
@@ -120,7 +121,7 @@ class _ClientResponse:
                 assert self._head is not None
                 self.has_begun = True
                 await self._send(self._head)
-            self._num_events += num_events(message.get("body", b""))
+            self._num_events += _num_events(message.get("body", b""))
             await self._send(message)
 
     @property
@@ -134,7 +135,7 @@ class _ClientResponse:
         if self.has_begun:
             if not self._is_stream:
                 raise error
-            last = end_of_broken_stream(error, self._path, self._num_events)
+            last = _end_of_broken_stream(error, self._path, self._num_events)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
             return
         await self.write(_messages(error_response(error, self._path)))
@@ -349,3 +350,21 @@ class _MessageQueue:
             self._has_messages.clear()
         taken, self._messages = self._messages, []
         return taken
+
+
+RESPONSES = "/v1/responses"
+
+
+def _num_events(content: bytes) -> int:
+    """How many named events it holds; JSON has no line breaks, so none is mistaken for one."""
+    return (b"\n" + content).count(b"\nevent: ")
+
+
+def _end_of_broken_stream(error: RequestError, path: str, seen: int) -> bytes:
+    """The last event, after `seen` named ones."""
+    if path == ANTHROPICS_ROOT:
+        return MessageForm().failed(error)
+    if path == RESPONSES:
+        said = {"code": error.code, "message": shown_message(error), "param": None}
+        return named_event({"type": "error", **said, "sequence_number": seen})
+    return OpenAIForm().failed(error)

@@ -20,6 +20,7 @@ from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
+from d3engine.executor.native import NativeExecutor
 from d3engine.loading.draft_model import load_draft_weights, with_cache
 from d3engine.loading.executors import build_executor, matrix_form, new_cache
 from d3engine.loading.memory import num_blocks
@@ -65,9 +66,15 @@ def assemble(
         settings.scheduler_config, num_scheduler_steps=executor.max_steps, capabilities=executor.capabilities
     )
     if draft is None:
+        if rule is not None and rule.by_cost and isinstance(executor, NativeExecutor):
+            executor.draft_with(None)
         return Core(Scheduler(scheduler_config, cache), executor)
-    second = with_cache(draft, blocks, settings)
-    return Core(Scheduler(scheduler_config, cache, second.cache), DraftTargetExecutor(executor, second.executor))
+    second = with_cache(draft, blocks, settings, native=isinstance(executor, NativeExecutor))
+    scheduler = Scheduler(scheduler_config, cache, second.cache)
+    if isinstance(executor, NativeExecutor) and isinstance(second.executor, NativeExecutor):
+        executor.draft_with(second.executor)
+        return Core(scheduler, executor)
+    return Core(scheduler, DraftTargetExecutor(executor, second.executor))
 
 
 _Make: TypeAlias = Callable[[ModelConfig | None], tuple[Executor, int]]

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.errors import InvalidValueError, require
-from d3engine.executor.eager import EagerExecutor
-from d3engine.loading.executors import eager_executor, new_cache
+from d3engine.executor.interface import Executor
+from d3engine.loading.executors import eager_executor, matrix_form, native_executor, new_cache
 from d3engine.loading.model_directory import model_directory, resolve_max_model_len
-from d3engine.loading.resolve import held_config
+from d3engine.loading.resolve import held_config, kept_by_default, resolve_activations, resolve_weight_dtype
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import files_of
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+
+DRAFT_VOCABULARY = 32_768
+"""Tokens that a draft model may propose where its vocabulary is much larger.
+
+Vocabularies of byte pairs are in the order in which pairs were merged, so the first tokens are the frequent ones. The
+LM head of a small model with 150,000 tokens is a third of all that a step reads. A token that is not among these is
+never drafted, which costs its draft and no more.
+"""
+
+HEAD_ROWS = 16
+"""Rows of a shortened head come in such groups: matrices may have them interleaved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +37,18 @@ class DraftModel:
     """A loaded draft model: what runs it, and the block tables of its cache."""
 
     directory: str
-    executor: EagerExecutor
+    executor: Executor
     cache: KVCache
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """A draft model that fits the model it drafts for, without a cache yet."""
+    """A draft model that fits the model it drafts for, without a cache yet; `settings` are its own."""
 
     directory: str
     config: ModelConfig
     weights: LlamaWeights
+    settings: EngineSettings
 
 
 def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenizer | None) -> DraftWeights:
@@ -55,18 +70,58 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
         allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
         require(not differing, "draft_model", given, allowed)
+    of_draft = _settings_of(directory, own, settings)
     weights = load_weights(
-        directory, own, dtype=settings.dtype, weight_dtype=settings.weight_dtype, device=settings.device
+        directory,
+        own,
+        dtype=of_draft.dtype,
+        weight_dtype=of_draft.weight_dtype,
+        device=of_draft.device,
+        form=matrix_form(of_draft) if of_draft.executor == "native" else None,
+        keeps_blocks=of_draft.keeps_blocks,
     )
-    return DraftWeights(given, own, weights)
+    return DraftWeights(given, own, weights, of_draft)
 
 
-def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings) -> DraftModel:
-    """The draft model with a cache for as many entries as `num_blocks` blocks hold at full depth of the first model."""
+def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) -> EngineSettings:
+    """The settings of a draft model beside those of its target: what makes it fast, since no answer depends on it."""
+    if settings.executor != "native":
+        return replace(settings, directory=directory, config=own, keeps_blocks=False)
+    kept = kept_by_default("auto", directory, own, "native")
+    return replace(
+        settings,
+        directory=directory,
+        config=own,
+        weight_dtype=resolve_weight_dtype("auto", dtype=settings.dtype, device=settings.device, kept=kept),
+        weight_compression="none",
+        keeps_blocks=True,
+        activations=resolve_activations("auto", files_of(directory).packed_bytes() is not None),
+    )
+
+
+def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *, native: bool) -> DraftModel:
+    """The draft model with a cache for as many entries as `num_blocks` blocks hold at full depth of the first model.
+
+    `native`: by the library that runs the first model.
+    """
     own = draft.config
     blocks = max(-(-num_blocks * own.num_layers // settings.config.num_layers), own.num_layers)
-    executor = eager_executor(settings, own, draft.weights, blocks)
-    return DraftModel(draft.directory, executor, new_cache(settings, own, blocks))
+    eager = eager_executor(draft.settings, own, draft.weights, blocks)
+    executor: Executor = eager
+    if native:
+        executor = native_executor(draft.settings, eager, head_tokens(own))
+    return DraftModel(draft.directory, executor, new_cache(draft.settings, own, blocks))
+
+
+def head_tokens(config: ModelConfig) -> Tensor | None:
+    """The tokens that a draft model of `config` may propose, int64, ascending; None: all."""
+    if config.vocab_size < 2 * DRAFT_VOCABULARY:
+        return None
+    groups = {*range(DRAFT_VOCABULARY // HEAD_ROWS), *(token // HEAD_ROWS for token in config.eos_token_ids)}
+    groups = {group for group in groups if (group + 1) * HEAD_ROWS <= config.vocab_size}
+    if len(groups) % 2:  # interleaved matrices have an even number of such groups
+        groups.add(max(groups) - 1 if max(groups) - 1 not in groups else DRAFT_VOCABULARY // HEAD_ROWS)
+    return (torch.tensor(sorted(groups))[:, None] * HEAD_ROWS + torch.arange(HEAD_ROWS)).flatten()
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -37,6 +37,11 @@ class EngineConfig:
         depth: The layers that each generated token runs: a policy such as `D3(alpha, start)`, or "auto", the setting
             in `d3.json` beside the weights and full depth without one. A request may bring its own policy. The log
             warns once of each policy that was never certified for the model.
+        speculative_config: Speculative decoding, as JSON text or a mapping; None: none. It is {"method": "draft_model",
+            "model": MODEL}, or {"method": "ngram"} for lookups in prompt and answer, and may have
+            "num_speculative_tokens": without it each draft is as long as pays. Tokens and log-probabilities stay the
+            same. It stands in the place of `depth`: drafts are verified at full depth.
+        draft_model: A smaller model of the same vocabulary that drafts; None: none. Short for a `speculative_config`.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: Type of activations, float weights and KV cache: "auto" (float32 on a CPU, the file's on a GPU),
             "float32", "bfloat16", or on a GPU "float16". Quantized matrices stay as their directory has them.
@@ -84,6 +89,8 @@ class EngineConfig:
     model: str | os.PathLike[str]
     _: KW_ONLY
     depth: DepthPolicy | str = argument("auto")
+    speculative_config: Mapping[str, Any] | str | None = argument(None, panel="Engine")
+    draft_model: str | os.PathLike[str] | None = argument(None, panel="Engine")
     device: str | torch.device = argument("auto", panel="Engine")
     dtype: str | torch.dtype = argument("auto", panel="Engine")
     weight_dtype: str | torch.dtype = argument("auto", panel="Memory")

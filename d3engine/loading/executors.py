@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache, partial, reduce
 
 import torch
+from torch import Tensor
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth.schedule import AUTO_BRIDGES
@@ -138,20 +139,28 @@ def _native(settings: EngineSettings, eager: EagerExecutor) -> Executor:
     isa = NATIVE_ISA.read()
     require(isa == "auto" or isa in isas_here(), NATIVE_ISA.name, isa, f"auto, or one of {', '.join(isas_here())} here")
     try:
-        return NativeExecutor(
-            eager,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            max_steps=settings.num_scheduler_steps,
-            num_threads=settings.num_threads,
-            isa=isa,
-        )
+        return native_executor(settings, eager)
     except NativeError as error:
         require(not settings.batch_invariant, "batch_invariant", True, f"False here, since {error}")
         if settings.backend == "native":
             refuse_backend("native", f"another than native, since {error}")
         _log.warning("decoding by PyTorch alone, which takes several times longer: %s", error)
         return eager
+
+
+def native_executor(
+    settings: EngineSettings, eager: EagerExecutor, head_tokens: Tensor | None = None
+) -> NativeExecutor:
+    """The native library over the model and the pool of `eager`; raises `NativeError` for what it does not know."""
+    return NativeExecutor(
+        eager,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        max_steps=settings.num_scheduler_steps,
+        num_threads=settings.num_threads,
+        isa=NATIVE_ISA.read(),
+        head_tokens=head_tokens,
+    )
 
 
 def new_cache(settings: EngineSettings, config: ModelConfig, num_blocks: int) -> KVCache:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.depth.speculative_config import policy_of_config
 from d3engine.environment import NATIVE_ISA
 from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.kernels.blocks import INTEGER_TYPES
@@ -193,6 +195,20 @@ def _narrower(dtype: torch.dtype, device: torch.device, widens: bool) -> tuple[t
     return (torch.bfloat16, torch.float16) if widens and is_wide else ()
 
 
+def _speculation(given: EngineConfig) -> DepthPolicy | None:
+    """The policy by which the engine drafts, where its arguments ask for that by vLLM's names."""
+    config: Mapping[str, Any] | str | None = given.speculative_config
+    if given.draft_model is not None:
+        require(config is None, "draft_model", given.draft_model, "absent with speculative_config, which names it")
+        config = {"model": os.fspath(given.draft_model)}
+    if config is None:
+        return None
+    field = "speculative_config" if given.draft_model is None else "draft_model"
+    is_full = given.depth == "auto" or isinstance(given.depth, FullDepth)
+    require(is_full, field, config, f"absent with depth={given.depth!r}: drafts are verified at full depth")
+    return policy_of_config(config)
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -222,7 +238,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     resolved: dict[str, Any] = {
         "directory": directory,
         "config": config,
-        "depth": resolve_depth(given.depth, directory),
+        "depth": _speculation(given) or resolve_depth(given.depth, directory),
         "device": there,
         "dtype": computed,
         "weight_dtype": weight_dtype,
@@ -236,6 +252,8 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "num_threads": given.num_threads or default_threads(),
         "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
         "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),
+        "speculative_config": None,  # `depth` has its policy
+        "draft_model": None,
         "weights": None,
     }
     settings = EngineSettings(**(vars(given) | resolved))

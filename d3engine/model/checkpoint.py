@@ -18,7 +18,7 @@ from d3engine.errors import ModelFormatError
 from d3engine.files import as_json, is_there, open_regular, path_of
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.fields import of_a_model, read_json_object
-from d3engine.model.quantization_config import FP8_GROUPS
+from d3engine.model.quantization_config import SCHEMES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,9 +31,6 @@ _BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1, "I8": 1, "U
 
 VALUES, SCALES = ".qweight", ".scales"
 """The suffixes, in place of ".weight", of a quantized matrix's two tensors."""
-
-VALUE_DTYPES = {"int8": "I8", "fp8": FP8, FP8_GROUPS: FP8, "int4": "U8"}
-"""Scheme -> dtype of a quantized matrix's values, by safetensors' name."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +238,12 @@ def is_layer_matrix(name: str) -> bool:
 
 def has_groups(scheme: str | None) -> bool:
     """Whether 128 input channels of an output channel share a scale."""
-    return scheme in ("int4", FP8_GROUPS)
+    return scheme is not None and SCHEMES[scheme].has_groups
 
 
 def value_dtype(scheme: str) -> torch.dtype:
     """The dtype of the values of a matrix quantized by `scheme`."""
-    return dtype_of(VALUE_DTYPES[scheme])
+    return dtype_of(SCHEMES[scheme].dtype)
 
 
 def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[str, tuple[int, ...]]:
@@ -256,7 +253,8 @@ def quantized_tensors(name: str, shape: tuple[int, ...], scheme: str) -> dict[st
     if not has_groups(scheme):
         return {module + VALUES: (rows, columns), module + SCALES: (rows,)}
     groups = -(-columns // GROUP)
-    stored = groups * GROUP // 2 if scheme == "int4" else columns
+    packed = SCHEMES[scheme].values_a_byte
+    stored = groups * GROUP // packed if packed > 1 else columns
     return {module + VALUES: (rows, stored), module + SCALES: (rows, groups)}
 
 

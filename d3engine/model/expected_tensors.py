@@ -15,7 +15,6 @@ from torch import Tensor
 from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint import (
     FLOAT_DTYPES,
-    VALUE_DTYPES,
     Checkpoint,
     TensorEntry,
     dtype_of,
@@ -26,6 +25,7 @@ from d3engine.model.checkpoint import SCALES as SCALES
 from d3engine.model.checkpoint import VALUES as VALUES
 from d3engine.model.config import ModelConfig
 from d3engine.model.families import Multipliers, TensorNames
+from d3engine.model.quantization_config import SCHEMES
 from d3engine.model.source import CONFIG_FILE, ModelSource, files_of
 
 EMBEDDING = TensorNames().embedding
@@ -80,13 +80,13 @@ def allowed_dtypes(name: str, config: ModelConfig) -> tuple[str, ...]:
     if name.endswith(VALUES):
         scheme = scheme_of(name.removesuffix(VALUES) + ".weight", config)
         assert scheme is not None, "names of values come from a scheme"
-        return (VALUE_DTYPES[scheme],)
+        return (SCHEMES[scheme].dtype,)
     return ("F32",) if name.endswith(SCALES) else FLOAT_DTYPES
 
 
 def held_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a loaded tensor: `dtype`, but quantized values and scales keep theirs."""
-    if entry.dtype in VALUE_DTYPES.values():
+    if entry.dtype in [scheme.dtype for scheme in SCHEMES.values()]:
         return dtype_of(entry.dtype)
     return torch.float32 if entry.name.endswith(SCALES) else dtype
 

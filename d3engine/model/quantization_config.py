@@ -11,9 +11,35 @@ from d3engine.model.fields import Fields
 
 QUANTIZATION_METHOD = "d3engine"
 """`quant_method` of a directory that `d3engine weights quantize` wrote."""
-QUANTIZATION_SCHEMES = ("int8", "int4", "fp8")
 FP8_GROUPS = "fp8_groups"
 """A scheme of published files alone: 8-bit floats with a scale for 128 input channels of an output channel."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a checkpoint stores a quantized matrix: values of a dtype by safetensors' name, and scales.
+
+    Attributes:
+        dtype: of the values.
+        has_groups: whether 128 input channels of an output channel share a scale, not all of them.
+        values_a_byte: that the values are packed by.
+        is_made: whether `d3engine weights quantize` makes it.
+    """
+
+    dtype: str
+    has_groups: bool = False
+    values_a_byte: int = 1
+    is_made: bool = True
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "int8": Scheme("I8"),
+    "int4": Scheme("U8", has_groups=True, values_a_byte=2),
+    "fp8": Scheme("F8_E4M3"),
+    FP8_GROUPS: Scheme("F8_E4M3", has_groups=True, is_made=False),
+}
+"""`kernels/quantized.py` has the format of each."""
+QUANTIZATION_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.is_made)
 LM_HEAD_SCHEMES = ("int8", "int4", "float")
 """What an LM head may be with quantized matrices; one that is the embedding too is not int4."""
 DEFAULT_HEAD_SCHEME = "int8"

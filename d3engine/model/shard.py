@@ -17,6 +17,7 @@ from d3engine.kernels.quantized import GROUP
 from d3engine.model.checkpoint import SCALES, VALUES, Checkpoint, dtype_of, has_groups
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import LM_HEAD, expected_tensors, rows_of
+from d3engine.model.quantization_config import SCHEMES
 
 ARGUMENT = "tensor_parallel_size"
 
@@ -197,11 +198,11 @@ def _cuts(config: ModelConfig, shard: ModelShard) -> dict[str, Cut]:
 
 def _of_columns(module: str, columns: range, scheme: str | None) -> dict[str, Cut]:
     """The cuts of a matrix at these input channels; with scales of groups the channels begin where a group does."""
-    if not has_groups(scheme):
+    if scheme is None or not has_groups(scheme):
         return {module + suffix: Cut(columns=columns) for suffix in (".weight", *([VALUES] if scheme else []))}
-    groups = range(columns.start // GROUP, -(-columns.stop // GROUP))
+    groups, packed = range(columns.start // GROUP, -(-columns.stop // GROUP)), SCHEMES[scheme].values_a_byte
     return {
-        module + VALUES: Cut(columns=_widened(groups, GROUP // 2) if scheme == "int4" else columns),
+        module + VALUES: Cut(columns=columns if packed == 1 else _widened(groups, GROUP // packed)),
         module + SCALES: Cut(columns=groups),
     }
 

@@ -12,19 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require
-from d3engine.kernels.bf12 import PackedWeight
-from d3engine.kernels.blocks import BLOCK_TYPES, BlockLanesWeight, BlockWeight, stacked
-from d3engine.kernels.interleaved import Int8LanesWeight
-from d3engine.kernels.matrices import Table, Weight
-from d3engine.kernels.quantized import (
-    Fp8Weight,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-    quantize_fp8,
-    quantize_int4,
-    quantize_int8,
-)
+from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, stacked
+from d3engine.kernels.matrices import Table, Weight, float_dtype, tensors_of
+from d3engine.kernels.quantized import FORMATS, QUANTIZERS, Int8Weight, QuantizedWeight
 from d3engine.model.checkpoint import SCALES, VALUES, Checkpoint, TensorEntry, dtype_of
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
@@ -69,7 +59,7 @@ class LayerWeights:
     def tensors(self) -> list[Tensor]:
         """Return all tensors in the order of the fields; a quantized or packed matrix has several."""
         weights = (getattr(self, field.name) for field in fields(self))
-        return [tensor for weight in weights if weight is not None for tensor in _tensors_of(weight)]
+        return [tensor for weight in weights if weight is not None for tensor in tensors_of(weight)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +83,14 @@ class LlamaWeights:
     def weight_dtype(self) -> torch.dtype:
         """Of float matrices and the embedding; that of activations where all are quantized."""
         for matrix in (self.layers[0].qkv, self.embedding):
-            if isinstance(matrix, PackedWeight):
-                return torch.bfloat16
-            if isinstance(matrix, Tensor):
-                return matrix.dtype
+            if (dtype := float_dtype(matrix)) is not None:
+                return dtype
         return self.dtype
 
     @property
     def has_float_matrices(self) -> bool:
         """Whether any matrix has `weight_dtype`."""
-        return isinstance(self.layers[0].qkv, Tensor | PackedWeight) or isinstance(self.embedding, Tensor)
+        return any(float_dtype(matrix) is not None for matrix in (self.layers[0].qkv, self.embedding))
 
     @property
     def device(self) -> torch.device:
@@ -112,16 +100,12 @@ class LlamaWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights; tied ones count once."""
-        tensors = [*_tensors_of(self.embedding), self.final_norm]
+        tensors = [*tensors_of(self.embedding), self.final_norm]
         if self.lm_head is not self.embedding:
-            tensors.extend(_tensors_of(self.lm_head))
+            tensors.extend(tensors_of(self.lm_head))
         for layer in self.layers:
             tensors.extend(layer.tensors())
         return sum(tensor.nbytes for tensor in tensors)
-
-
-def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
-    return (weight,) if isinstance(weight, Tensor) else weight.tensors
 
 
 def load_weights(
@@ -285,9 +269,7 @@ class _Loader:
             return self._held(self._stack(tensors, self.weight_dtype), tensors)
         names = _with(VALUES, modules), _with(SCALES, modules)
         values, scales = (self._stack(tensors, self.dtype) for tensors in names)
-        if scheme == "int4":
-            return self._held(Int4Weight(values, scales, num_columns), names[0])
-        return self._held(Int8Weight(values, scales) if scheme == "int8" else Fp8Weight(values, scales), names[0])
+        return self._held(FORMATS[scheme].of(values, scales, num_columns), names[0])
 
     def _stays_in_blocks(self, tensors: Collection[str]) -> bool:
         """Whether a matrix of these tensors is held as a GGUF file has it."""
@@ -332,14 +314,14 @@ class _Loader:
             if multiplier == 1.0 and self._stays_in_blocks([name]):
                 blocks = self._blocks_or_floats(name, None)
                 held = self._held(blocks, [name]) if self.config.tie_word_embeddings else blocks
-                assert isinstance(held, Tensor | BlockWeight | BlockLanesWeight), "single rows are read from it"
+                assert isinstance(held, Table), "single rows are read from it"
                 return held
             return self._vector_or_table(name, multiplier, self.weight_dtype)
         module: _Modules = {name.removesuffix(".weight"): None}
         values, scales = (self._stack(_with(suffix, module), self.dtype) for suffix in (VALUES, SCALES))
         int8 = Int8Weight(values, scales if multiplier == 1.0 else scales * multiplier)
         table = self._held(int8, _with(VALUES, module))
-        assert isinstance(table, Int8Weight | Int8LanesWeight), "single rows are read from it"
+        assert isinstance(table, Table), "single rows are read from it"
         return table
 
     def _vector_or_table(self, name: str, multiplier: float, dtype: torch.dtype) -> Tensor:
@@ -412,13 +394,6 @@ def _copy_rows(source: Tensor, target: Tensor, num_heads: int | None) -> None:
         pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))
 
 
-_QUANTIZE: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
-    "int8": quantize_int8,
-    "fp8": quantize_fp8,
-    "int4": quantize_int4,
-}
-
-
 def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
     """Return a float matrix [N, K] as "int8" or "fp8" (one scale per row), or "int4" (a scale for 128 columns).
 
@@ -428,7 +403,7 @@ def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:
     require(scheme in QUANTIZATION_SCHEMES, "scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
     if not isinstance(matrix, Tensor):
         raise InvalidValueError("weights", type(matrix).__name__, "float matrices")
-    return _QUANTIZE[scheme](matrix)
+    return QUANTIZERS[scheme](matrix)
 
 
 def check_head_scheme(scheme: str, is_tied: bool) -> None:
@@ -462,9 +437,7 @@ def in_layout(weights: LlamaWeights, form: Callable[[Weight], Weight]) -> LlamaW
     if made.lm_head is not made.embedding:
         return made
     head = form(made.lm_head)
-    return replace(
-        made, lm_head=head, embedding=head if isinstance(head, Int8LanesWeight | BlockLanesWeight) else made.embedding
-    )
+    return replace(made, lm_head=head, embedding=head if isinstance(head, Table) else made.embedding)
 
 
 def with_matrices(
@@ -488,5 +461,5 @@ def with_matrices(
     if weights.lm_head is not weights.embedding:
         return replace(weights, layers=layers, lm_head=(change_head or change)(weights.lm_head))
     table = weights.embedding if change_head is None else change_head(weights.embedding)
-    assert isinstance(table, Tensor | Int8Weight | BlockWeight | BlockLanesWeight), "single rows are read from it"
+    assert isinstance(table, Table), "single rows are read from it"
     return replace(weights, layers=layers, embedding=table, lm_head=table)

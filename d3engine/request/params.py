@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Never, TypeVar
 
-from d3engine.arguments import CHECK, Integers, Numbers, Switch, Unchecked, argument, check_arguments
+from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 from d3engine.depth import DepthPolicy
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 
@@ -157,6 +157,84 @@ BIASES = Numbers(-100.0, 100.0)
 TOKEN_IDS = Integers(0)
 """Whatever the vocabulary; the engine knows its end."""
 
+
+@dataclass(frozen=True)
+class Text(Check):
+    """A text of up to `longest` characters."""
+
+    longest: int
+    allowed = "None, or a text"
+
+    def check(self, field: str, value: object) -> None:
+        fits = isinstance(value, str) and 0 < len(value) <= self.longest
+        require(fits, field, value, f"{self.allowed} of 1 to {self.longest} characters")
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"minLength": 1, "maxLength": self.longest}
+
+
+class Word(Text):
+    """One of several texts."""
+
+    allowed = "strings"
+
+
+@dataclass(frozen=True)
+class Several(Check):
+    """Lists of up to `most` items, kept as tuples; with `or_one` an item alone, too."""
+
+    item: Check
+    most: int
+    fewest: int = 0
+    or_one: bool = False
+
+    @property
+    def kind(self) -> type:  # type: ignore[override]
+        return list[self.item.kind]  # type: ignore[name-defined]
+
+    def check(self, field: str, value: object) -> None:
+        if self.or_one and isinstance(value, self.item.kind):
+            self.item.check(field, value)
+            return
+        is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        require(is_list, field, value, "a list or None")
+        assert isinstance(value, Sequence)
+        require(len(value) <= self.most, field, f"{len(value)} items", f"at most {self.most} items")
+        require(len(value) >= self.fewest, field, value, "at least one token id, or None")
+        if self.item is TOKEN_IDS and set(map(type, value)) == {int} and min(value) >= TOKEN_IDS.low:
+            return  # quickly seen of a long list
+        for item in value:
+            self.item.check(field, item)
+
+    def kept(self, value: Any) -> Any:
+        return value if isinstance(value, self.item.kind) else tuple(value)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return ({"minItems": self.fewest} if self.fewest else {}) | {"maxItems": self.most}
+
+
+class Biases(Check):
+    """Token ids with what is added to their logits."""
+
+    kind = dict[str, float]
+
+    def check(self, field: str, value: object) -> None:
+        require(isinstance(value, Mapping), field, value, "a mapping of token id to bias")
+        assert isinstance(value, Mapping)
+        require(len(value) <= MAX_BIASED_TOKENS, field, len(value), f"of {MAX_BIASED_TOKENS} entries at most")
+
+    def kept(self, value: Any) -> Any:
+        return FrozenDict(_bias_by_id(value))
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"maxProperties": MAX_BIASED_TOKENS, "propertyNames": {"pattern": "^[0-9]{1,19}$"}}
+
+
+WORD = Word(MAX_STOP_LENGTH)
+
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would only overflow."""
 
@@ -227,18 +305,18 @@ class SamplingParams:
     # Logits divided by less than 0.01 may overflow.
     repetition_penalty: float = argument(1.0, Numbers(0.01, 100.0), panel=SAMPLING)
     seed: int | None = argument(None, Integers(-1, 2**63 - 1))
-    stop: str | Sequence[str] | None = argument(None, Unchecked(list[str]), panel=SAMPLING)
-    stop_token_ids: Sequence[int] | None = argument(None, Unchecked(list[int]), panel=SAMPLING)
-    bad_words: Sequence[str] | None = argument(None, Unchecked(list[str]), panel=SAMPLING)
+    stop: str | Sequence[str] | None = argument(None, Several(WORD, MAX_STOP_STRINGS, or_one=True), panel=SAMPLING)
+    stop_token_ids: Sequence[int] | None = argument(None, Several(TOKEN_IDS, MAX_STOP_TOKEN_IDS), panel=SAMPLING)
+    bad_words: Sequence[str] | None = argument(None, Several(WORD, MAX_BAD_WORDS), panel=SAMPLING)
     ignore_eos: bool = argument(False, Switch(), panel=SAMPLING)
     include_stop_str_in_output: bool = argument(False, Switch(), panel=SAMPLING)
     skip_special_tokens: bool = argument(True, Switch(), panel=SAMPLING)
     detokenize: bool = argument(True, Switch())
     logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
     prompt_logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
-    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    cache_salt: str | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = argument(None, Biases())
+    allowed_token_ids: Sequence[int] | None = argument(None, Several(TOKEN_IDS, MAX_ALLOWED_TOKENS, fewest=1))
+    cache_salt: str | None = argument(None, Text(MAX_SALT_LENGTH))
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -257,8 +335,8 @@ class SamplingParams:
         kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
         self._check_structured()
-        self._check_strings()
-        self._check_token_ids()
+        has_text = self.detokenize or not self.stop
+        require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
         self._unify()
 
     def _unify(self) -> None:
@@ -274,46 +352,6 @@ class SamplingParams:
         require(is_form, "structured_outputs", form, "StructuredOutputsParams or None")
         allowed = "0 where structured_outputs is given, since the form says where an answer ends"
         require(form is None or not self.min_tokens, "min_tokens", self.min_tokens, allowed)
-
-    def _check_strings(self) -> None:
-        if not isinstance(self.stop, str):
-            self._keep_tuple("stop", MAX_STOP_STRINGS)
-        self._keep_tuple("bad_words", MAX_BAD_WORDS)
-        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words or ())):
-            for text in texts:
-                fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH
-                require(fits, name, text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
-        salt = self.cache_salt
-        is_salt = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LENGTH)
-        require(is_salt, "cache_salt", salt, f"None, or a text of 1 to {MAX_SALT_LENGTH} characters")
-        has_text = self.detokenize or not self.stop
-        require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
-
-    def _check_token_ids(self) -> None:
-        self._keep_tuple("stop_token_ids", MAX_STOP_TOKEN_IDS)
-        self._keep_tuple("allowed_token_ids", MAX_ALLOWED_TOKENS)
-        is_empty = self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0
-        allowed = "at least one token id, or None"
-        require(not is_empty, "allowed_token_ids", self.allowed_token_ids, allowed)
-        bias = self.logit_bias
-        if bias is not None:
-            require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
-            require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", len(bias), f"of {MAX_BIASED_TOKENS} entries at most")
-            object.__setattr__(self, "logit_bias", FrozenDict(_bias_by_id(bias)))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            tokens = getattr(self, name) or ()
-            if set(map(type, tokens)) != {int} or min(tokens) < TOKEN_IDS.low:  # of a long list quickly seen
-                for token in tokens:
-                    TOKEN_IDS.check(name, token)
-
-    def _keep_tuple(self, name: str, most: int) -> None:
-        """Refuse what is no list of at most `most` items; keep a copy of one that is."""
-        value = getattr(self, name)
-        if value is None:
-            return
-        require(isinstance(value, Sequence) and not isinstance(value, str | bytes), name, value, "a list or None")
-        require(len(value) <= most, name, f"{len(value)} items", f"at most {most} items")
-        object.__setattr__(self, name, tuple(value))
 
     @property
     def greedy(self) -> bool:
@@ -336,12 +374,12 @@ class SamplingParams:
         }
 
 
-BOUNDS: Mapping[str, Integers | Numbers] = {
-    one.name: one.metadata[CHECK]
-    for one in fields(SamplingParams)
-    if isinstance(one.metadata.get(CHECK), Integers | Numbers)
-}
-"""Of the numbers among the parameters."""
+FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters that a model's generation_config.json may give, and a task of lm-evaluation-harness."""
+CHECKS: Mapping[str, Check] = {one.name: one.metadata[CHECK] for one in fields(SamplingParams) if one.metadata}
+"""Parameter -> the values that it may have; the others are objects of their own."""
+BOUNDS = {name: check for name, check in CHECKS.items() if isinstance(check, Integers | Numbers)}
+"""Of the numbers among them."""
 
 
 def _bias_by_id(bias: Mapping[int, float] | Mapping[str, float]) -> dict[int, float]:

@@ -21,9 +21,12 @@ class SamplingMode(IntEnum):
 
 def choice_of(sequence: Sequence) -> SamplingMode:
     """The kind that a sequence's sampling parameters ask for."""
+    return SamplingMode.REPORT if sequence.params.logprobs is not None else choice_of_token(sequence)
+
+
+def choice_of_token(sequence: Sequence) -> SamplingMode:
+    """The same of the token alone, whether its log-probability is wanted or not."""
     params = sequence.params
-    if params.logprobs is not None:
-        return SamplingMode.REPORT
     if is_restricted(sequence):
         return SamplingMode.RESTRICT
     if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,35 +18,40 @@ from d3engine.depth import ExitRule, Schedule
 from d3engine.depth.policy import DraftRule
 from d3engine.depth.schedule import BoolArray
 from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
-from d3engine.request.outputs import FinishReason
-from d3engine.request.params import MAX_N, SamplingParams
+from d3engine.request.outputs import FinishReason, Logprob
+from d3engine.request.params import SamplingParams
 from d3engine.request.token_rules import TokenRules, names_tokens
 
 STOP_CHANGE = 0.001
 """By which a stop probability moves after a verification: the authors' step of 0.01, of which a tenth is taken."""
 
 
+FIRST_LENGTH = 4
+"""Tokens of a first draft whose length is left open, where no executor finds a better one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One drafted token, with the draft's probability of its likeliest token, and the distribution it was drawn from.
+    """One drafted token, with the draft's probability of its likeliest token.
 
-    `token_id` is None if the draft's logits were of no use: the draft ends before it. `distribution` is a tensor [V]
-    where the sequence samples, else None; `top_probability` is None where the rule does not ask.
+    `token_id` is None if the draft's logits were of no use: the draft ends before it. `top_probability` is None where
+    the rule does not ask.
     """
 
     token_id: int | None
     top_probability: float | None = None
-    distribution: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
     """A whole draft, the tokens that came of its verification, and what was wrong with full depth's logits, if
-    anything."""
+    anything. A second model has then computed `num_computed` positions."""
 
     drafted: list[int]
     tokens: list[int]
     fault: str | None = None
+    num_computed: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +75,6 @@ class Draft:
     layers: BoolArray | None = None
     mlps: BoolArray | None = None
     token_ids: list[int] = field(default_factory=list)
-    distributions: list[Any] = field(default_factory=list)
     ended: bool = False
     work: float = 0
     stop_probability: float = 0.0
@@ -82,7 +86,7 @@ class Draft:
     discarded_layers: int = 0
 
     def __post_init__(self) -> None:
-        self.length = self.rule.length
+        self.length = min(FIRST_LENGTH, self.rule.length) if self.rule.by_cost else self.rule.length
         self.stop_probability = self.rule.stop_probability
 
     @property
@@ -110,8 +114,6 @@ class Draft:
             self.ended = True
             return
         self.token_ids.append(proposal.token_id)
-        if proposal.distribution is not None:
-            self.distributions.append(proposal.distribution)
         unsure = proposal.top_probability is not None and proposal.top_probability < self.stop_probability
         self.ended = unsure or len(self.token_ids) >= self.most or ends_answer
 
@@ -122,7 +124,7 @@ class Draft:
             self.num_drafted += count
             self.num_accepted += num_accepted
             self.num_verifications += 1
-            if self.rule.adaptive:
+            if self.rule.adaptive or self.rule.by_cost:
                 change = 1 if num_accepted == count else -1
                 self.length = min(max(self.length + change, 1), self.rule.length)
             if self.rule.target_acceptance is not None:
@@ -144,31 +146,23 @@ class Draft:
 
     def drop(self) -> None:
         """Forget the draft."""
-        self.token_ids, self.distributions = [], []
+        self.token_ids = []
         self.ended = False
         self.layers = self.mlps = None
         self.work = 0
 
 
-ACCEPTANCE, DRAFTING = 1, 2
-"""Streams of random numbers beside that of the tokens, 0, in the counter's word above the index, which is below MAX_N.
-
-A draft that begins at step b draws from DRAFTING + b: its tokens are fresh even where an earlier draft, since rejected,
-has looked at the same step.
-"""
-
-
 class Ahead:
-    """A sequence as sampling would see it after `drafted` tokens more, with random numbers of the given stream."""
+    """A sequence as sampling would see it after `drafted` tokens more."""
 
-    def __init__(self, sequence: Sequence, drafted: list[int], stream: int = 0) -> None:
+    def __init__(self, sequence: Sequence, drafted: list[int]) -> None:
         self.params = sequence.params
         self.prompt_token_ids = sequence.prompt_token_ids
         self.token_ids = sequence.token_ids + drafted
         self.eos_token_ids = sequence.eos_token_ids
         self.rules = sequence.rules
         self.seed = sequence.seed
-        self.index = sequence.index + MAX_N * stream
+        self.index = sequence.index
         self.step = len(self.token_ids)
         self.constraint = sequence.constraint
         self._drafted = drafted

@@ -13,7 +13,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import EntryCopies, IntArray, KVCache
 from d3engine.errors import require
-from d3engine.plan import BoolArray, Plan
+from d3engine.plan import BoolArray, DraftModelRows, Plan
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
@@ -67,6 +67,16 @@ class DraftModelBatch:
     def has_room(self, chunks: Chunks) -> bool:
         return int(self._missing(chunks).sum()) <= self.cache.pool.num_free
 
+    def rows_of(self, slots: IntArray, stops: IntArray) -> DraftModelRows | None:
+        """Where this model stands with the sequences in `slots`, with room for positions up to `stops`; None if there
+        is not that much."""
+        positions = np.minimum(self._table.num_computed[slots], self._first.num_tokens[slots] - 1)
+        missing = self.cache.missing(slots, stops, np.ones((slots.size, self.cache.num_layers), dtype=bool))
+        if int(missing.sum()) > self.cache.pool.num_free:
+            return None
+        self.cache.grow(slots, missing)
+        return DraftModelRows(self.cache.tables, positions)
+
     def plan(self, chunks: Chunks) -> Plan | None:
         """The plan of these chunks, their blocks allocated; None if there are none."""
         if not chunks.slots.size:
@@ -81,6 +91,10 @@ class DraftModelBatch:
     def computed(self, plan: Plan) -> None:
         """Take in that a plan has run."""
         self._table.num_computed[plan.slots] = plan.stops
+
+    def computed_to(self, slot: int, position: int) -> None:
+        """Take in how far an executor that drafts by itself has come with a slot."""
+        self._table.num_computed[slot] = position
 
     def forget(self, slot: int, length: int) -> None:
         """Only the first `length` tokens of a slot are still what this model has computed."""

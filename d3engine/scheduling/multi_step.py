@@ -17,27 +17,38 @@ import numpy as np
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
 from d3engine.plan import ExecutorCapabilities, MultiStep, Plan, RunControl
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.request.sampling_mode import SamplingMode, choice_of_token
 from d3engine.request.sequence import NO_SLOT, Sequence
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
 
-def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> MultiStep | None:
+def cycles_ahead(
+    chunks: Chunks, table: RunningTable, limit: int, capabilities: ExecutorCapabilities
+) -> MultiStep | None:
     """The cycles that the sequences of `chunks`, which all draft, can take on their own; None if not even one.
 
-    They are no more than yield `limit` tokens, but at least one. Who draws, or stops where a draft is unsure, needs the
-    host, and a device knows neither parts of layers nor another model.
+    They are no more than yield `limit` tokens, but at least one. Penalties and forms need the host, and so does a draft
+    by the model's own layers that stops where it is unsure, or runs parts of layers.
     """
     slots = chunks.slots
-    is_beyond = table.having(Trait.SPLITS_LAYERS | Trait.SECOND_MODEL, slots)
-    needs_host = is_beyond | (table.choice[slots] != SamplingMode.GREEDY)
     sequences = [table.sequence(slot) for slot in slots.tolist()]
-    if limit <= 1 or needs_host.any() or not all(_draws_a_line(sequence, table) for sequence in sequences):
+    beyond = Trait.SPLITS_LAYERS | (0 if capabilities.text_drafts else Trait.SECOND_MODEL | Trait.LOOKUP)
+    is_beyond = not capabilities.drafts or table.having(beyond, slots).any()
+    needs_host = is_beyond or any(choice_of_token(sequence) > SamplingMode.CUT for sequence in sequences)
+    if limit <= 1 or needs_host or not all(_draws_a_line(sequence, table) for sequence in sequences):
         return None
     rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]
-    schedules = [rule.schedule for rule in rules if rule.schedule is not None]
     longest = max(rule.length for rule in rules)
     num_cycles = min(max(1, limit // (longest + 1)), max(sequence.room for sequence in sequences))
+    if (table.choice[slots] == SamplingMode.REPORT).any():
+        num_cycles = min(num_cycles, capabilities.logits // (slots.size * (longest + 1)))
+        if num_cycles == 0:
+            return None
+    # Drafts by the text run none of this model's layers.
+    schedules = [
+        sequence.schedule if rule.schedule is None else rule.schedule
+        for sequence, rule in zip(sequences, rules, strict=True)
+    ]
     cutoffs = np.array([schedule.cutoffs for schedule in schedules])
     for row, schedule in enumerate(schedules):
         if not schedule.is_nested:  # which layers the next draft runs is not a matter of cutoffs
@@ -45,7 +56,8 @@ def cycles_ahead(chunks: Chunks, table: RunningTable, limit: int) -> MultiStep |
     control = RunControl() if num_cycles > 1 and chunks.traits & Trait.STREAMS else None
     steps = np.array([sequence.step for sequence in sequences])
     bridges = tuple(schedule.bridges for schedule in schedules) if chunks.traits & Trait.BRIDGED else ()
-    return MultiStep(num_cycles, steps, cutoffs, SamplingMode.GREEDY, control, bridges, cycles=True)
+    choice = SamplingMode(int(table.choice[slots].max()))
+    return MultiStep(num_cycles, steps, cutoffs, choice, control, bridges, cycles=True)
 
 
 def _draws_a_line(sequence: Sequence, table: RunningTable) -> bool:
@@ -53,7 +65,8 @@ def _draws_a_line(sequence: Sequence, table: RunningTable) -> bool:
     draft = sequence.draft
     assert draft is not None
     known = sequence.step >= 1 and table.num_computed[sequence.slot] >= sequence.num_tokens - 1
-    return bool(known and draft.stop_probability == 0 and draft.rule.target_acceptance is None)
+    is_sure = draft.rule.is_by_text or draft.stop_probability == 0
+    return bool(known and is_sure and draft.rule.target_acceptance is None)
 
 
 def at_last_tokens(chunks: Chunks, table: RunningTable) -> Chunks:
@@ -126,16 +139,20 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     bridged = chunks.traits & Trait.BRIDGED
     if bridged and not capabilities.bridges:
         return None  # only the host's own executor has the maps
-    if chunks.traits & Trait.DRAFTS and table.having(Trait.DRAFTS, slots).all():
-        return cycles_ahead(chunks, table, limit) if capabilities.drafts else None
+    drafts = table.having(Trait.DRAFTS, slots)
+    if drafts.all() and (cycles := cycles_ahead(chunks, table, limit, capabilities)) is not None:
+        return cycles
+    draft_elsewhere = drafts
+    if capabilities.text_drafts:  # what drafts by its text decodes plainly where it cannot draft
+        draft_elsewhere = drafts & ~table.having(Trait.SECOND_MODEL | Trait.LOOKUP, slots)
     yields = chunks.stops == table.num_tokens[slots]
     choice = SamplingMode(int(table.choice[slots].max()))
     # A schedule that is not nested fills the layers that it skips, so it is never simple.
-    is_simple = choice <= capabilities.choice and not chunks.traits & (Trait.FILLS | Trait.DRAFTS)
+    is_simple = choice <= capabilities.choice and not chunks.traits & Trait.FILLS and not draft_elsewhere.any()
     if limit == 0 or not is_simple or not yields.all():
         return None
     opens = not ((chunks.steps >= 1) & (chunks.stops - chunks.starts == 1)).all()
-    if opens and not (capabilities.openings and _may_open(chunks, table, choice)):
+    if opens and (drafts.any() or not (capabilities.openings and _may_open(chunks, table, choice))):
         return None
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
     if choice is SamplingMode.REPORT:

@@ -62,7 +62,9 @@ class OutputUpdater:
             for cycle in cycles:
                 if sequence.slot != NO_SLOT:
                     given = self._drafting.take(sequence, cycle)
-                    yield from self._grow(sequence, cycle.tokens, given, cycle.fault)
+                    if self._second is not None:
+                        self._second.computed_to(sequence.slot, cycle.num_computed)
+                    yield from self._grow(sequence, cycle.tokens, given, cycle.fault, cycle.logprobs)
 
     def _grow(
         self, sequence: Sequence, tokens: list[int], given: list[int], fault: str | None, logprobs: Any = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
-from d3engine.depth.policy import DraftRule
+from d3engine.depth.policy import MAX_DRAFT_LENGTH, DraftRule
 from d3engine.plan import BoolArray
 from d3engine.request.outputs import Logprob
 from d3engine.request.sampling_mode import choice_of
@@ -29,6 +29,7 @@ class Trait(IntEnum):
     SECOND_MODEL = 64  # another model drafts for it
     BRIDGED = 128  # some of its rows may cross skipped layers by a map
     GUIDED = 256  # its answer must have a form
+    LOOKUP = 512  # drafts are looked up in its text
 
 
 class RunningTable:
@@ -171,6 +172,8 @@ def _traits_of_drafts(rule: DraftRule) -> int:
         traits |= Trait.SPLITS_LAYERS
     if rule.model is not None:
         traits |= Trait.SECOND_MODEL
+    if rule.lookup:
+        traits |= Trait.LOOKUP
     if rule.schedule is not None and rule.schedule.bridges is not None:
         traits |= Trait.BRIDGED
     return traits
@@ -218,6 +221,7 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_LENGTH)  # by place in the draft
     token_layers: list[int] = field(default_factory=list)  # [L + 1] tokens by the layers they took; the last: or more
     blocks_saved: int = 0  # at the end of each finished sequence, against full depth
 

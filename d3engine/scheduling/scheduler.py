@@ -75,7 +75,7 @@ class Scheduler:
         self.counters = Counters(token_layers=[0] * (cache.num_layers + 1))
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
-        self._drafting = Drafting(self._table, self.counters)
+        self._drafting = Drafting(self._table, self.counters, in_loops=config.capabilities.text_drafts)
         self._under_way = ActiveRun()
         self._second = None if second_cache is None else DraftModelBatch(second_cache, self._table)
         self._growing = OutputUpdater(self._table, self.counters, self._drafting, self._second, self.finish)
@@ -194,8 +194,10 @@ class Scheduler:
         return replace(plan, drafts=replace(plan.drafts or DraftWork(frozenset(), {}), model=nested))
 
     def _second_chunks(self) -> Chunks:
+        """The second model's rows of a step; none where it runs in multi-step plans alone."""
         assert self._second is not None
-        return self._second.choose(self._slots, self.config.max_num_batched_tokens)
+        budget = 0 if self.config.capabilities.text_drafts else self.config.max_num_batched_tokens
+        return self._second.choose(self._slots, budget)
 
     def update(self, plan: Plan, sampled: Sampled, depths: IntArray | None = None) -> Iterator[NewTokens]:
         """Take in what a step has computed: new tokens, ended sequences, prompt blocks to share, blocks to free.
@@ -339,6 +341,12 @@ class Scheduler:
             multi_step = run_ahead(chunks, self._table, limit, self.config.capabilities)
             if multi_step is None or (multi_step.num_steps == 1 and not multi_step.cycles):
                 break
+            if multi_step.cycles and self._second is not None:
+                reach = reaching(chunks, multi_step, self._table)
+                rows = self._second.rows_of(chunks.slots, reach.stops)
+                if rows is None:
+                    continue
+                multi_step = replace(multi_step, draft_model=rows)
             yield multi_step
         if multi_step is None or multi_step.cycles or multi_step.opens:
             yield None

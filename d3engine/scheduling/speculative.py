@@ -17,20 +17,27 @@ from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.plan import DraftWork, HiddenRows
 from d3engine.request.sequence import Cycle, Draft, Proposal, Sequence
+from d3engine.scheduling.lookup import continuation
 from d3engine.scheduling.running import Chunks, Counters, RunningTable, Trait
 
 
 class Drafting:
-    """The drafts of the running sequences of one table, and what comes of them in `counters`."""
+    """The drafts of the running sequences of one table, and what comes of them in `counters`.
 
-    def __init__(self, table: RunningTable, counters: Counters) -> None:
+    With `in_loops` sequences that draft by their text do so in multi-step plans alone, where the executor drafts.
+    """
+
+    def __init__(self, table: RunningTable, counters: Counters, *, in_loops: bool) -> None:
         self._table = table
         self._counters = counters
+        self._in_loops = in_loops
 
     def begin(self, slots: IntArray) -> None:
         """Begin the drafts of those sequences among `slots` that have come to decoding."""
         table = self._table
         slots = slots[table.having(Trait.DRAFTS, slots) & ~table.drafting[slots]]
+        if self._in_loops:
+            slots = slots[~table.having(Trait.SECOND_MODEL | Trait.LOOKUP, slots)]
         decodes = table.num_tokens[slots] == table.num_computed[slots] + 1
         answers = table.num_computed[slots] >= table.prompt_length[slots]
         for slot in slots[decodes & answers].tolist():
@@ -44,6 +51,17 @@ class Drafting:
                 table.draft_layers[slot] = draft.layers
             if draft.mlps is not None:
                 table.draft_mlps[slot] = draft.mlps
+            if draft.rule.lookup and draft.rule.model is None and not draft.ended:
+                self._look_up(table.sequence(slot), draft)
+
+    def _look_up(self, sequence: Sequence, draft: Draft) -> None:
+        """Draft what followed the last tokens earlier in the text, as far as that is of use."""
+        for token in continuation(self._table.tokens[sequence.slot, : sequence.num_tokens], draft.most):
+            self._propose(sequence, draft, Proposal(token))
+            if draft.ended:
+                return
+        draft.ended = True
+        self._table.drafting[sequence.slot] = False
 
     def run_length(self, sequence: Sequence) -> int:
         """How many of the answer's tokens come next: all rows of a draft to verify, or what is to be replayed.
@@ -74,14 +92,14 @@ class Drafting:
         if draft.ended:
             table.drafting[slot] = False
             table.num_computed[slot] = sequence.num_tokens - 1
-        elif not table.traits[slot] & Trait.SECOND_MODEL:
+        elif not draft.rule.is_by_text:
             table.num_computed[slot] = known - 1
 
     def take(self, sequence: Sequence, cycle: Cycle) -> list[int]:
         """Take in a whole draft, which the device has ended and verified, and settle it."""
         draft = sequence.draft
         assert draft is not None
-        if draft.layers is None:
+        if draft.layers is None and not draft.token_ids:
             draft.begin(sequence.step, sequence.room)
         new = cycle.drafted[len(draft.token_ids) :]
         draft.token_ids += new
@@ -95,7 +113,7 @@ class Drafting:
 
     def settle(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """End the draft, of which verification made `num_tokens` tokens, and count what came of it; returns each one's
-        share of the layers run.
+        share of the layers run, and nothing where nothing was drafted.
 
         The shares are whole numbers whose sum is the layers run for the draft and for its verification, over all rows;
         where they cannot be equal, the first ones are larger. Half a layer that is left of the sum counts as one.
@@ -105,11 +123,16 @@ class Drafting:
         drafted, num_layers = len(draft.token_ids), table.cutoffs.shape[1]
         work = math.ceil(draft.work) + num_layers * (drafted + 1) - draft.resume_layer * drafted
         accepted = max(num_tokens - 1, 0)
+        nothing = not drafted and not draft.work
         draft.verified(accepted)
+        if nothing:
+            return []
         if drafted:
             self._counters.drafted_tokens += drafted
             self._counters.accepted_tokens += accepted
             self._counters.verifications += 1
+            for place in range(accepted):
+                self._counters.accepted_at[place] += 1
         table.num_tokens[sequence.slot] = sequence.num_tokens
         return [work // num_tokens + (place < work % num_tokens) for place in range(num_tokens)]
 
@@ -176,6 +199,8 @@ def draft_work(chunks: Chunks, table: RunningTable, query_starts: IntArray, samp
             work.judging[places[slot]] = rows
             if draft.resume_layer:
                 resumed += [(row, _place(slot, nth)) for nth, row in enumerate(rows.tolist())]
+    if not work.proposing and not work.judging:
+        return None
     return replace(
         work,
         kept=tuple(_hidden_rows(layer, rows) for layer, rows in sorted(kept.items())),

@@ -5,16 +5,25 @@ Routes raise, and the guards around them make answers of errors, so that all of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.applications import Starlette
-from starlette.types import ASGIApp
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.async_engine.client import EngineClient
-from d3engine.server.middleware.access import OPEN_PATHS
-from d3engine.server.middleware.request_log import RequestLog, log_exchange
-from d3engine.server.middleware.stack import guards
+from d3engine.server.errors import RequestError
+from d3engine.server.middleware.access import OPEN_PATHS, HostGuard, KeyGuard, hosts_of
+from d3engine.server.middleware.bodies import BodyGuard
+from d3engine.server.middleware.limits import AdmissionControl, DeadlineGuard, TrafficGuard
+from d3engine.server.middleware.request_log import ErrorAnswers, ExchangeLog, RequestLog, TracingGuard, log_exchange
+from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.routes.api import (
     PAGE_PATHS,
     PAGE_ROUTES,
+    Route,
     count_message_tokens,
     create_chat_completion,
     create_completion,
@@ -27,9 +36,9 @@ from d3engine.server.routes.api import (
     tokenizer_info,
 )
 from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
-from d3engine.server.routing import Route, errors_raised
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
+from d3engine.server.tracing import Tracer
 
 ROUTES = (
     Route("/v1/completions", create_completion, methods=["POST"]),
@@ -77,6 +86,49 @@ def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
     return app
 
 
+SHOWN_HEADERS = ("X-Request-Id", "X-D3-Ignored-Fields", "Retry-After")
+"""What pages of other origins may read of an answer, where they may call at all."""
+
+
+def guards(
+    settings: GuardSettings,
+    traffic: AdmissionControl,
+    note: Callable[[RequestLog], None],
+    open_paths: frozenset[str] = OPEN_PATHS,
+    body_paths: frozenset[str] | None = None,
+    tracer: Tracer | None = None,
+) -> list[Middleware]:
+    """What `Starlette(middleware=...)` takes: the outermost first; None are `body_paths` where any may take a body.
+
+    Who may call is asked before anything of a body is read; what is refused is still an answer that a page of an
+    allowed origin can read, and has its line in the log.
+    """
+    stack = [Middleware(ExchangeLog, note=note)]
+    if tracer is not None:
+        stack.append(Middleware(TracingGuard, tracer=tracer))
+    if settings.allowed_origins:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=SHOWN_HEADERS,
+            )
+        )
+    stack.append(Middleware(ErrorAnswers))
+    hosts = hosts_of(settings)
+    if hosts is not None:
+        stack.append(Middleware(HostGuard, hosts=hosts))
+    return [
+        *stack,
+        Middleware(KeyGuard, api_keys=settings.api_keys, metrics_keys=settings.metrics_keys, open_paths=open_paths),
+        Middleware(DeadlineGuard, request_timeout=settings.request_timeout, write_timeout=settings.write_timeout),
+        Middleware(TrafficGuard, traffic=traffic),
+        Middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, paths=body_paths),
+    ]
+
+
 class _App(Starlette):
     """Whose guards alone handle errors: Starlette's own handlers would stand in the way of every message too."""
 
@@ -85,3 +137,27 @@ class _App(Starlette):
         for guard, arguments, named in reversed(self.user_middleware):
             app = guard(app, *arguments, **named)
         return app
+
+
+def errors_raised(router: ASGIApp) -> ASGIApp:
+    """The router, which raises `RequestError` for a path or a method that is not there."""
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await router(scope, receive, send)
+        except HTTPException as error:
+            raise _no_route(error, scope) from None
+
+    return route
+
+
+def _no_route(error: HTTPException, scope: Scope) -> RequestError:
+    path = scope["path"][:256]  # not of the URL, in which Host has a say
+    if error.status_code == 404:
+        message, code = f"There is nothing at {path!r}.", "not_found"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        message, code = f"{path!r} takes {allowed}, not {scope['method']}.", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "invalid_request"
+    return RequestError(error.status_code, message, code=code, headers=error.headers)

@@ -178,6 +178,9 @@ COUNTERS: Sequence[tuple[str, str, Callable[[EngineStats], float]]] = (
         lambda s: s.kv_bytes_saved_at_end,
     ),
     ("engine_steps", "Steps of the engine.", lambda s: s.num_steps),
+    ("spec_decode_num_drafts", "Drafts verified.", lambda s: s.verifications),
+    ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.drafted_tokens),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", lambda s: s.accepted_tokens),
 )
 ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineStats], Histogram]]] = (
     ("step_seconds", "Seconds of a step.", lambda s: s.step_seconds),
@@ -256,6 +259,9 @@ class Exposition:
         for name, what, histogram in ENGINE_HISTOGRAMS:
             yield self._histogram(name, what, histogram(stats))
         yield self._token_layers(stats)
+        what = "Accepted draft tokens by their place in the draft."
+        places = {str(place): count for place, count in enumerate(stats.accepted_at)}
+        yield self._counts("spec_decode_num_accepted_tokens_per_pos", what, "position", tuple(places), places)
 
     def _token_layers(self, stats: EngineStats) -> Metric:
         """A bucket for each number of layers; a draft's share that is more than all of them counts as all."""

@@ -6,16 +6,15 @@ from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import InvalidValueError, MissingExtraError, require
 from d3engine.request.constraint import Form
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.checker import MOST, in_words
-from d3engine.structured.grammar import Grammar
-from d3engine.structured.mask_time import MaskTime
+from d3engine.structured.grammar import Grammar, MaskTime
 from d3engine.structured.source import grammar_of
-from d3engine.structured.vocabulary import vocabulary_of
+from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.limited_process import LimitError, ProcessEndedError, ProcessLimits, ask
-from d3engine.text.tokenizer import Tokenizer
+from d3engine.text.tokenizer import DecoderKind, Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -93,3 +92,37 @@ def _refused(params: StructuredOutputsParams, why: str) -> InvalidValueError:
         "json_object": "True",
     }
     return InvalidValueError(params.form, getattr(params, params.form), f"{kinds[params.form]} to answer by ({why})")
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int) -> LLTokenizer:
+    """The tokens of a model with `size` rows in its embedding; id `size` is the end.
+
+    Raises `MissingExtraError` without llguidance, and `InvalidValueError` for a tokenizer whose tokens have no bytes of
+    their own.
+    """
+    # Which tokens end a sequence is the request's own matter (several ids, stop tokens, or none at all): the grammar
+    # knows one end alone, and the mask of a request has its own in place of that.
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError:
+        raise MissingExtraError("llguidance", "structured", "structured_outputs") from None
+    allowed = "None, since no token of this model's tokenizer stands for bytes of its own"
+    require(tokenizer.kind is not DecoderKind.OTHER, "structured_outputs", tokenizer.kind.value, allowed)
+    texts = TokenTexts(tokenizer)
+    tokens = [texts.of(token_id)[1] for token_id in range(size)]
+    special = [token_id for token_id in tokenizer.special_ids if token_id < size]
+    return LLTokenizer(TokenizerWrapper(_Tokens([*tokens, b"end"], [*special, size])))
+
+
+class _Tokens:
+    """What `TokenizerWrapper` reads."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int]) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_id = len(tokens) - 1
+
+    def __call__(self, text: object) -> list[int]:
+        return []  # asked for forced text alone, and nothing is forced

@@ -5,6 +5,7 @@ Only tokens that a sequence keeps stay consumed: a question about a draft consum
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +14,6 @@ import numpy as np
 
 from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
 from d3engine.structured.checker import in_words
-from d3engine.structured.mask_time import FREE_SECONDS, MaskTime
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,6 +23,36 @@ FADING = 0.97
 
 T = TypeVar("T")
 F = TypeVar("F")
+
+FREE_SECONDS = 0.001
+"""Of processor time for a mask or a move over one token; ordinary grammars take a tenth of it."""
+BURST_SECONDS = 0.25
+SHARE = 0.25
+"""Of an engine's time that expensive masks may take in the long run."""
+
+
+class MaskTime:
+    """The time that all expensive masks of one engine share: a token bucket that fills with the wall clock."""
+
+    def __init__(self) -> None:
+        self._left = BURST_SECONDS
+        self._filled = self.now()
+
+    def is_spent(self) -> bool:
+        """Whether no expensive mask may be computed now."""
+        now = self.now()
+        self._left = min(BURST_SECONDS, self._left + SHARE * (now - self._filled))
+        self._filled = now
+        return self._left <= 0
+
+    def spend(self, seconds: float) -> None:
+        """Take what a mask has used beyond its free time."""
+        self._left -= seconds
+
+    now = staticmethod(time.monotonic)
+    used = staticmethod(time.thread_time)
+    """Processor time of the calling thread, which is the one that computes its masks."""
+
 
 _OUT_OF_TIME = (
     f"its tokens take more than {FREE_SECONDS * 1000:g} ms of processor time each, and the engine has no more"

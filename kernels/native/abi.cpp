@@ -1,14 +1,17 @@
 // The C entry points: they check all arguments, and no exception leaves them.
 #include "abi.h"
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "decoder.h"
 #include "formats/matrix.h"
-#include "speculative_loop.h"
+#include "speculation/speculative_loop.h"
 #include "threading/runner.h"
 
 #ifndef D3_SOURCE_DIGEST
@@ -22,11 +25,20 @@ struct D3Decoder {
     Decoder decoder;
     std::atomic<bool> busy{false};
     D3Run run;                              // in the background,
-    std::unique_ptr<SpeculativeLoop> loop;  // or this
+    std::unique_ptr<SpeculativeLoop> loop;  // or this,
+    D3Decoder* draft_model = nullptr;       // whose drafts are by that one
     Runner runner;                          // last: its thread stops before what it uses is destroyed
 };
 
 namespace {
+
+// Whether the tokens of a shortened head are tokens, in order.
+bool has_head_tokens(const D3Model& m) {
+    if (!m.head_tokens) return true;
+    if (m.num_head_tokens < 1 || m.num_head_tokens > m.vocab) return false;
+    const int64_t *first = m.head_tokens, *stop = first + m.num_head_tokens;
+    return std::adjacent_find(first, stop, std::greater_equal<>()) == stop && *first >= 0 && stop[-1] < m.vocab;
+}
 
 bool is_model(const D3Model& m, const Kernels& kernels) {
     const auto fits = [&](const D3Matrix& matrix, int rows, int columns) {
@@ -40,7 +52,9 @@ bool is_model(const D3Model& m, const Kernels& kernels) {
     if (m.heads % m.kv_heads || m.heads / m.kv_heads > MAX_GROUP || m.head_dim % 2) return false;
     const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
     if (!has_readable_rows(m.embedding)) return false;
-    if (!fits(m.embedding, m.vocab, m.hidden) || !fits(m.lm_head, m.vocab, m.hidden)) return false;
+    if (!fits(m.embedding, m.vocab, m.hidden)) return false;
+    const int head_rows = m.head_tokens ? int(m.num_head_tokens) : m.vocab;
+    if (!fits(m.lm_head, head_rows, m.hidden) || !has_head_tokens(m)) return false;
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];
         const bool is_layer = fits(layer.qkv, q_size + 2 * kv_size, m.hidden) && fits(layer.output, m.hidden, q_size) &&
@@ -53,12 +67,17 @@ bool is_model(const D3Model& m, const Kernels& kernels) {
 }
 
 D3Status check(const D3Decoder& handle, const D3Run& run) { return handle.decoder.check(run); }
+Decoder* draft_model(const D3SpeculativeLoop& loop) {
+    return loop.draft_model ? &loop.draft_model->decoder : nullptr;
+}
 D3Status check(const D3Decoder& handle, const D3SpeculativeLoop& loop) {
-    return SpeculativeLoop::check(loop, handle.decoder);
+    return SpeculativeLoop::check(loop, handle.decoder, draft_model(loop));
 }
 
 void run(D3Decoder& handle, const D3Run& run) { handle.decoder.run(run); }
-void run(D3Decoder& handle, const D3SpeculativeLoop& loop) { SpeculativeLoop(loop, handle.decoder).run(); }
+void run(D3Decoder& handle, const D3SpeculativeLoop& loop) {
+    SpeculativeLoop(loop, handle.decoder, draft_model(loop)).run();
+}
 
 void begin(D3Decoder& handle, const D3Run& run) {
     handle.run = run;
@@ -66,12 +85,28 @@ void begin(D3Decoder& handle, const D3Run& run) {
     handle.runner.begin({run.steps, run.control, [&handle](int taken) { handle.decoder.take(handle.run, taken); }});
 }
 void begin(D3Decoder& handle, const D3SpeculativeLoop& loop) {
-    handle.loop = std::make_unique<SpeculativeLoop>(loop, handle.decoder);
+    handle.loop = std::make_unique<SpeculativeLoop>(loop, handle.decoder, draft_model(loop));
+    handle.draft_model = loop.draft_model;
     handle.runner.begin({loop.iterations, loop.control, [&handle](int nth) { handle.loop->run_iteration(nth); }});
 }
 
+D3Decoder* other_decoder(const D3Run&) { return nullptr; }
+D3Decoder* other_decoder(const D3SpeculativeLoop& loop) { return loop.draft_model; }
+
+bool acquire(D3Decoder& handle, D3Decoder* other) {
+    if (other == &handle || handle.busy.exchange(true, std::memory_order_acquire)) return false;
+    if (!other || !other->busy.exchange(true, std::memory_order_acquire)) return true;
+    handle.busy.store(false, std::memory_order_release);
+    return false;
+}
+
+void release(D3Decoder& handle, D3Decoder* other) {
+    if (other) other->busy.store(false, std::memory_order_release);
+    handle.busy.store(false, std::memory_order_release);
+}
+
 template <class Args> int32_t run_checked(D3Decoder& handle, const Args& args) {
-    if (handle.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+    if (!acquire(handle, other_decoder(args))) return D3_BUSY;
     int32_t status = D3_OK;
     try {
         status = check(handle, args);
@@ -79,12 +114,12 @@ template <class Args> int32_t run_checked(D3Decoder& handle, const Args& args) {
     } catch (const std::bad_alloc&) {
         status = D3_NO_MEMORY;
     }
-    handle.busy.store(false, std::memory_order_release);
+    release(handle, other_decoder(args));
     return status;
 }
 
 template <class Args> int32_t begin_checked(D3Decoder& handle, const Args& args) {
-    if (handle.busy.exchange(true, std::memory_order_acquire)) return D3_BUSY;
+    if (!acquire(handle, other_decoder(args))) return D3_BUSY;
     int32_t status = D3_OK;
     try {
         status = args.control ? check(handle, args) : D3_BAD_RUN;
@@ -92,7 +127,7 @@ template <class Args> int32_t begin_checked(D3Decoder& handle, const Args& args)
     } catch (const std::exception&) {  // no memory, or no thread
         status = D3_NO_MEMORY;
     }
-    if (status != D3_OK) handle.busy.store(false, std::memory_order_release);
+    if (status != D3_OK) release(handle, other_decoder(args));
     return status;
 }
 
@@ -157,7 +192,7 @@ int32_t d3_gather(D3Decoder* decoder, int32_t steps, int32_t* done) {
 
 void d3_finish(D3Decoder* decoder) {
     decoder->runner.finish();
-    decoder->busy.store(false, std::memory_order_release);
+    release(*decoder, std::exchange(decoder->draft_model, nullptr));
 }
 
 void d3_destroy(D3Decoder* decoder) { delete decoder; }

@@ -41,6 +41,7 @@ enum D3Status : int32_t {
     D3_BAD_STATE = 10,   // a place is outside the hidden states of the run
     D3_BAD_BRIDGE = 11,  // a row skips layers without a bridge over them, or with one of other sizes
     D3_BAD_DRAFT = 12,   // a draft is longer than the longest, or than its answer's room
+    D3_BAD_TEXT = 13,    // the tokens of an answer, or the tables of the draft model, are too few
 };
 
 // The exponent below that of code 1, and the outliers (bfloat16, by row, then by column): see kernels/bf12.py.
@@ -77,6 +78,9 @@ struct D3Model {
     int32_t isa;  // an index into the instruction sets, see d3_isa_name
     float eps, scale;
     D3Matrix embedding, lm_head;
+    // [num_head_tokens] ascending: the tokens of a shortened head's rows, for draft models; null: all tokens.
+    const int64_t* head_tokens;
+    int64_t num_head_tokens;
     const D3Layer* layers;
     const float* final_norm;
     // The KV cache, [num_blocks, 2, block_size, kv_heads, head_dim]: floats, or e4m3 with scales [num_blocks, 2,
@@ -171,11 +175,32 @@ struct D3Run {
     D3Grammar grammar;  // null: no row has a grammar
     // [rows], or null: bridges over each window of layers that a row skips. With null the row's state passes unchanged.
     const D3Bridges* const* bridges;
+    // [steps, rows] written, or null: the probability of the likeliest token at the row's temperature.
+    float* confidences;
 };
 
-// Draft-and-verify iterations. The tokens of a draft all pass the same layers; one step verifies them together with the
-// token before them. A row ends with a token of its own `ends`, with its room, or where the logits at full depth are
-// not finite. Further iterations skip it.
+// What drafts cost and how often they are right, for `DraftCosts` in draft_costs.h. The loop reads and updates it.
+constexpr int32_t D3_COST_ROWS = 64;        // rows of the longest step that is timed
+constexpr int32_t D3_CONFIDENCE_BINS = 16;
+struct D3DraftCosts {
+    double verify[D3_COST_ROWS + 1];  // seconds of a step of so many rows at full depth
+    double draft[D3_COST_ROWS + 1];   // and of the draft model; zeros without one
+    // Of drafted tokens that were judged: how many were right, and how many there were; older ones count less.
+    double right[2][D3_CONFIDENCE_BINS], judged[2][D3_CONFIDENCE_BINS];  // [0]: the draft model's, [1]: lookups
+    double gain;   // tokens per second lately, over those of steps without drafts
+    int64_t idle;  // iterations without a draft since the last one with
+};
+
+struct D3Decoder;
+
+// Who drafted, in `counts`.
+enum D3Drafter : int64_t { D3_OWN_LAYERS = 0, D3_DRAFT_MODEL = 1, D3_LOOKUP = 2 };
+constexpr int32_t D3_LOOP_COUNTS = 5;
+
+// Draft-and-verify iterations. One step verifies all tokens of a draft together with the token before them: each row of
+// it chooses as it would without drafts, by its own seed, index and step, and drafted tokens are accepted as long as
+// they are the chosen ones. A row ends with a token of its own `ends`, with its room, or where the logits at full depth
+// are not finite. Further iterations skip it.
 struct D3SpeculativeLoop {
     int32_t rows, iterations;
     int32_t most;  // tokens of the longest draft
@@ -196,15 +221,35 @@ struct D3SpeculativeLoop {
     int64_t num_states;
     const int64_t* places;
     int64_t* drafted;  // [iterations, rows, most] written
-    // [iterations, rows, 3] written: tokens of a draft, how many of them were accepted, and the next token at full
-    // depth, -1 if its logits are not finite. All are -1 for a row that had ended before.
+    // [iterations, rows, D3_LOOP_COUNTS] written: tokens of a draft, how many of them were accepted, the next token at
+    // full depth, -1 if its logits are not finite; who drafted, and the positions that the draft model has computed.
+    // All are -1 for a row that had ended before.
     int64_t* counts;
     int32_t* control;                 // as in a run, counting iterations
     int32_t* taken;                   // written by `d3_run_speculative_loop`: its iterations, fewer if every row ended
     const D3Bridges* const* bridges;  // over the layers that drafts skip, as in a run
+    // As in a run, without token counts and logit masks; null: every row takes its likeliest token.
+    const float* temperatures;
+    const int64_t *seeds, *indices;
+    const D3Sampling* sampling;
+    // [rows, text_room]: the tokens of prompt and answer, `positions` + 1 of them given; the loop writes new ones. For
+    // rows with `drafters`, a sum of 1 (the draft model drafts) and 2 (lookups in the row's text do), or 0: own layers.
+    int64_t* texts;
+    int64_t text_room;
+    const int64_t* drafters;
+    D3Decoder* draft_model;          // or null
+    const int32_t* draft_tables;     // as `tables`, of the draft model
+    const int64_t* draft_positions;  // [rows]: positions of each text that the draft model has computed
+    const int64_t* history;          // [history_length]: other texts, where lookups may find continuations; or null
+    int64_t history_length;
+    // [rows], or null: a draft of the draft model ends with a token whose place had a lower confidence.
+    const float* stops;
+    D3DraftCosts* costs;  // null: drafts are as long as `lengths` say
+    // [iterations, rows, most + 1, vocab] written for the verified tokens of rows where `reports` [rows] is not 0; or
+    // null.
+    float* logits;
+    const uint8_t* reports;
 };
-
-struct D3Decoder;
 
 // The number of instruction sets in this library, best first; their names; whether this machine runs one.
 D3_EXPORT int32_t d3_num_isas();

@@ -97,11 +97,13 @@ D3Status Decoder::check(const D3Run& run) const {
     if (run.rows < 1 || run.rows > model_.max_rows || run.steps < 1) return D3_BAD_RUN;
     if (run.yields && run.steps != 1) return D3_BAD_RUN;  // the next step needs the tokens of all rows
     if (run.sampling && !run.temperatures) return D3_BAD_RUN;
+    if (model_.head_tokens && run.logits) return D3_BAD_RUN;  // they have a place for each token
     for (int row = 0; row < run.rows; row++) {
         const D3TokenCounts* token_counts = run.sampling ? run.sampling[row].token_counts : nullptr;
         for (int64_t i = 0; token_counts && i < token_counts->used; i++)
             if (token_counts->tokens[i] < 0 || token_counts->tokens[i] >= model_.vocab) return D3_BAD_TOKEN;
         const D3LogitMask* logit_mask = run.sampling ? run.sampling[row].logit_mask : nullptr;
+        if (model_.head_tokens && (token_counts || logit_mask)) return D3_BAD_RUN;  // and so do these
         if (logit_mask && !is_valid_logit_mask(*logit_mask, model_.vocab)) return D3_BAD_TOKEN;
         if (logit_mask && logit_mask->has_grammar && !run.grammar) return D3_BAD_RUN;
         if (run.logit_places && run.logit_places[row] >= run.num_logits) return D3_BAD_RUN;
@@ -301,8 +303,12 @@ void Decoder::head(const Step& step) {
         for (auto& order : orders_) order.reserve(model_.vocab);
     }
     std::fill(best_.begin(), best_.end(), Best::none());
+    if (run.confidences) masses_.assign(best_.size(), Mass());
     multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, const float* values) {
         const int row = active_[nth];
+        const DrawParams how = draw_params(step, row);
+        const size_t place = size_t(worker) * model_.max_rows + row;
+        if (run.confidences) masses_[place].update(values, stop - start, how.temperature);
         const int64_t index = run.logit_places ? run.logit_places[row] : row;
         if (run.logits && index >= 0) {
             const int64_t count = run.logit_places ? run.num_logits : run.rows;
@@ -313,7 +319,9 @@ void Decoder::head(const Step& step) {
             memcpy(all_logits_.at(int64_t(row) * model_.vocab + start), values, (stop - start) * sizeof(float));
             return;
         }
-        update_best(best_[size_t(worker) * model_.max_rows + row], values, start, stop - start, draw_params(step, row));
+        const int64_t* tokens = model_.head_tokens;
+        if (tokens) update_best_of(best_[place], values, tokens + start, stop - start, how);
+        else update_best(best_[place], values, start, stop - start, how);
     });
     if (run.sampling) sample_from_all(step);
     for (int row : active_) {
@@ -322,6 +330,13 @@ void Decoder::head(const Step& step) {
             best.update(best_[size_t(worker) * model_.max_rows + row]);
         run.chosen[step.taken * run.rows + row] = std::min<int64_t>(best.token, model_.vocab - 1);
         run.scores[step.taken * run.rows + row] = best.score;
+    }
+    for (int row : active_) {
+        if (!run.confidences) break;
+        Mass mass;
+        for (int worker = 0; worker < threads_.size(); worker++)
+            mass.update(masses_[size_t(worker) * model_.max_rows + row]);
+        run.confidences[step.taken * run.rows + row] = mass.confidence();
     }
 }
 
@@ -576,7 +591,8 @@ void Decoder::sample_from_all(const Step& step) {
             const uint8_t* grammar = asked.logit_mask->has_grammar ? grammar_masks_[row] : nullptr;
             apply_logit_mask(logits, model_.vocab, *asked.logit_mask, grammar, run, row, step.taken);
         }
-        best_[row] = sample(logits, model_.vocab, asked, draw_params(step, row), orders_[worker]);
+        const int count = model_.head_tokens ? int(model_.num_head_tokens) : model_.vocab;
+        best_[row] = sample(logits, count, model_.head_tokens, asked, draw_params(step, row), orders_[worker]);
     });
 }
 

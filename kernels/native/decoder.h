@@ -118,6 +118,7 @@ private:
     int64_t first_tile_ = 0;       // the number of the next attention's first tile, counted from the start
     std::vector<float> partials_;  // [block, span], if spans are spread over threads
     std::vector<Best> best_;       // [threads, rows]
+    std::vector<Mass> masses_;     // the same, where a run asks for confidences
     Floats all_logits_;            // [rows, vocab], of the rows that sample from all their logits
     std::vector<std::vector<uint64_t>> orders_;   // [threads]: scratch of `sample`
     std::vector<bool> ended_;                     // [rows] of a run

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
-from d3engine.kernels.interleaved import LANES, Int4LanesWeight, Int8LanesWeight
+from d3engine.kernels.interleaved import LANES
 from d3engine.kernels.native import build
 from d3engine.kernels.native.model import (
     LayerStructure,
@@ -38,8 +37,15 @@ from d3engine.kernels.native.runs import (
     RunStructure,
     sampling_structures,
 )
-from d3engine.kernels.native.speculative_loop import Drafts, Int64Array, SpeculativeLoopStructure, structure_of
-from d3engine.kernels.quantized import Int4Weight, Int8Weight
+from d3engine.kernels.native.speculative_loop import (
+    Drafts,
+    Int64Array,
+    LoopLogits,
+    SpeculativeLoopStructure,
+    TextDrafts,
+    structure_of,
+)
+from d3engine.kernels.weight_format import WeightFormat
 
 
 class LibraryMissing(Exception):
@@ -59,6 +65,7 @@ _REFUSALS = {
     10: "a place is outside the hidden states that the run brings",
     11: "a row leaves out layers for which it has no bridge, or one of other sizes than the model's",
     12: "a draft is longer than the longest, or than the room of its answer",
+    13: "the texts that drafts follow, or what the draft model needs, is missing or too short",
 }
 
 
@@ -73,8 +80,8 @@ class Decoder:
     ) -> None:
         self._library = library()
         self._keeps = model  # every step reads its memory
-        self._vocab, self._hidden = model.lm_head.shape
-        self._table_shape = (num_slots, len(model.layers), max_blocks)
+        self._vocab, self._hidden = model.embedding.shape
+        self.table_shape = (num_slots, len(model.layers), max_blocks)
         self.num_threads = num_threads
         self.isa = _best_isa(model) if isa == "auto" else isa
         num_blocks, _, block_size, kv_heads, head_dim = model.pool.shape
@@ -90,6 +97,8 @@ class Decoder:
             model.scale,
             Linear(model.embedding).structure(),
             Linear(model.lm_head).structure(),
+            None if model.head_tokens is None else address_of(model.head_tokens, torch.int64),
+            0 if model.head_tokens is None else model.head_tokens.numel(),
             layers,
             address_of(model.final_norm, torch.float32),
             *pool_addresses(model.pool),
@@ -167,17 +176,23 @@ class Decoder:
         states: npt.NDArray[np.float32],
         *,
         ends: Int64Array | None = None,
+        draws: Draws | None = None,
+        by_text: TextDrafts | None = None,
+        draft_model: Decoder | None = None,
+        logits: LoopLogits | None = None,
     ) -> tuple[Int64Array, Int64Array]:
         """Draft and verify `iterations` times, or until every row has ended; returns drafted tokens and counts.
 
-        `rows` are the last tokens of the answers; a draft runs layer l if it begins at a step below the row's cutoff
-        there. The tokens are [iterations, rows, most]. The counts [iterations, rows, 3] are: tokens of the draft,
-        accepted ones, and the next token at full depth, -1 if its logits are not finite. Counts of a row that had ended
-        before, by a token of `ends` as in `run`, its room or such logits, are all -1. `states` float32 [places, H] are
-        written. Raises `NativeError` as `run` does.
+        `rows` are the last tokens of the answers; a draft by their own layers runs layer l if it begins at a step below
+        the row's cutoff there. Others draft as `by_text` says, perhaps by `draft_model`, which no other thread may use
+        meanwhile. Tokens are chosen as `draws` says, without penalties and masks. The tokens are [iterations, rows,
+        most]. The counts [iterations, rows, 5] are: tokens of the draft, accepted ones, and the next token at full
+        depth, -1 if its logits are not finite; the `Drafter`, and how many positions the draft model has computed.
+        Counts of a row that had ended before, by a token of `ends` as in `run`, its room or such logits, are all -1.
+        `states` float32 [places, H] and `logits` are written. Raises `NativeError` as `run` does.
         """
         self._check_tables(rows)
-        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, ends, None)
+        made, given = self._loop_of(rows, iterations, drafts, states, ends, None, draws, by_text, draft_model, logits)
         taken = c_int32()
         made.taken = ctypes.pointer(taken)
         _check(self._library.d3_run_speculative_loop(self._handle, byref(made)))
@@ -192,14 +207,44 @@ class Decoder:
         states: npt.NDArray[np.float32],
         *,
         ends: Int64Array | None = None,
+        draws: Draws | None = None,
+        by_text: TextDrafts | None = None,
+        draft_model: Decoder | None = None,
+        logits: LoopLogits | None = None,
     ) -> None:
         """The same in a background thread, as `begin`; `take` returns drafted tokens and counts of each iteration."""
+        if by_text is not None and by_text.tables is not None:
+            by_text = replace(by_text, tables=by_text.tables[rows.slots])
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
-        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, ends, control)
+        made, given = self._loop_of(
+            rows, iterations, drafts, states, ends, control, draws, by_text, draft_model, logits
+        )
         _check(self._library.d3_begin_speculative_loop(self._handle, byref(made)))
-        given["rows"] = rows  # they hold the bridges
         self._background = (given, given["drafted"], given["counts"])
         self._taken = 0
+
+    def _loop_of(
+        self,
+        rows: Rows,
+        iterations: int,
+        drafts: Drafts,
+        states: npt.NDArray[np.float32],
+        ends: Int64Array | None,
+        control: npt.NDArray[np.int32] | None,
+        draws: Draws | None,
+        by_text: TextDrafts | None,
+        draft_model: Decoder | None,
+        logits: LoopLogits | None,
+    ) -> tuple[SpeculativeLoopStructure, dict[str, Any]]:
+        shape = (iterations, len(rows.tokens), drafts.most + 1, self._vocab)
+        if logits is not None and (logits.logits.shape != shape or not logits.logits.flags.c_contiguous):
+            raise NativeError(f"logits must be a contiguous array {list(shape)}")
+        arrays = self._checked(rows, states)
+        made, given = structure_of(arrays, iterations, drafts, states, ends, control, draws, by_text, logits)
+        if draft_model is not None:
+            made.draft_model = draft_model._handle
+        given["held"] = (rows, draft_model)  # the rows hold the bridges
+        return made, given
 
     def take(self, *, all_done: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Wait for the next step in the background: its tokens and scores, both [1, rows].
@@ -233,8 +278,8 @@ class Decoder:
         return tables
 
     def _checked(self, rows: Rows, states: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
-        if rows.cutoffs.shape != (len(rows.tokens), self._table_shape[1]):
-            raise NativeError(f"cutoffs must have the shape [{len(rows.tokens)}, {self._table_shape[1]}]")
+        if rows.cutoffs.shape != (len(rows.tokens), self.table_shape[1]):
+            raise NativeError(f"cutoffs must have the shape [{len(rows.tokens)}, {self.table_shape[1]}]")
         self._check_states(states)
         return rows.arrays()
 
@@ -253,8 +298,8 @@ class Decoder:
         count, shape = len(rows.tokens), rows.tables.shape
         if rows.bridges is not None and len(rows.bridges) != count:
             raise NativeError(f"there must be bridges, or None, for each of {count} rows; got {len(rows.bridges)}")
-        if shape != self._table_shape or rows.cutoffs.shape != (count, self._table_shape[1]):
-            raise NativeError(f"tables must have the shape {self._table_shape}; got {shape}")
+        if shape != self.table_shape or rows.cutoffs.shape != (count, self.table_shape[1]):
+            raise NativeError(f"tables must have the shape {self.table_shape}; got {shape}")
 
     def _wanted(
         self,
@@ -381,7 +426,7 @@ def read_block_rows(
     stop = weight.shape[0] if stop is None else stop
     assert 0 <= start <= stop <= weight.shape[0], "rows outside the matrix"
     matrix = torch.empty(stop - start, weight.num_columns)
-    best = byte_isa() if isinstance(weight, BlockLanesWeight) else isas_here()[0]
+    best = byte_isa() if weight.meets_bytes else isas_here()[0]
     nth = _all_isas().index(best or "none" if isa == "auto" else isa)
     library().d3_read_block_rows(byref(Linear(weight).structure()), nth, start, stop, matrix.data_ptr())
     return matrix
@@ -415,19 +460,17 @@ def _best_isa(model: NativeModel) -> str:
     """The best one for a model: AMX is for bfloat16, int8 and int4, VNNI for int4 and interleaved matrices."""
     of_layers = (linear.weight for layer in model.layers for linear in layer.matrices)
     matrices = (model.lm_head, *of_layers)
-    parts = (part for matrix in matrices for part in getattr(matrix, "parts", (matrix,)))
-    kinds: set[object] = {part.dtype if isinstance(part, torch.Tensor) else type(part) for part in parts}
-    if BlockLanesWeight in kinds:
+    parts = [part for matrix in matrices for part in getattr(matrix, "parts", (matrix,))]
+    if any(isinstance(part, WeightFormat) and part.meets_bytes for part in parts):
         return byte_isa() or isas_here()[0]
-    narrow: dict[str, set[object]] = {
-        "amx": {torch.bfloat16, PackedWeight, Int8Weight, Int4Weight},
-        "avx512-vnni": {Int4Weight, Int4LanesWeight, Int8LanesWeight},
-    }
+    wanted = frozenset[str]().union(*map(_isas_for, parts))
+    return next(isa for isa in isas_here() if isa not in ("amx", "avx512-vnni") or isa in wanted)
 
-    def is_for_it(isa: str) -> bool:
-        return isa not in narrow or bool(kinds & narrow[isa])
 
-    return next(filter(is_for_it, isas_here()))
+def _isas_for(matrix: torch.Tensor | WeightFormat) -> frozenset[str]:
+    if isinstance(matrix, WeightFormat):
+        return matrix.native_isas
+    return frozenset({"amx"} if matrix.dtype == torch.bfloat16 else ())
 
 
 def _all_isas() -> list[str]:

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.bf12 import PackedWeight
-from d3engine.kernels.blocks import BLOCK_TYPES, BlockLanesWeight, BlockWeight, StackedWeight
-from d3engine.kernels.interleaved import Int4LanesWeight, LanesWeight
+from d3engine.kernels.blocks import StackedWeight
 from d3engine.kernels.kv_pool import FP8, NO_WINDOW, KVPool, values_and_scales
 from d3engine.kernels.matrices import Table, Weight
-from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 9}
-_INT8, _FP8, _FP8_GROUPS, _INT4, _BF12, _INT4X16, _INT8X16 = 2, 3, 4, 5, 6, 7, 8
-_FIRST_BLOCKS = 10
+_FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 9}
+"""Of `D3Kind` in `abi.h`; a format knows its own."""
 
 
 class NativeError(RuntimeError):
@@ -78,6 +75,8 @@ class ModelStructure(Structure):
         ("scale", c_float),
         ("embedding", MatrixStructure),
         ("lm_head", MatrixStructure),
+        ("head_tokens", c_void_p),
+        ("num_head_tokens", c_int64),
         ("layers", POINTER(LayerStructure)),
         *((name, c_void_p) for name in ("final_norm", "pool", "pool_scales")),
     )
@@ -95,16 +94,16 @@ class Linear:
         if isinstance(weight, StackedWeight):
             return self._parts[0]
         bias = None if self.bias is None else address_of(self.bias, torch.float32)
+        if isinstance(weight, Tensor):
+            if weight.dtype not in _FLOAT_KINDS:
+                raise NativeError(f"the native library knows no {weight.dtype} matrices")
+            kind = _FLOAT_KINDS[weight.dtype]
+            return MatrixStructure(kind, *weight.shape, address_of(weight, weight.dtype), None, bias)
+        values, *others = _addresses(*weight.tensors)
         if isinstance(weight, PackedWeight):
-            packed, *outliers = weight.tensors
-            bf12 = Bf12Structure(weight.exponent, *_addresses(*outliers))
-            return MatrixStructure(_BF12, *weight.shape, *_addresses(packed), None, bias, bf12)
-        if not isinstance(weight, Tensor):
-            values, *scales = _addresses(*weight.tensors)
-            return MatrixStructure(_kind(weight), *weight.shape, values, *(scales or (None,)), bias)
-        if weight.dtype not in _KINDS:
-            raise NativeError(f"the native library knows no {weight.dtype} matrices")
-        return MatrixStructure(_KINDS[weight.dtype], *weight.shape, address_of(weight, weight.dtype), None, bias)
+            bf12 = Bf12Structure(weight.exponent, *others)
+            return MatrixStructure(weight.native_kind, *weight.shape, values, None, bias, bf12)
+        return MatrixStructure(weight.native_kind, *weight.shape, values, *(others or (None,)), bias)
 
     @cached_property
     def _parts(self) -> list[MatrixStructure]:
@@ -159,7 +158,8 @@ class NativeModel:
     """A model with float32 activations, and its KV pool [blocks, 2, block_size, kv heads, head_dim].
 
     The pool holds float32 or 8-bit floats. Matrices are of any kind in `D3Kind`, the embedding of one whose single rows
-    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores.
+    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores. `head_tokens` int64, ascending,
+    are the tokens of the head's rows where it is a draft model's and shortened; None: all tokens.
     """
 
     layers: tuple[NativeLayer, ...]
@@ -171,6 +171,7 @@ class NativeModel:
     max_positions: int
     eps: float
     scale: float
+    head_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,18 +202,6 @@ class NativeBridges:
     @property
     def address(self) -> int:
         return addressof(self._structure)
-
-
-def _kind(weight: QuantizedWeight | LanesWeight | BlockWeight | BlockLanesWeight) -> int:
-    if isinstance(weight, BlockLanesWeight):
-        return _FIRST_BLOCKS + len(BLOCK_TYPES) + BLOCK_TYPES.index(weight.type_name)
-    if isinstance(weight, BlockWeight):
-        return _FIRST_BLOCKS + BLOCK_TYPES.index(weight.type_name)
-    if isinstance(weight, Fp8Weight):
-        return _FP8_GROUPS if weight.has_groups else _FP8
-    if isinstance(weight, LanesWeight):
-        return _INT4X16 if isinstance(weight, Int4LanesWeight) else _INT8X16
-    return _INT8 if isinstance(weight, Int8Weight) else _INT4
 
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ class RunStructure(Structure):
         ("num_logits", c_int64),
         ("grammar", GRAMMAR),
         ("bridges", c_void_p),
+        ("confidences", c_void_p),
     )
 
 

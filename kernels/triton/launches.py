@@ -25,7 +25,7 @@ from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, Fp8Pool
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight
+from d3engine.kernels.quantized import FORMATS, GROUP, Fp8Weight, Int4Weight, Int8Weight
 
 MODULES = (
     "rms_norm",
@@ -45,7 +45,7 @@ MODULES = (
 PROJECTIONS = ("qkv", "linear_residual", "gate_up", "lm_head", "unpack")
 """Those of `MODULES` that read weights, which may be quantized."""
 
-QUANTIZED = ("int8", "fp8", "fp8_groups", "int4")
+QUANTIZED = tuple(FORMATS)
 """Forms of weights beside floats."""
 
 PROGRAMMATIC = False

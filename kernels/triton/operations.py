@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import Fp8Pool
-from d3engine.kernels.quantized import ByteWeight, Int4Weight
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.weight_format import WeightFormat
 
 MOST_RECIPES = 4096
 """Beyond so many the oldest goes: a recipe is some 3 KB, and a step of other row counts makes five new ones a layer."""
@@ -104,7 +104,7 @@ def _parts(describe: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[li
     return key, tensors
 
 
-_COMPOSED = (ByteWeight, Int4Weight, Fp8Pool)
+_COMPOSED = (WeightFormat, Fp8Pool)
 """Arguments that consist of tensors; what these do not say follows from the type and the shape."""
 
 

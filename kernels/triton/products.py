@@ -12,12 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.quantized import GROUP, ByteWeight, Fp8Weight, Int4Weight
+from d3engine.kernels.quantized import GROUP
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import FEW_ROWS
+from d3engine.kernels.weight_format import WeightFormat
 
 MATMUL_ROWS = 64
 """Products of more rows go to torch.matmul (cuBLAS) with a kernel for the rest of the operation around it.
@@ -81,7 +81,7 @@ def product_tile(
     outputs, columns = weight.shape
     if batch_invariant:
         rows = INVARIANT_ROWS
-    if rows <= 1 and not isinstance(weight, Int4Weight):
+    if rows <= 1 and _a_byte(weight) != 2:
         return _single_row_tile(outputs, columns, weight)
     reads_small = not isinstance(weight, Tensor) and dtype != torch.float32
     if rows > (UNPACK_ROWS if reads_small else MATMUL_ROWS) and not batch_invariant:
@@ -96,7 +96,7 @@ def product_tile(
 
 def _many_float32_rows_tile(rows: int, weight: Weight) -> Tile:
     """Without tensor cores, from registers: small steps."""
-    step, stages = (GROUP, 4 if rows <= 32 else 3) if isinstance(weight, Int4Weight) else (32, 2)
+    step, stages = (GROUP, 4 if rows <= 32 else 3) if _a_byte(weight) == 2 else (32, 2)
     outputs = _enough_programs(64, weight.shape[0], least=32)
     return Tile(32 if rows <= 32 else 64, outputs, step, 4, stages, weights_first=not isinstance(weight, Tensor))
 
@@ -108,9 +108,9 @@ def _many_rows_tile(rows: int, weight: Weight, may_split: bool) -> Tile:
     in registers, since only the left one can stay there.
     """
     block_rows = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    if isinstance(weight, Int4Weight):
+    if _a_byte(weight) == 2:
         step, stages = GROUP, 4 if rows <= 64 else 2
-    elif isinstance(weight, ByteWeight):
+    elif _a_byte(weight) == 1:
         step, stages = (128, 4 if rows <= 32 else 3) if rows <= 64 else (64, 4)
     else:
         step, stages = 64, 4 if rows <= 64 else 3
@@ -136,16 +136,16 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
     many = outputs >= 2 * 64 * MIN_PROGRAMS
     block_outputs = _enough_programs(64 if many else 32, outputs, least=16)
     if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
-        return Tile(block_rows, block_outputs, GROUP if isinstance(weight, Int4Weight) else 32, 4, 2, True)
+        return Tile(block_rows, block_outputs, GROUP if _a_byte(weight) == 2 else 32, 4, 2, True)
     if isinstance(weight, Tensor):
         return Tile(block_rows, block_outputs, 128, 4, 4, True)
     # Two warps, each with 32 outputs, or 16: then no value becomes a float twice, and the weights come to the tensor
     # cores 8 bytes at a time. Four warps with 64 outputs would get them from shared memory by twos.
-    if isinstance(weight, ByteWeight):
+    if _a_byte(weight) == 1:
         step, stages = 128, 6
         if rows > 8 and outputs >= 64 * MIN_PROGRAMS:
             block_outputs = 64
-        elif rows > 8 and not (may_split or weight.has_groups or columns % 256 or launches.PROGRAMMATIC):
+        elif rows > 8 and not (may_split or weight.row_scales is None or columns % 256 or launches.PROGRAMMATIC):
             step, stages = 256, 4  # so few programs have too little under way with shorter rounds
         return Tile(block_rows, block_outputs, step, max(1, min(2, block_outputs // 16)), stages, True)
     step = 2 * GROUP if columns % (2 * GROUP) == 0 else GROUP
@@ -172,7 +172,7 @@ def _split(tile: Tile, weight: Weight) -> Tile:
     Then outputs are many a program, since each program reads the rows: these would be half of what it moves.
     """
     outputs, columns = weight.shape
-    packed = isinstance(weight, Int4Weight)
+    packed = _a_byte(weight) == 2
     wide = replace(tile, outputs=32, columns=GROUP) if packed else replace(tile, outputs=64)
     if not isinstance(weight, Tensor) and tile.warps < 4:
         wide = replace(wide, warps=2)
@@ -232,10 +232,10 @@ def product_launch(
     if tile.warps == 2:
         is_large = tile.rows > 8 and tile.outputs >= 64
         limits = {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 240 if is_large else 200}}
-    if tile.rows == 1 and isinstance(weight, Fp8Weight):
+    if tile.rows == 1 and isinstance(weight, WeightFormat) and weight.least_capability:  # 8-bit floats
         # As above: four programs have room, or seven of half as many threads, which programmatic launch takes.
         limits = {"options": {"maxnreg": 112}}
-        if weight.has_groups:
+        if weight.row_scales is None:
             limits = {"options": {"maxnreg": 128}, "programmatic_options": {"maxnreg": 144}}
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
     streams = tile.rows <= 64 or isinstance(weight, Tensor)
@@ -245,7 +245,12 @@ def product_launch(
 
 def least_capability(weight: Weight) -> int:
     """The first compute capability that reads such a matrix, without the point; 0 for any."""
-    return FP8_CAPABILITY if isinstance(weight, Fp8Weight) else 0
+    return 0 if isinstance(weight, Tensor) else weight.least_capability
+
+
+def _a_byte(weight: Weight) -> int:
+    """Values in a byte of a quantized matrix; 0 for floats."""
+    return 0 if isinstance(weight, Tensor) else weight.values_a_byte
 
 
 def weight_arguments(weight: Weight) -> dict[str, object]:
@@ -254,11 +259,9 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
     scales: Tensor | None = None
     if isinstance(weight, Tensor):
         stored = weight
-    elif isinstance(weight, ByteWeight):
-        stored, scales = weight.values, weight.scales  # of one group, [N, 1], they lie as those of rows do
     else:
-        assert isinstance(weight, Int4Weight), "only the native library reads packed matrices"
-        stored, scales = weight.packed, weight.scales
+        assert weight.values_a_byte, "only the native library reads packed matrices"
+        stored, scales = weight.tensors  # scales of one group, [N, 1], lie as those of rows do
     return {
         "weight_ptr": stored,
         "weight_stride": stored.stride(0),
@@ -270,9 +273,8 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
 def need_unit_stride(**tensors: Weight | None) -> None:
     """Raise `ValueError` for a tensor whose last dimension is not contiguous: kernels read 16 bytes at a time."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, ByteWeight):
-            need_unit_stride(**{f"{name}.values": tensor.values, f"{name}.scales": tensor.scales})
-        elif isinstance(tensor, Int4Weight):
-            need_unit_stride(**{f"{name}.packed": tensor.packed, f"{name}.scales": tensor.scales})
+        if isinstance(tensor, WeightFormat):
+            values, scales = tensor.tensors
+            need_unit_stride(**{f"{name}.values": values, f"{name}.scales": scales})
         elif isinstance(tensor, Tensor) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has stride {tensor.stride()}; its last dimension must have stride 1")

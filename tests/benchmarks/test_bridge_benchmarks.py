@@ -70,9 +70,8 @@ def test_drafts_with_and_without_bridges_are_points_of_one_picture(tmp_path: Pat
     for point in (skipped, bridged):
         assert point["drafted"] >= point["accepted"]
         assert 0 <= point["acceptance"] <= 1
-        assert point["at_best_length"] == draft_frontier.speedup(
-            point["acceptance"], point["share"], point["best_length"]
-        )
+        speedup = draft_frontier.speedup(point["acceptance"], point["share"], point["best_length"])
+        assert point["at_best_length"] == pytest.approx(speedup)
     assert picture.stat().st_size > 1000
     asked = tmp_path / "chat.txt"
     asked.write_text("What is 2 plus 3?\n\nWho are you?\n")

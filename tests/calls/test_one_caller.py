@@ -440,15 +440,18 @@ def test_another_thread_touches_no_signals(make_engine: Callable[..., Engine]) -
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_engine_holds_nothing_and_says_so() -> None:
-    engine = Engine("demo", depth=Speculative("demo"), max_model_len=64)
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_closed_engine_holds_nothing_and_says_so(eager: bool) -> None:
+    engine = Engine("demo", depth=Speculative("demo"), max_model_len=64, enforce_eager=eager)
     engine.add_request("unfinished", "Question:", greedy())
     stream = engine.stream("Question:", greedy())
     next(stream)
     pair = engine.executor
-    assert isinstance(pair, DraftTargetExecutor)
-    held = [weakref.ref(pair.first), weakref.ref(pair.first.pool), weakref.ref(pair.second)]
-    del pair
+    first, second = (
+        (pair.first, pair.second) if isinstance(pair, DraftTargetExecutor) else (pair, pair._draft_model)  # type: ignore[attr-defined]
+    )
+    held = [weakref.ref(first), weakref.ref(first.pool), weakref.ref(second)]
+    del pair, first, second
     in_step(engine, 1, lambda: 1 / 0)
     engine.step()  # returns the outputs that waited
     with pytest.raises(EngineDeadError):

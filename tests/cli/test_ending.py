@@ -20,9 +20,9 @@ from invoking import invoke
 from d3engine import Engine
 from d3engine.cli.answers import Run, _pace
 from d3engine.cli.commands import COMMANDS, ExitCode, code_of
-from d3engine.cli.depth_options import OPTIONS
+from d3engine.cli.depth_options import OPTIONS, OWN_NAMES
 from d3engine.cli.engine_options import ENGINE, UNLISTED
-from d3engine.depth.policy import POLICIES, policy_class
+from d3engine.depth.policy import POLICIES, policy_class, policy_options
 from d3engine.errors import (
     D3EngineError,
     EngineDeadError,
@@ -191,6 +191,10 @@ def test_defaults_in_the_help_are_those_of_the_policies() -> None:
             checked.add(option)
             assert told[1] in defaults[option], option
     assert {"warmup", "confidence", "decay", "min_layer", "every", "batch", "draft_length"} <= checked
+
+
+def test_every_field_of_a_policy_has_help() -> None:
+    assert {field for name in OWN_NAMES for field in policy_options(name)} == set(OPTIONS)
 
 
 def test_what_is_a_number_is_called_one() -> None:

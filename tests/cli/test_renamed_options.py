@@ -26,7 +26,7 @@ def test_renamed_option_is_read_and_noted(
     assert ("old name goes with the next release" in capsys.readouterr().err) == (typed != read)
 
 
-@pytest.mark.parametrize("flag", ["--alpha", "--draft-model", "--exit-batch", "--policy", "--depth-option"])
+@pytest.mark.parametrize("flag", ["--alpha", "--exit-batch", "--policy", "--depth-option"])
 def test_option_of_a_policy_is_refused_with_its_place(flag: str) -> None:
     result = invoke(["generate", "demo", "x", flag, "1"])
     assert result.exit_code == 2

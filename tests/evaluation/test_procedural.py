@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from d3engine.errors import InvalidValueError
-from d3engine.research.evaluation import object_counting
+from d3engine.research.evaluation import generated
 from d3engine.research.evaluation.generated import GeneratedProblem, final_answer, problems_of
 from d3engine.research.evaluation.procedural import GENERATORS, NAMES, SIZES, different_problems, procedural
 from d3engine.research.evaluation.word_problems import Split, split_of
@@ -49,7 +49,7 @@ def solve_brackets(question: str) -> str:
 
 def solve_counting(question: str) -> str:
     listed, asked = question.removeprefix("I have ").split(". How many ")
-    kind = object_counting.KINDS[asked.split()[0]]
+    kind = generated.THINGS[asked.split()[0]]
     numbers = dict(zip(("a", "an", "two", "three", "four", "five", "six"), (1, 1, 2, 3, 4, 5, 6), strict=True))
     total = 0
     for item in re.split(r", | and ", listed):

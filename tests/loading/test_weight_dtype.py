@@ -146,7 +146,7 @@ def test_a_second_model_drafts_from_bfloat16_matrices_too(
     (tmp_path / "small").mkdir()
     source, small = rounded(tiny.directory, tmp_path / "model"), save_without_layer(tiny, 2, tmp_path / "small")
     with Engine(source, weight_dtype="bfloat16", depth=Speculative(small, 3), **OPTIONS) as engine:
-        drafts = engine.executor.second.model.weights  # type: ignore[union-attr]
+        drafts = engine.executor._draft_model.model.weights  # type: ignore[union-attr]
         assert (drafts.dtype, drafts.weight_dtype) == (torch.float32, torch.bfloat16)
         ours = answers(engine, make_prompts([3, 12]), [None])
         assert engine.stats().drafted_tokens > 0

@@ -66,11 +66,11 @@ def test_the_page_needs_no_key_where_everything_it_asks_for_does() -> None:
     from starlette.responses import PlainTextResponse
     from starlette.routing import Route
 
+    from d3engine.server.app import guards
     from d3engine.server.middleware.access import OPEN_PATHS
     from d3engine.server.middleware.limits import AdmissionControl
     from d3engine.server.middleware.request_log import log_exchange
     from d3engine.server.middleware.settings import GuardSettings
-    from d3engine.server.middleware.stack import guards
     from d3engine.server.routes.api import PAGE_PATHS, PAGE_ROUTES
 
     def models(request: object) -> PlainTextResponse:

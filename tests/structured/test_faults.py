@@ -19,11 +19,10 @@ from d3engine import Engine, SamplingParams, StructuredOutputsParams
 from d3engine.request.constraint import FAULT_PREFIX, Constraint
 from d3engine.scheduling.multi_step import steps_of_forms
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
-from d3engine.structured import grammar, mask_time
+from d3engine.structured import grammar
 from d3engine.structured.checker import MOST
 from d3engine.structured.forms import Forms
-from d3engine.structured.grammar import GrammarPlace
-from d3engine.structured.mask_time import BURST_SECONDS, MaskTime
+from d3engine.structured.grammar import BURST_SECONDS, GrammarPlace, MaskTime
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
@@ -113,7 +112,7 @@ def test_the_time_of_expensive_masks_comes_back(monkeypatch: pytest.MonkeyPatch)
     time = MaskTime()
     time.spend(2 * BURST_SECONDS)
     assert time.is_spent()
-    now.seconds += 1.5 * BURST_SECONDS / mask_time.SHARE
+    now.seconds += 1.5 * BURST_SECONDS / grammar.SHARE
     assert not time.is_spent()
 
 
@@ -140,7 +139,7 @@ def test_moves_over_the_tokens_of_a_native_run_are_free(tokenizer: Tokenizer, mo
     check = GrammarPlace._check
 
     def slow(place: GrammarPlace, *done: bool) -> None:
-        used.seconds += 0.1 * mask_time.FREE_SECONDS
+        used.seconds += 0.1 * grammar.FREE_SECONDS
         check(place, *done)
 
     monkeypatch.setattr(GrammarPlace, "_check", slow)
@@ -165,7 +164,7 @@ def test_a_replay_for_a_lexer_that_others_filled_is_free(tokenizer: Tokenizer, m
 
     def slow(place: GrammarPlace) -> None:
         replay(place)
-        used.seconds += 100 * mask_time.FREE_SECONDS
+        used.seconds += 100 * grammar.FREE_SECONDS
 
     monkeypatch.setattr(GrammarPlace, "_mask", full_once)
     monkeypatch.setattr(GrammarPlace, "_replay", slow)

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from d3engine.server.app import guards
 from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.request_log import RequestLog
 from d3engine.server.middleware.settings import GuardSettings
-from d3engine.server.middleware.stack import guards
 
 JSON = {"content-type": "application/json"}
 LOCAL = {"host": "127.0.0.1:8000"}

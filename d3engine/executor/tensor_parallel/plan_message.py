@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from d3engine.arguments import Numbers
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER, ExitRule, Schedule
 from d3engine.plan import (
@@ -26,7 +27,7 @@ from d3engine.plan import (
     RunControl,
     Span,
 )
-from d3engine.request.params import SamplingParams
+from d3engine.request.params import CHECKS, SamplingParams
 from d3engine.request.sampling_mode import SamplingMode, choice_of
 from d3engine.request.sequence import Sequence
 
@@ -93,15 +94,7 @@ def _value(plain: Any, arrays: list[np.ndarray[Any, Any]], kinds: Mapping[str, t
     return plain
 
 
-_CHOOSING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+_CHOOSING = ("top_k", *(name for name, check in CHECKS.items() if isinstance(check, Numbers)))
 """What of a sequence's parameters choosing a token on a device takes."""
 
 

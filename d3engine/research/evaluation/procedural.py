@@ -16,15 +16,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from d3engine.errors import require, require_integer
-from d3engine.research.evaluation import (
-    boolean_expressions,
-    dyck_languages,
-    multistep_arithmetic,
-    object_counting,
-    tracking_shuffled_objects,
-    word_problems,
-    word_sorting,
-)
+from d3engine.research.evaluation import generated, word_problems
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.research.evaluation.generated import Generator, problems_of
 from d3engine.research.evaluation.word_problems import Split, problems
@@ -33,12 +25,12 @@ WORD_PROBLEMS = "word-problems"
 
 GENERATORS: Mapping[str, Generator] = MappingProxyType(
     {
-        "boolean-expressions": boolean_expressions.generate,
-        "word-sorting": word_sorting.generate,
-        "dyck-languages": dyck_languages.generate,
-        "object-counting": object_counting.generate,
-        "tracking-shuffled-objects": tracking_shuffled_objects.generate,
-        "multistep-arithmetic": multistep_arithmetic.generate,
+        "boolean-expressions": generated.boolean_expressions,
+        "word-sorting": generated.word_sorting,
+        "dyck-languages": generated.dyck_languages,
+        "object-counting": generated.object_counting,
+        "tracking-shuffled-objects": generated.tracking_shuffled_objects,
+        "multistep-arithmetic": generated.multistep_arithmetic,
     }
 )
 
@@ -62,18 +54,12 @@ class Sizes:
 SIZES: Mapping[str, Sizes] = MappingProxyType(
     {
         WORD_PROBLEMS: Sizes("steps", word_problems.MIN_STEPS, word_problems.MAX_STEPS, 1, 20),
-        "boolean-expressions": Sizes(
-            "operators", boolean_expressions.MIN_OPERATORS, boolean_expressions.MAX_OPERATORS, 2, 20
-        ),
-        "word-sorting": Sizes("words", word_sorting.MIN_WORDS, word_sorting.MAX_WORDS, 2, len(word_sorting.WORDS)),
-        "dyck-languages": Sizes("brackets", dyck_languages.MIN_LENGTH, dyck_languages.MAX_LENGTH, 4, 100),
-        "object-counting": Sizes("things", object_counting.MIN_THINGS, object_counting.MAX_THINGS, 2, 16),
-        "tracking-shuffled-objects": Sizes(
-            "swaps", tracking_shuffled_objects.MIN_SWAPS, tracking_shuffled_objects.MAX_SWAPS, 1, 20
-        ),
-        "multistep-arithmetic": Sizes(
-            "operations", multistep_arithmetic.MIN_OPERATIONS, multistep_arithmetic.MAX_OPERATIONS, 1, 20
-        ),
+        "boolean-expressions": Sizes("operators", generated.MIN_OPERATORS, generated.MAX_OPERATORS, 2, 20),
+        "word-sorting": Sizes("words", generated.MIN_WORDS, generated.MAX_WORDS, 2, len(generated.WORDS)),
+        "dyck-languages": Sizes("brackets", generated.MIN_BRACKETS, generated.MAX_BRACKETS, 4, 100),
+        "object-counting": Sizes("things", generated.MIN_THINGS, generated.MAX_THINGS, 2, 16),
+        "tracking-shuffled-objects": Sizes("swaps", generated.MIN_SWAPS, generated.MAX_SWAPS, 1, 20),
+        "multistep-arithmetic": Sizes("operations", generated.MIN_OPERATIONS, generated.MAX_OPERATIONS, 1, 20),
     }
 )
 

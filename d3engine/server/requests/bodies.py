@@ -1,4 +1,4 @@
-"""What is wrong with the types in a body: msgspec's finding, in the words of all other errors."""
+"""Bodies of requests: read as shapes; wrong types and too much work are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from d3engine.arguments import Integers
 from d3engine.errors import NOTHING, InvalidValueError, must_be
-from d3engine.request.params import PRIORITIES
+from d3engine.request.params import CHECKS, PRIORITIES, Biases, Several
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.requests.refused import check_refused, taken_names
 from d3engine.server.schemas.requests import Common
@@ -98,7 +98,7 @@ def _inside(kind: msgspec.inspect.Type, step: str) -> Iterator[msgspec.inspect.T
         yield kind.item_type
 
 
-PER_ANSWER = ("bad_words", "stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
+PER_ANSWER = tuple(name for name, check in CHECKS.items() if isinstance(check, Several | Biases))
 """Fields that are heeded in every answer."""
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import Request
 
 from d3engine.errors import InvalidValueError, require
@@ -128,6 +129,13 @@ def merged(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _parts(content: Any) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def same_names(shape: type[Struct], *others: str) -> tuple[str, ...]:
+    """The fields of another interface that are a chat's own; `others` are those of the same name that are not."""
+    return tuple(
+        name for name in shape.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in others
+    )
 
 
 async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:

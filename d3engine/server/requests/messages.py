@@ -20,6 +20,7 @@ from d3engine.server.requests.chat import (
     read_role,
     read_text,
     read_turn,
+    same_names,
     tool_use,
     unknown_in_parts,
     unknown_in_turns,
@@ -91,14 +92,13 @@ def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": part["tool_use_id"], "content": content}
 
 
-SAME_NAMES = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt")
-DEPTH_NAMES = ("depth", "return_depths")
+SAME_NAMES = same_names(MessagesRequest, "messages", "tools", "tool_choice")
 
 
 async def message_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     asked, headers = await read_body(request, MessagesRequest, _unknown_in)
-    same = {name: getattr(asked, name) for name in (*SAME_NAMES, *DEPTH_NAMES)}
+    same = {name: getattr(asked, name) for name in SAME_NAMES}
     chat = _chat_of(asked, stop=asked.stop_sequences or None, response_format=_form_of(asked), **same)
     with by_names({"stop": "stop_sequences", "response_format": "output_config"}):
         return await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)

@@ -1,4 +1,4 @@
-"""Unknown fields of requests: taken, and named to the client."""
+"""Fields of requests that are refused by name; unknown ones, which an answer names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from d3engine.arguments import Check
 from d3engine.errors import must_be
+from d3engine.request.params import CHECKS, SamplingParams, Several
 from d3engine.server.errors import invalid
 from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
-from d3engine.server.schemas.requests import ChatRequest, CompletionRequest
+from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from d3engine.server.schemas.responses import ResponsesRequest
 
 _log = logging.getLogger(__name__)
@@ -52,14 +54,6 @@ class IgnoredFields:
         return {**(before or {}), IGNORED_FIELDS: ", ".join([*named, *shown])}
 
 
-@dataclass(frozen=True)
-class AllowedValues:
-    """The values that a field may have all the same, since they ask for what happens anyway; null is always one."""
-
-    allowed: tuple[Any, ...] = ()
-    why: str = ""
-
-
 ASK_NOTHING = (
     # OpenAI's: who asks, for whom, and at what price.
     *("user", "metadata", "safety_identifier", "service_tier", "access_programs"),
@@ -76,149 +70,126 @@ ASK_NOTHING = (
 ANTHROPICS_ASK_NOTHING = ("cache_control", "user_profile_id", "workspace_id", "diagnostics")
 """Of Anthropic's alone."""
 
-_NO_SAMPLER: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor"), (0,)),
-    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("typical_p", "typical", "tfs", "tfs_z", "guidance_scale", "num_beams", "beam_width"), (1,)),
-    **dict.fromkeys(("encoder_repetition_penalty", "frequency_decay"), (1,)),
-    **dict.fromkeys(("length_penalty",), (1, 0)),
-    **dict.fromkeys(("top_n_sigma", "nsigma", "min_keep"), (0, -1)),
-    **dict.fromkeys(("adaptive_target",), (-1,)),
-    **dict.fromkeys(("use_beam_search", "early_stopping", "watermark", "dynamic_temperature"), (False,)),
-    **dict.fromkeys(("temperature_last", "grammar_lazy", "no_stop_trim", "penalize_nl"), (False,)),
-    **dict.fromkeys(("samplers", "sampler_order", "sampler_priority", "logits_processors", "grammar_triggers"), ([],)),
-    **dict.fromkeys(("custom_params", "vllm_xargs", "kv_transfer_params"), ({},)),
-    **dict.fromkeys(
-        ("custom_logit_processor", "negative_prompt", "exponential_decay_length_penalty", "stop_regex"), ()
+
+@dataclass(frozen=True)
+class Refused:
+    """Fields, separated by spaces, that `routes` refuse unless they ask for what happens anyway, and the reason.
+
+    null, and each of the values in `allowed`, ask for that.
+    """
+
+    fields: str
+    why: str
+    allowed: tuple[Any, ...] = ()
+    routes: tuple[type[Struct], ...] = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+
+
+_CHAT, _COMPLETION, _RESPONSE = (ChatRequest,), (CompletionRequest,), (ResponsesRequest,)
+_OPENAI = (CompletionRequest, ChatRequest, ResponsesRequest)
+_ANTHROPIC = (MessagesRequest, CountTokensRequest)
+_TOKENIZE = (TokenizeRequest, DetokenizeRequest)
+_SAMPLER, _SERVER = "the sampler has no such setting", "the server has no such setting"
+_MODEL, _STATELESS = "the model has no such setting", "nothing is stored"
+
+REFUSED = (
+    # Of vLLM, SGLang, llama.cpp, Ollama, TGI and others: how tokens are drawn.
+    Refused("mirostat dry_multiplier xtc_probability dynatemp_range smoothing_factor", _SAMPLER, (0,)),
+    Refused("top_a epsilon_cutoff eta_cutoff penalty_alpha no_repeat_ngram_size", _SAMPLER, (0,)),
+    Refused("typical_p typical tfs tfs_z guidance_scale num_beams beam_width", _SAMPLER, (1,)),
+    Refused("encoder_repetition_penalty frequency_decay", _SAMPLER, (1,)),
+    Refused("length_penalty", _SAMPLER, (1, 0)),
+    Refused("top_n_sigma nsigma min_keep", _SAMPLER, (0, -1)),
+    Refused("adaptive_target", _SAMPLER, (-1,)),
+    Refused("use_beam_search early_stopping watermark dynamic_temperature", _SAMPLER, (False,)),
+    Refused("temperature_last grammar_lazy no_stop_trim penalize_nl", _SAMPLER, (False,)),
+    Refused("samplers sampler_order sampler_priority logits_processors grammar_triggers", _SAMPLER, ([],)),
+    Refused("custom_params vllm_xargs kv_transfer_params", _SAMPLER, ({},)),
+    Refused("custom_logit_processor negative_prompt exponential_decay_length_penalty stop_regex", _SAMPLER),
+    # What the model reads, or what is shown of its answer.
+    Refused("truncate truncation_side", _SERVER),
+    Refused("n_indent t_max_predict_ms t_max_prompt_ms", _SERVER, (0,)),
+    Refused("image_data images lora transforms plugins", _SERVER, ([],)),
+    Refused("num_ctx template system_prompt context input_prefix input_suffix", _SERVER),
+    Refused("lora_path lora_request adapter adapter_id session_params", _SERVER),
+    Refused("tool_prompt guideline input_embeds input_ids inputs input_extra", _SERVER),
+    Refused("mm_processor_kwargs media_io_kwargs parameters options sampling_params", _SERVER, ({},)),
+    Refused("raw return_full_text think separate_reasoning thinking_forced_open", _SERVER, (False,)),
+    Refused("include_reasoning parse_tool_calls", _SERVER, (True,)),
+    Refused("enable_thinking thinking_budget thinking_budget_tokens thinking_token_budget", _SERVER),
+    Refused("reasoning_budget reasoning_format", _SERVER),
+    Refused("models provider route", _SERVER),
+    Refused("documents", _SERVER, ([],), (*_OPENAI, MessagesRequest, *_TOKENIZE)),
+    Refused("truncate_prompt_tokens", _SERVER, (), (*_OPENAI, MessagesRequest, *_TOKENIZE)),
+    # Other names of fields that are honoured here.
+    Refused("n_predict num_predict max_new_tokens max_length", "max_tokens is the field for it"),
+    Refused("min_new_tokens", "min_tokens is the field for it", (0,)),
+    Refused("min_length", "min_tokens is the field for it"),
+    Refused("repeat_penalty rep_pen", "repetition_penalty is the field for it", (1,)),
+    Refused("num_return_sequences", "n is the field for it", (1,)),
+    Refused("do_sample", "temperature is the field for it"),
+    Refused("stop_sequences stopping_strings", "stop is the field for it"),
+    Refused("banned_tokens banned_strings", "bad_words is the field for it"),
+    Refused("format structural_tag", "structured_outputs is the field for it"),
+    # Constraints of vLLM, SGLang and llama.cpp, old and new: a client that sends one relies on it.
+    Refused(
+        "guided_json guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern"
+        " grammar json_schema regex ebnf",
+        "structured_outputs and response_format are the fields for that",
+        routes=_OPENAI,
     ),
-}
-"""Fields that change how tokens are drawn -> the values that change nothing."""
+    # Tensors of a stranger are never loaded.
+    Refused("prompt_embeds", "prompts are texts or token ids", routes=(*_OPENAI, *_ANTHROPIC)),
+    # Of one interface.
+    Refused("suffix", "a text before a given end is nothing that this model was trained to write", routes=_COMPLETION),
+    Refused("functions", "tools is the field for them", routes=_CHAT),
+    Refused("function_call", "tool_choice is the field for it", ("none",), _CHAT),
+    Refused("modalities", "answers are text", (["text"],), _CHAT),
+    Refused("audio", "answers are text", routes=_CHAT),
+    Refused("prediction", "predicted outputs are not served", routes=_CHAT),
+    Refused("reasoning_effort", f"{_MODEL} (chat_template_kwargs reaches the template)", routes=_CHAT),
+    Refused("verbosity", _MODEL, routes=_CHAT),
+    Refused("web_search_options", "nothing is searched", routes=_CHAT),
+    Refused("moderation", "nothing is moderated", routes=(*_CHAT, *_RESPONSE)),
+    Refused("store", _STATELESS, (False,), (*_CHAT, *_RESPONSE)),
+    Refused("previous_response_id conversation", f"{_STATELESS}: send the conversation whole", routes=_RESPONSE),
+    Refused("prompt", f"{_STATELESS}: send the prompt itself", routes=_RESPONSE),
+    Refused("background", "an answer is not kept for later", (False,), _RESPONSE),
+    Refused("background_options", "an answer is not kept for later", routes=_RESPONSE),
+    Refused("max_tool_calls", "there are no tools of the server's own", routes=_RESPONSE),
+    Refused("include", "a response has nothing more to tell", ([],), _RESPONSE),
+    Refused("top_logprobs", "POST /v1/chat/completions tells log-probabilities", (0,), _RESPONSE),
+    Refused("reasoning", _MODEL, ({},), _RESPONSE),
+    Refused("truncation", "a conversation is read whole", ("disabled",), _RESPONSE),
+    Refused("context_management", "a conversation is read as it comes", routes=(*_RESPONSE, *_ANTHROPIC)),
+    Refused("stream_options", "events are not padded", ({}, {"include_obfuscation": False}), _RESPONSE),
+    Refused("image", "responses are text", routes=_RESPONSE),
+    Refused("thinking", _MODEL, ({"type": "disabled"},), _ANTHROPIC),
+    Refused("output_format", "output_config.format is the field for it", routes=_ANTHROPIC),
+    Refused("mcp_servers", "nothing but the model is asked", ([],), _ANTHROPIC),
+    Refused("container", "no code is run", routes=_ANTHROPIC),
+    Refused("inference_geo", "the server computes where it is", routes=_ANTHROPIC),
+    Refused("speed", "there is one speed", ("standard",), _ANTHROPIC),
+)
+"""Every field that is refused by name, but for those that one route honours and another lacks."""
 
-_NO_EDITING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("truncate_prompt_tokens", "truncate", "truncation_side"), ()),
-    **dict.fromkeys(("n_indent", "t_max_predict_ms", "t_max_prompt_ms"), (0,)),
-    **dict.fromkeys(("documents", "image_data", "images", "lora", "transforms", "plugins"), ([],)),
-    **dict.fromkeys(("num_ctx", "template", "system_prompt", "context", "input_prefix", "input_suffix"), ()),
-    **dict.fromkeys(("lora_path", "lora_request", "adapter", "adapter_id", "session_params"), ()),
-    **dict.fromkeys(("tool_prompt", "guideline", "input_embeds", "input_ids", "inputs", "input_extra"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "parameters", "options", "sampling_params"), ({},)),
-    **dict.fromkeys(("raw", "return_full_text", "think", "separate_reasoning", "thinking_forced_open"), (False,)),
-    **dict.fromkeys(("include_reasoning", "parse_tool_calls"), (True,)),
-    **dict.fromkeys(("enable_thinking", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"), ()),
-    **dict.fromkeys(("reasoning_budget", "reasoning_format"), ()),
-    **dict.fromkeys(("models", "provider", "route"), ()),
-}
-"""Fields that change what the model reads, or what is shown of its answer -> the values that change nothing."""
 
-_RENAMED = {
-    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length"), "max_tokens"),
-    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
-    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
-    **dict.fromkeys(("num_return_sequences",), "n"),
-    **dict.fromkeys(("do_sample",), "temperature"),
-    **dict.fromkeys(("stop_sequences", "stopping_strings"), "stop"),
-    **dict.fromkeys(("banned_tokens", "banned_strings"), "bad_words"),
-    **dict.fromkeys(("format", "structural_tag"), "structured_outputs"),
-}
-"""Fields of other servers -> the field that does something like it here."""
-_RENAMED_NEUTRAL = {"repeat_penalty": (1,), "rep_pen": (1,), "min_new_tokens": (0,), "num_return_sequences": (1,)}
+def _neutral(check: Check, default: Any) -> tuple[Any, ...]:
+    """The values of a parameter that change nothing."""
+    if default is not None:
+        return (int(default) if isinstance(default, float) else default,)
+    return ([],) if isinstance(check, Several) and not check.fewest else ()
 
-_OTHERS = {
-    **{name: AllowedValues(allowed, "the sampler has no such setting") for name, allowed in _NO_SAMPLER.items()},
-    **{name: AllowedValues(allowed, "the server has no such setting") for name, allowed in _NO_EDITING.items()},
-    **{
-        name: AllowedValues(_RENAMED_NEUTRAL.get(name, ()), f"{field} is the field for it")
-        for name, field in _RENAMED.items()
-    },
-}
-"""Of vLLM, SGLang, llama.cpp, Ollama, TGI and others."""
 
-_CONSTRAINTS = {
-    name: AllowedValues(why="structured_outputs and response_format are the fields for that")
-    for name in (
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "grammar",
-        "json_schema",
-        "regex",
-        "ebnf",
-    )
-}
-"""Of vLLM, SGLang and llama.cpp, old and new: a client that sends one relies on it."""
-
-_EMBEDDED = {"prompt_embeds": AllowedValues(why="prompts are texts or token ids")}
-"""Tensors of a stranger are never loaded."""
-
-_ANTHROPICS = {
-    **_EMBEDDED,
-    "thinking": AllowedValues(({"type": "disabled"},), "the model has no such setting"),
-    "output_format": AllowedValues(why="output_config.format is the field for it"),
-    "mcp_servers": AllowedValues(([],), "nothing but the model is asked"),
-    "container": AllowedValues(why="no code is run"),
-    "context_management": AllowedValues(why="a conversation is read as it comes"),
-    "inference_geo": AllowedValues(why="the server computes where it is"),
-    "speed": AllowedValues(("standard",), "there is one speed"),
-}
-
-_REFUSED: Mapping[type[Struct], Mapping[str, AllowedValues]] = {
-    CompletionRequest: {
-        "suffix": AllowedValues(why="a text before a given end is nothing that this model was trained to write"),
-        **_CONSTRAINTS,
-        **_EMBEDDED,
-    },
-    CountTokensRequest: _ANTHROPICS,
-    ResponsesRequest: {
-        **_CONSTRAINTS,
-        **_EMBEDDED,
-        "store": AllowedValues((False,), "nothing is stored"),
-        "previous_response_id": AllowedValues(why="nothing is stored: send the conversation whole"),
-        "conversation": AllowedValues(why="nothing is stored: send the conversation whole"),
-        "prompt": AllowedValues(why="nothing is stored: send the prompt itself"),
-        "background": AllowedValues((False,), "an answer is not kept for later"),
-        "background_options": AllowedValues(why="an answer is not kept for later"),
-        "max_tool_calls": AllowedValues(why="there are no tools of the server's own"),
-        "include": AllowedValues(([],), "a response has nothing more to tell"),
-        "top_logprobs": AllowedValues((0,), "POST /v1/chat/completions tells log-probabilities"),
-        "reasoning": AllowedValues(({},), "the model has no such setting"),
-        "truncation": AllowedValues(("disabled",), "a conversation is read whole"),
-        "context_management": AllowedValues(why="a conversation is read as it comes"),
-        "stream_options": AllowedValues(({}, {"include_obfuscation": False}), "events are not padded"),
-        "moderation": AllowedValues(why="nothing is moderated"),
-        "image": AllowedValues(why="responses are text"),
-    },
-    MessagesRequest: _ANTHROPICS,
-    ChatRequest: {
-        **_CONSTRAINTS,
-        **_EMBEDDED,
-        "functions": AllowedValues(why="tools is the field for them"),
-        "function_call": AllowedValues(("none",), "tool_choice is the field for it"),
-        "modalities": AllowedValues((["text"],), "answers are text"),
-        "audio": AllowedValues(why="answers are text"),
-        "prediction": AllowedValues(why="predicted outputs are not served"),
-        "reasoning_effort": AllowedValues(
-            why="the model has no such setting (chat_template_kwargs reaches the template)"
-        ),
-        "verbosity": AllowedValues(why="the model has no such setting"),
-        "web_search_options": AllowedValues(why="nothing is searched"),
-        "moderation": AllowedValues(why="nothing is moderated"),
-        "store": AllowedValues((False,), "nothing is stored"),
-    },
-}
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
+    **{name: _neutral(check, getattr(SamplingParams, name)) for name, check in CHECKS.items()},
+    **dict.fromkeys(("max_tokens", "temperature", "top_p", "top_k"), ()),  # a model's file may have other defaults
     "best_of": (1,),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
+    "top_logprobs": (0,),
     **dict.fromkeys(("logprobs", "stream_options", "logit_bias", "chat_template_kwargs"), (False, {})),
-    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "tools"), ([],)),
-    **dict.fromkeys(("tool_choice",), ("none",)),
-    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "continue_final_message"), (False,)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "add_special_tokens"), (False,)),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    **dict.fromkeys(("echo", "continue_final_message", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "parallel_tool_calls"), (True, False)),
     "response_format": ({"type": "text"},),
 }
@@ -226,19 +197,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 @cache
-def refused_of(shape: type[Struct]) -> Mapping[str, AllowedValues]:
-    """The fields that a shape refuses, with the values that they may have.
-
-    Those are its own, those of other servers, and those that another route alone honours.
-    """
-    if shape not in _REFUSED:
-        return {name: _OTHERS[name] for name in ("documents", "truncate_prompt_tokens")}
-    if shape is CountTokensRequest:
-        return _REFUSED[shape]
-    honoured = {name for other in (CompletionRequest, ChatRequest) for name in other.__struct_fields__}
-    elsewhere = {name: AllowedValues(_NEUTRAL.get(name, ()), "this route does not have it") for name in honoured}
-    found = {**_OTHERS, **elsewhere, **_REFUSED[shape]}
-    return {name: only for name, only in found.items() if name not in shape.__struct_fields__}
+def refused_of(shape: type[Struct]) -> Mapping[str, Refused]:
+    """The fields that a shape refuses, those among them that another route alone honours."""
+    found: dict[str, Refused] = {}
+    if shape not in (CountTokensRequest, *_TOKENIZE):
+        for name in {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}:
+            found[name] = Refused(name, "this route does not have it", _NEUTRAL.get(name, ()))
+    found |= {name: row for row in REFUSED if shape in row.routes for name in row.fields.split()}
+    return {name: row for name, row in found.items() if name not in shape.__struct_fields__}
 
 
 def check_refused(content: Mapping[str, Any], shape: type[Struct]) -> None:

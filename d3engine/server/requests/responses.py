@@ -11,7 +11,15 @@ from starlette.requests import Request
 from d3engine.errors import must_be, require
 from d3engine.server.errors import invalid
 from d3engine.server.requests.bodies import read_body
-from d3engine.server.requests.chat import TurnForm, by_names, job_of, read_content, read_turn, unknown_in_turns
+from d3engine.server.requests.chat import (
+    TurnForm,
+    by_names,
+    job_of,
+    read_content,
+    read_turn,
+    same_names,
+    unknown_in_turns,
+)
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.schemas.responses import NamedResponseTool, ResponsesRequest, TextFormat
@@ -74,19 +82,7 @@ def _result(name: str, item: dict[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
 
 
-SAME_NAMES = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stream",
-    "seed",
-    "priority",
-    "cache_salt",
-    "depth",
-    "return_depths",
-    "parallel_tool_calls",
-)
+SAME_NAMES = same_names(ResponsesRequest, "tools", "tool_choice")
 
 
 async def response_job(request: Request) -> tuple[RequestContext[ChatRequest], ResponsesRequest, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The form that a request asks its answers to have, by OpenAI's field or by vLLM's."""
+"""What a request asks of sampling: parameters, the form of its answers, its depth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, must_be, require
 from d3engine.request.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.schemas.requests import TEMPERATURES, Common
+from d3engine.server.schemas.requests import SAME_NAMES, TEMPERATURES, Common
 from d3engine.server.settings import ServerSettings
 
 _FORMATS = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name", "schema"}}'
@@ -189,29 +189,6 @@ def _from_header(header: str) -> str | Mapping[str, Any]:
         raise invalid("depth", f"{DEPTH_HEADER} must be a name or a JSON object ({error}).", "invalid_depth") from None
 
 
-SAME_NAMES = (
-    "n",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "stop",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-    "cache_salt",
-)
-"""Fields of a request that are `SamplingParams`' own."""
 SEVERAL_ANSWERS_TEMPERATURE = 1.0
 """OpenAI's default, of requests for several answers; a model's file may say 0, which would make them all the same."""
 

@@ -1,13 +1,15 @@
-"""POST /v1/chat/completions."""
+"""The routes that answer, and the files of the page."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
+from starlette import routing
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.server.errors import invalid
@@ -22,12 +24,26 @@ from d3engine.server.responses.messages import MessageAnswer
 from d3engine.server.responses.responses import ResponseAnswer
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.writer import answer, respond
-from d3engine.server.routing import Route
 from d3engine.server.schemas.answers import Text, TokenizerInfo, Tokens
 from d3engine.server.schemas.messages import TokenCount
 from d3engine.server.schemas.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from d3engine.server.state import AppState, json_response, served_by
 from d3engine.text.tokenizer import Tokenizer
+
+
+class Route(routing.Route):
+    """A path and what answers there."""
+
+    def __init__(
+        self, path: str, endpoint: Callable[[Request], Awaitable[Response]], *, methods: Iterable[str]
+    ) -> None:
+        super().__init__(path, endpoint, methods=list(methods))
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            response = await endpoint(Request(scope, receive, send))
+            await response(scope, receive, send)
+
+        self.app = answer
 
 
 async def create_chat_completion(request: Request) -> Response:

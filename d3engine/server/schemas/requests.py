@@ -6,26 +6,22 @@ reads bodies looks at types alone, so that an error has the same words for every
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
 
-from d3engine.arguments import Integers, Numbers
+from d3engine.arguments import Check, Integers, Numbers
 from d3engine.request.params import (
     BIASES,
-    BOUNDS,
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIASED_TOKENS,
+    CHECKS,
     MAX_CHARACTERS,
     MAX_CHOICES,
-    MAX_SALT_LENGTH,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     MAX_TOKENS,
     PRIORITIES,
     TOKEN_IDS,
+    WORD,
+    Biases,
+    Several,
 )
 
 TEMPERATURES = Numbers(0.0, 2.0)
@@ -41,9 +37,9 @@ def described(**words: Any) -> Meta:
     return Meta(extra_json_schema=words)
 
 
-def bounded(by: Integers | Numbers | str) -> Meta:
-    """A number within these bounds, or within those of the parameter of this name."""
-    return described(**(BOUNDS[by] if isinstance(by, str) else by).schema)
+def bounded(by: Check | str) -> Meta:
+    """A value within these bounds, or within those of the parameter of this name."""
+    return described(**(CHECKS[by] if isinstance(by, str) else by).schema)
 
 
 def shaped_as(name: str) -> Meta:
@@ -62,23 +58,14 @@ TopK = Annotated[int, bounded("top_k")]
 MaxTokens = Annotated[int, bounded("max_tokens")]
 Seed = Annotated[int, bounded("seed")]
 Priority = Annotated[int, bounded(PRIORITIES)]
-CacheSalt = Annotated[str, described(minLength=1, maxLength=MAX_SALT_LENGTH)]
+CacheSalt = Annotated[str, bounded("cache_salt")]
 TokenId = Annotated[int, bounded(TOKEN_IDS)]
-Word = Annotated[str, described(minLength=1, maxLength=MAX_STOP_LENGTH)]
-StopStrings = Annotated[list[Word], described(maxItems=MAX_STOP_STRINGS)]
-StopTokenIds = Annotated[list[TokenId], described(maxItems=MAX_STOP_TOKEN_IDS)]
-AllowedTokenIds = Annotated[list[TokenId], described(minItems=1, maxItems=MAX_ALLOWED_TOKENS)]
-BadWords = Annotated[list[Word], described(maxItems=MAX_BAD_WORDS)]
-LogitBias = Annotated[
-    dict[str, Annotated[float, bounded(BIASES)]],
-    described(maxProperties=MAX_BIASED_TOKENS, propertyNames={"pattern": "^[0-9]{1,19}$"}),
-]
+StopStrings = Annotated[list[Annotated[str, bounded(WORD)]], bounded("stop")]
 FunctionsName = Annotated[str, described(pattern=f"^{FUNCTIONS_NAME}$")]
 Depth = Annotated[
     str | dict[str, Any] | None,
     Meta(description='"auto", "full", a model id that stands for a depth, or a policy as d3.json has it'),
 ]
-
 
 Prompt = str | list[str | int | list[int]]
 """A text, token ids, or a list of either."""
@@ -93,35 +80,44 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class Common(Struct, kw_only=True):
+SAME_NAMES = tuple(name for name in CHECKS if name not in ("detokenize", "logprobs"))
+"""Fields of completions and chat that are `SamplingParams`' own: all but what a route has another way to say."""
+
+
+def _kind(check: Check) -> Any:
+    """What a field of a body may be."""
+    if isinstance(check, Several):
+        item = _kind(check.item)
+        several = Annotated[list[item], bounded(check)]  # type: ignore[valid-type]
+        return item | several if check.or_one else several
+    kind = dict[str, _kind(BIASES)] if isinstance(check, Biases) else check.kind  # type: ignore[misc]
+    return Annotated[kind, bounded(check)]
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Struct, kw_only=True):
+        """Of the fields of sampling, those that the server itself looks at."""
+
+        n: int | None = None
+        max_tokens: int | None = None
+        temperature: float | None = None
+        stop: str | list[str] | None = None
+        prompt_logprobs: int | None = None
+else:
+    SamplingFields = defstruct(
+        "SamplingFields", [(name, _kind(CHECKS[name]) | None, None) for name in SAME_NAMES], kw_only=True
+    )
+
+
+class Common(SamplingFields, kw_only=True):
     """What completions and chat have in common."""
 
     model: str | None = None
-    n: Annotated[int, bounded("n")] | None = None
-    max_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
-    top_p: TopP | None = None
-    presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, bounded("frequency_penalty")] | None = None
-    logit_bias: LogitBias | None = None
-    seed: Seed | None = None
-    stop: Word | StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    top_k: TopK | None = None
-    min_p: Annotated[float, bounded("min_p")] | None = None
-    repetition_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, bounded("min_tokens")] | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    bad_words: BadWords | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
     priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

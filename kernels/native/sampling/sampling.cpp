@@ -142,6 +142,37 @@ void update_best(Best& best, const float* logits, int64_t first, int count_token
     }
 }
 
+void update_best_of(Best& best, const float* logits, const int64_t* tokens, int count, const DrawParams& how) {
+    for (int i = 0; i < count; i++) {
+        if (how.temperature == 0.0f) {
+            if (!(logits[i] < best.score)) best.update(logits[i], tokens[i]);
+            continue;
+        }
+        const float score = logits[i] / how.temperature;
+        if (score + MAX_NOISE < best.score) continue;
+        uint32_t words[4] = {uint32_t(tokens[i] / 4), how.step, how.index, 0};
+        philox(how.seed, words);
+        best.update(score + gumbel(words[tokens[i] % 4]), tokens[i]);
+    }
+}
+
+void Mass::update(const float* logits, int count, float temperature) {
+    constexpr float NEGLIGIBLE = 16;  // exp(-16) of 100,000 tokens are 0.01
+    const float scale = temperature == 0.0f ? 1.0f : 1 / temperature;
+    Mass own;
+    for (int i = 0; i < count; i++) own.highest = std::max(own.highest, logits[i] * scale);
+    for (int i = 0; i < count; i++)
+        if (const float below = logits[i] * scale - own.highest; below > -NEGLIGIBLE) own.sum += std::exp(below);
+    update(own);
+}
+
+void Mass::update(const Mass& other) {
+    if (other.sum == 0) return;
+    const float top = std::max(highest, other.highest);
+    sum = sum * std::exp(highest - top) + other.sum * std::exp(other.highest - top);
+    highest = top;
+}
+
 bool is_valid_logit_mask(const D3LogitMask& mask, int vocab) {
     const auto are_tokens = [&](const int64_t* tokens, int64_t count_token) {
         return std::all_of(tokens, tokens + count_token, [&](int64_t token) { return token >= 0 && token < vocab; });
@@ -160,16 +191,18 @@ void apply_logit_mask(float* logits, int vocab, const D3LogitMask& mask, const u
     if (grammar) mask_tokens(logits, vocab, grammar);
 }
 
-Best sample(float* logits, int vocab, const D3Sampling& asked, const DrawParams& how, std::vector<uint64_t>& order) {
+Best sample(float* logits, int count, const int64_t* tokens, const D3Sampling& asked, const DrawParams& how,
+            std::vector<uint64_t>& order) {
     if (asked.token_counts) apply_penalties(logits, asked);
     DrawParams rest = how;
     if (how.temperature != 0 && (asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1)) {
-        for (int token = 0; token < vocab; token++) logits[token] /= how.temperature;
+        for (int nth = 0; nth < count; nth++) logits[nth] /= how.temperature;
         rest.temperature = 1;
-        mask_below_threshold(logits, vocab, asked, order);
+        mask_below_threshold(logits, count, asked, order);
     }
     Best best = Best::none();
-    update_best(best, logits, 0, vocab, rest);
+    if (tokens) update_best_of(best, logits, tokens, count, rest);
+    else update_best(best, logits, 0, count, rest);
     return best;
 }
 

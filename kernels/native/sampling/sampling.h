@@ -1,6 +1,7 @@
 // From logits to a token: logit mask, penalties, temperature, min-p, top-k, top-p and a draw, in this order, as in
 // `kernels/sampling.py` and `kernels/reference.py`.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -27,8 +28,23 @@ struct Best {
 // Compares `best` with `count` logits, of the tokens from `first` on; `first` is a multiple of 4.
 void update_best(Best& best, const float* logits, int64_t first, int count_token, const DrawParams& how);
 
-// The best token of `logits`, which it changes. `order` is scratch with room for `vocab` numbers.
-Best sample(float* logits, int vocab, const D3Sampling& asked, const DrawParams& how, std::vector<uint64_t>& order);
+// The same for the logits of `tokens`, which ascend.
+void update_best_of(Best& best, const float* logits, const int64_t* tokens, int count, const DrawParams& how);
+
+// The sum of exp(logit / temperature - highest / temperature) so far; a temperature of 0 counts as 1.
+struct Mass {
+    float highest = -INFINITY;
+    double sum = 0;
+
+    void update(const float* logits, int count, float temperature);
+    void update(const Mass& other);
+    float confidence() const { return float(1 / sum); }  // the probability of the likeliest token
+};
+
+// The best token of `logits`, which it changes: those of `tokens`, or, with null, of all tokens. `order` is scratch with
+// room for `count` numbers.
+Best sample(float* logits, int count, const int64_t* tokens, const D3Sampling& asked, const DrawParams& how,
+            std::vector<uint64_t>& order);
 
 // Counts the token of the step before `taken` for the penalties, unless it is counted already.
 void count_token(const D3Sampling& asked, int taken, int64_t token);

@@ -1,0 +1,53 @@
+"""`speculative_config` as vLLM spells it: which policy drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from d3engine.depth.drafts import PromptLookup, Speculative
+from d3engine.depth.policy import DepthPolicy
+from d3engine.errors import InvalidValueError, require
+
+METHODS = ("draft_model", "ngram")
+FIELD = "speculative_config"
+
+
+def policy_of_config(given: Mapping[str, Any] | str) -> DepthPolicy:
+    """The policy of `{"method": "draft_model", "model": ..., "num_speculative_tokens": ...}`, or of its JSON text.
+
+    "method" is "draft_model", also where only "model" is given, or "ngram". Without "num_speculative_tokens" each draft
+    is as long as pays. Raises `InvalidValueError` for anything else, by the name of the key.
+    """
+    config = _as_mapping(given)
+    keys = ("method", "model", "num_speculative_tokens")
+    for key in config:
+        require(key in keys, f"{FIELD}[{key!r}]", config[key], f"absent: the keys are {', '.join(keys)}")
+    model, length = config.get("model"), config.get("num_speculative_tokens")
+    method = config.get("method", "draft_model" if model is not None else None)
+    require(method in METHODS, f'{FIELD}["method"]', method, f"one of {', '.join(map(repr, METHODS))}")
+    try:
+        if method == "ngram":
+            require(model is None, f'{FIELD}["model"]', model, 'absent with "ngram", which drafts without a model')
+            return PromptLookup(length)
+        require(model is not None, f'{FIELD}["model"]', model, 'the draft model, with "draft_model"')
+        return Speculative(str(model), length)
+    except InvalidValueError as error:
+        names = {"draft_length": "num_speculative_tokens", "draft_model": "model"}
+        if error.field not in names:
+            raise
+        raise InvalidValueError(f'{FIELD}["{names[error.field]}"]', error.value, error.allowed) from None
+
+
+def _as_mapping(given: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    allowed = 'a mapping such as {"method": "ngram"}, or its JSON text'
+    found: Any = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise InvalidValueError(FIELD, given, f"{allowed} ({error})") from None
+    if not isinstance(found, Mapping):
+        raise InvalidValueError(FIELD, given, allowed)
+    return found

@@ -1,0 +1,63 @@
+"""What a format of weight matrices says about itself: operations, loaders and the native library ask it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+
+class WeightFormat:
+    """A matrix [N, K] in another format than floats, made of `tensors`.
+
+    A subclass is an entry of the table of formats: what it does not say here holds for none but itself.
+    """
+
+    values_a_byte: ClassVar[int] = 0
+    """Of a format that Triton's kernels read as `values` and `scales`; 0: the native library alone reads it."""
+    least_capability: ClassVar[int] = 0
+    """The first compute capability that reads it, without the point; 0 for any."""
+    native_isas: ClassVar[frozenset[str]] = frozenset()
+    """Instruction sets of the native library that are better with it, of those that are not always better."""
+    meets_bytes: ClassVar[bool] = False
+    """Whether rows are rounded to 8 bits before they meet it."""
+    float_dtype: ClassVar[torch.dtype | None] = None
+    """Of the floats that it holds without loss."""
+
+    @property
+    def native_kind(self) -> int:
+        """Its number in `D3Kind` (`native/abi.h`)."""
+        raise NotImplementedError(type(self).__name__)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is made of: values, then scales."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def row_scales(self) -> Tensor | None:
+        """float32 [N], where each value only has to be multiplied by that of its row."""
+        return None
+
+    def rows(self, start: int, stop: int) -> Any:
+        """Output channels [start, stop) alone, as a format that has `dequantize`."""
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] it stands for, rounded once to `dtype`."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor, num_columns: int) -> Self:
+        """The matrix of a checkpoint's two tensors."""
+        raise NotImplementedError

@@ -1,0 +1,294 @@
+"""Drafts by a second model and by lookups: whoever drafts, and however long, tokens and logits are those without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from native_models import Case, Shape, isas
+
+from d3engine.kernels.native.library import Decoder
+from d3engine.kernels.native.model import NativeError
+from d3engine.kernels.native.runs import Draws, Rows, RowSampling
+from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts, LoopLogits, TextDrafts
+
+SHAPE = Shape(layers=3, rows=4, max_positions=96, hidden=48, intermediate=64, vocab=96)
+WHOLE = RowSampling(-np.inf, 1.0, 0, 1.0, 0.0, 0.0, None)
+CUT = [WHOLE, RowSampling(-3.0, 0.9, 20, 1.0, 0.0, 0.0, None), WHOLE, RowSampling(-np.inf, 1.0, 5, 1.0, 0.0, 0.0, None)]
+DRAWS = Draws(np.array([0, 0.9, 1.3, 0.7], np.float32), np.array([3, 4, 5, 6]), np.array([0, 1, 0, 2]), CUT)
+POSITIONS, ROOMS, MOST, CYCLES = np.array([7, 12, 0, 30]), np.array([40, 33, 50, 9]), 5, 12
+NEVER = 2**31 - 1
+
+
+class Pair:
+    """A target, and a draft model that is the same but for noise in its head; both have computed the texts."""
+
+    def __init__(self, noise: float, seed: int = 0, isa: str = "auto", head_tokens: Any = None, rows: int = 64) -> None:
+        self.target, self.draft = Case(replace(SHAPE, seed=seed)), Case(replace(SHAPE, seed=seed))
+        if noise:
+            assert isinstance(self.draft.model.lm_head, torch.Tensor)
+            self.draft.model.lm_head.add_(torch.randn_like(self.draft.model.lm_head) * noise)
+        if head_tokens is not None:
+            tokens = torch.tensor(head_tokens)
+            head = self.draft.model.lm_head[tokens]
+            self.draft.model = replace(self.draft.model, lm_head=head, head_tokens=tokens)
+        self.decoder, self.drafter = self.target.decoder(isa=isa), self.draft.decoder(isa=isa, max_rows=rows)
+        numbers = np.random.default_rng(seed)
+        self.texts = numbers.integers(SHAPE.vocab, size=(4, 96))
+        for row, stop in enumerate(POSITIONS):  # all tokens but the last are in the target's cache
+            if stop:
+                self.decoder.run(self._rows(np.full(stop, row), np.arange(stop)), 1)
+        self.entries = self.target.pool.clone()
+
+    def _rows(self, slots: Any, positions: Any, generation: Any = None) -> Rows:
+        tokens = self.texts[slots, positions]
+        generation = np.zeros(len(tokens), np.int64) if generation is None else generation
+        return Rows(tokens, positions, generation, slots, np.full((len(tokens), 3), NEVER), self.target.rows.tables)
+
+    def plain(self, ends: Any = None, draws: Draws | None = DRAWS) -> tuple[list[list[int]], Any]:
+        """The answers without drafts, each up to its end, and the logits of all steps."""
+        self.target.pool.copy_(self.entries)
+        rows, steps = self._rows(np.arange(4), POSITIONS, np.arange(1, 5)), int(ROOMS.max())
+        logits = np.empty((steps, 4, SHAPE.vocab), np.float32)
+        tokens = self.decoder.run(rows, steps, draws=draws, logits=logits)[0]
+        answers = [tokens[: ROOMS[row], row].tolist() for row in range(4)]
+        for row, answer in enumerate(answers):
+            stop = next((nth for nth, token in enumerate(answer) if ends is not None and token in ends[row]), None)
+            answers[row] = answer if stop is None else answer[: stop + 1]
+        return answers, logits
+
+    def drafted(self, drafters: Any, ends: Any = None, draws: Draws | None = DRAWS, **further: Any) -> Any:
+        """The answers of calls of a loop, one after the other, and all counts."""
+        self.target.pool.copy_(self.entries)
+        texts, positions, rooms, computed = self.texts.copy(), POSITIONS.copy(), ROOMS.copy(), np.zeros(4, np.int64)
+        answers: list[list[int]] = [[] for _ in range(4)]
+        self.counts: list[Any] = []
+        live = np.arange(4)
+        while live.size:
+            some = np.minimum(MOST, rooms[live] - 1)
+            lengths = np.full(live.size, MOST)
+            numbers = {"begun": np.zeros((live.size, MOST)), "num_begun": 0 * some, "first_lengths": some}
+            drafts = Drafts(
+                **numbers,
+                lengths=lengths,
+                most_lengths=lengths,
+                adapts=0 * some,
+                rooms=rooms[live],
+                places=some * 0 - 1,
+            )
+            by_text = TextDrafts(
+                np.array(drafters)[live],
+                np.ascontiguousarray(texts[live]),
+                np.array([5, 6, -1, 7]),
+                tables=self.draft.rows.tables,
+                positions=np.minimum(computed, positions)[live],
+                **further,
+            )
+            rows = Rows(
+                texts[live, positions[live]],
+                positions[live],
+                live + 1 + positions[live] - POSITIONS[live],
+                live,
+                np.full((live.size, 3), NEVER),
+                self.target.rows.tables,
+            )
+            own = (
+                None
+                if draws is None
+                else Draws(
+                    *(getattr(draws, name)[live] for name in ("temperatures", "seeds", "indices")),
+                    [CUT[row] for row in live],
+                )
+            )
+            found, counts = self.decoder.run_speculative_loop(
+                rows,
+                3,
+                drafts,
+                np.zeros((1, SHAPE.hidden), np.float32),
+                draws=own,
+                by_text=by_text,
+                draft_model=self.drafter,
+                ends=None if ends is None else ends[live],
+            )
+            self.counts.append(counts)
+            for place, row in enumerate(live.tolist()):
+                for tokens, (_, accepted, last, _, known) in zip(found[:, place], counts[:, place], strict=True):
+                    if accepted < 0:
+                        continue
+                    new = [*tokens[:accepted].tolist(), int(last)]
+                    stop = [nth for nth, token in enumerate(new) if ends is not None and token in ends[row]]
+                    new = new[: stop[0] + 1] if stop else new
+                    answers[row] += new
+                    texts[row, positions[row] + 1 : positions[row] + 1 + len(new)] = new
+                    positions[row] += len(new)
+                    rooms[row] -= len(new)
+                    computed[row] = known
+            going = [not (ends is not None and set(ends[row]) & set(answers[row])) for row in live]
+            live = live[(rooms[live] > 0) & going]
+        return answers
+
+    def num(self, what: int, drafter: int | None = None) -> int:
+        """The sum of the drafted (0) or accepted (1) tokens, all or those of a drafter."""
+        counts = np.concatenate([one.reshape(-1, 5) for one in self.counts])
+        which = (counts[:, 0] >= 0) & ((counts[:, 3] == drafter) if drafter is not None else True)
+        return int(counts[which, what].sum())
+
+
+MODEL, LOOKUP = int(Drafter.DRAFT_MODEL), int(Drafter.LOOKUP)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("noise", [0, 0.05, 3.0])
+def test_a_draft_model_changes_no_token(isa: str, noise: float) -> None:
+    pair = Pair(noise, isa=isa)
+    wanted, _ = pair.plain()
+    assert pair.drafted([MODEL, MODEL, MODEL, MODEL]) == wanted
+    rate = pair.num(1) / pair.num(0)
+    assert rate == 1 if noise == 0 else rate < 1
+    assert pair.num(0, MODEL) == pair.num(0) > 0
+
+
+def test_the_draft_draws_with_the_noise_of_its_target() -> None:
+    """Equal models agree on all drawn tokens, and similar ones far more often than by chance."""
+    pair = Pair(0.05)
+    pair.drafted([MODEL] * 4)
+    assert pair.num(1) / pair.num(0) > 0.2
+
+
+def test_ends_and_rows_without_drafts_are_respected() -> None:
+    pair = Pair(0.05, seed=1)
+    free, _ = pair.plain()
+    ends = np.array([[free[0][6], -1], [free[1][1], free[1][9]], [-1, -1], [free[3][0], -1]])
+    wanted, _ = pair.plain(ends)
+    assert pair.drafted([MODEL, 0, MODEL | LOOKUP, LOOKUP], ends) == wanted
+
+
+def test_a_shortened_head_drafts_its_own_tokens_alone() -> None:
+    tokens = list(range(0, 96, 2))
+    pair = Pair(0, head_tokens=tokens)
+    wanted, _ = pair.plain()
+    assert pair.drafted([MODEL] * 4) == wanted
+    assert 0 < pair.num(1) < pair.num(0)
+    with pytest.raises(NativeError):  # nothing but drafts
+        pair.drafter.run(pair.draft.rows, 1, logits=np.empty((1, 4, 96), np.float32))
+    with pytest.raises(NativeError, match="do not fit"):
+        Pair(0, head_tokens=[4, 2, 6])
+
+
+def test_lookups_follow_the_text_and_change_no_token() -> None:
+    pair = Pair(0, seed=2)
+    pair.texts[:, :31] = np.tile([4, 9, 13, 9, 2], 7)[:31]
+    wanted, _ = pair.plain(draws=None)
+    assert pair.drafted([LOOKUP] * 4, draws=None) == wanted
+    assert pair.num(0, MODEL) == 0
+    assert pair.num(0, LOOKUP) > 0
+
+
+def test_lookups_find_what_repeats() -> None:
+    """A model whose head sees the last token alone goes in circles, which a lookup sees after one round."""
+    pair = Pair(0, seed=3)
+    for case in (pair.target, pair.draft):
+        for layer in case.model.layers:
+            layer.output.weight.zero_()
+            layer.down.weight.zero_()
+    wanted, _ = pair.plain(draws=None)
+    assert pair.drafted([LOOKUP] * 4, draws=None) == wanted
+    assert pair.num(1) > 0.5 * pair.num(0) > 0
+
+
+@pytest.mark.parametrize("draft", [1e-6, 0.5])
+@pytest.mark.parametrize("rows", [{1: 1e-3, 8: 1.1e-3}, {1: 1e-3, 8: 8e-3}])
+def test_chosen_lengths_change_no_token(draft: float, rows: dict[int, float]) -> None:
+    pair = Pair(0.05, seed=4)
+    costs = DraftCosts.of(rows, {1: draft})
+    wanted, _ = pair.plain()
+    assert pair.drafted([MODEL, MODEL | LOOKUP, LOOKUP, MODEL], costs=costs) == wanted
+    if draft > 0.1:
+        assert pair.num(0, MODEL) <= 4 * 2 + 2, "a draft model that costs hundreds of steps is only probed"
+    else:
+        assert pair.num(0, MODEL) > 20
+        assert sum(costs.judged[0]) > 0
+
+
+def test_logits_are_those_without_drafts() -> None:
+    pair = Pair(0.05, seed=5)
+    _, logits = pair.plain(draws=None)
+    pair.target.pool.copy_(pair.entries)
+    rows = pair._rows(np.arange(4), POSITIONS, np.arange(1, 5))
+    some = np.full(4, MOST)
+    drafts = Drafts(np.zeros((4, MOST)), 0 * some, some, some, some, 0 * some, np.full(4, 40), 0 * some - 1)
+    by_text = TextDrafts(
+        np.full(4, MODEL),
+        np.ascontiguousarray(pair.texts),
+        np.empty(0, np.int64),
+        tables=pair.draft.rows.tables,
+        positions=np.zeros(4, np.int64),
+    )
+    made = LoopLogits(np.full((4, 4, MOST + 1, 96), np.nan, np.float32), np.array([1, 0, 1, 1], np.uint8))
+    _, counts = pair.decoder.run_speculative_loop(
+        rows, 4, drafts, np.zeros((1, 48), np.float32), by_text=by_text, draft_model=pair.drafter, logits=made
+    )
+    for row in (0, 2, 3):
+        taken = np.concatenate([made.logits[nth, row, : counts[nth, row, 1] + 1] for nth in range(4)])
+        np.testing.assert_array_equal(taken, logits[: len(taken), row])
+    assert np.isnan(made.logits[:, 1]).all()
+
+
+def test_a_text_longer_than_a_step_is_caught_up_with_in_parts() -> None:
+    pair = Pair(0, rows=6)
+    wanted, _ = pair.plain()
+    assert pair.drafted([MODEL] * 4) == wanted
+    assert pair.num(1) == pair.num(0)
+
+
+def loop_of(pair: Pair, decoder: Decoder | None = None, **changes: Any) -> Any:
+    some = np.full(4, 3)
+    drafts = Drafts(np.zeros((4, 3)), 0 * some, some, some, some, 0 * some, np.full(4, 9), 0 * some - 1)
+    given: dict[str, Any] = {
+        "drafters": np.full(4, MODEL),
+        "texts": np.ascontiguousarray(pair.texts),
+        "history": np.empty(0, np.int64),
+        "tables": pair.draft.rows.tables,
+        "positions": np.zeros(4, np.int64),
+    }
+    rows = pair._rows(np.arange(4), POSITIONS, np.arange(1, 5))
+    return pair.decoder.run_speculative_loop(
+        rows,
+        2,
+        drafts,
+        np.zeros((1, 48), np.float32),
+        by_text=TextDrafts(**(given | changes)),
+        draft_model=pair.drafter if decoder is None else decoder,
+    )
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "texts that are too short": ("missing or too short", {"texts": np.zeros((4, 33), np.int64)}),
+    "no tables of the draft model": ("missing or too short", {"tables": None}),
+    "a draft model that is ahead": ("a position is outside", {"positions": np.full(4, 90)}),
+    "a token of another vocabulary": ("a token id is outside", {"texts": np.full((4, 96), 96)}),
+    "a history of another vocabulary": ("a token id is outside", {"history": np.array([3, 96])}),
+    "a table without a block": ("no block of the pool", {"tables": np.zeros((4, 3, 24), np.int32)}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_lies_out_of_bounds_is_refused(name: str) -> None:
+    message, changes = WRONG[name]
+    pair = Pair(0)
+    before = pair.target.pool.clone(), pair.draft.pool.clone()
+    with pytest.raises(NativeError, match=message):
+        loop_of(pair, **changes)
+    assert torch.equal(before[0], pair.target.pool)
+    assert torch.equal(before[1], pair.draft.pool)
+
+
+def test_a_model_cannot_draft_for_itself_with_one_decoder() -> None:
+    pair = Pair(0)
+    with pytest.raises(NativeError, match="at work"):
+        loop_of(pair, pair.decoder)
+    loop_of(pair)  # and neither is left locked
+    pair.drafter.run(pair.draft.rows, 1)
