@@ -29,7 +29,7 @@ from tqdm import tqdm
 from benchmarks.llama_cpp_drafts import Child
 from benchmarks.report import environment, keep, positive
 from benchmarks.systems import rest
-from d3engine.depth import FullDepth, Speculative
+from d3engine.depth import FullDepth
 from d3engine.engine import Engine
 from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
 from d3engine.request.params import SamplingParams
@@ -38,9 +38,17 @@ BASE, AGAIN = "none", "none again"
 SYSTEMS: dict[str, Callable[[str], dict[str, Any]]] = {
     BASE: lambda draft: {"depth": FullDepth()},
     AGAIN: lambda draft: {"depth": FullDepth()},  # what noise alone does to a ratio
-    "draft": lambda draft: {"depth": Speculative(draft, draft_length=4)},
+    "draft": lambda draft: _speculative(method="draft_model", model=draft, num_speculative_tokens=4),
+    "lookup": lambda draft: _speculative(method="ngram", num_speculative_tokens=8),
+    "lookup, auto": lambda draft: _speculative(method="ngram"),
+    "auto": lambda draft: _speculative(method="draft_model", model=draft),
 }
 """System -> arguments of its engine, given the draft model."""
+
+
+def _speculative(**config: Any) -> dict[str, Any]:
+    return {"speculative_config": config}
+
 
 PEER = "llama.cpp"
 PROMPTS = Path(__file__).with_name("speculation_prompts.json")

@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from d3engine.depth import FullDepth, Speculative
+from d3engine.depth import FullDepth, PromptLookup, Speculative
 from d3engine.engine import Engine
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
@@ -46,6 +46,9 @@ MAX_MODEL_LEN = 1024
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.8}
 AT_ONCE = 8
 CHUNK = 32
+DRAFTED, LOOKED_UP = 4, 8
+"""Tokens of a draft, by a model and by lookups."""
+
 STRANGERS, STRANGER_TOKENS = 8, 72
 """Of the check that preempts: requests that come first, and grow by several blocks each."""
 
@@ -103,6 +106,9 @@ class Outcome:
     happened: bool
 
 
+Run: TypeAlias = Callable[[Engine, Sequence[Case]], Outcome]
+
+
 @dataclass(frozen=True)
 class Check:
     """A situation in which answers must be those of each case alone.
@@ -112,7 +118,7 @@ class Check:
 
     name: str
     engine: str
-    run: Callable[[Engine, Sequence[Case]], Outcome]
+    run: Run
 
 
 @dataclass(frozen=True)
@@ -265,25 +271,38 @@ def _drafted_and_preempted(engine: Engine, cases: Sequence[Case]) -> Outcome:
     return Outcome(found.outputs, f"{found.evidence}, {drafted.evidence}", found.happened and drafted.happened)
 
 
-def _tokens_only(run: Callable[[Engine, Sequence[Case]], Outcome]) -> Callable[[Engine, Sequence[Case]], Outcome]:
-    """The same without log-probabilities: then an executor may choose tokens by itself, for several steps at once."""
+def _as_many_as_pay(engine: Engine, cases: Sequence[Case]) -> Outcome:
+    depth = engine.depth
+    assert isinstance(depth, Speculative)
+    found = _with(_drafted_alone, depth=replace(depth, draft_length=None))(engine, cases)
+    return replace(found, happened=True)  # that none pay is an answer too
 
-    def run_without(engine: Engine, cases: Sequence[Case]) -> Outcome:
-        return run(engine, [replace(case, params=replace(case.params, logprobs=None)) for case in cases])
 
-    return run_without
+def _with(run: Run, **params: Any) -> Run:
+    """The same by requests with other parameters."""
+
+    def run_with(engine: Engine, cases: Sequence[Case]) -> Outcome:
+        return run(engine, [replace(case, params=replace(case.params, **params)) for case in cases])
+
+    return run_with
 
 
 ROOMY, CHUNKED, TIGHT, DRAFT_MODEL = "roomy", "chunked", "tight", "draft model"
 
+# Without log-probabilities an executor may choose tokens by itself, for several steps at once.
 CHECKS = (
     Check("in a batch of 8 with strangers", ROOMY, _in_batch),
-    Check("in a batch of 8, tokens only", ROOMY, _tokens_only(_in_batch)),
+    Check("in a batch of 8, tokens only", ROOMY, _with(_in_batch, logprobs=None)),
     Check("over a cached prefix", ROOMY, _over_cached_prefix),
+    Check("drafted by lookups", ROOMY, _with(_drafted_alone, depth=PromptLookup(LOOKED_UP))),
+    Check(
+        "drafted by lookups, tokens only", ROOMY, _with(_drafted_alone, depth=PromptLookup(LOOKED_UP), logprobs=None)
+    ),
     Check(f"prompts in chunks of {CHUNK}", CHUNKED, _in_chunks),
     Check("preempted", TIGHT, _preempted),
     Check("drafted by a model", DRAFT_MODEL, _drafted_alone),
-    Check("drafted by a model, tokens only", DRAFT_MODEL, _tokens_only(_drafted_alone)),
+    Check("drafted by a model, tokens only", DRAFT_MODEL, _with(_drafted_alone, logprobs=None)),
+    Check("drafted by a model, as many as pay", DRAFT_MODEL, _as_many_as_pay),
     Check("drafted by a model, in a batch, preempted", DRAFT_MODEL, _drafted_and_preempted),
 )
 """In this order; the first one's engine has also answered each case alone."""
@@ -309,7 +328,7 @@ ENGINES: Mapping[str, Callable[[Needs], dict[str, Any]]] = {
     ROOMY: lambda needs: {"max_num_seqs": AT_ONCE},
     CHUNKED: lambda needs: {"max_num_seqs": AT_ONCE, "max_num_batched_tokens": CHUNK},
     TIGHT: _tight,
-    DRAFT_MODEL: lambda needs: _tight(needs) | {"depth": Speculative(needs.draft_model or "")},
+    DRAFT_MODEL: lambda needs: _tight(needs) | {"depth": Speculative(needs.draft_model or "", DRAFTED)},
 }
 """Engine -> its arguments beside those that all have."""
 

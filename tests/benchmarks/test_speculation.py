@@ -91,7 +91,9 @@ def test_ctrl_c_leaves_a_report_of_the_prompts_that_are_done(
         return generate(*arguments, **options)
 
     monkeypatch.setattr(Engine, "generate", pressed_in_the_third_group)
-    settings = speculation.Settings("demo", "demo", limit=1, tokens=4, temperatures=(0.0,), peer_lengths=())
+    settings = speculation.Settings(
+        "demo", "demo", systems=("none", "lookup"), limit=1, tokens=4, temperatures=(0.0,), peer_lengths=()
+    )
     report = speculation.measure(settings, show_progress=False)
     assert [cell["kind"] for cell in report["cells"]] == ["code", "problems", "all"] * 2
     assert all(cell["answers"] == (2 if cell["kind"] == "all" else 1) for cell in report["cells"])
@@ -163,21 +165,23 @@ def test_systems_take_turns_and_their_tokens_are_those_without_drafts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, picture = tmp_path / "speculation.json", tmp_path / "speculation.png"
-    sizes = ["--limit", "1", "--tokens", "8", "--batches", "1", "2", "--temperatures", "0", "--peer-lengths"]
+    sizes = ["--limit", "1", "--tokens", "8", "--batches", "1", "2", "--peer-lengths"]
+    sizes += ["--systems", "none", "draft", "lookup"]
     files = ["--json", str(file), "--plot", str(picture)]
     assert speculation.main(["--model", "demo", "--draft", "demo", *sizes, *files]) == 0
     report = json.loads(file.read_text())
     assert {(cell["system"], cell["batch"]) for cell in report["cells"]} == {
-        (name, batch) for name in ("none", "draft") for batch in (1, 2)
+        (name, batch) for name in ("none", "draft", "lookup") for batch in (1, 2)
     }
     for cell in report["cells"]:
         assert cell["equal"] == cell["answers"] == (4 if cell["kind"] == "all" else 1)
-        assert (cell["accepted"] == cell["drafted"] > 0) == (cell["system"] == "draft")
+        assert cell["system"] != "draft" or cell["accepted"] == cell["drafted"] > 0  # each model drafts for itself
+        assert cell["system"] != "none" or cell["drafted"] == 0
         assert len(cell["ratios"]) == len(cell["seconds"])
-    assert report["log_probabilities"] == {name: {"answers": 4, "equal": 4} for name in ("none", "draft")}
+    assert report["log_probabilities"] == {name: {"answers": 8, "equal": 8} for name in ("none", "draft", "lookup")}
     assert report["environment"]["command"].startswith("python -m benchmarks.speculation --model demo")
     assert picture.stat().st_size > 10_000
-    assert "4 of 4 answers equal with their log-probabilities" in capsys.readouterr().out
+    assert "8 of 8 answers equal with their log-probabilities" in capsys.readouterr().out
 
 
 def test_a_run_without_the_system_that_ratios_are_over_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
