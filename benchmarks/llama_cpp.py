@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 from torch import Tensor
 
 from benchmarks.gguf_tokenizer import add_tokenizer
@@ -115,24 +116,39 @@ class LlamaCpp:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         length = len(prompts[0])
         start = time.perf_counter()
-        self._run(
-            [(row, place, token) for row, ids in enumerate(prompts) for place, token in enumerate(ids)], length - 1
-        )
+        rows = [(row, place, token) for row, ids in enumerate(prompts) for place, token in enumerate(ids)]
+        self.decode(rows, length - 1)
         prompt_seconds, start = time.perf_counter() - start, time.perf_counter()
         for step in range(tokens - 1):
-            self._run([(row, length + step, ids[-1]) for row, ids in enumerate(prompts)], length + step)
+            self.decode([(row, length + step, ids[-1]) for row, ids in enumerate(prompts)], length + step)
         return prompt_seconds, (time.perf_counter() - start) / max(1, tokens - 1)
 
-    def _run(self, rows: list[tuple[int, int, int]], last: int) -> None:
+    def decode(self, rows: list[tuple[int, int, int]], first: int) -> None:
+        """Run (sequence, position, token) rows as one batch, with logits from position `first` on."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for nth, (sequence, position, token) in enumerate(rows):
             batch.token[nth], batch.pos[nth] = token, position
             batch.n_seq_id[nth], batch.seq_id[nth][0] = 1, sequence
-            batch.logits[nth] = position == last
+            batch.logits[nth] = position >= first
         status = self._api.llama_decode(self._context, batch)
         assert status == 0, f"llama_decode returned {status}"
         self._api.llama_synchronize(self._context)
+
+    def likeliest(self, count: int) -> list[int]:
+        """The token with the highest logit at each of the `count` rows of the last batch that have logits."""
+        size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (count, size))
+        return [int(token) for token in logits.argmax(axis=1)]
+
+    def keep(self, length: int) -> None:
+        """Forget all entries of the first sequence but the first `length`."""
+        memory = self._api.llama_get_memory(self._context)
+        assert self._api.llama_memory_seq_rm(memory, 0, length, -1), "this model's entries cannot be forgotten in part"
+
+    def ends_with(self, token: int) -> bool:
+        """Whether `token` ends an answer."""
+        return bool(self._api.llama_vocab_is_eog(self._api.llama_model_get_vocab(self._model), token))
 
     def close(self) -> None:
         """Give back its memory."""

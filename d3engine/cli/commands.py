@@ -406,6 +406,7 @@ COMMANDS = {
     "paper": "d3engine.cli.paper",
     "weights": "d3engine.cli.weights",
     "models": "d3engine.cli.models",
+    "verify": "d3engine.cli.verify",
     "integrations": "d3engine.cli.integrations",
 }
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""

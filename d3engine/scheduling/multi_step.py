@@ -22,6 +22,10 @@ from d3engine.request.sequence import NO_SLOT, Sequence
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
 
+USUAL_LENGTH = 3
+"""Tokens that a draft has as a rule whose length is left open: most it has seldom."""
+
+
 def cycles_ahead(
     chunks: Chunks, table: RunningTable, limit: int, capabilities: ExecutorCapabilities
 ) -> MultiStep | None:
@@ -39,7 +43,8 @@ def cycles_ahead(
         return None
     rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]
     longest = max(rule.length for rule in rules)
-    num_cycles = min(max(1, limit // (longest + 1)), max(sequence.room for sequence in sequences))
+    usual = max(min(rule.length, USUAL_LENGTH) if rule.by_cost else rule.length for rule in rules)
+    num_cycles = min(max(1, limit // (usual + 1)), max(sequence.room for sequence in sequences))
     if (table.choice[slots] == SamplingMode.REPORT).any():
         num_cycles = min(num_cycles, capabilities.logits // (slots.size * (longest + 1)))
         if num_cycles == 0:

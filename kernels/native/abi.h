@@ -187,6 +187,7 @@ struct D3DraftCosts {
     double draft[D3_COST_ROWS + 1];   // and of the draft model; zeros without one
     // Of drafted tokens that were judged: how many were right, and how many there were; older ones count less.
     double right[2][D3_CONFIDENCE_BINS], judged[2][D3_CONFIDENCE_BINS];  // [0]: the draft model's, [1]: lookups
+    double model_right, model_judged;  // the draft model's, whatever its confidence
     double gain;   // tokens per second lately, over those of steps without drafts
     int64_t idle;  // iterations without a draft since the last one with
 };

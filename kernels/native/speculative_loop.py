@@ -43,6 +43,8 @@ class DraftCosts(Structure):
         ("draft", c_double * (COST_ROWS + 1)),
         ("right", (c_double * _BINS) * 2),
         ("judged", (c_double * _BINS) * 2),
+        ("model_right", c_double),
+        ("model_judged", c_double),
         ("gain", c_double),
         ("idle", c_int64),
     )

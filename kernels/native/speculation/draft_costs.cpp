@@ -39,9 +39,7 @@ double DraftCosts::chance(D3Drafter drafter, int bin) const {
 }
 
 double DraftCosts::mean_chance() const {
-    double right = PRIOR_WEIGHT * 0.75, judged = PRIOR_WEIGHT;
-    for (int bin = 0; bin < D3_CONFIDENCE_BINS; bin++) right += known_.right[0][bin], judged += known_.judged[0][bin];
-    return right / judged;
+    return (known_.model_right + PRIOR_WEIGHT * 0.75) / (known_.model_judged + PRIOR_WEIGHT);
 }
 
 DraftCosts::Plan DraftCosts::best_plan(double chance, int64_t most, int64_t rows, double each, double first) const {
@@ -60,6 +58,9 @@ void DraftCosts::judge(D3Drafter drafter, int bin, bool right) {
     const int of = drafter == D3_LOOKUP;
     known_.right[of][bin] = known_.right[of][bin] * FORGET + right;
     known_.judged[of][bin] = known_.judged[of][bin] * FORGET + 1;
+    if (drafter != D3_DRAFT_MODEL) return;
+    known_.model_right = known_.model_right * FORGET + right;
+    known_.model_judged = known_.model_judged * FORGET + 1;
 }
 
 void DraftCosts::time(double* of_rows, int64_t rows, double taken) {

@@ -1,0 +1,133 @@
+"""llama.cpp's speculative decoding as a peer: greedy, a draft model and a fixed number of drafted tokens.
+
+The loop is that of its example `speculative-simple`: the draft model drafts k tokens, one batch of k + 1 rows verifies
+them, and entries of rejected ones are removed from both caches. It runs in a process of its own, which answers one
+line of JSON with another, so that it can take turns with the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.children import checkout_environment
+from benchmarks.llama_cpp import LlamaCpp
+from d3engine.children import python_command
+
+
+class Model(Protocol):
+    """What the loop needs of a model: `LlamaCpp` has it."""
+
+    def decode(self, rows: list[tuple[int, int, int]], first: int) -> None:
+        """Run (sequence, position, token) rows, with logits from position `first` on."""
+
+    def likeliest(self, count: int) -> list[int]:
+        """The likeliest token at each of the last `count` rows."""
+
+    def keep(self, length: int) -> None:
+        """Forget all entries but the first `length`."""
+
+    def ends_with(self, token: int) -> bool:
+        """Whether `token` ends an answer."""
+
+
+def answer(target: Model, draft: Model, prompt: list[int], tokens: int, draft_length: int) -> dict[str, Any]:
+    """At most `tokens` greedy tokens behind `prompt`, `draft_length` of them drafted at a time, or none for 0.
+
+    Returns `token_ids`, seconds of the whole and of the prompt pass, and counts of drafted and accepted tokens and of
+    verifications.
+    """
+    target.keep(0)
+    draft.keep(0)
+    begun = time.perf_counter()
+    known, drafted_so_far = list(prompt), 0  # tokens; how many of them the draft model has entries for
+    target.decode(_rows(known, 0), len(known) - 1)
+    if draft_length:
+        draft.decode(_rows(known, 0), len(known) - 1)
+        drafted_so_far = len(known)
+    known += target.likeliest(1)
+    prompt_seconds = time.perf_counter() - begun
+    counts = {"drafted": 0, "accepted": 0, "verifications": 0}
+    while len(known) - len(prompt) < tokens and not target.ends_with(known[-1]):
+        length = min(draft_length, tokens - (len(known) - len(prompt)) - 1)
+        ahead = list[int]()
+        while len(ahead) < length:
+            fed = [*known, *ahead]
+            draft.decode(_rows(fed, drafted_so_far), len(fed) - 1)
+            drafted_so_far = len(fed)
+            ahead += draft.likeliest(1)
+        target.decode(_rows([*known, *ahead], len(known) - 1), len(known) - 1)
+        chosen = target.likeliest(len(ahead) + 1)
+        accepted = 0
+        while accepted < len(ahead) and ahead[accepted] == chosen[accepted] and not target.ends_with(chosen[accepted]):
+            accepted += 1
+        if ahead:
+            counts["drafted"] += len(ahead)
+            counts["accepted"] += accepted
+            counts["verifications"] += 1
+        known += chosen[: accepted + 1]
+        target.keep(len(known) - 1)
+        drafted_so_far = min(drafted_so_far, len(known) - 1)
+        draft.keep(drafted_so_far)
+    seconds = time.perf_counter() - begun
+    return {"token_ids": known[len(prompt) :], "seconds": seconds, "prompt_seconds": prompt_seconds, **counts}
+
+
+def _rows(tokens: list[int], first: int) -> list[tuple[int, int, int]]:
+    return [(0, place, tokens[place]) for place in range(first, len(tokens))]
+
+
+class Child:
+    """The process that answers, with both models loaded once for all draft lengths."""
+
+    def __init__(self, target: str, draft: str, threads: int, length: int) -> None:
+        command = python_command("-m", "benchmarks.llama_cpp_drafts")
+        self._process = subprocess.Popen(
+            command,
+            env=checkout_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the benchmark; it ends when its stdin does
+        )
+        self.version = self.ask({"target": target, "draft": draft, "threads": threads, "length": length})["version"]
+
+    def ask(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the process says to one line."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(given) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "llama.cpp's process has ended; its own message stands above"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> None:
+    """Load the models that the first line of stdin names, and answer every further line."""
+    from benchmarks.llama_cpp import version
+
+    given = json.loads(sys.stdin.readline())
+    target, draft = (
+        LlamaCpp(Path(given[name]), threads=given["threads"], rows=1, length=given["length"], has_own_defaults=True)
+        for name in ("target", "draft")
+    )
+    print(json.dumps({"version": version()}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(target, draft, **json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,494 @@
+"""Drafting against none: tokens a second, acceptance and equality of answers, over 60 prompts of four kinds.
+
+Every system is an engine of `SYSTEMS`, and llama.cpp's own drafting on the same two files is a peer. Systems take turns
+at each prompt (with a batch above 1: at each group of prompts of one kind), in an order that moves on by one from
+prompt to prompt. A ratio is tokens a second over those of the system without drafts at the same prompts, prompt pass
+included. Answers end where the model ends them. Tokens are compared in every run, log-probabilities in a run of their
+own over a few prompts of each kind, which is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.llama_cpp_drafts import Child
+from benchmarks.report import environment, keep, positive
+from benchmarks.systems import rest
+from d3engine.depth import FullDepth
+from d3engine.engine import Engine
+from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
+from d3engine.request.params import SamplingParams
+
+BASE, AGAIN = "none", "none again"
+SYSTEMS: dict[str, Callable[[str], dict[str, Any]]] = {
+    BASE: lambda draft: {"depth": FullDepth()},
+    AGAIN: lambda draft: {"depth": FullDepth()},  # what noise alone does to a ratio
+    "draft": lambda draft: _speculative(method="draft_model", model=draft, num_speculative_tokens=4),
+    "lookup": lambda draft: _speculative(method="ngram", num_speculative_tokens=8),
+    "lookup, auto": lambda draft: _speculative(method="ngram"),
+    "auto": lambda draft: _speculative(method="draft_model", model=draft),
+}
+"""System -> arguments of its engine, given the draft model."""
+
+
+def _speculative(**config: Any) -> dict[str, Any]:
+    return {"speculative_config": config}
+
+
+PEER = "llama.cpp"
+PROMPTS = Path(__file__).with_name("speculation_prompts.json")
+KINDS = ("code", "problems", "edits", "chats")
+SLOWER = 0.97
+"""A prompt whose ratio is below this is one that drafting makes slower, and not by noise."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run: `limit` prompts of each kind, answers of at most `tokens` tokens, at each temperature and batch.
+
+    Log-probabilities are compared over `checked` prompts of each kind. The peer drafts each of `peer_lengths` tokens.
+    """
+
+    model: str
+    draft: str
+    systems: tuple[str, ...] = tuple(name for name in SYSTEMS if name != AGAIN)
+    limit: int = 15
+    tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    batches: tuple[int, ...] = (1,)
+    checked: int = 1
+    threads: int = 2
+    max_model_len: int = 1024
+    peer_lengths: tuple[int, ...] = (2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call: its seconds, those of the prompt pass among them, and what was answered and drafted."""
+
+    seconds: float
+    prompt_seconds: float
+    token_ids: list[list[int]]
+    drafted: int
+    accepted: int
+    verifications: int
+    logprobs: list[list[float]] | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(map(len, self.token_ids)) / self.seconds
+
+
+class System(Protocol):
+    """What takes turns; `base` is the system over which its ratios are."""
+
+    base: str
+
+    def runs(self, temperature: float, batch: int) -> bool:
+        """Whether it can answer so."""
+
+    def answer(self, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
+        """Answer these prompts at once."""
+
+
+class EngineSystem:
+    """An engine of `SYSTEMS`."""
+
+    base = BASE
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def runs(self, temperature: float, batch: int) -> bool:
+        """Always."""
+        return True
+
+    def answer(self, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
+        """Answer them by one `generate`."""
+        begun = time.perf_counter()
+        outputs = self._engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        answers, metrics = [output.outputs[0] for output in outputs], [output.metrics for output in outputs]
+        told = [one.logprobs for one in answers if one.logprobs is not None]
+        return Run(
+            seconds,
+            max(one.prefill_seconds or 0.0 for one in metrics),
+            [one.token_ids for one in answers],
+            sum(one.num_drafted_tokens for one in metrics),
+            sum(one.num_accepted_tokens for one in metrics),
+            sum(one.num_verifications for one in metrics),
+            [[entry.logprob for row in rows for entry in row.values()] for rows in told] or None,
+        )
+
+
+class PeerSystem:
+    """llama.cpp with so many drafted tokens."""
+
+    base = PEER
+
+    def __init__(self, child: Child, draft_length: int) -> None:
+        self._child = child
+        self._draft_length = draft_length
+
+    def runs(self, temperature: float, batch: int) -> bool:
+        """Greedily, one prompt at a time: so does its example."""
+        return temperature == 0 and batch == 1
+
+    def answer(self, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
+        """Answer the one prompt."""
+        (prompt,), (asked,) = prompts, params
+        found = self._child.ask({"prompt": prompt, "tokens": asked.max_tokens, "draft_length": self._draft_length})
+        return Run(**found | {"token_ids": [found["token_ids"]]})
+
+
+# -- what is asked ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts of one kind that are answered at once, and the number of the first."""
+
+    kind: str
+    first: int
+    prompts: list[list[int]]
+
+
+def read_prompts(limit: int) -> dict[str, list[str]]:
+    """The first `limit` prompts of each kind."""
+    found = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    return {kind: found[kind][:limit] for kind in KINDS}
+
+
+def groups_of(prompts: dict[str, list[list[int]]], batch: int) -> list[Group]:
+    """The prompts in groups of `batch`, the last group of a kind with what is left."""
+    return [
+        Group(kind, first, of_kind[first : first + batch])
+        for kind, of_kind in prompts.items()
+        for first in range(0, len(of_kind), batch)
+    ]
+
+
+def params_of(
+    group: Group, settings: Settings, temperature: float, logprobs: int | None = None
+) -> list[SamplingParams]:
+    """The parameters of a group; a prompt's seed is its number."""
+    return [
+        SamplingParams(
+            temperature=temperature,
+            seed=group.first + nth,
+            max_tokens=settings.tokens,
+            logprobs=logprobs,
+            top_p=1.0,
+        )
+        for nth in range(len(group.prompts))
+    ]
+
+
+# -- measuring -------------------------------------------------------------------------------------------------
+
+
+Turn = tuple[float, int, Group, str]
+"""Temperature, batch, prompts and the system that answers them."""
+
+Runs = dict[tuple[float, int, str], list[tuple[Group, Run]]]
+"""By temperature, batch and system."""
+
+
+def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+    """Run every system over all prompts and return the report, without its environment.
+
+    Ctrl-C ends the turns: the report has the prompts that every system has answered by then.
+    """
+    hidden = None if show_progress is None else not show_progress
+    with ExitStack() as opened:
+        engines = {name: opened.enter_context(_engine(name, settings)) for name in settings.systems}
+        systems: dict[str, System] = {name: EngineSystem(engine) for name, engine in engines.items()}
+        asked = {
+            kind: [_ids(engines[BASE], text) for text in texts] for kind, texts in read_prompts(settings.limit).items()
+        }
+        version = None
+        if settings.peer_lengths:
+            child = Child(settings.model, settings.draft, settings.threads, settings.max_model_len)
+            opened.callback(child.close)
+            version = child.version
+            systems[PEER] = PeerSystem(child, 0)
+            systems |= {f"{PEER}, {length}": PeerSystem(child, length) for length in settings.peer_lengths}
+        turns, checks = list(_turns(settings, systems, asked)), list(_checks(settings, asked))
+        with tqdm(total=len(turns) + len(checks) * len(engines), unit="run", disable=hidden) as bar:
+            for system in systems.values():  # a warm-up
+                system.answer(asked[KINDS[0]][:1], [SamplingParams(temperature=0.0, max_tokens=8)])
+            runs, is_whole = _answers(settings, systems, turns, bar)
+            checked = _equal_bits(settings, systems, checks if is_whole else [], bar)
+    cells = [
+        {"system": name, "base": systems[name].base, "temperature": temperature, "batch": batch, **cell}
+        for (temperature, batch, name), found in runs.items()
+        for cell in cells_of(found, runs[temperature, batch, systems[name].base])
+    ]
+    return {
+        "benchmark": "speculation",
+        "settings": asdict(settings) | {name: Path(getattr(settings, name)).name for name in ("model", "draft")},
+        "arguments": {name: repr(SYSTEMS[name](Path(settings.draft).name)) for name in settings.systems},
+        "llama.cpp": version,
+        "log_probabilities": checked,
+        "cells": cells,
+    }
+
+
+def _answers(settings: Settings, systems: dict[str, System], turns: list[Turn], bar: Any) -> tuple[Runs, bool]:
+    """The runs of all turns, or after Ctrl-C of the groups that every system has answered; whether it is all."""
+    runs: Runs = {(temperature, batch, name): [] for temperature, batch, _, name in turns}
+    try:
+        for temperature, batch, group, name in turns:
+            bar.set_description(f"{name}, {group.kind}")
+            rest()
+            run = systems[name].answer(group.prompts, params_of(group, settings, temperature))
+            runs[temperature, batch, name].append((group, run))
+            bar.update()
+    except KeyboardInterrupt:
+        runs = answered_by_all(runs)
+        if not runs:
+            raise
+        print("Ended early: the prompts that every system has answered are reported.", file=sys.stderr)
+        return runs, False
+    return runs, True
+
+
+def answered_by_all(runs: Runs) -> Runs:
+    """The runs without the groups that some system has not answered; each answers them in the same order."""
+    least: dict[tuple[float, int], int] = {}
+    for (temperature, batch, _), found in runs.items():
+        least[temperature, batch] = min(len(found), least.get((temperature, batch), len(found)))
+    return {key: found[: least[key[:2]]] for key, found in runs.items() if least[key[:2]]}
+
+
+def _equal_bits(
+    settings: Settings, systems: dict[str, System], checks: list[tuple[Group, float]], bar: Any
+) -> dict[str, dict[str, int]]:
+    """How many answers of each engine equal those of the base with their log-probabilities."""
+    checked = {name: {"answers": 0, "equal": 0} for name in settings.systems}
+    for group, temperature in checks:
+        bar.set_description(f"log-probabilities, {group.kind}")
+        params = params_of(group, settings, temperature, logprobs=0)
+        found = {name: systems[name].answer(group.prompts, params) for name in settings.systems}
+        bar.update(len(found))
+        for name, run in found.items():
+            checked[name]["answers"] += 1
+            checked[name]["equal"] += is_equal(run, found[BASE])
+    return checked
+
+
+def _engine(name: str, settings: Settings) -> Engine:
+    # Prompts share a beginning, and each is asked more than once.
+    return Engine(
+        settings.model,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=max(settings.batches),
+        num_threads=settings.threads,
+        enable_prefix_caching=False,
+        **SYSTEMS[name](settings.draft),
+    )
+
+
+def _ids(engine: Engine, text: str) -> list[int]:
+    return engine.chat_prompt([{"role": "user", "content": text}])["prompt_token_ids"]
+
+
+def _turns(settings: Settings, systems: dict[str, System], asked: dict[str, list[list[int]]]) -> Iterator[Turn]:
+    for temperature, batch in product(settings.temperatures, settings.batches):
+        names = [name for name, system in systems.items() if system.runs(temperature, batch)]
+        # Kinds in turn, so that a run that is ended early has some of each.
+        for nth, group in enumerate(sorted(groups_of(asked, batch), key=lambda group: group.first)):
+            begin = nth % len(names)
+            yield from ((temperature, batch, group, name) for name in [*names[begin:], *names[:begin]])
+
+
+def _checks(settings: Settings, asked: dict[str, list[list[int]]]) -> Iterator[tuple[Group, float]]:
+    some = {kind: prompts[: settings.checked] for kind, prompts in asked.items()}
+    yield from product(groups_of(some, 1), settings.temperatures)
+
+
+def is_equal(one: Run, other: Run) -> bool:
+    """Whether tokens and log-probabilities are the same to the bit."""
+    return one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+def cells_of(found: list[tuple[Group, Run]], base: list[tuple[Group, Run]]) -> Iterator[dict[str, Any]]:
+    """The figures of a system over its base, of every kind and of all; both have the same groups in the same order."""
+    for kind in (*KINDS, "all"):
+        pairs = [
+            (group, run, other)
+            for (group, run), (_, other) in zip(found, base, strict=True)
+            if kind in (group.kind, "all")
+        ]
+        if pairs:
+            yield {"kind": kind, **_cell(pairs)}
+
+
+def _cell(pairs: list[tuple[Group, Run, Run]]) -> dict[str, Any]:
+    runs = [run for _, run, _ in pairs]
+    ratios = [run.rate / other.rate for _, run, other in pairs]
+    low, middle, high = map(float, np.quantile(ratios, (0.25, 0.5, 0.75)))
+    worst = pairs[int(np.argmin(ratios))][0]
+    tokens, seconds = sum(sum(map(len, run.token_ids)) for run in runs), sum(run.seconds for run in runs)
+    drafted, accepted, verifications = (
+        sum(getattr(run, name) for run in runs) for name in ("drafted", "accepted", "verifications")
+    )
+    equal = [
+        own == wanted for _, run, other in pairs for own, wanted in zip(run.token_ids, other.token_ids, strict=True)
+    ]
+    return {
+        "ratio": {"median": middle, "low": low, "high": high},
+        "worst": {"ratio": min(ratios), "prompt": f"{worst.kind} {worst.first + 1}"},
+        "slower": sum(ratio < SLOWER for ratio in ratios) / len(ratios),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "prompt_share": sum(run.prompt_seconds for run in runs) / seconds,
+        "drafted": drafted,
+        "accepted": accepted,
+        "verifications": verifications,
+        "tokens_per_verification": 1 + accepted / verifications if verifications else None,
+        "answers": len(equal),
+        "equal": sum(equal),
+        "ratios": ratios,
+        "seconds": [run.seconds for run in runs],
+    }
+
+
+# -- the page --------------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print one row for each kind of prompt and system, and what of the log-probabilities was equal."""
+    settings = report["settings"]
+    title = f"Drafts of {settings['draft']} for {settings['model']}, {settings['threads']} threads"
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for column in ("system", "prompts"):
+        table.add_column(column, no_wrap=True)
+    for column in (
+        "temp.",
+        "at once",
+        "tokens/s",
+        "ratio (middle half)",
+        "worst",
+        f"below {SLOWER}",
+        "tokens a\nverification",
+        "accepted",
+        "equal",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for cell in report["cells"]:
+        table.add_row(cell["system"], cell["kind"], *_in_words(cell), end_section=cell["kind"] == "all")
+    console.print(table)
+    for name, found in report["log_probabilities"].items():
+        if name != BASE:
+            console.print(f"{name}: {found['equal']} of {found['answers']} answers equal with their log-probabilities")
+
+
+def _in_words(cell: dict[str, Any]) -> Iterator[str]:
+    ratio, worst, per = cell["ratio"], cell["worst"], cell["tokens_per_verification"]
+    yield f"{cell['temperature']:g}"
+    yield str(cell["batch"])
+    yield f"{cell['tokens_per_second']:.1f}"
+    if cell["system"] == cell["base"]:
+        yield from ("", "", "", "", "", "")
+        return
+    yield f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+    yield f"{worst['ratio']:.2f} {worst['prompt']}"
+    yield f"{cell['slower']:.0%}"
+    yield "" if per is None else f"{per:.2f}"
+    yield f"{cell['accepted'] / cell['drafted']:.0%}" if cell["drafted"] else ""
+    yield f"{cell['equal']}/{cell['answers']}"
+
+
+def plot(report: dict[str, Any], path: str) -> None:
+    """Draw the median ratio and its middle half: a panel for each kind and batch, greedy beside sampled."""
+    batches, temperatures = report["settings"]["batches"], report["settings"]["temperatures"]
+    cells = [cell for cell in report["cells"] if cell["system"] != cell["base"]]
+    kinds = (*KINDS, "all")
+    figure = new_figure(width=2.4 * len(kinds), height=0.6 + 2.8 * len(batches))
+    panels = figure.subplots(len(batches), len(kinds), sharey=True, squeeze=False)
+    for (row, batch), (column, kind) in product(enumerate(batches), enumerate(kinds)):
+        axes = panels[row][column]
+        names = list(dict.fromkeys(cell["system"] for cell in cells if cell["batch"] == batch))
+        for nth, (temperature, colour) in enumerate(
+            zip(temperatures, (BLUE, ORANGE) * len(temperatures), strict=False)
+        ):
+            found = [
+                cell
+                for cell in cells
+                if (cell["batch"], cell["kind"], cell["temperature"]) == (batch, kind, temperature)
+            ]
+            places = [names.index(cell["system"]) + 0.3 * (nth - (len(temperatures) - 1) / 2) for cell in found]
+            medians, lows, highs = ([cell["ratio"][name] for cell in found] for name in ("median", "low", "high"))
+            spread = [np.subtract(medians, lows), np.subtract(highs, medians)]
+            axes.errorbar(places, medians, yerr=spread, fmt="o", color=colour, label=f"temperature {temperature:g}")
+        axes.axhline(1, color=INK, linewidth=1)
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize="small")
+        axes.set_xlim(-0.6, len(names) - 0.4)
+        axes.set_title(kind if len(batches) == 1 else f"{kind}, {batch} at once", fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+    for row in panels:
+        row[0].set_ylabel("tokens a second\nover no drafts")
+    panels[0][0].set_ylim(bottom=0)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize="small")
+    save_figure(figure, Path(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speculation", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model", required=True, help="the model that answers")
+    parser.add_argument("--draft", required=True, help="a smaller model of the same vocabulary")
+    parser.add_argument("--systems", nargs="+", default=Settings.systems, choices=list(SYSTEMS), help=f"with {BASE}")
+    parser.add_argument("--limit", type=positive, default=Settings.limit, help="prompts of each kind")
+    parser.add_argument("--tokens", type=positive, default=Settings.tokens, help="of an answer at most")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=Settings.temperatures)
+    parser.add_argument("--batches", type=positive, nargs="+", default=Settings.batches, help="prompts at once")
+    parser.add_argument("--checked", type=int, default=Settings.checked, help="prompts with log-probabilities, a kind")
+    parser.add_argument("--threads", type=positive, default=Settings.threads)
+    parser.add_argument("--max-model-len", type=positive, default=Settings.max_model_len)
+    parser.add_argument(
+        "--peer-lengths",
+        type=positive,
+        nargs="*",
+        default=Settings.peer_lengths if find_spec("llama_cpp") else (),
+        help="tokens that llama.cpp drafts, where it is installed; nothing leaves it out",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    options = parser.parse_args(arguments)
+    if BASE not in options.systems:
+        parser.error(f"--systems must name {BASE}, over which the ratios are")
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()
+    }
+    report = measure(Settings(**{name: value for name, value in given.items() if name not in ("plot", "json")}))
+    report["environment"] = environment("benchmarks.speculation", arguments)
+    console = Console()
+    show(report, console if console.is_terminal else Console(width=150))
+    keep(report, options, plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
