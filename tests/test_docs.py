@@ -155,7 +155,7 @@ def test_the_table_of_policies_names_its_tests_and_every_policy() -> None:
 
 
 RUNS_A_MODEL = ("generate", "chat", "serve", "batch", "integrations")
-KEEPS_ANSWERS = ("auto", "full", "lossless", "self-speculative", "draft-and-verify", "speculative")
+KEEPS_ANSWERS = ("auto", "full", "lossless", "self-speculative", "draft-and-verify", "speculative", "lookup")
 
 
 @pytest.mark.parametrize("line", [one for one in sorted(set(commands("d3engine"))) if one.split()[1] in RUNS_A_MODEL])
