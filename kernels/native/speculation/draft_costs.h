@@ -46,12 +46,16 @@ public:
     void time_draft(int64_t rows, double taken) { time(known_.draft, rows, taken); }
     // Count an iteration of `rows` sequences that gave so many tokens.
     void count_iteration(int64_t rows, int64_t tokens, double taken, bool drafted);
-    // Whether to try a short draft although none pays: what was true of the text before may be so no longer.
-    bool should_probe() const { return known_.idle >= PROBE_AFTER; }
+    // Whether to try a short draft although none pays: what was true of the text before may be so no longer. It takes
+    // `seconds` before its first token.
+    bool should_probe(int64_t rows, double seconds) const {
+        return known_.idle >= PROBE_AFTER && seconds <= PROBE_SHARE * double(known_.idle) * verify(rows);
+    }
 
 private:
     static constexpr double MIN_GAIN = 1.08;  // what the numbers do not say: the host's work, and how sure they are
-    static constexpr int64_t PROBE_AFTER = 64;  // a probe of two tokens then costs about one step in a hundred
+    static constexpr int64_t PROBE_AFTER = 64;     // a probe of two tokens then costs about one step in a hundred
+    static constexpr double PROBE_SHARE = 0.01;    // of the time since the last draft
     static double seconds(const double* of_rows, int64_t rows);
     static void time(double* of_rows, int64_t rows, double taken);
     D3DraftCosts& known_;

@@ -90,7 +90,7 @@ void SpeculativeLoop::run() {
 void SpeculativeLoop::run_iteration(int nth) {
     for (int row = 0; row < args_.rows; row++) std::fill_n(counts(row, nth), D3_LOOP_COUNTS, -1);
     num_live_ = std::count_if(rows_.begin(), rows_.end(), [](const Row& row) { return !row.has_ended; });
-    seconds_ = 0, has_caught_up_ = false;
+    seconds_ = 0, has_caught_up_ = has_probed_ = false;
     begin_drafts(nth);
     draft_by_own_layers(nth);
     draft_by_model(nth);
@@ -160,11 +160,18 @@ void SpeculativeLoop::plan_draft(int row) {
     const int64_t lag = at.position - at.computed;
     // A prompt that the draft model has not read yet is paid for by all tokens that the answer may still have.
     const double per_token = costs_->draft(D3_COST_ROWS) / D3_COST_ROWS;
-    const double first = double(lag) * per_token * (lag > MAX_LAG ? 4 / double(at.room) : 1);
+    const double seconds = double(lag) * per_token, first = seconds * (lag > MAX_LAG ? 4 / double(at.room) : 1);
     const DraftCosts::Plan best = costs_->best_plan(costs_->mean_chance(), at.wanted, num_live_, each, first);
     at.rate = best.rate;
-    if (best.length == 0) at.wanted = costs_->should_probe() ? std::min<int64_t>(at.wanted, 2) : 0;
+    if (best.length == 0) at.wanted = length_of_probe(at.wanted, seconds);
     if (at.wanted == 0) at.drafter = D3_OWN_LAYERS;
+}
+
+// Tokens of a draft that does not pay, if it is time to try one; 0 otherwise.
+int64_t SpeculativeLoop::length_of_probe(int64_t most, double seconds) {
+    if (has_probed_ || most < 1 || !costs_->should_probe(num_live_, seconds)) return 0;
+    has_probed_ = true;
+    return std::min<int64_t>(most, 2);
 }
 
 // Drafts by a lookup where that promises more tokens per second than the draft model.
@@ -182,7 +189,7 @@ void SpeculativeLoop::look_up(int row, int nth) {
         const DraftCosts::Plan best = costs_->best_plan(costs_->chance(D3_LOOKUP, bin), most, num_live_, 0, 0);
         if (at.drafter == D3_DRAFT_MODEL && best.rate < at.rate) return;
         wanted = best.length;
-        if (wanted == 0 && costs_->should_probe()) wanted = std::min<int64_t>(most, 2);
+        if (wanted == 0) wanted = length_of_probe(most, 0);
         if (wanted == 0) return;
     }
     int64_t* tokens = drafted(row, nth);

@@ -62,6 +62,7 @@ private:
     void draft_by_model(int nth);
     bool pays_to_go_on(const Row& at) const;
     void trim(int row);
+    int64_t length_of_probe(int64_t most, double seconds);
     void verify(int nth);
     void count_accepted(int row, int nth, int first);
     void advance(int row, int nth);
@@ -91,5 +92,6 @@ private:
     Batch batch_;
     int64_t num_live_ = 0;      // sequences of the iteration
     double seconds_ = 0;        // of its steps
+    bool has_probed_ = false;   // one sequence of an iteration is enough
     bool has_caught_up_ = false;  // the draft model read more than a few tokens: not a typical iteration
 };
