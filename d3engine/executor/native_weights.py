@@ -16,27 +16,37 @@ from d3engine.model.weights import LayerWeights
 def native_model(eager: EagerExecutor) -> NativeModel:
     """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
     model, weights = eager.model, eager.model.weights
-    rotations = eager.rope.generated_table.contiguous()
+    table = eager.rope.generated_table
+    rotations: dict[int, Tensor] = {}  # one table for all layers of a rope
+    for each in eager.rope.of_layers(table):
+        rotations.setdefault(each.data_ptr(), each.contiguous())
     unturned = model.config.layers_without_rope
     return NativeModel(
         layers=tuple(
-            _native_layer(layer, None if index in unturned else rotations, window)
-            for index, (layer, window) in enumerate(zip(weights.layers, model.windows, strict=True))
+            _native_layer(layer, None if index in unturned else rotations[each.data_ptr()], window)
+            for index, (layer, window, each) in enumerate(
+                zip(weights.layers, model.windows, eager.rope.of_layers(table), strict=True)
+            )
         ),
         embedding=weights.embedding,
         final_norm=weights.final_norm,
         lm_head=weights.lm_head,
         pool=eager.pool,
         num_heads=model.config.num_heads,
-        max_positions=rotations.shape[0],
+        max_positions=table.shape[0],
         eps=model.config.rms_norm_eps,
         scale=model.config.attention_scale,
+        activation=model.config.activation,
+        embedding_scale=model.config.embedding_scale,
+        attention_cap=model.config.soft_caps.attention,
+        logit_cap=model.config.soft_caps.logits,
     )
 
 
 _KNOWN = {
     *("attention_norm", "qkv", "qkv_bias", "head_norms", "output", "output_bias"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+    *("projection_norms", "attention_post_norm", "mlp_post_norm"),
 }
 
 
@@ -69,4 +79,7 @@ def _native_layer(layer: LayerWeights, rotations: Tensor | None, window: int) ->
         rotations=rotations,
         head_norms=layer.head_norms,
         window=window,
+        projection_norms=layer.projection_norms,
+        attention_post_norm=layer.attention_post_norm,
+        mlp_post_norm=layer.mlp_post_norm,
     )

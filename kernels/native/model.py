@@ -21,6 +21,8 @@ from d3engine.kernels.quantized import Fp8Weight, Int8Weight, QuantizedWeight
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 9}
 _INT8, _FP8, _FP8_GROUPS, _INT4, _BF12, _INT4X16, _INT8X16 = 2, 3, 4, 5, 6, 7, 8
 _FIRST_BLOCKS = 10
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Of the gates, by their numbers in `D3Activation`."""
 
 
 class NativeError(RuntimeError):
@@ -54,6 +56,7 @@ class LayerStructure(Structure):
         ("head_norms", c_void_p),
         ("rotations", c_void_p),
         ("window", c_int32),
+        *((name, c_void_p) for name in ("projection_norms", "attention_post_norm", "mlp_post_norm")),
     )
 
 
@@ -80,6 +83,8 @@ class ModelStructure(Structure):
         ("lm_head", MatrixStructure),
         ("layers", POINTER(LayerStructure)),
         *((name, c_void_p) for name in ("final_norm", "pool", "pool_scales")),
+        ("activation", c_int32),
+        *((name, c_float) for name in ("embedding_scale", "attention_cap", "logit_cap")),
     )
 
 
@@ -120,21 +125,25 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class NativeLayer:
-    """The weights of one layer; norms are float32.
+    """The weights of one layer; norms are float32, those that are None are left out.
 
     `rotations` complex64 [positions, head_dim / 2], None for a layer without RoPE. `head_norms` [2, head_dim], of query
-    heads and of key heads before RoPE, or None. `window`: positions that one attends to at most, itself included.
+    heads and of key heads before RoPE, or None; `projection_norms` [queries + keys], of all of them together. Post
+    norms [hidden] are of a sublayer's output. `window`: positions that one attends to at most, itself included.
     """
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Linear
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Linear
     down: Linear
     rotations: Tensor | None
     head_norms: Tensor | None = None
     window: int = NO_WINDOW
+    projection_norms: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
 
     @property
     def matrices(self) -> tuple[Linear, ...]:
@@ -142,15 +151,16 @@ class NativeLayer:
 
     def structure(self) -> LayerStructure:
         return LayerStructure(
-            address_of(self.attention_norm, torch.float32),
+            _address_or_none(self.attention_norm),
             self.qkv.structure(),
             self.output.structure(),
-            address_of(self.mlp_norm, torch.float32),
+            _address_or_none(self.mlp_norm),
             self.gate_up.structure(),
             self.down.structure(),
-            None if self.head_norms is None else address_of(self.head_norms, torch.float32),
+            _address_or_none(self.head_norms),
             None if self.rotations is None else address_of(self.rotations, torch.complex64),
             self.window,
+            *map(_address_or_none, (self.projection_norms, self.attention_post_norm, self.mlp_post_norm)),
         )
 
 
@@ -159,7 +169,8 @@ class NativeModel:
     """A model with float32 activations, and its KV pool [blocks, 2, block_size, kv heads, head_dim].
 
     The pool holds float32 or 8-bit floats. Matrices are of any kind in `D3Kind`, the embedding of one whose single rows
-    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores.
+    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores, `embedding_scale` rows of the
+    embedding. `activation` is one of `ACTIVATIONS`; the soft caps of scores and logits are above 0, or None.
     """
 
     layers: tuple[NativeLayer, ...]
@@ -171,6 +182,10 @@ class NativeModel:
     max_positions: int
     eps: float
     scale: float
+    activation: str = ACTIVATIONS[0]
+    embedding_scale: float = 1.0
+    attention_cap: float | None = None
+    logit_cap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +228,11 @@ def _kind(weight: QuantizedWeight | LanesWeight | BlockWeight | BlockLanesWeight
     if isinstance(weight, LanesWeight):
         return _INT4X16 if isinstance(weight, Int4LanesWeight) else _INT8X16
     return _INT8 if isinstance(weight, Int8Weight) else _INT4
+
+
+def _address_or_none(tensor: Tensor | None) -> int | None:
+    """Of float32 numbers."""
+    return None if tensor is None else address_of(tensor, torch.float32)
 
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:

@@ -25,14 +25,17 @@ def product_launches(
     weight: Weight,
     num_rows: Tensor | None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: tuple[Tensor | None, float] | None = None,
     **others: object,
 ) -> list[Launch]:
     """`product_launch` last, and before it what makes rows out of `x` [T, K] that its tile takes.
 
-    Of a `norm` that was applied before, the kernel gets none.
+    Of a `norm` that was applied before, the kernel gets none; nor where it has no weight, which is no norm.
     """
     is_arranged = tile.is_arranged(weight, x.dtype)
+    if norm is not None and norm[0] is None:
+        others |= {"norm_ptr": None, "eps": 0.0}
+        norm = None
     if not tile.is_normed or not (norm or is_arranged):
         return [product_launch(kernel, tile, x, weight, num_rows, norm=norm, **others)]
     rows, columns = x.shape
@@ -45,7 +48,9 @@ def product_launches(
     return [before, product_launch(kernel, tile, stored, weight, num_rows, norm=None, **others)]
 
 
-_BESIDE = {"_norm_kernel": "norm", "_arrange_kernel": "arranged", "_add_kernel": "add", "_finish_kernel": "finish"}
+_BESIDE = {"_norm_kernel": "norm", "_arrange_kernel": "arranged", "_add_kernel": "add", "_finish_kernel": "finish"} | {
+    "_norm_projections_kernel": "norms"
+}
 
 
 def labelled(launches: Iterable[Launch], label: str, rows: int) -> Iterator[tuple[str, Launch]]:

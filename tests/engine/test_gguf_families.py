@@ -19,12 +19,17 @@ from tiny_models import TINY, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
     ExaoneConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -61,6 +66,15 @@ GRANITE = {
     "residual_multiplier": 0.25,
     "logits_scaling": 8.0,
 }
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+GEMMA3: dict[str, Any] = {
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "Ministral within its window": (MinistralConfig, {"sliding_window": 512}),
@@ -81,21 +95,46 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Phi-3 within its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 512}),
     "Phi-3 beyond its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 33}),
     "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "num_hidden_layers": 5}),
+    "OLMo 2": (Olmo2Config, {}),
+    "OLMo 2, grouped and with yarn": (Olmo2Config, {"num_key_value_heads": 1, "rope_parameters": YARN}),
+    "OLMo 3": (
+        Olmo3Config,
+        {
+            "sliding_window": 20,
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "Gemma": (GemmaConfig, {"tie_word_embeddings": True}),
+    "Gemma 2": (Gemma2Config, TIED | {"sliding_window": 20, "query_pre_attn_scalar": 16}),
+    "Gemma 2 of 46 layers": (Gemma2Config, TIED | {"num_hidden_layers": 46, "query_pre_attn_scalar": 12}),
+    "Gemma 3": (Gemma3TextConfig, TIED | GEMMA3 | {"num_hidden_layers": 7}),
+    "Gemma 3 with a cap": (Gemma3TextConfig, TIED | GEMMA3 | {"final_logit_softcapping": 3.0, "num_hidden_layers": 7}),
 }
-AS_LLAMA = ("ministral", "mistral", "internlm3")
-"""Families that llama.cpp's converter writes as the architecture "llama"."""
+NAMES = {
+    **dict.fromkeys(("ministral", "mistral", "internlm3"), "llama"),
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+}
+"""Families that llama.cpp's converter writes as an architecture of another name."""
 PERMUTED = ("llama", "granite", "smollm3", "internlm2")
 """Architectures that llama.cpp rotates in adjacent pairs, so that its converter permutes their rows."""
-OWN_HEADS = (SeedOssConfig, Qwen3Config, InternLM3Config, MinistralConfig, MistralConfig)  # whose head_dim is a field
+OWN_HEADS = (  # whose head_dim is a field
+    *(SeedOssConfig, Qwen3Config, InternLM3Config, MinistralConfig, MistralConfig),
+    *(GemmaConfig, Gemma2Config, Gemma3TextConfig),
+)
 
 
 def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None = None) -> Path:
     """The model as llama.cpp's converter writes it, in float32; a key of `changes` is put in, or None leaves it out."""
     config = model.config
-    architecture = "llama" if config.model_type in AS_LLAMA else config.model_type
+    architecture = NAMES.get(config.model_type, config.model_type)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     keys: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -115,8 +154,14 @@ def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None 
             "rope.scaling.factor": rope["factor"],
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
-    if architecture == "phi3":
+    if rope["rope_type"] == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if architecture == "phi3" or config.model_type in ("olmo3", "gemma2", "gemma3_text"):
         keys["attention.sliding_window"] = config.sliding_window or 0
+    if architecture == "gemma2":
+        keys |= {"attn_logit_softcapping": config.attn_logit_softcapping}
+    if getattr(config, "final_logit_softcapping", None):
+        keys |= {"final_logit_softcapping": config.final_logit_softcapping}
     if architecture == "granite":
         keys |= {
             "embedding_scale": config.embedding_multiplier,
@@ -137,6 +182,8 @@ def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None 
     names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         if architecture in PERMUTED and name.endswith(("q_proj.weight", "q_proj.bias")):
             tensor = to_adjacent_pairs(tensor, heads)
         if architecture in PERMUTED and name.endswith(("k_proj.weight", "k_proj.bias")):
@@ -177,17 +224,29 @@ def test_a_gguf_file_of_a_family_answers_as_transformers_does(name: str, tmp_pat
     assert_answers_as(model, write(tmp_path / "model.gguf", model))
 
 
-@pytest.mark.parametrize("name", ["Phi-3", "Granite", "SmolLM3", "Seed-OSS"])
+CONVERTED = ["Phi-3", "Granite", "SmolLM3", "Seed-OSS", "OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 3"]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
 def test_so_does_the_directory_that_it_is_converted_to(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
     convert_gguf(write(tmp_path / "model.gguf", model), tmp_path / "converted", show_progress=False)
     assert_answers_as(model, tmp_path / "converted")
 
 
+@pytest.mark.parametrize("name", ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 3"])
+def test_transformers_reads_that_directory_too(name: str, tmp_path: Path) -> None:
+    model = make(tmp_path, name)
+    convert_gguf(write(tmp_path / "model.gguf", model), tmp_path / "converted", show_progress=False)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.float32)
+    ids = torch.tensor(random_prompts([30]))
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-3)
+
+
 def test_every_family_runs_from_a_file_of_some_architecture() -> None:
     tested = {kind.model_type for kind, _ in FAMILIES.values()}
     assert {family.model_type for family in ROWS} == tested
-    assert {family.model_type for family in ROWS if family.gguf is None} - {"llama"} == set(AS_LLAMA)
+    assert {family.model_type for family in ROWS if family.gguf is None} - {"llama"} == NAMES.keys() - {"gemma3_text"}
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -197,6 +256,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a scale of another family": ("Qwen2", {"residual_scale": 0.5}, "qwen2.residual_scale must be absent"),
     "a window left out": ("Phi-3", {"attention.sliding_window": None}, "attention.sliding_window is missing"),
     "a window elsewhere": ("Qwen2", {"attention.sliding_window": 64}, "attention.sliding_window must be absent"),
+    "a cap left out": ("Gemma 2", {"attn_logit_softcapping": None}, "gemma2: attn_logit_softcapping is missing"),
+    "a cap of scores": ("Gemma 3", {"attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping must be absent"),
     "part of a head": ("Phi-3", {"rope.dimension_count": 8}, "rope.dimension_count must be the length of a head, 12"),
 }
 
@@ -210,11 +271,12 @@ def test_what_a_family_cannot_have_is_refused_by_its_key(case: str, tmp_path: Pa
 
 
 def test_another_architecture_is_refused_by_those_that_run(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    writer = GGUFWriter(tmp_path / "model.gguf", "gemma3n")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    known = r"one of exaone, granite, internlm2, llama, phi3, qwen2, qwen3, seed_oss, smollm3"
-    others = r"\(Mistral and InternLM3 are llama\)"
-    with pytest.raises(ModelFormatError, match=f"general.architecture must be {known} {others}; got 'gemma3'"):
+    known = "one of exaone, gemma, gemma2, gemma3, granite, internlm2, llama, olmo2, phi3, qwen2, qwen3"
+    known += ", seed_oss, smollm3"
+    others = r"\(Mistral and InternLM3 are llama, OLMo 3 is olmo2\)"
+    with pytest.raises(ModelFormatError, match=f"general.architecture must be {known} {others}; got 'gemma3n'"):
         Engine(tmp_path / "model.gguf", skip_tokenizer_init=True)
