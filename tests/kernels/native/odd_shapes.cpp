@@ -168,11 +168,10 @@ public:
             layer.head_norms = kind == D3_INT8 ? head_norms.data() : nullptr;
             layer.rotations = &layer == layers ? rotations.data() : nullptr;
             layer.window = &layer == layers ? (kind % 2 ? 3 : 70) : INT32_MAX;
-            // Norms behind the sublayers, as in Gemma; and, with int4, only there, as in OLMo.
-            const bool norms_behind = kind == D3_FLOAT16 || kind == D3_INT4;
-            if (norms_behind) layer.attention_post_norm = layer.mlp_post_norm = norm.data();
-            if (kind == D3_INT4) layer.attention_norm = layer.mlp_norm = nullptr;
-            if (kind == D3_INT4) layer.projection_norms = projection_norms.data();
+            // Norms behind the sublayers too, or only there and over whole projections.
+            if (kind >= D3_FP8_GROUPS) layer.attention_post_norm = layer.mlp_post_norm = norm.data();
+            if (kind == D3_BF12) layer.attention_norm = layer.mlp_norm = nullptr;
+            if (kind == D3_BF12) layer.projection_norms = projection_norms.data();
         }
         embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
         head = matrix(kind, s.vocab, s.hidden, false);
@@ -215,7 +214,7 @@ public:
                       count + 1, s.rows, LENGTH, std::max(s.rows, PROMPT), threads, isa, 1e-5f, 0.5f, embedding,
                       matrix(head), own, norm.data(), found.pool.entries(), found.pool.scales_or_null(),
                       D3_SILU, 1.0f, 0.0f, 0.0f};
-        if (head.kind == D3_FLOAT16)
+        if (head.kind == D3_FLOAT16 || head.kind == D3_FP8_GROUPS)
             model.activation = D3_GELU_TANH, model.embedding_scale = 3, model.attention_cap = 2, model.logit_cap = 1.5f;
         D3Decoder* decoder = nullptr;
         if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
