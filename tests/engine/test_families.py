@@ -352,6 +352,25 @@ def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
         assert_same_tokens(output.outputs[0].token_ids, greedy_after(model, prompt, output.outputs[0].token_ids))
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["OLMo 2", "Gemma 2", "Gemma 3"])
+def test_quantized_layers_answer_alike_natively_and_by_the_reference(
+    name: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = make(tmp_path / "given", name)
+    quantize_model(directory, tmp_path / "quantized", scheme, show_progress=False)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+    answers = []
+    for executor in ("eager", "native"):
+        monkeypatch.setattr(resolve, "executor_for", lambda *given, executor=executor: executor)
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "activations": "float32"}
+        with Engine(tmp_path / "quantized", **options) as engine:
+            outputs = engine.generate(random_prompts([5, 14]), params, use_tqdm=False)
+        answers.append([output.outputs[0] for output in outputs])
+    for found, wanted in zip(*answers, strict=True):
+        assert found.token_ids == wanted.token_ids
+
+
 @pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3"])
 def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_layers_would_make(
     name: str, tmp_path: Path

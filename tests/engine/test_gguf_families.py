@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 import torch
-from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from tiny_models import TINY, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
@@ -43,6 +43,7 @@ from transformers_oracle import Answer, assert_same_tokens
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
+from d3engine.model.config import ModelConfig
 from d3engine.model.families import FAMILIES as ROWS
 from d3engine.weights_tools.convert import convert_gguf
 
@@ -128,8 +129,17 @@ OWN_HEADS = (  # whose head_dim is a field
 )
 
 
-def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None = None) -> Path:
-    """The model as llama.cpp's converter writes it, in float32; a key of `changes` is put in, or None leaves it out."""
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    changes: dict[str, Any] | None = None,
+    matrices: GGMLQuantizationType = GGMLQuantizationType.F32,
+) -> Path:
+    """The model as llama.cpp's converter writes it; a key of `changes` is put in, or None leaves it out.
+
+    Of a type in `matrices` that rounds, the model gets the rounded values too.
+    """
     config = model.config
     architecture = NAMES.get(config.model_type, config.model_type)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -175,9 +185,9 @@ def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None 
             kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
             getattr(writer, f"add_{kind}")(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "a", "b"])
-    writer.add_token_scores([0.0, -1.0, -2.0])
-    writer.add_token_types([2, 1, 1])
+    writer.add_token_list(["<unk>", "a", "b", "<end_of_turn>"])
+    writer.add_token_scores([0.0, -1.0, -2.0, -3.0])
+    writer.add_token_types([2, 1, 1, 3])
     writer.add_unk_token_id(0)
     names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, parameter in model.named_parameters():
@@ -188,7 +198,13 @@ def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None 
             tensor = to_adjacent_pairs(tensor, heads)
         if architecture in PERMUTED and name.endswith(("k_proj.weight", "k_proj.bias")):
             tensor = to_adjacent_pairs(tensor, kv_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.contiguous().numpy())
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if matrices == GGMLQuantizationType.F32 or tensor.ndim == 1:
+            writer.add_tensor(own, tensor.contiguous().numpy())
+            continue
+        packed = quants.quantize(tensor.contiguous().numpy(), matrices)
+        parameter.data.copy_(torch.from_numpy(quants.dequantize(packed, matrices)))
+        writer.add_tensor(own, packed, raw_dtype=matrices)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -205,10 +221,10 @@ def make(folder: Path, name: str) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def assert_answers_as(model: PreTrainedModel, source: Path) -> None:
+def assert_answers_as(model: PreTrainedModel, source: Path, **options: Any) -> None:
     """Greedy tokens are transformers', and log-probabilities as near as sums in float32 are."""
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=-1)
-    with Engine(source, skip_tokenizer_init=True, dtype="float32") as engine:
+    with Engine(source, skip_tokenizer_init=True, dtype="float32", **options) as engine:
         (output,) = engine.generate(random_prompts([23]), params, use_tqdm=False)
     prompt, completion = output.prompt_token_ids, output.outputs[0]
     logits = model(torch.tensor([prompt + completion.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
@@ -222,6 +238,25 @@ def assert_answers_as(model: PreTrainedModel, source: Path) -> None:
 def test_a_gguf_file_of_a_family_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
     assert_answers_as(model, write(tmp_path / "model.gguf", model))
+
+
+@pytest.mark.parametrize("name", ["OLMo 2", "Gemma", "Gemma 2", "Gemma 3"])
+def test_its_matrices_may_stay_in_blocks(name: str, tmp_path: Path) -> None:
+    """A tied embedding too, whose rows are scaled when they are read."""
+    kind, changes = FAMILIES[name]
+    sizes = TINY | {"hidden_size": 64, "intermediate_size": 96}
+    sizes = {field: value for field, value in sizes.items() if field != "head_dim" or kind in OWN_HEADS}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
+    model = save_random(tmp_path / "saved", model).model
+    file = write(tmp_path / "model.gguf", model, matrices=GGMLQuantizationType.Q8_0)
+    assert_answers_as(model, file, activations="float32")
+
+
+@pytest.mark.parametrize("name", ["Gemma", "Gemma 2", "Gemma 3"])
+def test_the_end_of_a_turn_ends_an_answer_of_a_gemma(name: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", make(tmp_path, name))
+    assert ModelConfig.from_directory(file).eos_token_ids == (3,)
 
 
 CONVERTED = ["Phi-3", "Granite", "SmolLM3", "Seed-OSS", "OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 3"]
