@@ -379,7 +379,7 @@ _GGUF_NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GEMMA: Mapping[str, Any] = {"tie_word_embeddings": True}
+_GEMMA: dict[str, Any] = {"tie_word_embeddings": True}
 
 FAMILIES = (
     Family(

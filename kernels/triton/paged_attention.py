@@ -354,22 +354,26 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
 
 def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int | None) -> Tuning:
     """Query tiles no larger than the longest chunk fills, if that is to count; float32 has no tensor cores and would
-    spill."""
+    spill. Of heads of more than 128 channels larger tiles would not fit into shared memory."""
+    is_wide = channels > 128
     fewest = triton.next_power_of_2(group)
     if element_size == 4:
         return Tuning(tile=16, packed_rows=max(32, fewest), num_warps=8, num_stages=2)
+    most = Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
+    if is_wide:
+        most = Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8, num_stages=4)
     if max_chunk_rows is None:
-        return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
+        return most
     is_narrow = element_size == 1  # what was loaded and what becomes of it stand in registers side by side
     few, more = _FEW_PACKED_ROWS
     if max_chunk_rows * group <= few:
         # Of heads of 16 channels a tile of 64 entries is so small that the newest Triton keeps some of it in memory.
-        tile = 32 if is_narrow else 64 if channels > 16 else 128
+        tile = 32 if is_narrow or is_wide else 64 if channels > 16 else 128
         return Tuning(tile=tile, packed_rows=16, num_warps=4, num_stages=5)
     if max_chunk_rows * group <= more:
         # More entries a tile would spill on Ampere, and more stages on Blackwell.
         return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow else 4, num_stages=4)
-    return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
+    return most
 
 
 _FEW_PACKED_ROWS = (16, 256)

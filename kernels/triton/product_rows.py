@@ -33,17 +33,19 @@ def product_launches(
     Of a `norm` that was applied before, the kernel gets none; nor where it has no weight, which is no norm.
     """
     is_arranged = tile.is_arranged(weight, x.dtype)
-    if norm is not None and norm[0] is None:
-        others |= {"norm_ptr": None, "eps": 0.0}
-        norm = None
-    if not tile.is_normed or not (norm or is_arranged):
-        return [product_launch(kernel, tile, x, weight, num_rows, norm=norm, **others)]
+    applied: tuple[Tensor, float] | None = None
+    if norm is not None:
+        norm_weight, eps = norm
+        applied = None if norm_weight is None else (norm_weight, eps)
+        others |= {"norm_ptr": None, "eps": 0.0} if applied is None else {}
+    if not tile.is_normed or not (applied or is_arranged):
+        return [product_launch(kernel, tile, x, weight, num_rows, norm=applied, **others)]
     rows, columns = x.shape
     stored = torch.empty(rows, arranged_columns(columns) if is_arranged else columns, dtype=x.dtype, device=x.device)
-    if norm is None:
+    if applied is None:
         before = arrange_launch(x, num_rows, stored)
     else:
-        before = norm_launch(x, *norm, None, num_rows, stored, arranged=is_arranged)
+        before = norm_launch(x, *applied, None, num_rows, stored, arranged=is_arranged)
         others |= {"norm_ptr": None, "eps": 0.0}
     return [before, product_launch(kernel, tile, stored, weight, num_rows, norm=None, **others)]
 
