@@ -10,6 +10,7 @@ Letters are the reference's: T rows, C chunks, N query heads, M key/value heads,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -346,7 +347,8 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
         return Tuning(tile=max(16, min(128, 8192 // width)), packed_rows=1, num_warps=4, num_stages=3, programs=3)
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
-        return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
+        is_small = packed_rows == 16 and channels <= 128
+        return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if is_small else 8, num_stages=5)
     tile = max(16, min(64 if element_size == 1 or channels <= 16 else 128, 16384 // width))
     programs = 3 if element_size == 1 or tile * width < 16384 else 2  # by shared memory, of an A100 too
     return Tuning(tile=tile, packed_rows=packed_rows, num_warps=4, num_stages=5, programs=programs)
@@ -355,25 +357,20 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
 def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int | None) -> Tuning:
     """Query tiles no larger than the longest chunk fills, if that is to count; float32 has no tensor cores and would
     spill. Of heads of more than 128 channels larger tiles would not fit into shared memory."""
-    is_wide = channels > 128
-    fewest = triton.next_power_of_2(group)
+    fewest, is_wide = triton.next_power_of_2(group), channels > 128
     if element_size == 4:
         return Tuning(tile=16, packed_rows=max(32, fewest), num_warps=8, num_stages=2)
-    most = Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
-    if is_wide:
-        most = Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8, num_stages=4)
-    if max_chunk_rows is None:
-        return most
     is_narrow = element_size == 1  # what was loaded and what becomes of it stand in registers side by side
     few, more = _FEW_PACKED_ROWS
-    if max_chunk_rows * group <= few:
+    longest = math.inf if max_chunk_rows is None else max_chunk_rows * group
+    if longest <= few:
         # Of heads of 16 channels a tile of 64 entries is so small that the newest Triton keeps some of it in memory.
         tile = 32 if is_narrow or is_wide else 64 if channels > 16 else 128
         return Tuning(tile=tile, packed_rows=16, num_warps=4, num_stages=5)
-    if max_chunk_rows * group <= more:
+    if longest <= more or is_wide:
         # More entries a tile would spill on Ampere, and more stages on Blackwell.
-        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow else 4, num_stages=4)
-    return most
+        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow or is_wide else 4, num_stages=4)
+    return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
 
 
 _FEW_PACKED_ROWS = (16, 256)
