@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -295,6 +296,22 @@ def _olmo3_local_theta(fields: Fields) -> float:
     return 500_000.0
 
 
+def _gguf_kinds(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have a window, where a file says it: a flag for each, or the period of those without one."""
+    name, num_layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    given = fields.get(name)
+    if given is None:
+        return {}
+    if isinstance(given, list):
+        if len(given) != num_layers or any(type(flag) is not bool for flag in given):
+            fields.refuse(name, f"a list with a flag for each of {num_layers} layers, or a number")
+        slides = given
+    else:
+        period = fields.integer(name)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in slides]}
+
+
 def _gguf_query_scalar(num_layers: int) -> Callable[[Fields, Mapping[str, Any]], dict[str, Any]]:
     """No GGUF file has it: llama.cpp knows the 27B model, whose heads are not that long, by its number of layers."""
 
@@ -308,6 +325,7 @@ def _gguf_query_scalar(num_layers: int) -> Callable[[Fields, Mapping[str, Any]],
 def _gguf_gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_gguf_query_scalar(62)(fields, config),
+        **_gguf_kinds(fields, config),
         "rope_local_base_freq": fields.number("rope.freq_base_swa", default=10_000.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping", default=0, zero_allowed=True) or None,
     }
@@ -315,12 +333,18 @@ def _gguf_gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gguf_olmo(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     """An OLMo 3 is an "olmo2" with a window, and its layers with one have plain rope."""
+    scaling = config["rope_scaling"] or {}
+    default = 0.1 * math.log(scaling["factor"]) + 1 if scaling.get("rope_type") == "yarn" else 1.0
+    given = fields.number("rope.scaling.attn_factor", default=1.0)
+    if not any(math.isclose(given, allowed, rel_tol=1e-5) for allowed in (1.0, default)):
+        fields.refuse("rope.scaling.attn_factor", f"absent, 1, or {default:g} as yarn has it for its factor")
     window = fields.integer("attention.sliding_window", low=0, default=0)
     if not window:
         return {}
     plain = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    ropes = {"sliding_attention": plain, "full_attention": plain | (config["rope_scaling"] or {})}
+    ropes = {"sliding_attention": plain, "full_attention": plain | scaling}
     return {
+        **_gguf_kinds(fields, config),
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "sliding_window": window,
@@ -379,6 +403,7 @@ _GGUF_NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 _GEMMA: dict[str, Any] = {"tie_word_embeddings": True}
 
 FAMILIES = (
@@ -559,7 +584,7 @@ FAMILIES = (
         gguf=GGUFLayout(
             "olmo2",
             modules=_GGUF_NORMS_BEHIND,
-            optional_keys=("attention.sliding_window",),
+            optional_keys=(*_GGUF_WINDOW_KEYS, "rope.scaling.attn_factor"),
             more_fields=_gguf_olmo,
             pre_tokenizers={"olmo": "gpt-2"},
         ),
@@ -657,7 +682,7 @@ FAMILIES = (
             "gemma3",
             modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
             keys={"attention.sliding_window": "sliding_window"},
-            optional_keys=("rope.freq_base_swa", "final_logit_softcapping"),
+            optional_keys=(*_GGUF_WINDOW_KEYS, "rope.freq_base_swa", "final_logit_softcapping"),
             more_fields=_gguf_gemma3,
             ends=("<end_of_turn>",),
         ),

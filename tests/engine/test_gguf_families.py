@@ -6,6 +6,7 @@ architecture a family becomes there, and whether rows of heads are permuted, is 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,13 @@ GRANITE = {
     "logits_scaling": 8.0,
 }
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 GEMMA3: dict[str, Any] = {
     "sliding_window": 20,
     "query_pre_attn_scalar": 16,
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "sliding_attention": PLAIN,
     },
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -105,8 +107,16 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "num_hidden_layers": 5,
             "rope_parameters": {
                 "full_attention": YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "sliding_attention": PLAIN,
             },
+        },
+    ),
+    "OLMo 3 with other layers": (
+        Olmo3Config,
+        {
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN},
         },
     ),
     "Gemma": (GemmaConfig, {"tie_word_embeddings": True}),
@@ -179,7 +189,11 @@ def write(
             "residual_scale": config.residual_multiplier,
             "logit_scale": config.logits_scaling,
         }
+    if config.model_type == "olmo3" and rope["rope_type"] == "yarn":
+        keys["rope.scaling.attn_factor"] = 0.1 * math.log(rope["factor"]) + 1
     writer = GGUFWriter(path, architecture)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     for key, value in (keys | (changes or {})).items():
         if value is not None:
             kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
@@ -240,6 +254,14 @@ def test_a_gguf_file_of_a_family_answers_as_transformers_does(name: str, tmp_pat
     assert_answers_as(model, write(tmp_path / "model.gguf", model))
 
 
+def test_a_gemma_3_has_windows_in_the_layers_that_its_file_names(tmp_path: Path) -> None:
+    model = make(tmp_path, "Gemma 3")
+    for period, kinds in ((3, (20, 20, None, 20, 20, None, 20)), (None, (20,) * 5 + (None, 20))):
+        changes = {"attention.sliding_window_pattern": period}
+        file = write(tmp_path / f"{period}.gguf", model, changes=changes)
+        assert ModelConfig.from_directory(file).windows == kinds
+
+
 @pytest.mark.parametrize("name", ["OLMo 2", "Gemma", "Gemma 2", "Gemma 3"])
 def test_its_matrices_may_stay_in_blocks(name: str, tmp_path: Path) -> None:
     """A tied embedding too, whose rows are scaled when they are read."""
@@ -291,6 +313,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a scale of another family": ("Qwen2", {"residual_scale": 0.5}, "qwen2.residual_scale must be absent"),
     "a window left out": ("Phi-3", {"attention.sliding_window": None}, "attention.sliding_window is missing"),
     "a window elsewhere": ("Qwen2", {"attention.sliding_window": 64}, "attention.sliding_window must be absent"),
+    "flags of layers that are none": (
+        "Gemma 3",
+        {"attention.sliding_window_pattern": 0},
+        "gemma3: attention.sliding_window_pattern must be an integer from 1",
+    ),
+    "another factor of rotations": (
+        "OLMo 3",
+        {"rope.scaling.attn_factor": 1.5},
+        "rope.scaling.attn_factor must be absent, 1, or 1.13863 as yarn has it for its factor; got 1.5",
+    ),
     "a cap left out": ("Gemma 2", {"attn_logit_softcapping": None}, "gemma2: attn_logit_softcapping is missing"),
     "a cap of scores": ("Gemma 3", {"attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping must be absent"),
     "part of a head": ("Phi-3", {"rope.dimension_count": 8}, "rope.dimension_count must be the length of a head, 12"),
