@@ -1,8 +1,8 @@
 """Every operation of the model in plain torch: the specification, the CPU path and the oracle of the kernel tests.
 
 The operations are cut where a GPU would launch: a layer is `qkv`, `paged_attention`, `linear_residual`, `gate_up`,
-`linear_residual`. Shapes below use T rows (tokens), H hidden channels, D channels per head, N query heads and M
-key/value heads.
+`linear_residual`; with norms behind its sublayers each product goes to zeros, and `add_norm` follows. Shapes below use
+T rows (tokens), H hidden channels, D channels per head, N query heads and M key/value heads.
 
 The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1, of the dtype of `hidden` or in 8
 bits (`kv_pool.py`). An *entry* is the flat index

@@ -179,7 +179,7 @@ def test_a_tile_may_cover_many_blocks_or_part_of_one(heads: int, block_size: int
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
-@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float32), (4, torch.float16), (4, torch.bfloat16)])
 def test_head_sizes_and_dtypes(heads: int, dtype: torch.dtype, channels: int, device: torch.device) -> None:
     paged = Paged(
