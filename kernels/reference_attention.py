@@ -200,7 +200,7 @@ def attended(
     `mask` is True where a query may look, None where it may look everywhere; `cap` as of `paged_attention`.
     """
     if cap is None:
-        return F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     group = queries.shape[-3] // keys.shape[-3]
     keys, values = (part.repeat_interleave(group, dim=-3) for part in (keys, values))
     scores = soft_capped(queries @ keys.transpose(-1, -2) * scale, cap)
