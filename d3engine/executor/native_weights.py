@@ -10,30 +10,25 @@ from torch import Tensor
 from d3engine.executor.eager import EagerExecutor
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
 from d3engine.model.bridges import BridgeWeights
+from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights
 
 
 def native_model(eager: EagerExecutor) -> NativeModel:
     """The eager executor's model for the library; raises `NativeError` for one that is more than a Llama."""
     model, weights = eager.model, eager.model.weights
-    table = eager.rope.generated_table
-    rotations: dict[int, Tensor] = {}  # one table for all layers of a rope
-    for each in eager.rope.of_layers(table):
-        rotations.setdefault(each.data_ptr(), each.contiguous())
-    unturned = model.config.layers_without_rope
+    rotations, unturned = _rotations(eager.rope), model.config.layers_without_rope
     return NativeModel(
         layers=tuple(
-            _native_layer(layer, None if index in unturned else rotations[each.data_ptr()], window)
-            for index, (layer, window, each) in enumerate(
-                zip(weights.layers, model.windows, eager.rope.of_layers(table), strict=True)
-            )
+            _native_layer(layer, None if index in unturned else rotations[index], window)
+            for index, (layer, window) in enumerate(zip(weights.layers, model.windows, strict=True))
         ),
         embedding=weights.embedding,
         final_norm=weights.final_norm,
         lm_head=weights.lm_head,
         pool=eager.pool,
         num_heads=model.config.num_heads,
-        max_positions=table.shape[0],
+        max_positions=eager.rope.generated_table.shape[0],
         eps=model.config.rms_norm_eps,
         scale=model.config.attention_scale,
         activation=model.config.activation,
@@ -41,6 +36,17 @@ def native_model(eager: EagerExecutor) -> NativeModel:
         attention_cap=model.config.soft_caps.attention,
         logit_cap=model.config.soft_caps.logits,
     )
+
+
+def _rotations(rope: Rope) -> list[Tensor]:
+    """The contiguous table of each layer; layers of one rope share it."""
+    made: dict[int, Tensor] = {}
+    found = []
+    for table in rope.of_layers(rope.generated_table):
+        if table.data_ptr() not in made:
+            made[table.data_ptr()] = table.contiguous()
+        found.append(made[table.data_ptr()])
+    return found
 
 
 _KNOWN = {

@@ -189,9 +189,10 @@ class ModelConfig:
     def max_length(self) -> int:
         """The positions that the model reaches, as in vLLM: linear and dynamic rope stretch the pretrained length.
 
-        For every other rope type it is max_position_embeddings.
+        For every other rope type it is max_position_embeddings, and for Gemma 3, whose number is the stretched one.
         """
-        stretch = self.rope.factor if self.rope.rope_type in ("linear", "dynamic") else None
+        stretches = self.rope.rope_type in ("linear", "dynamic") and self.local_rope is None
+        stretch = self.rope.factor if stretches else None
         return int(self.max_position_embeddings * (stretch or 1))
 
     @property

@@ -404,7 +404,7 @@ _GGUF_NORMS_BEHIND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
-_GEMMA: dict[str, Any] = {"tie_word_embeddings": True}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True}
 
 FAMILIES = (
     Family(
@@ -606,7 +606,7 @@ FAMILIES = (
     Family(
         ("GemmaForCausalLM",),
         "gemma",
-        defaults={"head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192} | _GEMMA,
+        defaults=_GEMMA | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
         bos_token_id=2,
         eos_token_ids=(1,),
         biases=_biases("attention_bias", "attention_bias"),
@@ -620,15 +620,9 @@ FAMILIES = (
         ("Gemma2ForCausalLM",),
         "gemma2",
         names=TensorNames(norms=_GEMMA_NORMS),
-        defaults={
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 8192,
-            "sliding_window": 4096,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        }
-        | _GEMMA,
+        defaults=_GEMMA
+        | {"num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         bos_token_id=2,
         eos_token_ids=(1,),
         windows=_window_but_every(2),
@@ -655,13 +649,7 @@ FAMILIES = (
         ("Gemma3ForCausalLM",),
         "gemma3_text",
         names=TensorNames(norms=_GEMMA_NORMS),
-        defaults={
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 4096,
-        }
-        | _GEMMA,
+        defaults=_GEMMA | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096},
         bos_token_id=2,
         eos_token_ids=(1,),
         default_theta=1_000_000.0,

@@ -260,12 +260,10 @@ class _Loader:
         is_tied = config.tie_word_embeddings
         lm_head = self._held(embedding, [names.embedding]) if is_tied else self._matrix(_LM_HEAD, config.hidden_size)
         on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
-        is_scaled = on_norm != 1.0
-        final_norm = (
-            self._vector_or_table(names.final_norm, on_norm, self.dtype)
-            if is_scaled
-            else self._norm({names.final_norm: None})
-        )
+        if on_norm == 1.0:
+            final_norm = self._norm({names.final_norm: None})
+        else:
+            final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
         return LlamaWeights(embedding, layers, final_norm, lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:

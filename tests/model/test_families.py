@@ -144,6 +144,7 @@ def test_norms_of_queries_and_keys_are_those_of_the_family() -> None:
 )
 def test_both_ropes_of_a_gemma_3_are_read_as_transformers_reads_them(changes: dict[str, Any]) -> None:
     read = config("Gemma3ForCausalLM", **changes)
+    assert read.max_length == 131_072  # with the factor in it
     oracle = Gemma3TextConfig(**(SIZES | deepcopy(changes))).rope_parameters
     for rope, kind in ((read.rope, "full_attention"), (read.local_rope, "sliding_attention")):
         assert rope is not None
