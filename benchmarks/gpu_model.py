@@ -183,7 +183,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_model", description=(__doc__ or "").strip())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", choices=launches.SHAPES, default="llama2-7b", help="whose sizes a layer has")
+    known = [name for name, shape in launches.SHAPES.items() if not shape.post_norms]  # whose launches are not counted
+    parser.add_argument("--shape", choices=known, default="llama2-7b", help="whose sizes a layer has")
     parser.add_argument("--layers", type=int, default=32, help="of the whole model")
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="bf16")
     parser.add_argument("--batch", type=int, choices=CONTEXT_BATCHES, default=1, help="rows of a step")

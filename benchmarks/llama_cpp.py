@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.gguf_tokenizer import add_tokenizer
+from benchmarks.systems import need_llama
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights
 
@@ -36,6 +37,7 @@ def write_gguf(
 
     It has the tokenizer of the model directory `tokenizer`, or none.
     """
+    need_llama(config)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_length)
     writer.add_embedding_length(config.hidden_size)

@@ -19,9 +19,11 @@ import torch
 
 from d3engine.depth import D3, DepthPolicy
 from d3engine.engine import Engine
+from d3engine.errors import require
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
+from d3engine.model.families import NO_CAPS, Biases, LayerNorms, Multipliers
 from d3engine.model.source import CONFIG_FILE
 from d3engine.model.weights import LlamaWeights, load_weights, random_weights
 from d3engine.request.params import SamplingParams
@@ -98,6 +100,22 @@ def weights_of(directory: Path, config: ModelConfig) -> LlamaWeights:
     return random_weights(config, dtype=torch.float32, device="cpu", seed=0)
 
 
+def need_llama(config: ModelConfig) -> None:
+    """Raise `InvalidValueError` for a model with more than a Llama's layers, which a peer would compute otherwise."""
+    others = {
+        "biases": config.biases != Biases(),
+        "norms of queries and keys": config.has_head_norms or config.has_projection_norms,
+        "other norms": config.tensor_names.norms != LayerNorms() or config.norm_offset != 0,
+        "factors": config.multipliers != Multipliers() or config.embedding_scale != 1,
+        "windows": any(config.windows),
+        "layers without rope": bool(config.layers_without_rope),
+        "another activation": config.activation != "silu",
+        "soft caps": config.soft_caps != NO_CAPS,
+    }
+    found = [name for name, has in others.items() if has]
+    require(not found, "model", f"one with {', '.join(found)}", "a plain Llama, which the peers are")
+
+
 def prompts_for(config: ModelConfig, batch: int, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """Random prompts of so many ordinary tokens, the same in every process."""
     generator = torch.Generator().manual_seed(1)
@@ -166,13 +184,13 @@ def transformers_model(directory: Path, config: ModelConfig, weights: LlamaWeigh
 
 
 def _transformers_state(config: ModelConfig, weights: LlamaWeights) -> dict[str, torch.Tensor]:
+    need_llama(config)
     state = {
         "model.embed_tokens.weight": weights.embedding,
         "model.norm.weight": weights.final_norm,
         "lm_head.weight": weights.lm_head,
     }
     for index, layer in enumerate(weights.layers):
-        assert layer.qkv_bias is None, "the models measured here have no biases"
         query, key, value = layer.qkv.split([config.q_size, config.kv_size, config.kv_size])
         gate, up = layer.gate_up.chunk(2)
         matrices = {

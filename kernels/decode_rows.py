@@ -33,7 +33,7 @@ class DecodeRows:
     kv_lengths: Tensor  # int32 [B] entries after the step
     active_rows: Tensor  # int32 [L] how many rows run each layer
     entries: Tensor  # int64 [L, B, 2] where the keys and values of the rows go
-    rotations: Tensor  # complex64 [B, D / 2]
+    rotations: Tensor  # complex64 [B, D / 2]; those of every rope side by side
     # What the steps have yielded.
     chosen: Tensor  # int64 [S, B]
     scores: Tensor  # float32 [S, B]; a row without a finite one has met a fault

@@ -1,8 +1,8 @@
 """Every operation of the model in plain torch: the specification, the CPU path and the oracle of the kernel tests.
 
 The operations are cut where a GPU would launch: a layer is `qkv`, `paged_attention`, `linear_residual`, `gate_up`,
-`linear_residual`. Shapes below use T rows (tokens), H hidden channels, D channels per head, N query heads and M
-key/value heads.
+`linear_residual`; with norms behind its sublayers each product goes to zeros, and `add_norm` follows. Shapes below use
+T rows (tokens), H hidden channels, D channels per head, N query heads and M key/value heads.
 
 The KV pool is `[num_blocks, 2, block_size, M, D]`, keys at index 0 and values at 1, of the dtype of `hidden` or in 8
 bits (`kv_pool.py`). An *entry* is the flat index
@@ -32,7 +32,7 @@ from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.matrices import Weight, tensors_of
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
 from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs
-from d3engine.kernels.reference_attention import live_rows, undefined_beyond
+from d3engine.kernels.reference_attention import live_rows, soft_capped, undefined_beyond
 from d3engine.kernels.reference_attention import paged_attention as paged_attention
 from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalised
 from d3engine.kernels.weight_format import WeightFormat
@@ -97,6 +97,17 @@ def rms_norm(
     if scaled.dtype != hidden.dtype:
         scaled = scaled.to(hidden.dtype)
     return scaled.mul_(weight)
+
+
+def _normed(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return hidden if weight is None else rms_norm(hidden, weight, eps)
+
+
+def add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor, *, num_rows: Tensor | None = None) -> None:
+    """Add the RMSNorm of the rows of `x` [T, H], times `weight` [H], to `residual` [T, H], in place."""
+    if num_rows is not None:
+        x, residual = x[live_rows(num_rows)], residual[live_rows(num_rows)]
+    residual.add_(rms_norm(x, weight, eps))
 
 
 def _rows_apart(x: Tensor) -> Tensor:
@@ -183,7 +194,7 @@ def rotate_(heads: Tensor, rotations: Tensor) -> None:
 
 def qkv(
     hidden: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Weight,
     bias: Tensor | None,
@@ -193,6 +204,7 @@ def qkv(
     num_heads: int,
     *,
     head_norms: Tensor | None = None,
+    projection_norms: Tensor | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
@@ -200,15 +212,22 @@ def qkv(
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
     `pool` [num_blocks, 2, block_size, M, D] (written), `entries` [T, 2] int64: where each row's key and value go.
     `head_norms` [2, D]: weights of an RMSNorm with the same `eps` over each head before RoPE, the first for queries,
-    the second for keys; None means none. Returns the queries [T, N, D], which share memory with nothing that is kept.
+    the second for keys; None means none. `projection_norms` [(N + M) D]: the same over all queries of a row together,
+    and over all its keys. Without `norm_weight` `hidden` is projected as it is. Returns the queries [T, N, D], which
+    share memory with nothing that is kept.
     """
     if num_rows is not None:
         rows = live_rows(num_rows)
         live = hidden[rows], norm_weight, eps, weight, bias, rotations[rows], pool, entries[rows], num_heads
-        return undefined_beyond(qkv(*live, head_norms=head_norms), hidden)
+        return undefined_beyond(qkv(*live, head_norms=head_norms, projection_norms=projection_norms), hidden)
     kv_heads, channels = pool.shape[3], pool.shape[4]
-    projected = _linear(rms_norm(hidden, norm_weight, eps), weight, bias)
-    turned = projected[:, : (num_heads + kv_heads) * channels].view(-1, num_heads + kv_heads, channels)
+    projected = _linear(_normed(hidden, norm_weight, eps), weight, bias)
+    sizes = [num_heads * channels, kv_heads * channels]
+    if projection_norms is not None:
+        parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)
+        for part, norm in zip(parts, torch.split(projection_norms, sizes), strict=True):
+            part.copy_(rms_norm(part, norm, eps))
+    turned = projected[:, : sum(sizes)].view(-1, num_heads + kv_heads, channels)
     if head_norms is not None:
         for heads, norm in zip((turned[:, :num_heads], turned[:, num_heads:]), head_norms, strict=True):
             heads.copy_(rms_norm(heads, norm, eps))
@@ -234,41 +253,64 @@ def linear_residual(
 
 def gate_up(
     hidden: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Weight,
     bias: Tensor | None,
     *,
+    activation: str = "silu",
     num_rows: Tensor | None = None,
 ) -> Tensor:
-    """RMSNorm, the gate and up projections, and SwiGLU: silu(gate) * up, [T, I].
+    """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I].
 
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's.
+    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is.
     """
     if num_rows is not None:
-        return undefined_beyond(gate_up(hidden[live_rows(num_rows)], norm_weight, eps, weight, bias), hidden)
-    gate, up = _linear(rms_norm(hidden, norm_weight, eps), weight, bias).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+        found = gate_up(hidden[live_rows(num_rows)], norm_weight, eps, weight, bias, activation=activation)
+        return undefined_beyond(found, hidden)
+    gate, up = _linear(_normed(hidden, norm_weight, eps), weight, bias).chunk(2, dim=-1)
+    return activated(gate, activation).mul_(up)
+
+
+def activated(gate: Tensor, activation: str) -> Tensor:
+    """`gate` after "silu" or "gelu_tanh", in memory of its own."""
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
 def lm_head(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    *,
+    cap: float | None = None,
+    num_rows: Tensor | None = None,
 ) -> Tensor:
-    """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V]."""
+    """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
+
+    With a soft `cap` above 0 each becomes cap * tanh(logit / cap).
+    """
     if num_rows is not None:
-        return undefined_beyond(lm_head(hidden[live_rows(num_rows)], norm_weight, eps, weight), hidden)
-    return _linear(rms_norm(hidden, norm_weight, eps), weight, None).float()
+        return undefined_beyond(lm_head(hidden[live_rows(num_rows)], norm_weight, eps, weight, cap=cap), hidden)
+    return soft_capped(_linear(rms_norm(hidden, norm_weight, eps), weight, None), cap).float()
 
 
 def lm_head_argmax(
-    hidden: Tensor, norm_weight: Tensor, eps: float, weight: Weight, *, num_rows: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Weight,
+    *,
+    cap: float | None = None,
+    num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]: `lm_head` and an argmax.
 
     Of equal logits the lowest token wins. A row with a NaN has the score NaN, and one without any finite logit -inf or
     inf: whether a row's logits are sound can be read off its score.
     """
-    return _best(lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows), num_rows)
+    return _best(lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows), num_rows)
 
 
 def lm_head_sample(
@@ -282,6 +324,7 @@ def lm_head_sample(
     steps: Tensor,
     *,
     first_token: int = 0,
+    cap: float | None = None,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A draw from the softmax of logits / temperature in each row: `lm_head`, and `sample` without cuts and penalties.
@@ -289,7 +332,7 @@ def lm_head_sample(
     `temperature`, `seeds`, `indices`, `steps` and `first_token` as there. Returns tokens int64 [T], rows of `weight`,
     and scores float32 [T].
     """
-    logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
+    logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows)
     rows = SamplingRows(temperature, seeds, indices)
     return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)
 

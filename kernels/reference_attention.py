@@ -118,20 +118,22 @@ def paged_attention(
     scale: float,
     *,
     window: int = NO_WINDOW,
+    cap: float | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
 
     Query head n reads key/value head n // (N / M). A row looks at the last `window` entries alone, its own included.
+    With a soft `cap` above 0 a score x, already times `scale`, becomes cap * tanh(x / cap).
     """
     if isinstance(inputs, DecodeAttention):
         count = int(inputs.num_rows)
         if count == 0:
             return queries.new_full((queries.shape[0], queries[0].numel()), math.nan)
-        found = paged_attention(queries[:count], pool, inputs.inputs(pool.shape[2]), scale, window=window)
+        found = paged_attention(queries[:count], pool, inputs.inputs(pool.shape[2]), scale, window=window, cap=cap)
         return undefined_beyond(found, queries)
     if num_rows is not None:
-        out = paged_attention(queries, pool, inputs, scale, window=window)
+        out = paged_attention(queries, pool, inputs, scale, window=window, cap=cap)
         return undefined_beyond(out[live_rows(num_rows)], queries)
     outputs = []
     for group, halves in inputs:
@@ -141,7 +143,7 @@ def paged_attention(
             if group.chunks.stop - group.chunks.start < group.rows.stop - group.rows.start
             else _attend_single_rows
         )
-        outputs.append(attend(queries[group.rows], keys, values, group.mask_in(window), scale))
+        outputs.append(attend(queries[group.rows], keys, values, group.mask_in(window), scale, cap))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -155,7 +157,9 @@ def _gather(pool: KVPool, halves: Tensor, group: _Group, dtype: torch.dtype) -> 
     return keys, values
 
 
-def _attend_single_rows(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend_single_rows(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float | None
+) -> Tensor:
     """One query row per chunk: the heads of a group are the rows of one small product, so no head is repeated."""
     chunks, heads, channels = queries.shape
     kv_heads = keys.shape[1]
@@ -167,16 +171,16 @@ def _attend_single_rows(queries: Tensor, keys: Tensor, values: Tensor, mask: Ten
         keys = keys.masked_fill(hidden, 0.0)
         values = values.masked_fill(hidden, 0.0)
         mask = mask[:, None, None, :]
-    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    out = attended(packed, keys, values, mask, scale, cap)
     return out.reshape(chunks, heads * channels)
 
 
-def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend_chunk(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float | None
+) -> Tensor:
     """Many query rows of one chunk, each looking at what stands at or before its own position."""
     rows, heads, channels = queries.shape
-    out = F.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
-    )
+    out = attended(queries.transpose(0, 1).unsqueeze(0), keys, values, mask, scale, cap, enable_gqa=True)
     return out[0].transpose(0, 1).reshape(rows, heads * channels)
 
 
@@ -191,3 +195,32 @@ def undefined_beyond(out: Tensor, like: Tensor) -> Tensor:
     padded = out.new_full((like.shape[0], *out.shape[1:]), filler)
     padded[: out.shape[0]] = out
     return padded
+
+
+def attended(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    *,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention [..., N, T, D] of `queries` [..., N, T, D] to `keys` and `values` [..., M, S, D].
+
+    `mask` is True where a query may look, None where it may look everywhere; `cap` as of `paged_attention`.
+    """
+    if cap is None:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    group = queries.shape[-3] // keys.shape[-3]
+    keys, values = (part.repeat_interleave(group, dim=-3) for part in (keys, values))
+    scores = soft_capped(queries @ keys.transpose(-1, -2) * scale, cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def soft_capped(values: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(values / cap); None: `values` themselves."""
+    return values if cap is None else torch.tanh(values / cap) * cap

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.kernels import reference
+from d3engine.kernels.reference_attention import attended
 from d3engine.model.checkpoint import Checkpoint
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import HEAD_NORMS
-from d3engine.model.llama import Rope
+from d3engine.model.llama import Rope, scaled_embedding_
 
 GROUP_SIZES = (32, 64, 128)
 _MOST = 15
@@ -119,7 +120,8 @@ class LayerQuantizer:
         self._checkpoint, self._config, self.group_size = checkpoint, config, group_size
         self._sequences, self._length = prompts.shape
         embedding = checkpoint.read(config.tensor_names.embedding)
-        self.hidden = embedding[prompts.flatten()].float() * config.multipliers.on_embedding
+        looked_up = embedding[prompts.flatten()].float() * config.multipliers.on_embedding
+        self.hidden = scaled_embedding_(looked_up, config)
         rope = Rope(config, self._length, "cpu")
         lengths = torch.full((self._length,), self._length)
         self._rotations = rope.of_layers(rope.rotations(torch.arange(self._length), lengths))
@@ -130,22 +132,30 @@ class LayerQuantizer:
 
     def _layer(self, index: int) -> Iterator[tuple[str, Groups]]:
         config, names = self._config, self._config.tensor_names
-        prefix, eps = names.layer(index), config.rms_norm_eps
+        prefix, norms = names.layer(index), names.norms
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        normed = reference.rms_norm(self.hidden, self._read(prefix + "input_layernorm.weight"), eps)
+        normed = self._normed(self.hidden, prefix, norms.attention)
         qkv, made = self._product(normed, [attention + name for name in names.qkv])
         yield from made.items()
-        attended = self._attended(qkv, attention, self._rotations[index])
-        output, made = self._product(attended, [attention + "o_proj"])
+        heads = self._attended(qkv, attention, self._rotations[index], config.windows[index])
+        output, made = self._product(heads, [attention + "o_proj"])
         yield from made.items()
-        self.hidden += output
-        normed = reference.rms_norm(self.hidden, self._read(prefix + "post_attention_layernorm.weight"), eps)
+        self.hidden += self._normed(output, prefix, norms.attention_post)
+        normed = self._normed(self.hidden, prefix, norms.mlp)
         gate_up, made = self._product(normed, [mlp + name for name in names.gate_up])
         yield from made.items()
         gate, up = gate_up.chunk(2, dim=1)
-        down, made = self._product(F.silu(gate).mul_(up), [mlp + "down_proj"])
+        gated = reference.activated(gate, config.activation).mul_(up)
+        down, made = self._product(gated, [mlp + "down_proj"])
         yield from made.items()
-        self.hidden += down
+        self.hidden += self._normed(down, prefix, norms.mlp_post)
+
+    def _normed(self, x: Tensor, prefix: str, name: str | None) -> Tensor:
+        """The norm of `x` by the weights of that name; None: `x` itself."""
+        if name is None:
+            return x
+        weight = self._read(f"{prefix}{name.removesuffix('.weight')}.weight") + self._config.norm_offset
+        return reference.rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(name).float()
@@ -174,21 +184,28 @@ class LayerQuantizer:
         name = f"{module}.bias"
         return self._read(name) if name in self._checkpoint.entries else None
 
-    def _attended(self, qkv: Tensor, attention: str, rotations: Tensor) -> Tensor:
-        """What the heads make of `qkv` [T, Q + 2 K]: [T, Q]."""
+    def _attended(self, qkv: Tensor, attention: str, rotations: Tensor, window: int | None) -> Tensor:
+        """What the heads make of `qkv` [T, Q + 2 K], with a sliding window at most: [T, Q]."""
         config = self._config
+        if config.has_projection_norms:
+            parts = list(torch.split(qkv, [config.q_size, config.kv_size, config.kv_size], dim=1))
+            for nth, name in enumerate(HEAD_NORMS):
+                parts[nth] = self._normed(parts[nth], attention, name)
+            qkv = torch.cat(parts, dim=1)
         heads = qkv.view(self._sequences, self._length, -1, config.head_dim).transpose(1, 2)
         query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if config.has_head_norms:
-            norms = [self._read(attention + name) for name in HEAD_NORMS]
-            query, key = (
-                reference.rms_norm(x, n, config.rms_norm_eps) for x, n in zip((query, key), norms, strict=True)
-            )
+            pairs = zip((query, key), HEAD_NORMS, strict=True)
+            query, key = (self._normed(heads, attention, name) for heads, name in pairs)
         query, key = (_turned(part, rotations) for part in (query, key))
-        attended = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True
-        )
-        return attended.transpose(1, 2).reshape(len(qkv), -1)
+        cap, scale = config.soft_caps.attention, config.attention_scale
+        if cap is None and (window or self._length) >= self._length:
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        else:
+            mask = torch.ones(self._length, self._length, dtype=torch.bool).tril()
+            mask = mask if window is None else mask.triu(1 - window)
+            found = attended(query, key, value, mask, scale, cap, enable_gqa=True)
+        return found.transpose(1, 2).reshape(len(qkv), -1)
 
 
 def _turned(heads: Tensor, rotations: Tensor) -> Tensor:

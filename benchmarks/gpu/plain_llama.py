@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.systems import need_llama
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights, LlamaWeights
@@ -24,8 +25,6 @@ class PlainLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, weights: LayerWeights, batch: int, length: int) -> None:
         super().__init__()
-        if weights.qkv_bias is not None or weights.gate_up_bias is not None:
-            raise ValueError("a model with biases is not allowed: the ones measured here have none")
         self.heads, self.kv_heads, self.channels = config.num_heads, config.num_kv_heads, config.head_dim
         self.eps = config.rms_norm_eps
         for name in ("attention_norm", "qkv", "output", "mlp_norm", "gate_up", "down"):
@@ -66,6 +65,7 @@ class PlainLlama(nn.Module):
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights, *, batch: int, length: int) -> None:
         super().__init__()
+        need_llama(config)
         self.eps, self.batch, self.length = config.rms_norm_eps, batch, length
         self.register_buffer("embedding", weights.embedding)
         self.register_buffer("final_norm", weights.final_norm)

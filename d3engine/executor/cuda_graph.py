@@ -68,7 +68,7 @@ class GraphExecutor:
         blocks = -(-max_model_len // eager.block_size)
         self._sizes = batch_sizes(max_num_seqs)
         self._rows = DecodeRows.empty(
-            self._sizes[-1], config.num_layers, blocks, config.head_dim, max_steps, eager.device
+            self._sizes[-1], config.num_layers, blocks, 2 * eager.rope.table.shape[1], max_steps, eager.device
         )
         self._host_tokens = HostTokens(self._rows)
         self._followed: StreamingRun | None = None

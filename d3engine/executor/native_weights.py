@@ -14,6 +14,7 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError, NativeLayer, NativeModel
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.model.bridges import BridgeWeights
+from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights
 
 
@@ -23,11 +24,10 @@ def native_model(eager: EagerExecutor, head_tokens: Tensor | None = None) -> Nat
     Raises `NativeError` for one that is more than a Llama.
     """
     model, weights = eager.model, eager.model.weights
-    rotations = eager.rope.generated_table.contiguous()
-    unturned = model.config.layers_without_rope
+    rotations, unturned = _rotations(eager.rope), model.config.layers_without_rope
     return NativeModel(
         layers=tuple(
-            _native_layer(layer, None if index in unturned else rotations, window)
+            _native_layer(layer, None if index in unturned else rotations[index], window)
             for index, (layer, window) in enumerate(zip(weights.layers, model.windows, strict=True))
         ),
         embedding=weights.embedding,
@@ -35,11 +35,26 @@ def native_model(eager: EagerExecutor, head_tokens: Tensor | None = None) -> Nat
         lm_head=weights.lm_head if head_tokens is None else _rows_of_head(weights.lm_head, head_tokens),
         pool=eager.pool,
         num_heads=model.config.num_heads,
-        max_positions=rotations.shape[0],
+        max_positions=eager.rope.generated_table.shape[0],
         eps=model.config.rms_norm_eps,
         scale=model.config.attention_scale,
         head_tokens=head_tokens,
+        activation=model.config.activation,
+        embedding_scale=model.config.embedding_scale,
+        attention_cap=model.config.soft_caps.attention,
+        logit_cap=model.config.soft_caps.logits,
     )
+
+
+def _rotations(rope: Rope) -> list[Tensor]:
+    """The contiguous table of each layer; layers of one rope share it."""
+    made: dict[int, Tensor] = {}
+    found = []
+    for table in rope.of_layers(rope.generated_table):
+        if table.data_ptr() not in made:
+            made[table.data_ptr()] = table.contiguous()
+        found.append(made[table.data_ptr()])
+    return found
 
 
 def _rows_of_head(head: Weight, tokens: Tensor) -> Weight:
@@ -56,6 +71,7 @@ def _rows_of_head(head: Weight, tokens: Tensor) -> Weight:
 _KNOWN = {
     *("attention_norm", "qkv", "qkv_bias", "head_norms", "output", "output_bias"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+    *("projection_norms", "attention_post_norm", "mlp_post_norm"),
 }
 
 
@@ -88,4 +104,7 @@ def _native_layer(layer: LayerWeights, rotations: Tensor | None, window: int) ->
         rotations=rotations,
         head_norms=layer.head_norms,
         window=window,
+        projection_norms=layer.projection_norms,
+        attention_post_norm=layer.attention_post_norm,
+        mlp_post_norm=layer.mlp_post_norm,
     )

@@ -106,7 +106,8 @@ def _group_limits() -> Iterator[int]:
 
 def table_bytes(settings: EngineSettings) -> int:
     """Bytes of all tables that have an entry for each position."""
-    rope = 8 * (settings.config.head_dim // 2) * settings.max_model_len
+    ropes = 1 if settings.config.local_rope is None else 2
+    rope = 8 * ropes * (settings.config.head_dim // 2) * settings.max_model_len
     tokens = 4 * settings.max_num_seqs * settings.max_model_len
     blocks = 4 * settings.max_num_seqs * settings.sequence_blocks
     return rope + tokens + blocks

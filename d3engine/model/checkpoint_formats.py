@@ -361,17 +361,21 @@ def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
     family, layout = gguf_family(file)
     names = {_name_of(file, name, family.names, layout): name for name in file.tensors if name != FREQ_FACTORS}
     heads = {module: config[field] for module, field in _HEADS.items()} if layout.adjacent_pairs else {}
-    tensors = GGUFTensors(file, names, heads)
+    tensors = GGUFTensors(file, names, heads, family.norm_offset)
     return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
 
 
 class GGUFTensors:
     """Reads the tensors of a GGUF file, by their names in transformers."""
 
-    def __init__(self, file: GGUFFile, names: Mapping[str, str], heads: Mapping[str, int]) -> None:
+    def __init__(
+        self, file: GGUFFile, names: Mapping[str, str], heads: Mapping[str, int], norm_offset: float = 0.0
+    ) -> None:
+        """`norm_offset`: what the norms of the file have more than transformers'."""
         self._file = file
         self._names = names
         self._heads = heads
+        self._norm_offset = norm_offset
 
     def entries(self) -> Iterator[TensorEntry]:
         """The entries; raises `ModelFormatError` for rows that are not whole heads."""
@@ -387,6 +391,8 @@ class GGUFTensors:
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor in float32, newly allocated."""
         values = torch.from_numpy(self._file.read(self._names[name]))
+        if self._norm_offset and name.endswith("norm.weight"):
+            values = values - self._norm_offset
         num_heads = self._num_heads(name)
         return values if num_heads is None else to_half_split(values, num_heads)
 

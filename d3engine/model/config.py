@@ -10,9 +10,11 @@ from typing import Any
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.families import (
+    NO_CAPS,
     Biases,
     Family,
     Multipliers,
+    SoftCaps,
     TensorNames,
     family_of,
     no_windows,
@@ -37,10 +39,10 @@ __all__ = [
 DTYPES = ("float32", "bfloat16", "float16")
 
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu",), ""),
     "rope_interleaved": ((False,), ", since weights must be in the half-split order of transformers"),
     "partial_rotary_factor": ((1.0,), ", since Llama rotates whole heads"),
     "is_causal": ((True,), ", since a token attends to those before it alone"),
+    "use_bidirectional_attention": ((False,), ", since a token attends to those before it alone"),
     "is_encoder_decoder": ((False,), ", since there is no encoder"),
     **dict.fromkeys(("per_layer_config", "attribute_map", "fusion_config"), (({},), ", since all layers are alike")),
     **dict.fromkeys(
@@ -73,6 +75,9 @@ _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of generation_config.json that change the output and are not applied, with the values without effect."""
 
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of `_NEUTRAL` that families with soft caps read."""
+
 _MAX_LAYERS = 10_000
 """Far above any real model, low enough that the names built from it stay harmless."""
 
@@ -104,6 +109,12 @@ class ModelConfig:
     dtype: str | None
     quantization: str | None  # one of QUANTIZATION_SCHEMES, or FP8_GROUPS; None for float weights
     head_quantization: str | None  # the same of the LM head, and of an embedding that is the head too
+    has_projection_norms: bool = False  # of all queries of a token together, and of all its keys, before rope
+    norm_offset: float = 0.0  # added to the weights of all norms when they are loaded
+    activation: str = "silu"  # of the gates, as kernels name it
+    embedding_scale: float = 1.0  # of the embedding's rows, rounded to the dtype of activations
+    soft_caps: SoftCaps = NO_CAPS
+    local_rope: RopeConfig | None = None  # of the layers with a window; None: `rope`
 
     @classmethod
     def from_directory(cls, path: ModelSource) -> ModelConfig:
@@ -137,6 +148,7 @@ class ModelConfig:
         multipliers = family.multipliers(fields)
         is_tied = fields.boolean("tie_word_embeddings")
         quantization, head_quantization = read_quantization(fields, is_tied)
+        rope, local_rope = _ropes(fields, family, head_dim, max_positions)
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
@@ -146,7 +158,7 @@ class ModelConfig:
             num_kv_heads=_num_kv_heads(fields, num_heads),
             head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6) * multipliers.on_epsilon(),
-            rope=_rope(fields, family, head_dim, max_positions),
+            rope=rope,
             layers_without_rope=family.layers_without_rope(fields, num_layers),
             max_position_embeddings=max_positions,
             tie_word_embeddings=is_tied,
@@ -161,6 +173,12 @@ class ModelConfig:
             dtype=_dtype(fields),
             quantization=quantization,
             head_quantization=head_quantization,
+            has_projection_norms=family.has_projection_norms,
+            norm_offset=family.norm_offset,
+            activation=family.activation,
+            embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else 1.0,
+            soft_caps=NO_CAPS if family.soft_caps is None else family.soft_caps(fields),
+            local_rope=local_rope,
         )
 
     def quantized(self, scheme: str | None) -> ModelConfig:
@@ -171,9 +189,10 @@ class ModelConfig:
     def max_length(self) -> int:
         """The positions that the model reaches, as in vLLM: linear and dynamic rope stretch the pretrained length.
 
-        For every other rope type it is max_position_embeddings.
+        For every other rope type it is max_position_embeddings, and for Gemma 3, whose number is the stretched one.
         """
-        stretch = self.rope.factor if self.rope.rope_type in ("linear", "dynamic") else None
+        stretches = self.rope.rope_type in ("linear", "dynamic") and self.local_rope is None
+        stretch = self.rope.factor if stretches else None
         return int(self.max_position_embeddings * (stretch or 1))
 
     @property
@@ -248,7 +267,12 @@ def not_applied(model: ModelSource) -> dict[str, Any]:
 def _refuse_other_models(fields: Fields, family: Family) -> None:
     """Raise for options that make the model another than a Llama."""
     family.check(fields)
+    for name in ("hidden_act", "hidden_activation"):
+        if fields.get(name) not in (None, *family.activation_names):
+            fields.refuse(name, " or ".join(map(repr, family.activation_names)))
     for name, (neutral, why) in _NEUTRAL.items():
+        if family.soft_caps is not None and name in _SOFT_CAPS:
+            continue
         value = fields.get(name)
         if value is not None and value not in neutral:
             allowed = " or ".join(json.dumps(one).replace('"', "'") for one in neutral) or "absent"
@@ -258,8 +282,30 @@ def _refuse_other_models(fields: Fields, family: Family) -> None:
     fields.integer("pretraining_tp", default=1)
 
 
-def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int) -> RopeConfig:
-    rope = read_rope_config(fields, head_dim, max_positions, family.default_theta)
+def _ropes(fields: Fields, family: Family, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rope of a model, and that of its layers with a window where the family has two."""
+    if family.local_theta is None:
+        return _rope(fields, family, head_dim, max_positions), None
+    by_kind = fields.get("rope_parameters") or {}
+    if not isinstance(by_kind, Mapping) or not by_kind.keys() <= {"full_attention", "sliding_attention"}:
+        fields.refuse("rope_parameters", "an object with those of full_attention and of sliding_attention, or absent")
+    full, local = by_kind.get("full_attention"), by_kind.get("sliding_attention")
+    # The outer spelling is that of the layers without a window, where these have none of their own.
+    outer = {name: value for name, value in fields.values.items() if name != "rope_theta" or not _has_theta(full)}
+    plain = {name: value for name, value in fields.values.items() if name not in ("rope_theta", "rope_scaling")}
+    local_theta = family.default_theta if _has_theta(local) else family.local_theta(fields)
+    return (
+        _rope(Fields(outer | {"rope_parameters": full}, fields.source), family, head_dim, max_positions),
+        _rope(Fields(plain | {"rope_parameters": local}, fields.source), family, head_dim, max_positions, local_theta),
+    )
+
+
+def _has_theta(rope: Any) -> bool:
+    return isinstance(rope, Mapping) and rope.get("rope_theta") is not None
+
+
+def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int, theta: float | None = None) -> RopeConfig:
+    rope = read_rope_config(fields, head_dim, max_positions, theta or family.default_theta)
     if family.rope_types is not None and rope.rope_type not in family.rope_types:
         name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
         fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")

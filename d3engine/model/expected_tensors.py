@@ -24,7 +24,7 @@ from d3engine.model.checkpoint import (
 from d3engine.model.checkpoint import SCALES as SCALES
 from d3engine.model.checkpoint import VALUES as VALUES
 from d3engine.model.config import ModelConfig
-from d3engine.model.families import Multipliers, TensorNames
+from d3engine.model.families import NO_CAPS, Multipliers, TensorNames
 from d3engine.model.quantization_config import SCHEMES
 from d3engine.model.source import CONFIG_FILE, ModelSource, files_of
 
@@ -34,7 +34,7 @@ LM_HEAD = "lm_head.weight"
 """A Llama's names, which converters write; other families may have others for the first two."""
 
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
-"""The norms of a query's head and of a key's, under "self_attn.", where a family has them."""
+"""The norms of queries and of keys, of each head or of all, under "self_attn.", where a family has them."""
 
 _Part = TypeVar("_Part")
 
@@ -105,10 +105,8 @@ def _float_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         prefix = names.layer(layer)
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        if config.has_head_norms:
-            shapes |= {f"{prefix}self_attn.{name}": (config.head_dim,) for name in HEAD_NORMS}
+        shapes |= {f"{prefix}{name}.weight": (hidden,) for name in names.norms.all}
+        shapes |= {f"{prefix}self_attn.{name}": (size,) for name, size in norm_sizes(config).items()}
         for name, shape, has_bias in products:
             shapes[f"{prefix}{name}.weight"] = shape
             if has_bias:
@@ -117,6 +115,13 @@ def _float_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def norm_sizes(config: ModelConfig) -> dict[str, int]:
+    """The sizes of `HEAD_NORMS`; none without such norms."""
+    if config.has_projection_norms:
+        return dict(zip(HEAD_NORMS, (config.q_size, config.kv_size), strict=True))
+    return dict.fromkeys(HEAD_NORMS, config.head_dim) if config.has_head_norms else {}
 
 
 def rows_of(modules: Sequence[str], parts: Sequence[_Part]) -> dict[str, list[_Part]]:
@@ -230,6 +235,12 @@ def fingerprint(model: ModelSource) -> str:
         computes.append({"layers_without_rope": config.layers_without_rope})
     if any(config.windows):
         computes.append({"windows": config.windows})
+    if config.local_rope is not None:
+        computes.append({"local_rope": asdict(config.local_rope)})
+    if config.soft_caps != NO_CAPS:
+        computes.append(asdict(config.soft_caps))
+    if (config.activation, config.norm_offset, config.embedding_scale) != ("silu", 0.0, 1.0):
+        computes.append([config.activation, config.norm_offset, config.embedding_scale])
     digest = hashlib.sha256()
     digest.update(_json(computes))
     with files.open_checkpoint() as checkpoint:

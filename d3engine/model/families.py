@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -13,12 +14,28 @@ from d3engine.model.fields import Fields
 
 
 @dataclass(frozen=True)
+class LayerNorms:
+    """Names of a layer's norms of hidden states: before a sublayer, and of its output; None: there is none."""
+
+    attention: str | None = "input_layernorm"
+    attention_post: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_post: str | None = None
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return tuple(name for name in (self.attention, self.attention_post, self.mlp, self.mlp_post) if name)
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Names of tensors in safetensors files; `qkv` and `gate_up` are a module for each matrix, or one for all."""
 
     prefix: str = "model."
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    norms: LayerNorms = LayerNorms()
 
     @property
     def embedding(self) -> str:
@@ -87,6 +104,16 @@ class Multipliers:
         return self.residual**-2
 
 
+@dataclass(frozen=True)
+class SoftCaps:
+    """Caps of attention scores and of logits, each value x of which becomes cap * tanh(x / cap); None: no cap."""
+
+    attention: float | None = None
+    logits: float | None = None
+
+
+NO_CAPS = SoftCaps()
+
 GGUF_LAYER_MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -112,6 +139,9 @@ class GGUFLayout:
         adjacent_pairs: whether rows of query and key heads are in llama.cpp's order (`to_adjacent_pairs`).
         modules: module of a layer -> transformers' name, where it is not that of `GGUF_LAYER_MODULES`.
         keys: keys that only this family has, all required -> fields of config.json.
+        optional_keys: further keys that `more_fields` reads.
+        more_fields: fields of config.json that follow from the file's keys and the fields found so far.
+        ends: tokens that end an answer, whether or not a key names them.
         pre_tokenizers: further values of `tokenizer.ggml.pre` -> the one in `gguf_metadata` with the same rules.
         has_rope_switch: whether llama.cpp takes a false `rope.scaling.finetuned` as no rope at all.
     """
@@ -120,6 +150,9 @@ class GGUFLayout:
     adjacent_pairs: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    optional_keys: tuple[str, ...] = ()
+    more_fields: Callable[[Fields, Mapping[str, Any]], Mapping[str, Any]] = lambda fields, config: {}
+    ends: tuple[str, ...] = ()
     pre_tokenizers: Mapping[str, str] = field(default_factory=dict)
     has_rope_switch: bool = False
 
@@ -190,12 +223,12 @@ def _window_everywhere(fields: Fields, num_layers: int) -> Windows:
     return (sliding_window(fields),) * num_layers
 
 
-def _window_by_layer(fields: Fields, num_layers: int, *, first: int = 0) -> Windows:
-    """`sliding_window` in the layers that `layer_types` names, or from layer `first` on."""
+def _window_by_layer(fields: Fields, num_layers: int, *, slides: Callable[[int], bool] = lambda layer: True) -> Windows:
+    """`sliding_window` in the layers that `layer_types` names; without it, in those that `slides` says."""
     window = sliding_window(fields)
     kinds = _layer_types(fields, has_window=window is not None)
     if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return tuple(window if slides(layer) else None for layer in range(num_layers))
     if len(kinds) != num_layers:
         fields.refuse("layer_types", f"absent, or a list of num_hidden_layers={num_layers} kinds of attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -204,9 +237,20 @@ def _window_by_layer(fields: Fields, num_layers: int, *, first: int = 0) -> Wind
 def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
     first = fields.integer("max_window_layers", low=0, default=28)
     if fields.boolean("use_sliding_window"):
-        return _window_by_layer(fields, num_layers, first=first)
+        return _window_by_layer(fields, num_layers, slides=lambda layer: layer >= first)
     _layer_types(fields, has_window=False)
     return (None,) * num_layers
+
+
+def _window_but_every(count: int, name: str | None = None) -> Callable[[Fields, int], Windows]:
+    """A window in all layers but every `count`-th, or as many as the field `name` says."""
+
+    def windows(fields: Fields, num_layers: int) -> Windows:
+        period = count if name is None else fields.integer(name, default=count)
+        fields.integer("sliding_window")  # layers of that kind have other rotations even where no text is longer
+        return _window_by_layer(fields, num_layers, slides=lambda layer: (layer + 1) % period != 0)
+
+    return windows
 
 
 def _layer_types(fields: Fields, *, has_window: bool) -> list[Any] | None:
@@ -227,6 +271,86 @@ def _smollm3_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, 
     if not is_list or len(flags) < num_layers:
         fields.refuse("no_rope_layers", f"null or a list of num_hidden_layers={num_layers} numbers, 0 or 1 (has rope)")
     return tuple(layer for layer in range(num_layers) if not flags[layer])
+
+
+def _gemma_scale(fields: Fields) -> Multipliers:
+    return Multipliers(attention=fields.number("query_pre_attn_scalar", default=256) ** -0.5)
+
+
+def _soft_caps(fields: Fields) -> SoftCaps:
+    return SoftCaps(
+        attention=fields.optional_number("attn_logit_softcapping"),
+        logits=fields.optional_number("final_logit_softcapping"),
+    )
+
+
+def _no_cap_of_scores(fields: Fields) -> None:
+    if fields.get("attn_logit_softcapping") is not None:
+        fields.refuse("attn_logit_softcapping", "absent, since transformers does not apply it in Gemma 3")
+
+
+def _olmo3_local_theta(fields: Fields) -> float:
+    """transformers gives `rope_theta` to layers without a window alone; llama.cpp gives it to all."""
+    if fields.optional_number("rope_theta") not in (None, 500_000.0):
+        fields.refuse("rope_theta", "500000, or in rope_parameters for both kinds of layers")
+    return 500_000.0
+
+
+def _gguf_kinds(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have a window, where a file says it: a flag for each, or the period of those without one."""
+    name, num_layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    given = fields.get(name)
+    if given is None:
+        return {}
+    if isinstance(given, list):
+        if len(given) != num_layers or any(type(flag) is not bool for flag in given):
+            fields.refuse(name, f"a list with a flag for each of {num_layers} layers, or a number")
+        slides = given
+    else:
+        period = fields.integer(name)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in slides]}
+
+
+def _gguf_query_scalar(num_layers: int) -> Callable[[Fields, Mapping[str, Any]], dict[str, Any]]:
+    """No GGUF file has it: llama.cpp knows the 27B model, whose heads are not that long, by its number of layers."""
+
+    def query_scalar(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+        of_model = config["hidden_size"] // config["num_attention_heads"]
+        return {"query_pre_attn_scalar": of_model if config["num_hidden_layers"] == num_layers else config["head_dim"]}
+
+    return query_scalar
+
+
+def _gguf_gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_gguf_query_scalar(62)(fields, config),
+        **_gguf_kinds(fields, config),
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", default=10_000.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", default=0, zero_allowed=True) or None,
+    }
+
+
+def _gguf_olmo(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """An OLMo 3 is an "olmo2" with a window, and its layers with one have plain rope."""
+    scaling = config["rope_scaling"] or {}
+    default = 0.1 * math.log(scaling["factor"]) + 1 if scaling.get("rope_type") == "yarn" else 1.0
+    given = fields.number("rope.scaling.attn_factor", default=1.0)
+    if not any(math.isclose(given, allowed, rel_tol=1e-5) for allowed in (1.0, default)):
+        fields.refuse("rope.scaling.attn_factor", f"absent, 1, or {default:g} as yarn has it for its factor")
+    window = fields.integer("attention.sliding_window", low=0, default=0)
+    if not window:
+        return {}
+    plain = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    ropes = {"sliding_attention": plain, "full_attention": plain | scaling}
+    return {
+        **_gguf_kinds(fields, config),
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "rope_parameters": ropes,
+        "rope_scaling": None,
+    }
 
 
 @dataclass(frozen=True)
@@ -250,10 +374,37 @@ class Family:
     windows: Callable[[Fields, int], Windows] | None = None  # None: transformers' class reads no sliding_window
     biases: Callable[[Fields], Biases] = lambda fields: Biases()
     has_head_norms: bool = False
+    has_projection_norms: bool = False  # of all queries of a token together, and of all its keys, in their place
+    norm_offset: float = 0.0  # what a norm multiplies by, less its weight in safetensors files; a GGUF file has the sum
+    activation: str = "silu"  # of the gates, as kernels name it
+    activation_names: tuple[str, ...] = ("silu",)  # that `hidden_act` and `hidden_activation` may have for it
+    scales_embedding: bool = False  # by the square root of the hidden size
+    soft_caps: Callable[[Fields], SoftCaps] | None = None  # None: the fields must be absent
+    local_theta: Callable[[Fields], float] | None = None  # of a rope for layers with a window; None: that of others
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
     check: Callable[[Fields], None] = lambda fields: None
     gguf: GGUFLayout | None = None  # None: llama.cpp writes the family as a "llama"
 
+
+_OLMO_NAMES = TensorNames(
+    norms=LayerNorms(
+        attention=None,
+        attention_post="post_attention_layernorm",
+        mlp=None,
+        mlp_post="post_feedforward_layernorm",
+    )
+)
+_GEMMA_NORMS = LayerNorms(
+    attention_post="post_attention_layernorm",
+    mlp="pre_feedforward_layernorm",
+    mlp_post="post_feedforward_layernorm",
+)
+_GGUF_NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
+_GEMMA: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True}
 
 FAMILIES = (
     Family(
@@ -420,6 +571,109 @@ FAMILIES = (
         biases=_llama_biases,
         # No GGUF file says which layers have rope: they are the family's default, as in llama.cpp.
         gguf=GGUFLayout("smollm3", adjacent_pairs=True),
+    ),
+    Family(
+        ("Olmo2ForCausalLM",),
+        "olmo2",
+        names=_OLMO_NAMES,
+        defaults={"rms_norm_eps": 1e-5},
+        bos_token_id=None,
+        eos_token_ids=(50_279,),
+        biases=_biases("attention_bias", "attention_bias"),
+        has_projection_norms=True,
+        gguf=GGUFLayout(
+            "olmo2",
+            modules=_GGUF_NORMS_BEHIND,
+            optional_keys=(*_GGUF_WINDOW_KEYS, "rope.scaling.attn_factor"),
+            more_fields=_gguf_olmo,
+            pre_tokenizers={"olmo": "gpt-2"},
+        ),
+    ),
+    Family(
+        ("Olmo3ForCausalLM",),
+        "olmo3",
+        names=_OLMO_NAMES,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        bos_token_id=None,
+        eos_token_ids=(50_279,),
+        default_theta=500_000.0,
+        rope_types=("default", "linear", "llama3", "yarn"),
+        local_theta=_olmo3_local_theta,
+        windows=_window_but_every(4),
+        biases=_biases("attention_bias", "attention_bias"),
+        has_projection_norms=True,
+    ),
+    Family(
+        ("GemmaForCausalLM",),
+        "gemma",
+        defaults=_GEMMA | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
+        bos_token_id=2,
+        eos_token_ids=(1,),
+        biases=_biases("attention_bias", "attention_bias"),
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        activation_names=("gelu_pytorch_tanh", "gelu"),  # the second in Google's own configs, and meant as the first
+        scales_embedding=True,
+        gguf=GGUFLayout("gemma", ends=("<end_of_turn>",)),
+    ),
+    Family(
+        ("Gemma2ForCausalLM",),
+        "gemma2",
+        names=TensorNames(norms=_GEMMA_NORMS),
+        defaults=_GEMMA
+        | {"num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        bos_token_id=2,
+        eos_token_ids=(1,),
+        windows=_window_but_every(2),
+        biases=_biases("attention_bias", "attention_bias"),
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        activation_names=("gelu_pytorch_tanh",),
+        scales_embedding=True,
+        soft_caps=_soft_caps,
+        multipliers=_gemma_scale,
+        gguf=GGUFLayout(
+            "gemma2",
+            modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
+            keys={
+                "attention.sliding_window": "sliding_window",
+                "attn_logit_softcapping": "attn_logit_softcapping",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            more_fields=_gguf_query_scalar(46),
+            ends=("<end_of_turn>",),
+        ),
+    ),
+    Family(
+        ("Gemma3ForCausalLM",),
+        "gemma3_text",
+        names=TensorNames(norms=_GEMMA_NORMS),
+        defaults=_GEMMA | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        bos_token_id=2,
+        eos_token_ids=(1,),
+        default_theta=1_000_000.0,
+        rope_types=("default", "linear", "llama3", "yarn"),
+        local_theta=lambda fields: fields.optional_number("rope_local_base_freq") or 10_000.0,
+        windows=_window_but_every(6, "sliding_window_pattern"),
+        biases=_biases("attention_bias", "attention_bias"),
+        has_head_norms=True,
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        activation_names=("gelu_pytorch_tanh",),
+        scales_embedding=True,
+        # transformers does not apply the cap of scores here, so that one must be absent.
+        soft_caps=lambda fields: SoftCaps(logits=fields.optional_number("final_logit_softcapping")),
+        multipliers=_gemma_scale,
+        check=_no_cap_of_scores,
+        gguf=GGUFLayout(
+            "gemma3",
+            modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
+            keys={"attention.sliding_window": "sliding_window"},
+            optional_keys=(*_GGUF_WINDOW_KEYS, "rope.freq_base_swa", "final_logit_softcapping"),
+            more_fields=_gguf_gemma3,
+            ends=("<end_of_turn>",),
+        ),
     ),
 )
 """In the order of preference where a config names only its architecture, or only its model_type."""

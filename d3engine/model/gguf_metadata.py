@@ -85,7 +85,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     config = {
         "architectures": [family.architectures[0]],
         "model_type": family.model_type,
-        "hidden_act": "silu",
+        "hidden_act": family.activation_names[0],
         "vocab_size": _embedding(file).shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
@@ -102,10 +102,11 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         **{field: fields.number(key, zero_allowed=True) for key, field in layout.keys.items()},
-        **_ends_of_text(file),
+        **_ends_of_text(file, layout.ends),
     }
     if "sliding_window" in config:
         config["sliding_window"] = fields.integer("attention.sliding_window", low=0) or None  # 0 of Phi-4: none
+    config |= layout.more_fields(fields, config)
     dtype = _float_type(file)
     return config if dtype is None else config | {"torch_dtype": dtype}
 
@@ -115,7 +116,7 @@ def gguf_family(file: GGUFFile) -> tuple[Family, GGUFLayout]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         known = ", ".join(sorted(GGUF_FAMILIES))
-        _refuse(file, "general.architecture", f"one of {known} (Mistral and InternLM3 are llama)")
+        _refuse(file, "general.architecture", f"one of {known} (Mistral and InternLM3 are llama, OLMo 3 is olmo2)")
     return GGUF_FAMILIES[architecture]
 
 
@@ -128,7 +129,7 @@ def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
     is_yarn = file.metadata.get(prefix + "rope.scaling.type") == "yarn"
     # A negative factor stands for the type's default: 1 for yarn, else 0.
     neutral = {_EXT_FACTOR: (-1, 1 if is_yarn else 0), **_NEUTRAL}
-    read = _READ | layout.keys.keys()
+    read = _READ | layout.keys.keys() | set(layout.optional_keys)
     of_keys = {prefix + name: values for name, values in neutral.items() if name not in read} | _TOKENIZER_NEUTRAL
     for key, value in file.metadata.items():
         is_unread = key in of_keys or (key.startswith(prefix) and key.removeprefix(prefix) not in read)
@@ -144,11 +145,13 @@ def _embedding(file: GGUFFile) -> GGUFTensor:
     return tensor
 
 
-def _ends_of_text(file: GGUFFile) -> dict[str, Any]:
-    """BOS, and every end-of-sequence id: of the text, of a turn, of a message to a tool."""
+def _ends_of_text(file: GGUFFile, known: tuple[str, ...]) -> dict[str, Any]:
+    """BOS, and every end-of-sequence id: of the text, of a turn, of a message to a tool, and of the `known` tokens."""
     fields = Fields(file.metadata, str(file.path))
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")]
     given = [fields.integer(name, low=0) if fields.get(name) is not None else None for name in names]
+    tokens = file.metadata.get("tokenizer.ggml.tokens") if known else None
+    given += [tokens.index(end) for end in known if isinstance(tokens, list) and end in tokens]
     ends = list(dict.fromkeys(end for end in given[1:] if end is not None))
     return {"bos_token_id": given[0], "eos_token_id": ends if len(ends) != 1 else ends[0]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,12 +31,13 @@ class Llama:
         self.ranks = ranks
         self.windows = tuple(NO_WINDOW if window is None else window for window in config.windows)
         self._scale = config.attention_scale
+        self._caps = config.soft_caps
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, H] of int64 `token_ids` [T]."""
-        if self.ranks is not None:
-            return self.ranks.embed(token_ids, self.weights.embedding, self.weights.dtype)
-        return looked_up(self.weights.embedding, token_ids, self.weights.dtype)
+        table, dtype = self.weights.embedding, self.weights.dtype
+        found = looked_up(table, token_ids, dtype) if self.ranks is None else self.ranks.embed(token_ids, table, dtype)
+        return scaled_embedding_(found, self.config)
 
     def layer(
         self,
@@ -69,20 +71,50 @@ class Llama:
         weights = self.weights.layers[index]
         queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
         attended = self.kernels.paged_attention(
-            queries, pool, attention, self._scale, window=self.windows[index], num_rows=num_rows
+            queries,
+            pool,
+            attention,
+            self._scale,
+            window=self.windows[index],
+            cap=self._caps.attention,
+            num_rows=num_rows,
         )
-        self._add(attended, weights.output, weights.output_bias, hidden, num_rows)
+        self._add(attended, weights.output, weights.output_bias, weights.attention_post_norm, hidden, num_rows)
 
     def mlp(self, index: int, hidden: Tensor, num_rows: Tensor | None = None) -> None:
         """The MLP block of `layer`, over `hidden` [T, H] in place."""
         weights, eps = self.weights.layers[index], self.config.rms_norm_eps
         gated = self.kernels.gate_up(
-            hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias, num_rows=num_rows
+            hidden,
+            weights.mlp_norm,
+            eps,
+            weights.gate_up,
+            weights.gate_up_bias,
+            activation=self.config.activation,
+            num_rows=num_rows,
         )
-        self._add(gated, weights.down, weights.down_bias, hidden, num_rows)
+        self._add(gated, weights.down, weights.down_bias, weights.mlp_post_norm, hidden, num_rows)
 
-    def _add(self, x: Tensor, weight: Weight, bias: Tensor | None, hidden: Tensor, num_rows: Tensor | None) -> None:
-        """Add `x` [T, K] times `weight` [H, K] transposed, of all ranks, to the residual stream `hidden` [T, H]."""
+    def _add(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        post_norm: Tensor | None,
+        hidden: Tensor,
+        num_rows: Tensor | None,
+    ) -> None:
+        """Add `x` [T, K] times `weight` [H, K] transposed, of all ranks, to the residual stream `hidden` [T, H].
+
+        With `post_norm` [H] the norm of the product is added in its place.
+        """
+        if post_norm is not None:
+            product = torch.zeros_like(hidden)
+            self.kernels.linear_residual(x, weight, bias, product, num_rows=num_rows)
+            if self.ranks is not None:
+                self.ranks.collectives.sum_(product)
+            self.kernels.add_norm(product, post_norm, self.config.rms_norm_eps, hidden, num_rows=num_rows)
+            return
         if self.ranks is None:
             self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows)
             return
@@ -116,6 +148,7 @@ class Llama:
             entries,
             self.config.num_heads,
             head_norms=weights.head_norms,
+            projection_norms=weights.projection_norms,
             num_rows=num_rows,
         )
         return queries
@@ -124,7 +157,7 @@ class Llama:
         """The most likely token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         best: tuple[Tensor, Tensor] = self.kernels.lm_head_argmax(
-            hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows
+            hidden, weights.final_norm, eps, weights.lm_head, cap=self._caps.logits, num_rows=num_rows
         )
         return best if self.ranks is None else self.ranks.best(*best)
 
@@ -143,6 +176,7 @@ class Llama:
             rows.indices,
             steps,
             first_token=0 if self.ranks is None else self.ranks.shard.tokens.start,
+            cap=self._caps.logits,
             num_rows=num_rows,
         )
         return drawn if self.ranks is None else self.ranks.best(*drawn)
@@ -150,8 +184,17 @@ class Llama:
     def logits(self, hidden: Tensor, num_rows: Tensor | None = None) -> Tensor:
         """Float32 logits [T, V] of final hidden states [T, H]."""
         weights, eps = self.weights, self.config.rms_norm_eps
-        logits: Tensor = self.kernels.lm_head(hidden, weights.final_norm, eps, weights.lm_head, num_rows=num_rows)
+        logits: Tensor = self.kernels.lm_head(
+            hidden, weights.final_norm, eps, weights.lm_head, cap=self._caps.logits, num_rows=num_rows
+        )
         return logits if self.ranks is None else self.ranks.logits(logits)
+
+
+def scaled_embedding_(states: Tensor, config: ModelConfig) -> Tensor:
+    """Rows [T, H] of an embedding times its scale in their dtype, as transformers rounds it, in place."""
+    if config.embedding_scale == 1.0:
+        return states
+    return states.mul_(float(torch.tensor(config.embedding_scale, dtype=states.dtype)))
 
 
 class Rope:
@@ -159,7 +202,8 @@ class Rope:
 
     Channels of a head are adjacent pairs, so a pair is one complex number, which rope multiplies by
     `attention_scaling * exp(i * position * inv_freq)`. `table` complex64 [max_positions, head_dim / 2] holds these
-    factors, computed in float32 on the CPU: in bfloat16 neighbouring positions above 256 would coincide.
+    factors, computed in float32 on the CPU: in bfloat16 neighbouring positions above 256 would coincide. Where layers
+    with a window have another rope, its factors stand behind those in every row; `of_layers` parts them.
     `depends_on_length` is True only for "dynamic" (NTK) rope, whose frequencies change once a sequence outgrows
     max_position_embeddings. A generated token is the last of its sequence when it is first computed, so its rotation
     follows from its position even then: `generated_table` holds those.
@@ -168,20 +212,25 @@ class Rope:
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str) -> None:
         frequencies, self.attention_scaling = inverse_frequencies(config)
         positions = torch.arange(max_positions)
-        self.table = _rotations(positions, frequencies, self.attention_scaling).to(device)
+        tables = [_rotations(positions, frequencies, self.attention_scaling)]
+        if config.local_rope is not None:
+            tables.append(_rotations(positions, *inverse_frequencies(replace(config, rope=config.local_rope))))
+        self.table = torch.cat(tables, dim=1).to(device)
         self.depends_on_length = config.rope.rope_type == "dynamic"
         self._head_dim = config.head_dim
         self._trained_length = config.max_position_embeddings
         self._rope = config.rope
         self._unturned = torch.ones(1, config.head_dim // 2, dtype=torch.complex64, device=device)
         self._num_layers, self._layers_without_rope = config.num_layers, config.layers_without_rope
+        is_local = [config.local_rope is not None and window is not None for window in config.windows]
+        self._local_layers = [layer for layer in range(config.num_layers) if is_local[layer]]
         self.generated_table = self.table
         if self.depends_on_length:
             every = positions.to(device)
             self.generated_table = self.rotations(every, every + 1)
 
     def rotations(self, positions: Tensor, sequence_lengths: Tensor | None = None) -> Tensor:
-        """Return complex64 [T, head_dim / 2], the rotation of every channel pair for each of T rows.
+        """Return complex64 [T, head_dim / 2], the rotation of every channel pair for each of T rows; or of two ropes.
 
         positions: int64 [T], each below max_positions. sequence_lengths: int64 [T], read only if
         `depends_on_length`: the length of the row's sequence when the row was first computed, max(prompt
@@ -200,13 +249,16 @@ class Rope:
         return torch.where((sequence_lengths > self._trained_length)[:, None], grown, known)
 
     def of_layers(self, rotations: Tensor) -> list[Tensor]:
-        """The rotations of each layer, [T, head_dim / 2] each: `rotations`, or ones in a layer without rope.
+        """The rotations of each layer, [T, head_dim / 2] each: of its rope, or ones in a layer without one.
 
         So every layer runs the same operations on the same shapes. The ones share one row of memory.
         """
-        each = [rotations] * self._num_layers
+        pairs = self._head_dim // 2
+        each = [rotations[:, :pairs]] * self._num_layers
+        for layer in self._local_layers:
+            each[layer] = rotations[:, pairs:]
         for layer in self._layers_without_rope:
-            each[layer] = self._unturned.expand_as(rotations)
+            each[layer] = self._unturned.expand_as(each[layer])
         return each
 
     def _dynamic_frequencies(self, sequence_lengths: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> ModelShard:
     Raises `InvalidValueError` naming `tensor_parallel_size` where there is not at least one head, channel and token for
     each rank. Matrices with scales of groups are cut between groups only.
     """
+    if size > 1 and config.has_projection_norms:
+        raise InvalidValueError(ARGUMENT, size, "1 for a model whose norms of queries and keys span all heads")
     group = GROUP if has_groups(config.quantization) else 1
     heads, kv_heads = _heads(config, size, group)[rank]
     channels = split_evenly(config.intermediate_size, size, _unit(config.intermediate_size, size, group))

@@ -24,6 +24,7 @@ from d3engine.model.expected_tensors import (
     check_values,
     expected_tensors,
     held_dtype,
+    norm_sizes,
     rows_of,
     scheme_of,
 )
@@ -41,20 +42,25 @@ class LayerWeights:
     The four matrices are float, packed or quantized. Norms and biases have the dtype of activations; float matrices
     have that dtype or a narrower one, which an operation widens. The first Q + K rows of `qkv` and `qkv_bias` are in
     adjacent-pair order (`to_adjacent_pairs`), so that rope is one complex multiplication; the last K rows (values) are
-    not permuted. `head_norms`, D values for a query's head and D for a key's, are in that order too.
+    not permuted. `head_norms`, D values for a query's head and D for a key's, and `projection_norms` are in that order
+    too. A sublayer without a norm takes the hidden states as they are; one with a norm behind it adds its normed output
+    to them.
     """
 
-    attention_norm: Tensor  # [H]
+    attention_norm: Tensor | None  # [H]
     qkv: Weight  # [Q + 2 K, H]
     qkv_bias: Tensor | None  # [Q + 2 K]
     head_norms: Tensor | None  # [2, D]
     output: Weight  # [H, Q]
     output_bias: Tensor | None  # [H]
-    mlp_norm: Tensor  # [H]
+    mlp_norm: Tensor | None  # [H]
     gate_up: Weight  # [2 I, H], gate rows first
     gate_up_bias: Tensor | None  # [2 I]
     down: Weight  # [H, I]
     down_bias: Tensor | None  # [H]
+    projection_norms: Tensor | None = None  # [Q + K]
+    attention_post_norm: Tensor | None = None  # [H]
+    mlp_post_norm: Tensor | None = None  # [H]
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in the order of the fields; a quantized or packed matrix has several."""
@@ -189,21 +195,27 @@ def random_weights(
     def bias(rows: int, present: bool) -> Tensor | None:
         return torch.zeros(rows, dtype=dtype, device=device) if present else None
 
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    def norm(name: str | None) -> Tensor | None:
+        return None if name is None else ones(config.hidden_size)
+
+    hidden, intermediate, norms = config.hidden_size, config.intermediate_size, config.tensor_names.norms
     qkv_rows = config.q_size + 2 * config.kv_size
     layers = tuple(
         LayerWeights(
-            attention_norm=ones(hidden),
+            attention_norm=norm(norms.attention),
             qkv=normal(qkv_rows, hidden),
             qkv_bias=bias(qkv_rows, config.biases.qkv),
             head_norms=ones(2, config.head_dim) if config.has_head_norms else None,
             output=normal(hidden, config.q_size, residual),
             output_bias=bias(hidden, config.biases.output),
-            mlp_norm=ones(hidden),
+            mlp_norm=norm(norms.mlp),
             gate_up=normal(2 * intermediate, hidden),
             gate_up_bias=bias(2 * intermediate, config.biases.mlp),
             down=normal(hidden, intermediate, residual),
             down_bias=bias(hidden, config.biases.mlp),
+            projection_norms=ones(config.q_size + config.kv_size) if config.has_projection_norms else None,
+            attention_post_norm=norm(norms.attention_post),
+            mlp_post_norm=norm(norms.mlp_post),
         )
         for _ in range(config.num_layers)
     )
@@ -232,11 +244,14 @@ class _Loader:
         is_tied = config.tie_word_embeddings
         lm_head = self._held(embedding, [names.embedding]) if is_tied else self._matrix(_LM_HEAD, config.hidden_size)
         on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
-        final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
+        if on_norm == 1.0:
+            final_norm = self._norm({names.final_norm: None})
+        else:
+            final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
         return LlamaWeights(embedding, layers, final_norm, lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:
-        config, biases = self.config, self.config.biases
+        config, biases, norms = self.config, self.config.biases, self.config.tensor_names.norms
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         heads = [_Rows(config.q_size, config.num_heads), _Rows(config.kv_size, config.num_kv_heads)]
         parts = rows_of(config.tensor_names.qkv, [*heads, _Rows(config.kv_size, None)])
@@ -245,17 +260,20 @@ class _Loader:
         output: _Modules = {attention + "o_proj": None}
         down: _Modules = {mlp + "down_proj": None}
         return LayerWeights(
-            attention_norm=self._stack({prefix + "input_layernorm.weight": None}, self.dtype),
+            attention_norm=self._layer_norm(prefix, norms.attention),
             qkv=self._matrix(qkv, config.hidden_size),
             qkv_bias=self._bias(qkv, biases.qkv),
             head_norms=self._head_norms(attention) if config.has_head_norms else None,
             output=self._matrix(output, config.q_size),
             output_bias=self._bias(output, biases.output),
-            mlp_norm=self._stack({prefix + "post_attention_layernorm.weight": None}, self.dtype),
+            mlp_norm=self._layer_norm(prefix, norms.mlp),
             gate_up=self._matrix(gate_up, config.hidden_size),
             gate_up_bias=self._bias(gate_up, biases.mlp),
             down=self._matrix(down, config.intermediate_size),
             down_bias=self._bias(down, biases.mlp),
+            projection_norms=self._projection_norms(attention) if config.has_projection_norms else None,
+            attention_post_norm=self._layer_norm(prefix, norms.attention_post),
+            mlp_post_norm=self._layer_norm(prefix, norms.mlp_post),
         )
 
     def _matrix(self, modules: _Modules, num_columns: int) -> Weight:
@@ -306,8 +324,21 @@ class _Loader:
 
     def _head_norms(self, attention: str) -> Tensor:
         width = self.config.head_dim
-        norms = self._stack({attention + name: [_Rows(width, 1)] for name in HEAD_NORMS}, self.dtype)
+        norms = self._norm({attention + name: [_Rows(width, 1)] for name in HEAD_NORMS})
         return norms.view(len(HEAD_NORMS), width)
+
+    def _projection_norms(self, attention: str) -> Tensor:
+        heads = self.config.num_heads, self.config.num_kv_heads
+        sizes = zip(norm_sizes(self.config).items(), heads, strict=True)
+        return self._norm({attention + name: [_Rows(size, count)] for (name, size), count in sizes})
+
+    def _layer_norm(self, prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else self._norm({f"{prefix}{name}.weight": None})
+
+    def _norm(self, norms: _Modules) -> Tensor:
+        """What norms multiply by; with an offset it is rounded once."""
+        offset = self.config.norm_offset
+        return (self._stack(norms, torch.float32) + offset).to(self.dtype) if offset else self._stack(norms, self.dtype)
 
     def _embedding(self, name: str, multiplier: float) -> Table:
         if scheme_of(name, self.config) is None:

@@ -21,7 +21,6 @@ from d3engine.request.sampling_mode import SamplingMode, choice_of_token
 from d3engine.request.sequence import NO_SLOT, Sequence
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
-
 USUAL_LENGTH = 3
 """Tokens that a draft has as a rule whose length is left open: most it has seldom."""
 

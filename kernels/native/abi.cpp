@@ -59,11 +59,11 @@ bool is_model(const D3Model& m, const Kernels& kernels) {
         const D3Layer& layer = m.layers[l];
         const bool is_layer = fits(layer.qkv, q_size + 2 * kv_size, m.hidden) && fits(layer.output, m.hidden, q_size) &&
                               fits(layer.gate_up, 2 * m.intermediate, m.hidden) && !layer.gate_up.below &&
-                              fits(layer.down, m.hidden, m.intermediate) && layer.attention_norm && layer.mlp_norm &&
-                              layer.window >= 1;
+                              fits(layer.down, m.hidden, m.intermediate) && layer.window >= 1;
         if (!is_layer) return false;
     }
-    return m.final_norm && m.pool;
+    const bool is_activation = m.activation == D3_SILU || m.activation == D3_GELU_TANH;
+    return m.final_norm && m.pool && is_activation && m.attention_cap >= 0 && m.logit_cap >= 0;
 }
 
 D3Status check(const D3Decoder& handle, const D3Run& run) { return handle.decoder.check(run); }

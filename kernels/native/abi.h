@@ -61,14 +61,19 @@ struct D3Matrix {
     const D3Matrix* below;  // further rows, of another kind; or null
 };
 
+enum D3Activation : int32_t { D3_SILU = 0, D3_GELU_TANH = 1 };
+
 struct D3Layer {
-    const float* attention_norm;  // [hidden]
+    const float* attention_norm;  // [hidden]; null: the sublayer takes the hidden state as it is
     D3Matrix qkv, output;
-    const float* mlp_norm;  // [hidden]
+    const float* mlp_norm;  // [hidden], or null
     D3Matrix gate_up, down;
     const float* head_norms;  // [2, head_dim]: for query heads, for key heads; null without such norms
     const float* rotations;   // [max_positions, head_dim / 2] pairs (cosine, sine); null without RoPE
     int32_t window;           // positions that one attends to at most, itself included
+    // [heads * head_dim + kv_heads * head_dim]: of all queries of a row together, and of all its keys; or null.
+    const float* projection_norms;
+    const float *attention_post_norm, *mlp_post_norm;  // [hidden], of a product before it is added; or null
 };
 
 struct D3Model {
@@ -87,6 +92,9 @@ struct D3Model {
     // kv_heads, block_size].
     void* pool;
     float* pool_scales;
+    int32_t activation;               // a D3Activation, of the gates
+    float embedding_scale;            // multiplies rows of the embedding
+    float attention_cap, logit_cap;   // soft caps of scores and logits, cap * tanh(x / cap); 0: none
 };
 
 // A linear shortcut over the layers [first, stop): h becomes h + weight h + bias, or h + weight (down h) + bias.

@@ -68,6 +68,7 @@ Decoder::Decoder(const D3Model& model, const Kernels& kernels)
       q_size_(model.heads * model.head_dim),
       kv_size_(model.kv_heads * model.head_dim),
       prefetches_(prefetch_distance() > 0),
+      activate_(model.activation == D3_GELU_TANH ? kernels.geglu : kernels.swiglu),
       threads_(model.num_threads),
       matmul_(kernels, threads_, std::max({model.hidden, q_size_, model.intermediate}), model.max_rows,
               bytes_of_matrices(model)),
@@ -174,11 +175,11 @@ void Decoder::step(const Step& step) {
         if (active_.empty()) break;
         attention(step, layer);
         expect(weights.gate_up, 2);
-        multiply_and_add(weights.output, attended_);
+        add_product(weights.output, attended_, weights.attention_post_norm);
         expect(weights.down);
         gate_up(weights);
         expect(next_matrix(step, layer));
-        multiply_and_add(weights.down, gated_);
+        add_product(weights.down, gated_, weights.mlp_post_norm);
     }
     head(step);
 }
@@ -202,6 +203,8 @@ void Decoder::embed(const Step& step) {
         const int token = int(tokens[row]);
         if (table.kind >= D3_Q4_0) kernels_.unpack_blocks(table, token, token + 1, 0, hidden_.row(row));
         else read_row(hidden_.row(row), table, token);
+        if (model_.embedding_scale != 1)
+            for (int i = 0; i < model_.hidden; i++) hidden_.row(row)[i] *= model_.embedding_scale;
     }
 }
 
@@ -222,19 +225,25 @@ void Decoder::find_active(const Step& step, int layer) {
         if (step.runs(row, layer, model_)) active_.push_back(row);
 }
 
-void Decoder::norm(const float* weight) {
-    auto one = [&](int, int nth) {
-        kernels_.rms_norm(normed_.row(nth), hidden_.row(active_[nth]), weight, model_.eps, model_.hidden);
-    };
+// Calls body(worker, nth active row), which reads a hidden state or two.
+template <class Body> void Decoder::each_row(Body body) {
     const int count = int(active_.size());
-    if (int64_t(count) * model_.hidden >= 16 * 1024) return threads_.parallel_for(count, one);
-    for (int nth = 0; nth < count; nth++) one(0, nth);  // faster than handing over
+    if (int64_t(count) * model_.hidden >= 16 * 1024) return threads_.parallel_for(count, body);
+    for (int nth = 0; nth < count; nth++) body(0, nth);  // faster than handing over
+}
+
+void Decoder::norm(const float* weight) {
+    each_row([&](int, int nth) {
+        const float* from = hidden_.row(active_[nth]);
+        if (weight) kernels_.rms_norm(normed_.row(nth), from, weight, model_.eps, model_.hidden);
+        else memcpy(normed_.row(nth), from, model_.hidden * sizeof(float));
+    });
 }
 
 void Decoder::qkv(const Step& step, int layer) {
     const D3Layer& weights = layers_[layer];
     norm(weights.attention_norm);
-    if (!weights.head_norms && !has_8bit_kv()) {
+    if (!weights.head_norms && !weights.projection_norms && !has_8bit_kv()) {
         multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
             for (int channel = start; channel < stop;) {  // by heads, of which a tile may hold parts
                 const int count = std::min(stop - channel, model_.head_dim - channel % model_.head_dim);
@@ -246,6 +255,11 @@ void Decoder::qkv(const Step& step, int layer) {
     }
     multiply_into(weights.qkv, normed_, projected_);
     threads_.parallel_for(int(active_.size()), [&](int, int nth) {  // a norm needs its whole head, and so does a scale
+        if (const float* weight = weights.projection_norms) {
+            float *queries = projected_.row(nth), *keys = queries + q_size_;
+            kernels_.rms_norm(queries, queries, weight, model_.eps, q_size_);
+            kernels_.rms_norm(keys, keys, weight + q_size_, model_.eps, kv_size_);
+        }
         for (int channel = 0; channel < q_size_ + 2 * kv_size_; channel += model_.head_dim) {
             float* head = projected_.row(nth) + channel;
             if (weights.head_norms && channel < q_size_ + kv_size_) {
@@ -281,11 +295,22 @@ void Decoder::multiply_and_add(const D3Matrix& matrix, const Rows& x) {
     });
 }
 
+// With a norm behind the sublayer the whole product is needed before it is added.
+void Decoder::add_product(const D3Matrix& matrix, const Rows& x, const float* post_norm) {
+    if (!post_norm) return multiply_and_add(matrix, x);
+    multiply_into(matrix, x, inner_);
+    each_row([&](int, int nth) {
+        float* product = inner_.row(nth);
+        kernels_.rms_norm(product, product, post_norm, model_.eps, model_.hidden);
+        kernels_.add(hidden_.row(active_[nth]), product, model_.hidden);
+    });
+}
+
 // The rows of gate and up lie half a matrix apart; a tile takes some of both.
 void Decoder::gate_up(const D3Layer& layer) {
     norm(layer.mlp_norm);
     const auto use = [&](int, int nth, int start, int stop, const float* gate, const float* up) {
-        kernels_.swiglu(gated_.row(nth) + start, gate, up, stop - start);
+        activate_(gated_.row(nth) + start, gate, up, stop - start);
     };
     matmul_.multiply_bands<2>(layer.gate_up, normed_, int(active_.size()), use);
 }
@@ -304,10 +329,11 @@ void Decoder::head(const Step& step) {
     }
     std::fill(best_.begin(), best_.end(), Best::none());
     if (run.confidences) masses_.assign(best_.size(), Mass());
-    multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, const float* values) {
+    multiply(model_.lm_head, normed_, [&](int worker, int nth, int start, int stop, float* values) {
         const int row = active_[nth];
         const DrawParams how = draw_params(step, row);
         const size_t place = size_t(worker) * model_.max_rows + row;
+        if (model_.logit_cap > 0) kernels_.soft_cap(values, model_.logit_cap, stop - start);
         if (run.confidences) masses_[place].update(values, stop - start, how.temperature);
         const int64_t index = run.logit_places ? run.logit_places[row] : row;
         if (run.logits && index >= 0) {
@@ -477,7 +503,7 @@ AttentionArgs Decoder::attention_args(const Step& step, int layer, int nth, int 
             step.table(row, layer, model_),
             int64_t(model_.block_size) * kv_size_, int64_t(model_.block_size) * model_.kv_heads, kv_size_, block.rows,
             block.heads, group_, model_.head_dim, model_.block_size, int32_t(step.position(row) + 1),
-            layers_[layer].window, model_.scale, prefetches_, false, nullptr, 0};
+            layers_[layer].window, model_.scale, model_.attention_cap, prefetches_, false, nullptr, 0};
 }
 
 // A tile is a block, or one KV head of it. All heads together read memory faster, because they are neighbours there;

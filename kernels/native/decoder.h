@@ -72,6 +72,7 @@ private:
     void apply_bridges(const Step& step, int layer);
     void apply_bridge(const D3Bridge& bridge);
 
+    template <class Body> void each_row(Body body);
     void norm(const float* weight);
     void expect(const D3Matrix& matrix, int bands = 1) { matmul_.expect(matrix, int(active_.size()), bands); }
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use) {
@@ -79,6 +80,7 @@ private:
     }
     void multiply_into(const D3Matrix& matrix, const Rows& x, const Rows& to);
     void multiply_and_add(const D3Matrix& matrix, const Rows& x);
+    void add_product(const D3Matrix& matrix, const Rows& x, const float* post_norm);
     void qkv(const Step& step, int layer);
     void gate_up(const D3Layer& layer);
     void keep_yielding(const Step& step);
@@ -107,6 +109,7 @@ private:
     const Kernels& kernels_;
     const int group_, q_size_, kv_size_;
     const bool prefetches_;  // keys and values, before attention reads them
+    void (*const activate_)(float* out, const float* gate, const float* up, int n);
     ThreadPool threads_;
     Matmul matmul_;
     // `hidden_` has one row per row of the run; the others one per row in `active_`, in that order.

@@ -19,6 +19,7 @@ from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
 from d3engine.kernels.interleaved import LANES
 from d3engine.kernels.native import build
 from d3engine.kernels.native.model import (
+    ACTIVATIONS,
     LayerStructure,
     Linear,
     MatrixStructure,
@@ -102,6 +103,10 @@ class Decoder:
             layers,
             address_of(model.final_norm, torch.float32),
             *pool_addresses(model.pool),
+            ACTIVATIONS.index(model.activation),
+            model.embedding_scale,
+            model.attention_cap or 0.0,
+            model.logit_cap or 0.0,
         )
         made = c_void_p()
         _check(self._library.d3_create(byref(structure), byref(made)))

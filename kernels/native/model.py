@@ -18,6 +18,8 @@ from d3engine.kernels.matrices import Table, Weight
 
 _FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 9}
 """Of `D3Kind` in `abi.h`; a format knows its own."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Of the gates, by their numbers in `D3Activation`."""
 
 
 class NativeError(RuntimeError):
@@ -51,6 +53,7 @@ class LayerStructure(Structure):
         ("head_norms", c_void_p),
         ("rotations", c_void_p),
         ("window", c_int32),
+        *((name, c_void_p) for name in ("projection_norms", "attention_post_norm", "mlp_post_norm")),
     )
 
 
@@ -79,6 +82,8 @@ class ModelStructure(Structure):
         ("num_head_tokens", c_int64),
         ("layers", POINTER(LayerStructure)),
         *((name, c_void_p) for name in ("final_norm", "pool", "pool_scales")),
+        ("activation", c_int32),
+        *((name, c_float) for name in ("embedding_scale", "attention_cap", "logit_cap")),
     )
 
 
@@ -119,21 +124,25 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class NativeLayer:
-    """The weights of one layer; norms are float32.
+    """The weights of one layer; norms are float32, those that are None are left out.
 
     `rotations` complex64 [positions, head_dim / 2], None for a layer without RoPE. `head_norms` [2, head_dim], of query
-    heads and of key heads before RoPE, or None. `window`: positions that one attends to at most, itself included.
+    heads and of key heads before RoPE, or None; `projection_norms` [queries + keys], of all of them together. Post
+    norms [hidden] are of a sublayer's output. `window`: positions that one attends to at most, itself included.
     """
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Linear
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Linear
     down: Linear
     rotations: Tensor | None
     head_norms: Tensor | None = None
     window: int = NO_WINDOW
+    projection_norms: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
 
     @property
     def matrices(self) -> tuple[Linear, ...]:
@@ -141,15 +150,16 @@ class NativeLayer:
 
     def structure(self) -> LayerStructure:
         return LayerStructure(
-            address_of(self.attention_norm, torch.float32),
+            _address_or_none(self.attention_norm),
             self.qkv.structure(),
             self.output.structure(),
-            address_of(self.mlp_norm, torch.float32),
+            _address_or_none(self.mlp_norm),
             self.gate_up.structure(),
             self.down.structure(),
-            None if self.head_norms is None else address_of(self.head_norms, torch.float32),
+            _address_or_none(self.head_norms),
             None if self.rotations is None else address_of(self.rotations, torch.complex64),
             self.window,
+            *map(_address_or_none, (self.projection_norms, self.attention_post_norm, self.mlp_post_norm)),
         )
 
 
@@ -158,8 +168,10 @@ class NativeModel:
     """A model with float32 activations, and its KV pool [blocks, 2, block_size, kv heads, head_dim].
 
     The pool holds float32 or 8-bit floats. Matrices are of any kind in `D3Kind`, the embedding of one whose single rows
-    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores. `head_tokens` int64, ascending,
-    are the tokens of the head's rows where it is a draft model's and shortened; None: all tokens.
+    are read. Rotations have `max_positions` rows; `scale` multiplies attention scores, `embedding_scale` rows of the
+    embedding. `activation` is one of `ACTIVATIONS`; the soft caps of scores and logits are above 0, or None.
+    `head_tokens` int64, ascending, are the tokens of the head's rows where it is a draft model's and shortened; None:
+    all tokens.
     """
 
     layers: tuple[NativeLayer, ...]
@@ -172,6 +184,10 @@ class NativeModel:
     eps: float
     scale: float
     head_tokens: Tensor | None = None
+    activation: str = ACTIVATIONS[0]
+    embedding_scale: float = 1.0
+    attention_cap: float | None = None
+    logit_cap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +218,11 @@ class NativeBridges:
     @property
     def address(self) -> int:
         return addressof(self._structure)
+
+
+def _address_or_none(tensor: Tensor | None) -> int | None:
+    """Of float32 numbers."""
+    return None if tensor is None else address_of(tensor, torch.float32)
 
 
 def _addresses(*tensors: Tensor) -> tuple[int, ...]:

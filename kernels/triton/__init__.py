@@ -11,10 +11,11 @@ from d3engine.kernels.triton.linear_residual import linear_residual
 from d3engine.kernels.triton.lm_head import lm_head, lm_head_argmax, lm_head_sample
 from d3engine.kernels.triton.paged_attention import attention_inputs, paged_attention
 from d3engine.kernels.triton.qkv import qkv
-from d3engine.kernels.triton.rms_norm import rms_norm
+from d3engine.kernels.triton.rms_norm import add_norm, rms_norm
 from d3engine.kernels.triton.sample import count_tokens, sample
 
 __all__ = [
+    "add_norm",
     "attention_inputs",
     "begin_step",
     "copy_entries",

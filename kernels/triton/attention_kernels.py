@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.product_kernels import wait_for_previous
+from d3engine.kernels.triton.product_kernels import hyperbolic_tangent, wait_for_previous
 from d3engine.kernels.triton.small_values import fp8_values
 
 SPLIT = 128
@@ -252,6 +252,7 @@ def _attend_tiles(
     begin,
     end,
     scale,
+    cap,
     KV_HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PADDED_CHANNELS: tl.constexpr,
@@ -264,9 +265,10 @@ def _attend_tiles(
     Where `firsts` [rows] is not None a row looks at no entry before its own of these.
 
     Takes and returns the state: `attended` [rows, D], the maximum `peak` [rows] and the sum of weights `total` [rows].
-    `scale` [rows], above 0, is what a row's products are multiplied by. Without MASKED the caller promises whole tiles
-    that every row may see. Products are of the dtype of `queries`. Scales of values go to the weights, and so that
-    float16 can tell these apart, `peak` lies _LIFT below the maximum then.
+    `scale` [rows], above 0, is what a row's products are multiplied by. Without MASKED the caller promises whole
+    tiles that every row may see. A `cap` that is not None softly caps scaled scores. Products are of the dtype of
+    `queries`. Scales of values go to the weights, and so that float16 can tell these apart, `peak` lies _LIFT below
+    the maximum then.
     """
     LIFT: tl.constexpr = 0.0 if scales is None else _LIFT
     for start in tl.range(begin, end, TILE):
@@ -277,15 +279,23 @@ def _attend_tiles(
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if scales is not None:
             scores *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, False)[None, :]
+        if cap is not None:  # the scale is in them then
+            scores = cap * hyperbolic_tangent(scores * (scale / cap)[:, None])
         if MASKED:
             seen = (start + tl.arange(0, TILE))[None, :] < limits[:, None]
             if firsts is not None:
                 seen &= (start + tl.arange(0, TILE))[None, :] >= firsts[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         # The largest score is scaled by itself: then a weight takes a multiply-add and a power.
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale - LIFT)
+        if cap is not None:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) - LIFT)
+        else:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale - LIFT)
         decay = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores * scale[:, None] - new_peak[:, None])
+        if cap is not None:
+            weights = tl.exp2(scores - new_peak[:, None])
+        else:
+            weights = tl.exp2(scores * scale[:, None] - new_peak[:, None])
         total = total * decay + tl.sum(weights, 1)
         if scales is not None:
             weights *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, True)[None, :]
@@ -310,6 +320,7 @@ def _attend_entries(
     end,
     first,
     scale,
+    cap,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -351,6 +362,8 @@ def _attend_entries(
             scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
             if scales is not None:
                 scores *= key_scales
+            if cap is not None:
+                scores = cap * hyperbolic_tangent(scores / cap)
             seen = start + tl.arange(0, TILE) < end
             if first is not None:
                 seen &= start + tl.arange(0, TILE) >= first
@@ -388,7 +401,7 @@ def _attend_entries(
         else:
             firsts = tl.zeros([PADDED_GROUP], tl.int32) + first
         attended, peak, total = _attend_tiles(
-            attended, peak, total, packed, limits, firsts, pool, scales, table, begin, end, row_scales,
+            attended, peak, total, packed, limits, firsts, pool, scales, table, begin, end, row_scales, cap,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
         result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -414,6 +427,7 @@ def single_rows_kernel(
     num_chunks,
     window,
     scale,
+    cap,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -464,7 +478,7 @@ def single_rows_kernel(
                 pool + (work % KV_HEADS) * CHANNELS,
                 None if scales is None else scales + (work % KV_HEADS) * BLOCK_SIZE,
                 block_tables + chunk.to(tl.int64) * table_stride,
-                begin + split * size, tl.minimum(begin + (split + 1) * size, kv_length), seen_first, scale,
+                begin + split * size, tl.minimum(begin + (split + 1) * size, kv_length), seen_first, scale, cap,
                 GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
             )  # fmt: skip
             target = out + (row * HEADS + first_head) * CHANNELS
@@ -503,6 +517,7 @@ def long_chunks_kernel(
     num_chunks,
     window,
     scale,
+    cap,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -590,11 +605,11 @@ def long_chunks_kernel(
     attended = tl.zeros([PACKED_ROWS, PADDED_CHANNELS], tl.float32)
     if not (BATCH_INVARIANT or WINDOWED):
         attended, peak, total = _attend_tiles(
-            attended, peak, total, tile_queries, limits, None, pool, scales, table, 0, seen_by_all, row_scales,
+            attended, peak, total, tile_queries, limits, None, pool, scales, table, 0, seen_by_all, row_scales, cap,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False,
         )  # fmt: skip
     attended, peak, total = _attend_tiles(
-        attended, peak, total, tile_queries, limits, firsts, pool, scales, table, seen_by_all, end, row_scales,
+        attended, peak, total, tile_queries, limits, firsts, pool, scales, table, seen_by_all, end, row_scales, cap,
         KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
     )  # fmt: skip
     result = attended / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -1,4 +1,4 @@
-"""RMSNorm, gate and up projections, and SwiGLU: one launch, or two where many rows are normed before.
+"""RMSNorm, gate and up projections, and SwiGLU or GeGLU: one launch, or two where many rows are normed before.
 
 A tile takes rows of the gate and of the up projection in turns, so that a gate meets its up value in one program; the
 weights themselves stay apart in memory, because a program reads every weight row as a stream of its own anyway.
@@ -26,21 +26,24 @@ from d3engine.kernels.triton.product_kernels import (
 )
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
-from d3engine.kernels.triton.rms_norm import normed
+from d3engine.kernels.triton.rms_norm import normed_or_not
 
 
 @performed
 def gate_up(
     hidden: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Weight,
     bias: Tensor | None,
     *,
+    activation: str = "silu",
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
-    """RMSNorm, the gate and up projections, and SwiGLU: silu(gate) * up, [T, I].
+    """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I].
+
+    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is.
 
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
     but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned;
@@ -53,29 +56,30 @@ def gate_up(
     out = torch.empty(rows, outputs // 2, dtype=hidden.dtype, device=hidden.device)
     tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is not None:
-        return out, gate_up_launches(tile, hidden, norm_weight, eps, weight, bias, out, num_rows)
-    x, norm = normed(hidden, norm_weight, eps, num_rows)
+        return out, gate_up_launches(tile, hidden, norm_weight, eps, weight, bias, out, num_rows, activation)
+    x, norm = normed_or_not(hidden, norm_weight, eps, num_rows)
     projected, steps = matmul_steps(x, weight, bias)
-    return out, [norm, *steps, swiglu_launch(projected, out, num_rows)]
+    return out, [*norm, *steps, gates_launch(projected, out, num_rows, activation)]
 
 
 def gate_up_launches(
     tile: Tile,
     hidden: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Weight,
     bias: Tensor | None,
     out: Tensor,
     num_rows: Tensor | None,
+    activation: str,
 ) -> list[Launch]:
     """Everything in one kernel; and what its rows need before."""
-    target = {"bias_ptr": bias, "out_ptr": out, "GATES": out.shape[1]}
+    target = {"bias_ptr": bias, "out_ptr": out, "GATES": out.shape[1], "GELU": activation == "gelu_tanh"}
     return product_launches(_product_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
 
 
-def swiglu_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None) -> Launch:
-    """SwiGLU alone, after a product [T, 2 I] made elsewhere."""
+def gates_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None, activation: str) -> Launch:
+    """The gates alone, after a product [T, 2 I] made elsewhere."""
     rows, gates = out.shape
     arguments = {
         "projected_ptr": projected,
@@ -84,6 +88,7 @@ def swiglu_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None) -> La
         "num_rows_ptr": num_rows,
         "total_rows": rows,
         "GATES": gates,
+        "GELU": activation == "gelu_tanh",
         "BLOCK_N": 1024,
     }
     return Launch(_swiglu_kernel, (rows, triton.cdiv(gates, 1024)), arguments)
@@ -101,11 +106,21 @@ def launches(
         out = meta(rows, gates, dtype=dtype)
         tile = product_tile(rows, weight, dtype, batch_invariant=batch_invariant)
         if tile is None:
-            yield f"swiglu rows={rows}", swiglu_launch(meta(rows, 2 * gates, dtype=dtype), out, num_rows)
+            projected = meta(rows, 2 * gates, dtype=dtype)
+            yield f"swiglu rows={rows}", gates_launch(projected, out, num_rows, shape.activation)
         else:
             hidden = meta(rows, hidden_size, dtype=dtype)
-            found = gate_up_launches(tile, hidden, norm, 1e-5, weight, bias, out, num_rows)
+            found = gate_up_launches(tile, hidden, norm, 1e-5, weight, bias, out, num_rows, shape.activation)
             yield from labelled(found, "", rows)
+
+
+@triton.jit
+def _activated(gate, GELU: tl.constexpr):
+    """SiLU; or GELU by its approximation with tanh, whose half of 1 + tanh(u) is the sigmoid of 2 u."""
+    if GELU:
+        return gate * tl.sigmoid(gate * (1.5957691216057308 + 0.07135481282052 * gate * gate))
+    else:  # noqa: RET505
+        return gate * tl.sigmoid(gate)
 
 
 @triton.jit(**NOT_SPECIALIZED)
@@ -124,6 +139,7 @@ def _product_kernel(
     total_rows,
     K: tl.constexpr,
     GATES: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,7 +161,7 @@ def _product_kernel(
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(sums, (BLOCK_T, BLOCK_N // 2, 2)))
-    out = gate * tl.sigmoid(gate) * up
+    out = _activated(gate, GELU) * up
     gates = first_gate + tl.arange(0, BLOCK_N // 2)
     pointers = out_ptr + rows.to(tl.int64)[:, None] * GATES + gates[None, :]
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=(rows < count)[:, None] & (gates < GATES)[None, :])
@@ -159,6 +175,7 @@ def _swiglu_kernel(
     num_rows_ptr,
     total_rows,
     GATES: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -171,5 +188,5 @@ def _swiglu_kernel(
     pointers = projected_ptr + row * projected_stride + columns
     gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(pointers + GATES, mask=mask, other=0.0).to(tl.float32)
-    out = gate * tl.sigmoid(gate) * up
+    out = _activated(gate, GELU) * up
     tl.store(out_ptr + row * GATES + columns, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -76,6 +76,10 @@ class ModelShape:
     block_size: int = 16
     bias: bool = False
     head_norms: bool = False
+    projection_norms: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+    soft_caps: bool = False
 
 
 SHAPES = {
@@ -88,6 +92,10 @@ SHAPES = {
         ModelShape("llama2-70b", 8192, 64, 8, 128, 28672, 32000),
         ModelShape("llama3-8b", 4096, 32, 8, 128, 14336, 128256),
         ModelShape("qwen3-8b", 4096, 32, 8, 128, 12288, 151936, head_norms=True),
+        ModelShape("olmo2-7b", 4096, 32, 32, 128, 11008, 100352, projection_norms=True, post_norms=True),
+        ModelShape(
+            "gemma2-9b", 3584, 16, 8, 256, 14336, 256000, post_norms=True, activation="gelu_tanh", soft_caps=True
+        ),
     )
 }
 

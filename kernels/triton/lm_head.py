@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.matrices import Weight
+from d3engine.kernels.reference_attention import soft_capped
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.matmul import matmul
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, prologue, tile_product
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, hyperbolic_tangent, prologue, tile_product
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
@@ -36,12 +37,14 @@ def lm_head(
     eps: float,
     weight: Weight,
     *,
+    cap: float | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
 
-    The logits are the float32 sums; `reference.py`, and the path of many rows, round them to the weights' dtype first.
+    With a soft `cap` above 0 each becomes cap * tanh(logit / cap). The logits are the float32 sums; `reference.py`, and
+    the path of many rows, round them to the weights' dtype first.
     `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
     `batch_invariant`: as for `product_tile`; then the three operations here have the same logits.
     """
@@ -49,9 +52,9 @@ def lm_head(
     rows, vocab = hidden.shape[0], weight.shape[0]
     tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is None:
-        return matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight).float()
+        return soft_capped(matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight), cap).float()
     logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
-    for launch in logits_launches(tile, hidden, norm_weight, eps, weight, logits, num_rows):
+    for launch in logits_launches(tile, hidden, norm_weight, eps, weight, logits, num_rows, cap):
         launch.run()
     return logits
 
@@ -62,6 +65,7 @@ def lm_head_argmax(
     eps: float,
     weight: Weight,
     *,
+    cap: float | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -73,11 +77,11 @@ def lm_head_argmax(
     rows, vocab = hidden.shape[0], weight.shape[0]
     tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is None:
-        logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
+        logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows)
         tokens = logits.argmax(dim=-1)
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     candidates = torch.empty(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
-    for launch in choice_launches(tile, hidden, norm_weight, eps, weight, None, None, candidates, num_rows):
+    for launch in choice_launches(tile, hidden, norm_weight, eps, weight, None, None, candidates, num_rows, cap=cap):
         launch.run()
     return best_of(candidates, num_rows)
 
@@ -93,6 +97,7 @@ def lm_head_sample(
     steps: Tensor,
     *,
     first_token: int = 0,
+    cap: float | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -108,10 +113,10 @@ def lm_head_sample(
     need_unit_strides(rows)
     tile = product_tile(count, weight, hidden.dtype, batch_invariant=batch_invariant)
     if tile is None or tile.rows > DRAWN_ROWS:
-        logits = lm_head(hidden, norm_weight, eps, weight, num_rows=num_rows)
+        logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows)
         return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)
     candidates = torch.empty(count, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
-    given = (tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows, first_token)
+    given = (tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows, first_token, cap)
     for launch in choice_launches(*given):
         launch.run()
     return best_of(candidates, num_rows)
@@ -125,9 +130,10 @@ def logits_launches(
     weight: Weight,
     logits: Tensor,
     num_rows: Tensor | None,
+    cap: float | None = None,
 ) -> list[Launch]:
     """Norm, product and store in one kernel; or the norm of many rows before."""
-    target = {"logits_ptr": logits, "V": weight.shape[0]}
+    target = {"logits_ptr": logits, "cap": cap, "V": weight.shape[0]}
     *before, product = product_launches(
         _logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target
     )
@@ -149,6 +155,7 @@ def choice_launches(
     candidates: Tensor,
     num_rows: Tensor | None,
     first_token: int = 0,
+    cap: float | None = None,
 ) -> list[Launch]:
     """The best candidate of every tile, `candidates` int64 [T, tiles] (written): by logit, or a draw of `rows`."""
     choice = {
@@ -158,6 +165,7 @@ def choice_launches(
         "steps_ptr": steps,
         "candidates_ptr": candidates,
         "first_token": first_token,
+        "cap": cap,
         "TILES": candidates.shape[1],
         "V": weight.shape[0],
     }
@@ -170,21 +178,23 @@ def launches(
     """What `kernels/inspect.py` compiles."""
     vocab, columns = shape.vocab_size, shape.hidden_size
     norm, num_rows = meta(columns, dtype=dtype), meta(1, dtype=torch.int32)
+    cap = 30.0 if shape.soft_caps else None
     weight = meta_weight(vocab, columns, dtype=dtype, weights=weights)
     for rows in ROW_COUNTS:
         tile = product_tile(rows, weight, dtype, batch_invariant=batch_invariant)
         if tile is None:
             continue
         hidden, logits = meta(rows, columns, dtype=dtype), meta(rows, vocab, dtype=torch.float32)
-        found = logits_launches(tile, hidden, norm, 1e-5, weight, logits, num_rows)
+        found = logits_launches(tile, hidden, norm, 1e-5, weight, logits, num_rows, cap)
         yield from labelled(found, "logits", rows)
         integers, floats = meta(rows, dtype=torch.int64), meta(rows, dtype=torch.float32)
         candidates = meta(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.int64)
         given = (tile, hidden, norm, 1e-5, weight)
         draws = SamplingRows(floats, integers, integers)
-        yield from labelled(choice_launches(*given, None, None, candidates, num_rows), "argmax", rows)
+        yield from labelled(choice_launches(*given, None, None, candidates, num_rows, cap=cap), "argmax", rows)
         if tile.rows <= DRAWN_ROWS:
-            yield from labelled(choice_launches(*given, draws, integers, candidates, num_rows), "sample", rows)
+            found = choice_launches(*given, draws, integers, candidates, num_rows, cap=cap)
+            yield from labelled(found, "sample", rows)
     yield "best", best_launch(candidates, integers, floats, num_rows)
 
 
@@ -199,6 +209,7 @@ def _logits_kernel(
     scales_ptr,
     SCALES_STRIDE: tl.constexpr,
     logits_ptr,
+    cap,
     num_rows_ptr,
     total_rows,
     K: tl.constexpr,
@@ -220,6 +231,8 @@ def _logits_kernel(
         weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
+    if cap is not None:
+        sums = cap * hyperbolic_tangent(sums / cap)
     pointers = logits_ptr + rows.to(tl.int64)[:, None] * V + tokens[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (tokens < V)[None, :])
 
@@ -242,6 +255,7 @@ def _choice_kernel(
     steps_ptr,
     candidates_ptr,
     first_token,
+    cap,
     K: tl.constexpr,
     V: tl.constexpr,
     TILES: tl.constexpr,
@@ -262,6 +276,8 @@ def _choice_kernel(
         weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, tokens,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
+    if cap is not None:
+        sums = cap * hyperbolic_tangent(sums / cap)
     if temperature_ptr is not None:
         live = rows < count
         temperature = tl.load(temperature_ptr + rows, mask=live, other=0.0)[:, None]

@@ -10,6 +10,7 @@ Letters are the reference's: T rows, C chunks, N query heads, M key/value heads,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -88,14 +89,16 @@ def paged_attention(
     scale: float,
     *,
     window: int = NO_WINDOW,
+    cap: float | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
 
     Query head n reads key/value head n // (N / M), and of it the last `window` entries alone, the row's own included.
     `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, of the dtype of `queries` or in 8 bits, with `block_size`
-    a power of two; the rows of `queries` may be strided. `scale` is above 0. `num_rows` [1] on the device takes the
-    place of `inputs.num_rows`; rows from there on are undefined in the result.
+    a power of two; the rows of `queries` may be strided. `scale` is above 0. With a soft `cap` above 0 a score x,
+    already times `scale`, becomes cap * tanh(x / cap). `num_rows` [1] on the device takes the place of
+    `inputs.num_rows`; rows from there on are undefined in the result.
 
     Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
     row's entry may reach an earlier row of the same query tile, as in the reference.
@@ -121,6 +124,7 @@ def paged_attention(
         inputs.single_rows,
         window,
         scale,
+        cap,
     )
 
 
@@ -140,16 +144,23 @@ def _attention(
     single_rows: bool,
     window: int,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Sequence[Step]]:
     bounds = max_kv_length, max_chunk_rows, single_rows
     room = Room(parts, arrived)
     inputs = AttentionInputs(query_starts, kv_lengths, block_tables, num_rows, *bounds, room, tiled_lengths)
     out = torch.empty(queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype, device=queries.device)
-    return out, attention_launches(out, queries, pool, inputs, scale, window)
+    return out, attention_launches(out, queries, pool, inputs, scale, window, cap)
 
 
 def attention_launches(
-    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int = NO_WINDOW
+    out: Tensor,
+    queries: Tensor,
+    pool: KVPool,
+    inputs: AttentionInputs,
+    scale: float,
+    window: int = NO_WINDOW,
+    cap: float | None = None,
 ) -> list[Launch]:
     """What computes `paged_attention` into `out` [T, N D], in order; rows below `num_rows` alone are written."""
     if not (pool.is_contiguous() and queries.stride()[1:] == (queries.shape[2], 1) and out.is_contiguous()):
@@ -163,9 +174,9 @@ def attention_launches(
     if queries.shape[0] == 0 or inputs.kv_lengths.shape[0] == 0:
         return launches
     if inputs.single_rows:
-        launches += [_single_rows_launch(out, queries, pool, some, scale, window) for some in _in_turn(inputs)]
+        launches += [_single_rows_launch(out, queries, pool, some, scale, window, cap) for some in _in_turn(inputs)]
     if inputs.max_chunk_rows > (1 if inputs.tiled_lengths is None else 0):
-        launches.append(_long_chunks_launch(out, queries, pool, inputs, scale, window))
+        launches.append(_long_chunks_launch(out, queries, pool, inputs, scale, window, cap))
     return launches
 
 
@@ -199,7 +210,13 @@ def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
 
 
 def _single_rows_launch(
-    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int
+    out: Tensor,
+    queries: Tensor,
+    pool: KVPool,
+    inputs: AttentionInputs,
+    scale: float,
+    window: int,
+    cap: float | None,
 ) -> Launch:
     chunks, heads, kv_heads, channels = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3], pool.shape[4]
     tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
@@ -211,7 +228,7 @@ def _single_rows_launch(
         single_rows_kernel,
         (programs,),
         {
-            **_common_arguments(queries, pool, inputs, scale, window),
+            **_common_arguments(queries, pool, inputs, scale, window, cap),
             "out": out,
             "parts": parts,
             "log_totals": log_totals,
@@ -231,7 +248,13 @@ def _single_rows_launch(
 
 
 def _long_chunks_launch(
-    out: Tensor, queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int
+    out: Tensor,
+    queries: Tensor,
+    pool: KVPool,
+    inputs: AttentionInputs,
+    scale: float,
+    window: int,
+    cap: float | None,
 ) -> Launch:
     chunks, heads, kv_heads = inputs.kv_lengths.shape[0], queries.shape[1], pool.shape[3]
     group = heads // kv_heads
@@ -244,7 +267,7 @@ def _long_chunks_launch(
         long_chunks_kernel,
         (num_tiles, kv_heads),
         {
-            **_common_arguments(queries, pool, inputs, scale, window),
+            **_common_arguments(queries, pool, inputs, scale, window, cap),
             **({"kv_lengths": inputs.tiled_lengths} if fixed else {}),
             "out": out,
             "PACKED_ROWS": tuning.packed_rows,
@@ -260,7 +283,7 @@ def _long_chunks_launch(
 
 
 def _common_arguments(
-    queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int
+    queries: Tensor, pool: KVPool, inputs: AttentionInputs, scale: float, window: int, cap: float | None
 ) -> dict[str, Any]:
     values, scales = values_and_scales(pool)
     return {
@@ -276,6 +299,7 @@ def _common_arguments(
         "num_chunks": inputs.kv_lengths.shape[0],
         "window": window,
         "scale": scale * _LOG2_E,  # the kernels take powers of two
+        "cap": None if cap is None else cap * _LOG2_E,
         "HEADS": queries.shape[1],
         "KV_HEADS": pool.shape[3],
         "CHANNELS": pool.shape[4],
@@ -323,7 +347,8 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
         return Tuning(tile=max(16, min(128, 8192 // width)), packed_rows=1, num_warps=4, num_stages=3, programs=3)
     packed_rows = max(16, triton.next_power_of_2(group))
     if element_size == 4:
-        return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if packed_rows == 16 else 8, num_stages=5)
+        is_small = packed_rows == 16 and channels <= 128
+        return Tuning(tile=16, packed_rows=packed_rows, num_warps=4 if is_small else 8, num_stages=5)
     tile = max(16, min(64 if element_size == 1 or channels <= 16 else 128, 16384 // width))
     programs = 3 if element_size == 1 or tile * width < 16384 else 2  # by shared memory, of an A100 too
     return Tuning(tile=tile, packed_rows=packed_rows, num_warps=4, num_stages=5, programs=programs)
@@ -331,21 +356,20 @@ def tune_single_rows(channels: int, group: int, element_size: int) -> Tuning:
 
 def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_rows: int | None) -> Tuning:
     """Query tiles no larger than the longest chunk fills, if that is to count; float32 has no tensor cores and would
-    spill."""
-    fewest = triton.next_power_of_2(group)
+    spill. Of heads of more than 128 channels larger tiles would not fit into shared memory."""
+    fewest, is_wide = triton.next_power_of_2(group), channels > 128
     if element_size == 4:
         return Tuning(tile=16, packed_rows=max(32, fewest), num_warps=8, num_stages=2)
-    if max_chunk_rows is None:
-        return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
     is_narrow = element_size == 1  # what was loaded and what becomes of it stand in registers side by side
     few, more = _FEW_PACKED_ROWS
-    if max_chunk_rows * group <= few:
+    longest = math.inf if max_chunk_rows is None else max_chunk_rows * group
+    if longest <= few:
         # Of heads of 16 channels a tile of 64 entries is so small that the newest Triton keeps some of it in memory.
-        tile = 32 if is_narrow else 64 if channels > 16 else 128
+        tile = 32 if is_narrow or is_wide else 64 if channels > 16 else 128
         return Tuning(tile=tile, packed_rows=16, num_warps=4, num_stages=5)
-    if max_chunk_rows * group <= more:
+    if longest <= more or is_wide:
         # More entries a tile would spill on Ampere, and more stages on Blackwell.
-        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow else 4, num_stages=4)
+        return Tuning(tile=32, packed_rows=max(64, fewest), num_warps=8 if is_narrow or is_wide else 4, num_stages=4)
     return Tuning(tile=64, packed_rows=max(128, fewest), num_warps=8, num_stages=5)
 
 
@@ -375,7 +399,7 @@ def _padded(channels: int) -> int:
 
 def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """Launches to compile ahead of time: decoding, short and long chunks, at two block sizes."""
-    heads, channels = shape.num_heads, shape.head_dim
+    heads, channels, cap = shape.num_heads, shape.head_dim, 50.0 if shape.soft_caps else None
     for block_size in sorted({shape.block_size, 64}):
         pool = meta(1024, 2, block_size, shape.num_kv_heads, channels, dtype=dtype)
         for label, chunks, rows, length in (
@@ -395,15 +419,15 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
                 single_rows=rows == 1,
             )
             out = meta(chunks * rows, heads * channels, dtype=dtype)
-            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5):
+            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5, cap=cap):
                 yield f"{label}, blocks of {block_size}", launch
-            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5, 1000):
+            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5, 1000, cap):
                 yield f"{label} in a window, blocks of {block_size}", launch
             if dtype != torch.float32 and channels >= 64:  # smaller heads starve, and are of toys
                 narrow = meta_fp8_pool(shape, block_size)
-                for launch in attention_launches(out, queries, narrow, inputs, channels**-0.5):
+                for launch in attention_launches(out, queries, narrow, inputs, channels**-0.5, cap=cap):
                     yield f"{label}, blocks of {block_size} in 8 bits", launch
         if block_size == shape.block_size:  # the last of these, where no bit may depend on how a prompt is cut
             fixed = replace(inputs, tiled_lengths=inputs.kv_lengths, single_rows=False)
-            for launch in attention_launches(out, queries, pool, fixed, channels**-0.5):
+            for launch in attention_launches(out, queries, pool, fixed, channels**-0.5, cap=cap):
                 yield "batch-invariant chunk", launch

@@ -47,6 +47,15 @@ def is_of_groups(dtype, scales_stride):
 
 
 @triton.jit
+def hyperbolic_tangent(x):
+    """tanh: a continued fraction near 0, where one minus an exponential would lose digits."""
+    square = x * x
+    near = x * (945.0 + square * (105.0 + square)) / (945.0 + square * (420.0 + square * 15.0))
+    far = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+    return tl.where(square <= 1.0, near, far)
+
+
+@triton.jit
 def live_rows(num_rows_ptr, total_rows):
     """Rows to compute: all, or fewer if the device says so."""
     if num_rows_ptr is None:

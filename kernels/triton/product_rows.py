@@ -25,27 +25,34 @@ def product_launches(
     weight: Weight,
     num_rows: Tensor | None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: tuple[Tensor | None, float] | None = None,
     **others: object,
 ) -> list[Launch]:
     """`product_launch` last, and before it what makes rows out of `x` [T, K] that its tile takes.
 
-    Of a `norm` that was applied before, the kernel gets none.
+    Of a `norm` that was applied before, the kernel gets none; nor where it has no weight, which is no norm.
     """
     is_arranged = tile.is_arranged(weight, x.dtype)
-    if not tile.is_normed or not (norm or is_arranged):
-        return [product_launch(kernel, tile, x, weight, num_rows, norm=norm, **others)]
+    applied: tuple[Tensor, float] | None = None
+    if norm is not None:
+        norm_weight, eps = norm
+        applied = None if norm_weight is None else (norm_weight, eps)
+        others |= {"norm_ptr": None, "eps": 0.0} if applied is None else {}
+    if not tile.is_normed or not (applied or is_arranged):
+        return [product_launch(kernel, tile, x, weight, num_rows, norm=applied, **others)]
     rows, columns = x.shape
     stored = torch.empty(rows, arranged_columns(columns) if is_arranged else columns, dtype=x.dtype, device=x.device)
-    if norm is None:
+    if applied is None:
         before = arrange_launch(x, num_rows, stored)
     else:
-        before = norm_launch(x, *norm, None, num_rows, stored, arranged=is_arranged)
+        before = norm_launch(x, *applied, None, num_rows, stored, arranged=is_arranged)
         others |= {"norm_ptr": None, "eps": 0.0}
     return [before, product_launch(kernel, tile, stored, weight, num_rows, norm=None, **others)]
 
 
-_BESIDE = {"_norm_kernel": "norm", "_arrange_kernel": "arranged", "_add_kernel": "add", "_finish_kernel": "finish"}
+_BESIDE = {"_norm_kernel": "norm", "_arrange_kernel": "arranged", "_add_kernel": "add", "_finish_kernel": "finish"} | {
+    "_norm_projections_kernel": "norms"
+}
 
 
 def labelled(launches: Iterable[Launch], label: str, rows: int) -> Iterator[tuple[str, Launch]]:

@@ -19,7 +19,7 @@ from d3engine.kernels.triton.products import Tile
 
 
 def sums_launches(
-    tile: Tile, x: Tensor, weight: Weight, num_rows: Tensor | None, *, norm: tuple[Tensor, float] | None = None
+    tile: Tile, x: Tensor, weight: Weight, num_rows: Tensor | None, *, norm: tuple[Tensor | None, float] | None = None
 ) -> tuple[Tensor, list[Launch]]:
     """The sums float32 [parts, T, N] of `x` [T, K] times `weight` [N, K] transposed, and what writes them.
 

@@ -35,7 +35,7 @@ from d3engine.kernels.triton.product_kernels import (
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.product_sums import added, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
-from d3engine.kernels.triton.rms_norm import normed
+from d3engine.kernels.triton.rms_norm import normed_or_not
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST)
@@ -206,6 +206,42 @@ def _finish_kernel(
     )  # fmt: skip
 
 
+@triton.jit(**NOT_SPECIALIZED)
+def _norm_projections_kernel(
+    projected_ptr,
+    bias_ptr,
+    norms_ptr,
+    eps,
+    summed_ptr,
+    num_rows_ptr,
+    total_rows,
+    N: tl.constexpr,
+    Q: tl.constexpr,
+    KEYS_END: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All queries of a row, all its keys, or all its values: added up, with the bias, and normed but for values."""
+    wait_for_previous(PDL)
+    if tl.program_id(0) >= live_rows(num_rows_ptr, total_rows):
+        return
+    kind = tl.program_id(1)
+    begin = tl.where(kind == 0, 0, tl.where(kind == 1, Q, KEYS_END))
+    end = tl.where(kind == 0, Q, tl.where(kind == 1, KEYS_END, N))
+    outputs = begin + tl.arange(0, BLOCK_N)
+    outputs = tl.where(outputs < end, outputs, N)
+    rows = tl.program_id(0) + tl.arange(0, 1)
+    sums = added(projected_ptr, rows, outputs, total_rows, PARTS, N)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
+    if kind < 2:
+        weights = tl.load(norms_ptr + outputs, mask=outputs < KEYS_END, other=0.0).to(tl.float32)
+        sums *= tl.rsqrt(tl.sum(sums * sums, 1) / (end - begin) + eps)[:, None] * weights[None, :]
+    pointers = summed_ptr + rows.to(tl.int64)[:, None] * N + outputs[None, :]
+    tl.store(pointers, sums, mask=(outputs < N)[None, :])
+
+
 @triton.jit
 def _outputs_at(places, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """The output at each place of tiles in which a head has WIDTH >= D places; N where there is none."""
@@ -233,7 +269,7 @@ def _norm_heads(
 @performed
 def qkv(
     hidden: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Weight,
     bias: Tensor | None,
@@ -243,6 +279,7 @@ def qkv(
     num_heads: int,
     *,
     head_norms: Tensor | None = None,
+    projection_norms: Tensor | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
@@ -251,8 +288,10 @@ def qkv(
     `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
     `pool` [num_blocks, 2, block_size, M, D] (written, contiguous; maybe in 8 bits), `entries` [T, 2] int64: where each
     row's key and value go. `head_norms` [2, D] contiguous: weights of an RMSNorm with the same `eps` over each head
-    before RoPE, the first for queries, the second for keys; None means none. Returns the queries [T, N, D]. All but
-    rotations, entries, a quantized weight and a pool in 8 bits are of one dtype.
+    before RoPE, the first for queries, the second for keys; None means none. `projection_norms` [(N + M) D]
+    contiguous: the same over all queries of a row together, and over all its keys; never with `head_norms`. Without
+    `norm_weight` `hidden` is projected as it is. Returns the queries [T, N, D]. All but rotations, entries, a
+    quantized weight and a pool in 8 bits are of one dtype.
     `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
     `batch_invariant`: as for `product_tile`.
 
@@ -267,31 +306,72 @@ def qkv(
     may_split = batch_invariant or rows > FEW_ROWS.value
     tile = product_tile(rows, weight, hidden.dtype, may_split=may_split, batch_invariant=batch_invariant)
     if tile is not None:
-        return queries, qkv_launches(tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, head_norms)
-    x, norm = normed(hidden, norm_weight, eps, num_rows)
+        return queries, qkv_launches(
+            tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, head_norms, projection_norms
+        )
+    x, norm = normed_or_not(hidden, norm_weight, eps, num_rows)
     projected, steps = matmul_steps(x, weight, bias)
-    return queries, [norm, *steps, finish_launch(projected[None], None, targets, num_rows, head_norms, eps)]
+    ends = finish_launches(projected[None], None, targets, num_rows, head_norms, projection_norms, eps)
+    return queries, [*norm, *steps, *ends]
 
 
 def qkv_launches(
     tile: Tile,
     hidden: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Weight,
     bias: Tensor | None,
     targets: dict[str, object],
     num_rows: Tensor | None,
     head_norms: Tensor | None,
+    projection_norms: Tensor | None,
 ) -> list[Launch]:
-    """Everything in one kernel, or in two if the tile has parts or heads have norms; and what its rows need before."""
+    """Everything in one kernel, or in two if the tile has parts or heads have norms; and what its rows need before.
+
+    Norms of whole projections take a kernel more.
+    """
     norm = norm_weight, eps
-    if tile.parts == 1 and head_norms is None and targets["pool_scales_ptr"] is None:
+    has_norms = head_norms is not None or projection_norms is not None
+    if tile.parts == 1 and not has_norms and targets["pool_scales_ptr"] is None:
         return product_launches(
             _product_kernel, tile, hidden, weight, num_rows, norm=norm, bias_ptr=bias, **targets
         )  # fmt: skip
     sums, launches = sums_launches(tile, hidden, weight, num_rows, norm=norm)
-    return [*launches, finish_launch(sums, bias, targets, num_rows, head_norms, eps)]
+    return [*launches, *finish_launches(sums, bias, targets, num_rows, head_norms, projection_norms, eps)]
+
+
+def finish_launches(
+    projected: Tensor,
+    bias: Tensor | None,
+    targets: dict[str, object],
+    num_rows: Tensor | None,
+    head_norms: Tensor | None,
+    projection_norms: Tensor | None,
+    eps: float,
+) -> list[Launch]:
+    """`finish_launch`, and before it norms of whole projections: a program of it does not see a whole row."""
+    if projection_norms is None:
+        return [finish_launch(projected, bias, targets, num_rows, head_norms, eps)]
+    parts, rows, outputs = projected.shape
+    summed = torch.empty(1, rows, outputs, dtype=torch.float32, device=projected.device)
+    keys_end = projection_norms.shape[0]
+    arguments = {
+        "projected_ptr": projected,
+        "bias_ptr": bias,
+        "norms_ptr": projection_norms,
+        "eps": eps,
+        "summed_ptr": summed,
+        "num_rows_ptr": num_rows,
+        "total_rows": rows,
+        "N": outputs,
+        "Q": targets["Q"],
+        "KEYS_END": keys_end,
+        "PARTS": parts,
+        "BLOCK_N": triton.next_power_of_2(max(cast(int, targets["Q"]), outputs - keys_end)),
+    }
+    norms = Launch(_norm_projections_kernel, (rows, 3), arguments, num_warps=8)
+    return [norms, finish_launch(summed, None, targets, num_rows, None, eps)]
 
 
 def launches(
@@ -303,6 +383,9 @@ def launches(
     norm, weight = meta(hidden_size, dtype=dtype), meta_weight(outputs, hidden_size, dtype=dtype, weights=weights)
     bias = meta(outputs, dtype=dtype) if shape.bias else None
     head_norms = meta(2, head_dim, dtype=dtype) if shape.head_norms else None
+    normed_outputs = (shape.num_heads + shape.num_kv_heads) * head_dim
+    projection_norms = meta(normed_outputs, dtype=dtype) if shape.projection_norms else None
+    norms = head_norms, projection_norms
     pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, head_dim, dtype=dtype)
     num_rows = meta(1, dtype=torch.int32)
     for rows in (*ROW_COUNTS, 512):
@@ -317,10 +400,10 @@ def launches(
         tile = product_tile(rows, weight, dtype, may_split=may_split, batch_invariant=batch_invariant)
         if tile is None:
             projected = meta(1, rows, outputs, dtype=dtype)
-            yield f"finish rows={rows}", finish_launch(projected, None, targets, num_rows, head_norms, 1e-5)
+            yield from labelled(finish_launches(projected, None, targets, num_rows, *norms, 1e-5), "", rows)
         else:
             hidden = meta(rows, hidden_size, dtype=dtype)
-            found = qkv_launches(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, head_norms)
+            found = qkv_launches(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, *norms)
             yield from labelled(found, "", rows)
     if dtype != torch.float32:
         targets = finish_targets(

@@ -6,7 +6,7 @@ stores them in the order of `slots.py` if the product wants that; rows that need
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.triton.launches import Launch, ModelShape, arranged_columns, meta, places_of
+from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
 
@@ -38,6 +39,37 @@ def rms_norm(
     return out
 
 
+@performed
+def add_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor, *, num_rows: Tensor | None = None
+) -> tuple[None, Sequence[Step]]:
+    """Add the norm of the rows of `x` [T, H], times `weight` [H], to `residual` [T, H], in place; all of one dtype.
+
+    The sum is rounded once, from float32. `num_rows` int32 [1]: rows at or beyond it keep their residual; None means
+    all rows.
+    """
+    need_unit_stride(x=x, weight=weight, residual=residual)
+    return None, [add_norm_launch(x, weight, eps, residual, num_rows)]
+
+
+def add_norm_launch(x: Tensor, weight: Tensor, eps: float, residual: Tensor, num_rows: Tensor | None) -> Launch:
+    """The launch of `add_norm`."""
+    rows, columns = x.shape
+    arguments = {
+        "x_ptr": x,
+        "x_stride": x.stride(0),
+        "weight_ptr": weight,
+        "eps": eps,
+        "residual_ptr": residual,
+        "residual_stride": residual.stride(0),
+        "num_rows_ptr": num_rows,
+        "total_rows": rows,
+        "H": columns,
+        "BLOCK_H": triton.next_power_of_2(columns),
+    }
+    return Launch(_add_norm_kernel, (rows,), arguments, tuning(columns))
+
+
 def normed(
     hidden: Tensor, weight: Tensor, eps: float, num_rows: Tensor | None, residual: Tensor | None = None
 ) -> tuple[Tensor, Launch]:
@@ -45,6 +77,16 @@ def normed(
     need_unit_stride(hidden=hidden, weight=weight)
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     return out, norm_launch(hidden, weight, eps, residual, num_rows, out)
+
+
+def normed_or_not(
+    hidden: Tensor, weight: Tensor | None, eps: float, num_rows: Tensor | None
+) -> tuple[Tensor, list[Launch]]:
+    """The same; without a weight `hidden` itself, and nothing."""
+    if weight is None:
+        return hidden, []
+    out, launch = normed(hidden, weight, eps, num_rows)
+    return out, [launch]
 
 
 def tuning(columns: int) -> int:
@@ -108,6 +150,8 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
     arranged = meta(512, arranged_columns(shape.hidden_size), dtype=dtype)
     yield "norm, arranged", norm_launch(hidden, weight, 1e-5, None, num_rows, arranged, arranged=True)
     yield "arranged", arrange_launch(hidden, num_rows, arranged)
+    if shape.post_norms:
+        yield "norm, add", add_norm_launch(hidden, weight, 1e-5, hidden, num_rows)
 
 
 @triton.jit(**NOT_SPECIALIZED)
@@ -147,6 +191,34 @@ def _norm_kernel(
         tl.store(out_ptr + row * WIDTH + places_of(columns), out, mask=columns < WIDTH)
     else:
         tl.store(out_ptr + row * H + columns, out, mask=mask)
+
+
+@triton.jit(**NOT_SPECIALIZED)
+def _add_norm_kernel(
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    eps,
+    residual_ptr,
+    residual_stride,
+    num_rows_ptr,
+    total_rows,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if row >= live_rows(num_rows_ptr, total_rows):
+        return
+    columns = tl.arange(0, BLOCK_H)
+    mask = columns < H
+    wide = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    pointers = residual_ptr + row * residual_stride + columns
+    total = wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps) * weight
+    total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, total.to(residual_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(**NOT_SPECIALIZED)

@@ -13,10 +13,11 @@ import torch
 
 from benchmarks import cpu
 from benchmarks.llama_cpp import write_gguf
-from benchmarks.systems import model_at, weights_of
+from benchmarks.systems import model_at, need_llama, weights_of
 from benchmarks.timed_engine import TimedEngine
 from benchmarks.torch_peers import TorchPeer
 from d3engine import Engine, SamplingParams
+from d3engine.errors import InvalidValueError
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
 
@@ -185,3 +186,25 @@ def test_the_peers_file_has_its_matrices_in_the_kind_that_was_asked_for(tmp_path
     kinds = {name: tensor.type_name for name, tensor in open_gguf(tmp_path / "file.gguf").tensors.items()}
     assert kinds["blk.0.attn_q.weight"] == kinds["output.weight"] == stored
     assert kinds["blk.0.attn_norm.weight"] == "F32"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("llama", None),
+        ("qwen2", "biases"),
+        ("qwen3", "norms of queries and keys"),
+        ("olmo2", "norms of queries and keys, other norms"),
+        ("gemma", "other norms, factors, another activation"),
+        ("granite", "factors"),
+    ],
+)
+def test_a_model_that_the_peers_would_compute_as_a_llama_is_refused(model_type: str, message: str | None) -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    given = {"model_type": model_type, "num_attention_heads": 4, "num_key_value_heads": 2, "residual_multiplier": 0.5}
+    config = ModelConfig.from_dict(given | sizes)
+    if message is None:
+        need_llama(config)
+    else:
+        with pytest.raises(InvalidValueError, match=f"model must be a plain Llama.*; got 'one with {message}'"):
+            need_llama(config)

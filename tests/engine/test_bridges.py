@@ -26,7 +26,8 @@ from depth_oracle import (
     tail_skip,
     unified_skip,
 )
-from tiny_models import TinyLlama
+from tiny_models import TINY, TinyLlama, save_random
+from transformers import AutoModelForCausalLM, Gemma2Config, Olmo2Config, PreTrainedConfig
 from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
@@ -110,6 +111,27 @@ def test_a_batch_of_many_policies_equals_the_oracle(
         params = [asked(policy) for policy, _ in (*BRIDGED, *BARE)]
         outputs = engine.generate(PROMPTS, params, use_tqdm=False)
     for output, answer in zip(outputs, wanted, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
+        assert output.outputs[0].depths == answer.depths
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
+@pytest.mark.parametrize("kind", [Olmo2Config, Gemma2Config])
+def test_layers_with_norms_behind_are_crossed_too(
+    kind: type[PreTrainedConfig], enforce_eager: bool, maps: Maps, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    sizes = TINY | {"num_hidden_layers": LAYERS, "hidden_size": SIZE, "intermediate_size": 48}
+    sizes = {name: value for name, value in sizes.items() if name != "head_dim"}
+    made = AutoModelForCausalLM.from_config(kind(**sizes, query_pre_attn_scalar=8), dtype=torch.float32)
+    directory, model = save_random(tmp_path, made)
+    write_maps(maps, directory, directory / BRIDGES_FILE)
+    policies = [BRIDGED[nth] for nth in (0, 1, -1)]
+    with Engine(directory, skip_tokenizer_init=True, device="cpu", enforce_eager=enforce_eager) as engine:
+        prompts = PROMPTS[: len(policies)]
+        outputs = engine.generate(prompts, [asked(policy) for policy, _ in policies], use_tqdm=False)
+    for prompt, output, (policy, active) in zip(prompts, outputs, policies, strict=True):
+        answer = greedy_at_depth(model, prompt, TOKENS, active, getattr(policy, "on_skip", "none"), maps)
         assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
         assert output.outputs[0].depths == answer.depths
 

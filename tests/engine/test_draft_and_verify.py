@@ -7,13 +7,15 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draft_oracle import draft_and_verify
 from stepping import watch
-from tiny_models import TinyLlama, save_tiny_llama
+from tiny_models import TINY, TinyLlama, save_random, save_tiny_llama
+from transformers import AutoModelForCausalLM, Gemma2Config, Olmo2Config, PreTrainedConfig
 from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import D3, DraftAndVerify, EarlyExit, Engine, FullDepth, Lossless, SamplingParams
@@ -92,6 +94,23 @@ def test_drafts_are_those_of_the_published_rules_on_transformers_own_layers(
         assert output.metrics.num_accepted_tokens == sum(wanted.accepted)
         lengths += verified
     assert len(set(lengths)) > 1, "drafts of one length would say little of where they stop"
+
+
+@pytest.mark.parametrize("kind", [Olmo2Config, Gemma2Config])
+def test_so_are_those_of_layers_with_norms_behind(kind: type[PreTrainedConfig], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in TINY.items() if name != "head_dim"} | {"hidden_size": 32}
+    config = kind(**sizes, final_logit_softcapping=None, query_pre_attn_scalar=8)
+    directory, model = save_random(tmp_path, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    policy, accepted = DraftAndVerify([1], [2], 4, 0.0, None), 0
+    with Engine(directory, skip_tokenizer_init=True, max_model_len=96, depth=FullDepth(), device="cpu") as engine:
+        for prompt in some_prompts(3, 2, 6):
+            (output,) = engine.generate(prompt, asked(policy, 24), use_tqdm=False)
+            wanted = draft_and_verify(model, prompt, 24, {1}, {2}, longest=4, stop=0.0, target=None)
+            assert output.outputs[0].token_ids == wanted.token_ids
+            assert output.metrics.num_accepted_tokens == sum(wanted.accepted)
+            accepted += sum(wanted.accepted)
+    assert accepted > 0
 
 
 def test_a_stop_probability_moves_as_the_published_one_does(

@@ -20,6 +20,9 @@ from tiny_models import TINY, TinyLlama, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
     ExaoneConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
@@ -27,6 +30,8 @@ from transformers import (
     LlamaModel,
     MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -55,7 +60,10 @@ MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "logits_scaling": 5.0,
 }
-HEAD_DIM_OF_THEIR_OWN = (SeedOssConfig, Qwen3Config, MinistralConfig)  # whatever the hidden size
+HEAD_DIM_OF_THEIR_OWN = (  # whatever the hidden size
+    *(SeedOssConfig, Qwen3Config, MinistralConfig),
+    *(GemmaConfig, Gemma2Config, Gemma3TextConfig),
+)
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
     "rope_theta": 10_000.0,
@@ -129,6 +137,49 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "mlp_bias": True,
             "rope_parameters": YARN,
             "no_rope_layers": [0, 1, 0, 0],
+        },
+    ),
+    "OLMo 2": (Olmo2Config, {}),
+    "OLMo 2, tied, with biases and yarn": (
+        Olmo2Config,
+        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN, "num_key_value_heads": 1},
+    ),
+    "OLMo 3": (Olmo3Config, {"sliding_window": 20, "num_hidden_layers": 5}),
+    "OLMo 3 with yarn": (
+        Olmo3Config,
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}},
+        },
+    ),
+    "Gemma": (GemmaConfig, {}),
+    "Gemma, multi-query and untied": (GemmaConfig, {"num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "Gemma 2": (Gemma2Config, {"sliding_window": 20, "query_pre_attn_scalar": 24}),
+    "Gemma 2 with low caps": (
+        Gemma2Config,
+        {
+            "sliding_window": 512,
+            "query_pre_attn_scalar": 1,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "Gemma 2 without caps": (
+        Gemma2Config,
+        {"sliding_window": 20, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "Gemma 3": (Gemma3TextConfig, {"sliding_window": 20, "num_hidden_layers": 7}),
+    "Gemma 3 with linear rope": (
+        Gemma3TextConfig,
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+            },
+            "final_logit_softcapping": 3.0,
         },
     ),
 }
@@ -266,7 +317,10 @@ def test_a_llama_model_without_a_head_answers_with_its_embedding(tmp_path: Path)
     assert_equals_transformers(tmp_path, model)
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3", "Qwen3", "SmolLM3"])
+NEW_LAYERS = ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 2 with low caps", "Gemma 3"]
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3", "Qwen3", "SmolLM3", *NEW_LAYERS])
 def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([9])
@@ -276,14 +330,15 @@ def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Pat
     with torch.no_grad():  # what transformers' Granite multiplies outside of its layers
         oracle.model.embed_tokens.weight.mul_(getattr(model.config, "embedding_multiplier", 1.0))
         oracle.lm_head.weight.div_(getattr(model.config, "logits_scaling", 1.0))
-    answer = greedy_at_depth(oracle, prompt, NUM_TOKENS, d3(TINY["num_hidden_layers"], 0.9, 0.4))
+    num_layers = model.config.num_hidden_layers
+    answer = greedy_at_depth(oracle, prompt, NUM_TOKENS, d3(num_layers, 0.9, 0.4))
     assert output.outputs[0].depths == answer.depths
-    assert min(answer.depths) < TINY["num_hidden_layers"]
+    assert min(answer.depths) < num_layers
     assert_same_tokens(output.outputs[0].token_ids, answer)
 
 
 @pytest.mark.parametrize("executor", ["graphs", "native"])
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", *NEW_LAYERS])
 def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
     name: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +352,26 @@ def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
         assert_same_tokens(output.outputs[0].token_ids, greedy_after(model, prompt, output.outputs[0].token_ids))
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["OLMo 2", "Gemma 2", "Gemma 3"])
+def test_quantized_layers_answer_alike_natively_and_by_the_reference(
+    name: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = make(tmp_path / "given", name)
+    quantize_model(directory, tmp_path / "quantized", scheme, show_progress=False)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+    answers = []
+    for executor in ("eager", "native"):
+        monkeypatch.setattr(resolve, "executor_for", lambda *given, executor=executor: executor)
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "activations": "float32"}
+        with Engine(tmp_path / "quantized", **options) as engine:
+            outputs = engine.generate(random_prompts([5, 14]), params, use_tqdm=False)
+        answers.append([output.outputs[0] for output in outputs])
+    for found, wanted in zip(*answers, strict=True):
+        assert found.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3"])
 def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_layers_would_make(
     name: str, tmp_path: Path
 ) -> None:
@@ -308,12 +382,12 @@ def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_l
     answers = greedy_with_exits(model, prompts, NUM_TOKENS, Exit("softmax_max", 0.1), "project")
     for output, answer in zip(outputs, answers, strict=True):
         assert output.outputs[0].depths == answer.depths
-        assert len(set(answer.depths)) == TINY["num_hidden_layers"]
+        assert len(set(answer.depths)) > 1
         assert_same_tokens(output.outputs[0].token_ids, answer)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "Qwen3 with a window in one layer"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "Qwen3 with a window in one layer", *NEW_LAYERS])
 def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([23])
@@ -322,9 +396,11 @@ def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) 
     for states in observer.layers(prompt, len(prompt)):
         torch.testing.assert_close(states.before, expected[states.layer][0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.model.norm(states.after), expected[-1][0], rtol=1e-4, atol=1e-4)
-    passed = Passage(observer).at_full_depth(prompt, len(prompt), range(TINY["num_hidden_layers"]))
+    passed = Passage(observer).at_full_depth(prompt, len(prompt), range(model.config.num_hidden_layers))
     for layer, before in passed.items():
         torch.testing.assert_close(before, expected[layer][0], rtol=1e-4, atol=1e-4)
+    logits = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(observer.logits(states.after), logits, rtol=1e-4, atol=1e-3)
 
 
 def change_config(directory: Path, changes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:

@@ -6,6 +6,7 @@ architecture a family becomes there, and whether rows of heads are permuted, is 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,22 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 import torch
-from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from tiny_models import TINY, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
     ExaoneConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -38,6 +44,7 @@ from transformers_oracle import Answer, assert_same_tokens
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
+from d3engine.model.config import ModelConfig
 from d3engine.model.families import FAMILIES as ROWS
 from d3engine.weights_tools.convert import convert_gguf
 
@@ -61,6 +68,16 @@ GRANITE = {
     "residual_multiplier": 0.25,
     "logits_scaling": 8.0,
 }
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+GEMMA3: dict[str, Any] = {
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+        "sliding_attention": PLAIN,
+    },
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "Ministral within its window": (MinistralConfig, {"sliding_window": 512}),
@@ -81,21 +98,63 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Phi-3 within its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 512}),
     "Phi-3 beyond its window": (Phi3Config, {"pad_token_id": None, "sliding_window": 33}),
     "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "num_hidden_layers": 5}),
+    "OLMo 2": (Olmo2Config, {}),
+    "OLMo 2, grouped and with yarn": (Olmo2Config, {"num_key_value_heads": 1, "rope_parameters": YARN}),
+    "OLMo 3": (
+        Olmo3Config,
+        {
+            "sliding_window": 20,
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": PLAIN,
+            },
+        },
+    ),
+    "OLMo 3 with other layers": (
+        Olmo3Config,
+        {
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN},
+        },
+    ),
+    "Gemma": (GemmaConfig, {"tie_word_embeddings": True}),
+    "Gemma 2": (Gemma2Config, TIED | {"sliding_window": 20, "query_pre_attn_scalar": 16}),
+    "Gemma 2 of 46 layers": (Gemma2Config, TIED | {"num_hidden_layers": 46, "query_pre_attn_scalar": 12}),
+    "Gemma 3": (Gemma3TextConfig, TIED | GEMMA3 | {"num_hidden_layers": 7}),
+    "Gemma 3 with a cap": (Gemma3TextConfig, TIED | GEMMA3 | {"final_logit_softcapping": 3.0, "num_hidden_layers": 7}),
 }
-AS_LLAMA = ("ministral", "mistral", "internlm3")
-"""Families that llama.cpp's converter writes as the architecture "llama"."""
+NAMES = {
+    **dict.fromkeys(("ministral", "mistral", "internlm3"), "llama"),
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+}
+"""Families that llama.cpp's converter writes as an architecture of another name."""
 PERMUTED = ("llama", "granite", "smollm3", "internlm2")
 """Architectures that llama.cpp rotates in adjacent pairs, so that its converter permutes their rows."""
-OWN_HEADS = (SeedOssConfig, Qwen3Config, InternLM3Config, MinistralConfig, MistralConfig)  # whose head_dim is a field
+OWN_HEADS = (  # whose head_dim is a field
+    *(SeedOssConfig, Qwen3Config, InternLM3Config, MinistralConfig, MistralConfig),
+    *(GemmaConfig, Gemma2Config, Gemma3TextConfig),
+)
 
 
-def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None = None) -> Path:
-    """The model as llama.cpp's converter writes it, in float32; a key of `changes` is put in, or None leaves it out."""
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    changes: dict[str, Any] | None = None,
+    matrices: GGMLQuantizationType = GGMLQuantizationType.F32,
+) -> Path:
+    """The model as llama.cpp's converter writes it; a key of `changes` is put in, or None leaves it out.
+
+    Of a type in `matrices` that rounds, the model gets the rounded values too.
+    """
     config = model.config
-    architecture = "llama" if config.model_type in AS_LLAMA else config.model_type
+    architecture = NAMES.get(config.model_type, config.model_type)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     keys: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -115,8 +174,14 @@ def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None 
             "rope.scaling.factor": rope["factor"],
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
-    if architecture == "phi3":
+    if rope["rope_type"] == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if architecture == "phi3" or config.model_type in ("olmo3", "gemma2", "gemma3_text"):
         keys["attention.sliding_window"] = config.sliding_window or 0
+    if architecture == "gemma2":
+        keys |= {"attn_logit_softcapping": config.attn_logit_softcapping}
+    if getattr(config, "final_logit_softcapping", None):
+        keys |= {"final_logit_softcapping": config.final_logit_softcapping}
     if architecture == "granite":
         keys |= {
             "embedding_scale": config.embedding_multiplier,
@@ -124,24 +189,36 @@ def write(path: Path, model: PreTrainedModel, *, changes: dict[str, Any] | None 
             "residual_scale": config.residual_multiplier,
             "logit_scale": config.logits_scaling,
         }
+    if config.model_type == "olmo3" and rope["rope_type"] == "yarn":
+        keys["rope.scaling.attn_factor"] = 0.1 * math.log(rope["factor"]) + 1
     writer = GGUFWriter(path, architecture)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     for key, value in (keys | (changes or {})).items():
         if value is not None:
             kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
             getattr(writer, f"add_{kind}")(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "a", "b"])
-    writer.add_token_scores([0.0, -1.0, -2.0])
-    writer.add_token_types([2, 1, 1])
+    writer.add_token_list(["<unk>", "a", "b", "<end_of_turn>"])
+    writer.add_token_scores([0.0, -1.0, -2.0, -3.0])
+    writer.add_token_types([2, 1, 1, 3])
     writer.add_unk_token_id(0)
     names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         if architecture in PERMUTED and name.endswith(("q_proj.weight", "q_proj.bias")):
             tensor = to_adjacent_pairs(tensor, heads)
         if architecture in PERMUTED and name.endswith(("k_proj.weight", "k_proj.bias")):
             tensor = to_adjacent_pairs(tensor, kv_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.contiguous().numpy())
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if matrices == GGMLQuantizationType.F32 or tensor.ndim == 1:
+            writer.add_tensor(own, tensor.contiguous().numpy())
+            continue
+        packed = quants.quantize(tensor.contiguous().numpy(), matrices)
+        parameter.data.copy_(torch.from_numpy(quants.dequantize(packed, matrices)))
+        writer.add_tensor(own, packed, raw_dtype=matrices)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -158,10 +235,10 @@ def make(folder: Path, name: str) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def assert_answers_as(model: PreTrainedModel, source: Path) -> None:
+def assert_answers_as(model: PreTrainedModel, source: Path, **options: Any) -> None:
     """Greedy tokens are transformers', and log-probabilities as near as sums in float32 are."""
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=-1)
-    with Engine(source, skip_tokenizer_init=True, dtype="float32") as engine:
+    with Engine(source, skip_tokenizer_init=True, dtype="float32", **options) as engine:
         (output,) = engine.generate(random_prompts([23]), params, use_tqdm=False)
     prompt, completion = output.prompt_token_ids, output.outputs[0]
     logits = model(torch.tensor([prompt + completion.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
@@ -177,17 +254,56 @@ def test_a_gguf_file_of_a_family_answers_as_transformers_does(name: str, tmp_pat
     assert_answers_as(model, write(tmp_path / "model.gguf", model))
 
 
-@pytest.mark.parametrize("name", ["Phi-3", "Granite", "SmolLM3", "Seed-OSS"])
+def test_a_gemma_3_has_windows_in_the_layers_that_its_file_names(tmp_path: Path) -> None:
+    model = make(tmp_path, "Gemma 3")
+    for period, kinds in ((3, (20, 20, None, 20, 20, None, 20)), (None, (20,) * 5 + (None, 20))):
+        changes = {"attention.sliding_window_pattern": period}
+        file = write(tmp_path / f"{period}.gguf", model, changes=changes)
+        assert ModelConfig.from_directory(file).windows == kinds
+
+
+@pytest.mark.parametrize("name", ["OLMo 2", "Gemma", "Gemma 2", "Gemma 3"])
+def test_its_matrices_may_stay_in_blocks(name: str, tmp_path: Path) -> None:
+    """A tied embedding too, whose rows are scaled when they are read."""
+    kind, changes = FAMILIES[name]
+    sizes = TINY | {"hidden_size": 64, "intermediate_size": 96}
+    sizes = {field: value for field, value in sizes.items() if field != "head_dim" or kind in OWN_HEADS}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
+    model = save_random(tmp_path / "saved", model).model
+    file = write(tmp_path / "model.gguf", model, matrices=GGMLQuantizationType.Q8_0)
+    assert_answers_as(model, file, activations="float32")
+
+
+@pytest.mark.parametrize("name", ["Gemma", "Gemma 2", "Gemma 3"])
+def test_the_end_of_a_turn_ends_an_answer_of_a_gemma(name: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", make(tmp_path, name))
+    assert ModelConfig.from_directory(file).eos_token_ids == (3,)
+
+
+CONVERTED = ["Phi-3", "Granite", "SmolLM3", "Seed-OSS", "OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 3"]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
 def test_so_does_the_directory_that_it_is_converted_to(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
     convert_gguf(write(tmp_path / "model.gguf", model), tmp_path / "converted", show_progress=False)
     assert_answers_as(model, tmp_path / "converted")
 
 
+@pytest.mark.parametrize("name", ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 3"])
+def test_transformers_reads_that_directory_too(name: str, tmp_path: Path) -> None:
+    model = make(tmp_path, name)
+    convert_gguf(write(tmp_path / "model.gguf", model), tmp_path / "converted", show_progress=False)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.float32)
+    ids = torch.tensor(random_prompts([30]))
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-3)
+
+
 def test_every_family_runs_from_a_file_of_some_architecture() -> None:
     tested = {kind.model_type for kind, _ in FAMILIES.values()}
     assert {family.model_type for family in ROWS} == tested
-    assert {family.model_type for family in ROWS if family.gguf is None} - {"llama"} == set(AS_LLAMA)
+    assert {family.model_type for family in ROWS if family.gguf is None} - {"llama"} == NAMES.keys() - {"gemma3_text"}
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -197,6 +313,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a scale of another family": ("Qwen2", {"residual_scale": 0.5}, "qwen2.residual_scale must be absent"),
     "a window left out": ("Phi-3", {"attention.sliding_window": None}, "attention.sliding_window is missing"),
     "a window elsewhere": ("Qwen2", {"attention.sliding_window": 64}, "attention.sliding_window must be absent"),
+    "flags of layers that are none": (
+        "Gemma 3",
+        {"attention.sliding_window_pattern": 0},
+        "gemma3: attention.sliding_window_pattern must be an integer from 1",
+    ),
+    "another factor of rotations": (
+        "OLMo 3",
+        {"rope.scaling.attn_factor": 1.5},
+        "rope.scaling.attn_factor must be absent, 1, or 1.13863 as yarn has it for its factor; got 1.5",
+    ),
+    "a cap left out": ("Gemma 2", {"attn_logit_softcapping": None}, "gemma2: attn_logit_softcapping is missing"),
+    "a cap of scores": ("Gemma 3", {"attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping must be absent"),
     "part of a head": ("Phi-3", {"rope.dimension_count": 8}, "rope.dimension_count must be the length of a head, 12"),
 }
 
@@ -210,11 +338,12 @@ def test_what_a_family_cannot_have_is_refused_by_its_key(case: str, tmp_path: Pa
 
 
 def test_another_architecture_is_refused_by_those_that_run(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    writer = GGUFWriter(tmp_path / "model.gguf", "gemma3n")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    known = r"one of exaone, granite, internlm2, llama, phi3, qwen2, qwen3, seed_oss, smollm3"
-    others = r"\(Mistral and InternLM3 are llama\)"
-    with pytest.raises(ModelFormatError, match=f"general.architecture must be {known} {others}; got 'gemma3'"):
+    known = "one of exaone, gemma, gemma2, gemma3, granite, internlm2, llama, olmo2, phi3, qwen2, qwen3"
+    known += ", seed_oss, smollm3"
+    others = r"\(Mistral and InternLM3 are llama, OLMo 3 is olmo2\)"
+    with pytest.raises(ModelFormatError, match=f"general.architecture must be {known} {others}; got 'gemma3n'"):
         Engine(tmp_path / "model.gguf", skip_tokenizer_init=True)

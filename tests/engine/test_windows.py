@@ -1,8 +1,12 @@
-"""Layers with a sliding window answer as transformers' own, however the engine cuts, repeats and drafts its work."""
+"""Layers with a sliding window answer as transformers' own, however the engine cuts, repeats and drafts its work.
+
+So do layers with norms behind their sublayers, with soft caps, and with another rope where they have a window.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +14,14 @@ import torch
 from batches import Request, kv_is_back, run_together
 from depth_oracle import ActiveLayers, d3, greedy_at_depth, unified_skip, window_of
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Olmo3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, SelfSpeculative, UnifiedSkip
@@ -37,15 +48,34 @@ POLICIES: list[tuple[DepthPolicy, ActiveLayers, str]] = [
 """Each with the layers that its tokens run, and what it leaves in the others."""
 
 
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Qwen3": (Qwen3Config, {"use_sliding_window": True}),
+    "OLMo 3": (Olmo3Config, {"head_dim": None}),
+    "Gemma 2": (Gemma2Config, {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
+    "Gemma 3": (Gemma3TextConfig, {}),
+}
+MakeTiny = Callable[[str], TinyLlama]
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
-    torch.manual_seed(0)
-    sizes = TINY | {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48}
-    config = Qwen3Config(**sizes, use_sliding_window=True, sliding_window=WINDOW, layer_types=KINDS)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tiny = save_random(tmp_path_factory.mktemp("windows"), model)
-    assert [window_of(layer) for layer in tiny.model.model.layers] == [WINDOW, None, WINDOW, WINDOW, None]
-    return tiny
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> MakeTiny:
+    made: dict[str, TinyLlama] = {}
+
+    def make(family: str) -> TinyLlama:
+        if family in made:
+            return made[family]
+        torch.manual_seed(0)
+        kind, changes = FAMILIES[family]
+        sizes = TINY | {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48} | changes
+        sizes = {name: value for name, value in sizes.items() if (name, value) != ("head_dim", None)}
+        config = kind(**sizes, sliding_window=WINDOW, layer_types=KINDS)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        made[family] = save_random(tmp_path_factory.mktemp("windows"), model)
+        windows = [window_of(layer) for layer in made[family].model.model.layers]
+        assert windows == [WINDOW, None, WINDOW, WINDOW, None]
+        return made[family]
+
+    return make
 
 
 def requests_of(seed: int, count: int) -> list[tuple[Request, ActiveLayers, str]]:
@@ -63,10 +93,14 @@ def requests_of(seed: int, count: int) -> list[tuple[Request, ActiveLayers, str]
 
 
 @pytest.mark.parametrize("executor", ["eager", "graphs", "native"])
-@pytest.mark.parametrize(("rows", "seed"), [(7, 0), (17, 1), (512, 2)])
+@pytest.mark.parametrize(
+    ("family", "rows", "seed"),
+    [("Qwen3", 7, 0), ("Qwen3", 17, 1), ("Qwen3", 512, 2), ("OLMo 3", 17, 3), ("Gemma 2", 17, 4), ("Gemma 3", 17, 5)],
+)
 def test_requests_that_share_batches_and_are_preempted_answer_as_transformers_layers(
-    tiny: TinyLlama, executor: str, rows: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    tiny: MakeTiny, executor: str, family: str, rows: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    directory, model = tiny(family)
     monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
     requests, numbers = requests_of(seed, 21), random.Random(seed)
 
@@ -76,7 +110,7 @@ def test_requests_that_share_batches_and_are_preempted_answer_as_transformers_la
                 engine.scheduler._preempt(sequence)
 
     options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": rows, "max_num_seqs": min(rows - 5, 7)}
-    with Engine(tiny.directory, skip_tokenizer_init=True, dtype="float32", max_model_len=128, **options) as engine:
+    with Engine(directory, skip_tokenizer_init=True, dtype="float32", max_model_len=128, **options) as engine:
         done = run_together(engine, [request for request, _, _ in requests], random.Random(seed), before_step=disturb)
         stats = engine.stats()
         assert stats.num_preemptions > 0
@@ -84,5 +118,5 @@ def test_requests_that_share_batches_and_are_preempted_answer_as_transformers_la
         assert kv_is_back(engine)
     for nth, (request, active, on_skip) in enumerate(requests):
         (found,) = done[nth].outputs
-        answer = greedy_at_depth(tiny.model, list(request.prompt), len(found.token_ids), active, on_skip)
+        answer = greedy_at_depth(model, list(request.prompt), len(found.token_ids), active, on_skip)
         assert_same_tokens(found.token_ids, answer)

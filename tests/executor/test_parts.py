@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from batches import BLOCK, LAYERS, MAX_LENGTH, assert_same, kv_is_back, run_together, some_requests
 from rank_tests import left_to_test_parallel
 from thread_ranks import ThreadRanks, over_threads
-from tiny_models import TinyLlama
+from tiny_models import TINY, TinyLlama, save_random
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, PreTrainedConfig
 
 from d3engine import D3, Engine, Lossless, RequestOutput, SamplingParams, SelfSpeculative, UnifiedSkip
 from d3engine.depth import DepthPolicy
@@ -31,6 +33,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "odd sizes": {"vocab_size": 123, "hidden_size": 45, "intermediate_size": 53, "num_attention_heads": 5}
     | {"num_key_value_heads": 5, "head_dim": 14},
 }
+
+
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def answers(engine: Engine, prompts: list[list[int]], **params: Any) -> list[Any]:
@@ -95,6 +100,30 @@ def test_every_policy_and_kind_of_sampling_with_preemptions_and_prefix_hits_answ
     assert found.keys() == wanted.keys()
     for nth, output in found.items():
         assert_same(output, wanted[nth])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [(Gemma2Config, {"attn_logit_softcapping": 0.5}), (Gemma3TextConfig, {"layer_types": KINDS})],
+)
+def test_layers_with_norms_behind_and_soft_caps_answer_alike_over_two_ranks(
+    kind: type[PreTrainedConfig],
+    changes: dict[str, Any],
+    graphs: bool,
+    make_prompts: MakePrompts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    config = kind(**(TINY | changes), sliding_window=4)
+    directory, _ = save_random(tmp_path, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    prompts = make_prompts([3, 14])
+    params: dict[str, Any] = {"depth": D3(0.8, 0.3), "temperature": 0.7, "seed": 5}
+    wanted = answers(engine_of(directory), prompts, **params)
+    if graphs:
+        monkeypatch.setattr(resolve, "executor_for", lambda *_: "graphs")
+    assert answers(over_threads(engine_of(directory, enforce_eager=not graphs), 2), prompts, **params) == wanted
 
 
 @pytest.mark.parametrize("policy", [Lossless(D3(0.8, 0.3), 4), SelfSpeculative(UnifiedSkip(2), 3)], ids=repr)

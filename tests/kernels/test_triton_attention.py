@@ -42,13 +42,14 @@ class Paged:
         channels: int = 32,
         block_size: int = 16,
         window: int = NO_WINDOW,
+        cap: float | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(sum(lengths) + channels)
         self.lengths, self.row_counts = lengths, row_counts or [1] * len(lengths)
         self.starts = [0, *accumulate(self.row_counts)]
-        self.scale, self.window = channels**-0.5, window
+        self.scale, self.window, self.cap = channels**-0.5, window, cap
         per_chunk = [-(-length // block_size) for length in lengths]
         blocks = torch.randperm(sum(per_chunk), generator=generator) + 1
         self.pool = torch.full((len(blocks) + 1, 2, block_size, kv_heads, channels), torch.nan)
@@ -71,7 +72,8 @@ class Paged:
         return attention.attention_inputs(self.starts, self.lengths, self.tables.unsqueeze(0))[0]
 
     def attend(self) -> Tensor:
-        return attention.paged_attention(self.queries, self.pool, self.inputs(), self.scale, window=self.window)
+        given = {"window": self.window, "cap": self.cap}
+        return attention.paged_attention(self.queries, self.pool, self.inputs(), self.scale, **given)
 
     def expected(self) -> Tensor:
         """[T, N D] float64, from the definition: the row r of n looks at the first length - n + r + 1 entries."""
@@ -80,6 +82,7 @@ class Paged:
         for chunk, (keys, values), rows in zip(queries, self.entries, self.row_counts, strict=True):
             group = chunk.shape[1] // keys.shape[1]
             scores = torch.einsum("rnd,knd->nrk", chunk, keys.repeat_interleave(group, 1)) * self.scale
+            scores = scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
             ends = torch.arange(keys.shape[0] - rows, keys.shape[0])
             scores.masked_fill_(torch.arange(keys.shape[0]) > ends[:, None], -math.inf)
             scores.masked_fill_(torch.arange(keys.shape[0]) <= ends[:, None] - self.window, -math.inf)
@@ -144,6 +147,23 @@ def test_in_a_window_rows_see_its_entries_alone(
     assert relative_error(found.cpu(), expected.cpu()) < ERRORS[torch.float32]
 
 
+@pytest.mark.parametrize("cap", [0.3, 5.0])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("window", [NO_WINDOW, 45])
+def test_scores_are_softly_capped(
+    heads: int, kv_heads: int, window: int, cap: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_by(monkeypatch, 32)
+    given: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "window": window, "cap": cap, "device": device}
+    paged = Paged([1, 17, 100, 150, 71], [1, 1, 1, 40, 71], **given)
+    found = paged.attend()
+    assert relative_error(found.cpu(), paged.expected()) < ERRORS[torch.float32]
+    paged.pool.nan_to_num_(0.0, 0.0, 0.0)
+    inputs = reference.attention_inputs(paged.starts, paged.lengths, paged.tables.unsqueeze(0))[0]
+    expected = reference.paged_attention(paged.queries, paged.pool, inputs, paged.scale, window=window, cap=cap)
+    assert relative_error(found.cpu(), expected.cpu()) < ERRORS[torch.float32]
+
+
 @pytest.mark.parametrize("row_counts", [[1, 1, 5, 1, 40], [40, 1], [1, 40, 1, 1], [2, 1, 2, 1]])
 def test_chunks_of_one_row_and_of_many_share_a_batch(row_counts: list[int], device: torch.device) -> None:
     lengths = [40 + 9 * nth for nth in range(len(row_counts))]
@@ -159,7 +179,7 @@ def test_a_tile_may_cover_many_blocks_or_part_of_one(heads: int, block_size: int
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
-@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float32), (4, torch.float16), (4, torch.bfloat16)])
 def test_head_sizes_and_dtypes(heads: int, dtype: torch.dtype, channels: int, device: torch.device) -> None:
     paged = Paged(

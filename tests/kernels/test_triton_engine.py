@@ -11,7 +11,15 @@ import pytest
 import torch
 from batches import Request, assert_same
 from tiny_models import TINY, random_prompts, save_random
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, SmolLM3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 import d3engine.kernels.triton as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip
@@ -90,13 +98,26 @@ def test_runs_of_steps_answer_as_on_the_reference(
 WINDOWED = {"use_sliding_window": True, "sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.mark.parametrize(("kind", "changes"), [(Qwen3Config, {}), (Qwen3Config, WINDOWED), (SmolLM3Config, {})])
-def test_norms_of_heads_windows_and_layers_without_rope_answer_as_on_the_reference(
+CAPPED = {"sliding_window": 2, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+TWO_ROPES = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
+LAYERS: list[tuple[type[PreTrainedConfig], dict[str, Any]]] = [
+    (Qwen3Config, {}),
+    (Qwen3Config, WINDOWED),
+    (SmolLM3Config, {}),
+    (Olmo2Config, {}),
+    (Gemma2Config, CAPPED),
+    (Gemma3TextConfig, TWO_ROPES),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), LAYERS)
+def test_optional_parts_of_a_layer_answer_as_on_the_reference(
     kind: type[PreTrainedConfig], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     small = {"num_hidden_layers": 2, "vocab_size": 40, "pad_token_id": None, "no_rope_layers": [0, 1]}
-    given = kind(**(TINY | small | changes))
+    sizes = {name: value for name, value in TINY.items() if kind is not Olmo2Config or name != "head_dim"}
+    given = kind(**(sizes | small | changes))
     directory, _ = save_random(tmp_path, AutoModelForCausalLM.from_config(given, dtype=torch.float32))
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
+from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton import products
 from d3engine.kernels.triton.launches import SHAPES, Launch, registered
 
@@ -109,6 +110,23 @@ def test_rms_norm_adds_to_the_residual_first_but_only_in_rows_that_live(
     assert bool(out[3:].isnan().all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (5, 129)])
+def test_a_norm_is_added_to_the_rows_that_live(
+    dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    x, residual = randn(rows, width, dtype=dtype, scale=3.0), randn(rows, width, dtype=dtype)
+    weight, live = randn(width, dtype=dtype), max(1, rows - 2)
+    expected, copied = residual.double() + normed(x, weight), residual.clone()
+    x[live:] = torch.nan
+    untouched = bits(residual[live:])
+    kernels.add_norm(x, weight, EPS, residual, num_rows=row_count(live, device))
+    assert_close(residual[:live], expected[:live])
+    assert torch.equal(bits(residual[live:]), untouched)
+    reference.add_norm(x, weight, EPS, copied, num_rows=row_count(live, device))
+    torch.testing.assert_close(copied, residual, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
+
+
 @pytest.mark.parametrize("rows", [65, 130])
 def test_rows_that_are_kept_from_torch_go_by_128(
     rows: int, randn: Callable[..., Tensor], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +195,23 @@ def test_gate_up(
         assert_close(kernels.gate_up(hidden, norm, EPS, weight, bias), expected, limit)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 19, 43])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_gates_are_of_gelu_and_of_rows_that_are_not_normed(
+    rows: int, has_norm: bool, randn: Callable[..., Tensor]
+) -> None:
+    hidden, norm = randn(rows, 123, dtype=torch.float32), randn(123, dtype=torch.float32)
+    weight = randn(134, 123, dtype=torch.float32, scale=0.3)
+    x = normed(hidden, norm) if has_norm else hidden.double()
+    gate, up = (x @ weight.double().t()).chunk(2, dim=1)
+    for activation, gates in (
+        ("gelu_tanh", torch.nn.functional.gelu(gate, approximate="tanh")),
+        ("silu", torch.nn.functional.silu(gate)),
+    ):
+        out = kernels.gate_up(hidden, norm if has_norm else None, EPS, weight, None, activation=activation)
+        assert_close(out, gates * up, 3 * LIMITS[torch.float32])
+
+
 QKV_CASES = cases((3, 1, 24, 129), (2, 2, 64, 123), (1, 1, 96, 256), (4, 2, 10, 5))
 # The second kernel gets rows of float32 or of torch's product; the last of these has three tiles of heads.
 HEAD_NORM_CASES = [(torch.float32, rows, 3, 1, 24, 129) for rows in (1, 19, 43)]
@@ -189,11 +224,12 @@ HEAD_NORM_CASES += [
 
 
 @pytest.mark.parametrize(
-    ("has_head_norms", "dtype", "rows", "heads", "kv_heads", "channels", "width"),
-    [(False, *case) for case in QKV_CASES] + [(True, *case) for case in HEAD_NORM_CASES],
+    ("norms", "dtype", "rows", "heads", "kv_heads", "channels", "width"),
+    [("none", *case) for case in QKV_CASES]
+    + [(norms, *case) for norms in ("heads", "projections") for case in HEAD_NORM_CASES],
 )
 def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
-    has_head_norms: bool,
+    norms: str,
     dtype: torch.dtype,
     rows: int,
     heads: int,
@@ -207,7 +243,9 @@ def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(outputs, width, dtype=dtype, scale=0.1)
     bias = randn(outputs, dtype=dtype) if kv_heads == 1 else None
-    head_norms = randn(2, channels, dtype=dtype).contiguous() if has_head_norms else None
+    head_norms = randn(2, channels, dtype=dtype).contiguous() if norms == "heads" else None
+    sizes = [heads * channels, kv_heads * channels]
+    projection_norms = randn(sum(sizes), dtype=dtype).contiguous() if norms == "projections" else None
     angles = randn(rows, channels // 2, dtype=torch.float32, scale=50.0)
     rotations = torch.polar(torch.ones_like(angles), angles)
     pool = torch.full((rows + 1, 2, 4, kv_heads, channels), torch.nan, dtype=dtype, device=device)
@@ -215,7 +253,11 @@ def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
     # As the executor cuts them: one layer's entries out of those of all layers.
     entries = torch.stack((keys, keys + 4), dim=1).repeat(3, 1, 1)[1]
 
-    projected = normed(hidden, norm) @ weight.double().t() + (0 if bias is None else bias.double())
+    x = hidden.double() if norms == "projections" else normed(hidden, norm)
+    projected = x @ weight.double().t() + (0 if bias is None else bias.double())
+    if projection_norms is not None:
+        for part, of_part in zip(projected.split((*sizes, sizes[1]), 1), projection_norms.split(sizes), strict=False):
+            part.copy_(normed(part, of_part))
     projected = projected.view(rows, -1, channels)
     if head_norms is not None:
         for part, norm_of_heads in zip(projected.split((heads, kv_heads, kv_heads), dim=1), head_norms, strict=False):
@@ -225,9 +267,9 @@ def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
     expected[:, heads + kv_heads :] = projected[:, heads + kv_heads :]
 
     num_rows = row_count(live, device)
-    queries = kernels.qkv(
-        hidden, norm, EPS, weight, bias, rotations, pool, entries, heads, head_norms=head_norms, num_rows=num_rows
-    )
+    given: dict[str, Any] = {"head_norms": head_norms, "projection_norms": projection_norms, "num_rows": num_rows}
+    before = None if norms == "projections" else norm
+    queries = kernels.qkv(hidden, before, EPS, weight, bias, rotations, pool, entries, heads, **given)
     flat, limit = pool.view(-1, kv_heads, channels), 2 * LIMITS[dtype]
     assert_close(queries[:live], expected[:live, :heads], limit)
     assert_close(flat[entries[:live, 0]], expected[:live, heads : heads + kv_heads], limit)
@@ -272,6 +314,24 @@ def test_lm_head_and_its_argmax(
         assert torch.equal(fewer_tokens[:-1], tokens[:-1])
         assert torch.equal(fewer_scores[:-1], scores[:-1])
         assert bool(fewer_scores[-1].isnan())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 43])
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_logits_are_softly_capped_before_a_token_is_chosen(
+    rows: int, cap: float, randn: Callable[..., Tensor], device: torch.device
+) -> None:
+    hidden, norm, weight = (randn(count, 64, dtype=torch.float32) for count in (rows, 1, 141))
+    expected = cap * torch.tanh(normed(hidden, norm[0]) @ weight.double().t() / cap)
+    logits = kernels.lm_head(hidden, norm[0], EPS, weight, cap=cap)
+    assert_close(logits, expected)
+    assert float(logits.abs().max()) <= cap
+    _, scores = kernels.lm_head_argmax(hidden, norm[0], EPS, weight, cap=cap)
+    assert torch.equal(scores, logits.max(dim=1).values)
+    ids, temperature = torch.arange(rows, device=device), torch.full((rows,), 0.7, device=device)
+    drawn = kernels.lm_head_sample(hidden, norm[0], EPS, weight, temperature, ids, ids, ids, cap=cap)
+    wanted = kernels.sample(logits, SamplingRows(temperature, ids, ids), ids)
+    assert torch.equal(drawn[0], wanted[0])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 43])

@@ -117,6 +117,9 @@ def operations() -> dict[str, Call]:
         "rms_norm": lambda rows, live: kernels.rms_norm(
             torch.ones(rows, width), norm, EPS, residual=torch.ones(rows, width), num_rows=live
         ),
+        "add_norm": lambda rows, live: kernels.add_norm(
+            torch.ones(rows, width), norm, EPS, torch.ones(rows, width), num_rows=live
+        ),
         "qkv": qkv,
         "paged_attention, single rows": attention([150, 150], [0, 1, 2]),
         "paged_attention, long chunks": attention([150, 150], [0, 3, 6]),

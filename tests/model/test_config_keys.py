@@ -49,6 +49,8 @@ UNREACHABLE = {
     "number_of_conv_states",  # of kinds of layers that `layer_types` cannot name
     "_attn_implementation",  # which kernel computes the same
     "head_dim_key",  # a local variable
+    # Of Gemma 3's classes that see images, in the same file as the one that does not.
+    *("image_size", "image_token_id", "layer_norm_eps", "mm_tokens_per_image", "patch_size", "vision_config"),
 }
 SHARED = ("masking_utils", "modeling_rope_utils", "cache_utils")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     ExaoneConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -62,6 +68,11 @@ CONFIGS: list[type[PreTrainedConfig]] = [
     ExaoneConfig,
     Qwen3Config,
     SmolLM3Config,
+    Olmo2Config,
+    Olmo3Config,
+    GemmaConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
 ]
 
 
@@ -80,10 +91,21 @@ def test_absent_fields_have_the_defaults_of_the_family_in_transformers(kind: typ
     assert read.head_dim == (getattr(oracle, "head_dim", None) or oracle.hidden_size // oracle.num_attention_heads)
     assert read.max_position_embeddings == oracle.max_position_embeddings
     assert read.rms_norm_eps == oracle.rms_norm_eps
-    assert read.rope.theta == oracle.rope_parameters["rope_theta"]
+    ropes = oracle.rope_parameters
+    assert read.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    local_theta = ropes["sliding_attention"]["rope_theta"] if "sliding_attention" in ropes else None
+    assert local_theta == (None if read.local_rope is None else read.local_rope.theta)
     assert read.bos_token_id == oracle.bos_token_id
     assert read.eos_token_ids == (() if oracle.eos_token_id is None else (oracle.eos_token_id,))
-    assert read.windows == (getattr(oracle, "sliding_window", None),) * SIZES["num_hidden_layers"]
+    kinds = getattr(oracle, "layer_types", None) or ["sliding_attention"] * SIZES["num_hidden_layers"]
+    slides = oracle.model_type in ("olmo3", "gemma2", "gemma3_text")
+    assert read.windows == tuple(
+        getattr(oracle, "sliding_window", None) if not slides or kind == "sliding_attention" else None for kind in kinds
+    )
+    for own, name in ((read.soft_caps.attention, "attn"), (read.soft_caps.logits, "final")):
+        assert own == getattr(oracle, f"{name}_logit_softcapping", None)
+    scalar = getattr(oracle, "query_pre_attn_scalar", None)
+    assert scalar is None or read.attention_scale == scalar**-0.5
     assert read.tie_word_embeddings == oracle.tie_word_embeddings
 
 
@@ -101,8 +123,36 @@ def test_biases_are_those_of_the_family() -> None:
     assert config("Qwen3ForCausalLM", attention_bias=True, mlp_bias=True).biases == Biases(qkv=True, output=True)
 
 
-def test_only_qwen3_has_norms_of_heads() -> None:
-    assert [kind.model_type for kind in CONFIGS if config_of_type(kind.model_type).has_head_norms] == ["qwen3"]
+def test_norms_of_queries_and_keys_are_those_of_the_family() -> None:
+    configs = {kind.model_type: config_of_type(kind.model_type) for kind in CONFIGS}
+    assert [name for name, read in configs.items() if read.has_head_norms] == ["qwen3", "gemma3_text"]
+    assert [name for name, read in configs.items() if read.has_projection_norms] == ["olmo2", "olmo3"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "rope_theta": 20_000.0,
+            "rope_local_base_freq": 5_000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}}},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 4e4}}, "rope_theta": 3e4},
+    ],
+)
+def test_both_ropes_of_a_gemma_3_are_read_as_transformers_reads_them(changes: dict[str, Any]) -> None:
+    read = config("Gemma3ForCausalLM", **changes)
+    assert read.max_length == 131_072  # with the factor in it
+    oracle = Gemma3TextConfig(**(SIZES | deepcopy(changes))).rope_parameters
+    for rope, kind in ((read.rope, "full_attention"), (read.local_rope, "sliding_attention")):
+        assert rope is not None
+        assert (rope.rope_type, rope.theta, rope.factor) == (
+            oracle[kind]["rope_type"],
+            oracle[kind]["rope_theta"],
+            oracle[kind].get("factor"),
+        )
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
@@ -152,6 +202,28 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, r"no_rope_layers must be .* 0 or 1 .*; got \[1, 2\]"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": 1}, "no_rope_layers must be .*; got 1"),
         ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be .* from 1 to .*; got 0"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be absent, since trans"),
+        ("Gemma3ForCausalLM", {"sliding_window": None}, "sliding_window is missing"),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters must be an object with th",
+        ),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling must be of type default",
+        ),
+        (
+            "Gemma2ForCausalLM",
+            {"hidden_activation": "gelu"},
+            "hidden_activation must be 'gelu_pytorch_tanh'; got 'gelu'",
+        ),
+        ("Gemma2ForCausalLM", {"final_logit_softcapping": 0}, "final_logit_softcapping must be .* above 0; got 0"),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be false"),
+        ("GemmaForCausalLM", {"hidden_act": "silu"}, "hidden_act must be 'gelu_pytorch_tanh' or 'gelu'; got 'silu'"),
+        ("GemmaForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping must be absent; got 30.0"),
+        ("Olmo3ForCausalLM", {"rope_theta": 10_000.0}, "rope_theta must be 500000, or in rope_parameters for both"),
         ("LlamaModel", {}, "tie_word_embeddings must be true, since a LlamaModel has no LM head of its own; got None"),
     ],
 )
@@ -199,9 +271,9 @@ def test_windows_are_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -
 
 
 def test_an_unknown_model_type_alone_is_refused_with_those_that_run() -> None:
-    message = "model_type must be 'llama' or 'mistral' or .*; got 'gemma'"
+    message = "model_type must be 'llama' or 'mistral' or .*; got 'falcon'"
     with pytest.raises(ModelFormatError, match=message):
-        ModelConfig.from_dict({"model_type": "gemma"} | SIZES)
+        ModelConfig.from_dict({"model_type": "falcon"} | SIZES)
 
 
 def test_architectures_that_hold_no_name_are_refused() -> None:
@@ -211,6 +283,7 @@ def test_architectures_that_hold_no_name_are_refused() -> None:
 
 
 MakeModel = Callable[[str], Path]
+SAVED = ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3"]
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +295,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         "Qwen2": Qwen2Config(**TINY),
         "Qwen3": Qwen3Config(**TINY),
         "SmolLM3": SmolLM3Config(**(TINY | {"pad_token_id": None, "no_rope_layers": [1, 0, 1]})),
+        "OLMo 2": Olmo2Config(**{name: value for name, value in TINY.items() if name != "head_dim"}),
+        "Gemma 2": Gemma2Config(**(TINY | {"tie_word_embeddings": True})),
+        "Gemma 3": Gemma3TextConfig(**TINY),
     }
     made: dict[str, Path] = {}
 
@@ -253,7 +329,7 @@ def assert_equal(one: LlamaWeights, other: LlamaWeights) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("name", SAVED)
 def test_a_quantized_family_loads_as_its_quantized_weights(
     name: str, scheme: str, saved: MakeModel, tmp_path: Path
 ) -> None:
@@ -268,7 +344,7 @@ def test_a_quantized_family_loads_as_its_quantized_weights(
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("name", SAVED)
 def test_a_family_is_verified_inspected_and_converted_from_pickles(name: str, saved: MakeModel, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -331,11 +407,41 @@ def test_a_norm_of_heads_that_is_missing_or_of_another_width_is_named(saved: Mak
 
 
 def test_random_weights_have_what_the_files_of_a_family_have(saved: MakeModel) -> None:
-    for name in ("Qwen3", "SmolLM3"):
+    for name in ("Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3"):
         read = ModelConfig.from_directory(saved(name))
         random = random_weights(read, dtype=torch.float32, device="cpu", seed=0)
         pairs = zip(all_tensors(random), all_tensors(load(saved(name))), strict=True)
         assert all(made.shape == loaded.shape for made, loaded in pairs)
+
+
+def test_what_a_gemma_computes_otherwise_is_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
+    found = {fingerprint(saved("Gemma 2"))}
+    changes: dict[str, Any] = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}
+    changes |= {"query_pre_attn_scalar": 9, "sliding_window": 9}
+    for name, value in changes.items():
+        (tmp_path / name).mkdir()
+        found.add(fingerprint(changed(saved("Gemma 2"), tmp_path / name, **{name: value})))
+    assert len(found) == 1 + len(changes)
+    gemma3 = {fingerprint(saved("Gemma 3"))}
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 4e4}}
+    (tmp_path / "3").mkdir()
+    gemma3.add(fingerprint(changed(saved("Gemma 3"), tmp_path / "3", rope_parameters=ropes)))
+    assert len(gemma3) == 2
+
+
+def test_the_norms_of_a_gemma_have_one_added(saved: MakeModel) -> None:
+    from safetensors.torch import load_file
+
+    weights, tensors = load(saved("Gemma 2")), load_file(saved("Gemma 2") / "model.safetensors")
+    assert torch.equal(weights.final_norm, tensors["model.norm.weight"] + 1)
+    for own, name in (
+        (weights.layers[1].attention_norm, "input"),
+        (weights.layers[1].attention_post_norm, "post_attention"),
+        (weights.layers[1].mlp_norm, "pre_feedforward"),
+        (weights.layers[1].mlp_post_norm, "post_feedforward"),
+    ):
+        assert own is not None
+        assert torch.equal(own, tensors[f"model.layers.1.{name}_layernorm.weight"] + 1)
 
 
 def test_every_multiplier_is_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:

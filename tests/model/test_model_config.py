@@ -155,8 +155,8 @@ def test_dtype_is_read_from_either_key_with_or_without_prefix() -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["GemmaForCausalLM"]},
-            r"architectures must be .*LlamaForCausalLM.*; got \['GemmaForCausalLM'\]",
+            {"architectures": ["FalconForCausalLM"]},
+            r"architectures must be .*LlamaForCausalLM.*; got \['FalconForCausalLM'\]",
         ),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list.*; got 'LlamaForCausalLM'"),
         ({"model_type": "qwen2"}, "model_type must be 'llama' or .* beside these architectures; got 'qwen2'"),

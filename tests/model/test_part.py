@@ -106,6 +106,14 @@ def test_a_rank_loads_its_part_of_a_gguf_file_with_its_heads_in_the_engines_orde
     assert_parts(write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes), 2)
 
 
+def test_norms_over_all_heads_cannot_be_parted() -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    config = ModelConfig.from_dict({"model_type": "olmo2", "num_attention_heads": 4} | sizes)
+    assert len(shard_of(config, 0, 1).heads) == 4
+    with pytest.raises(InvalidValueError, match=r"tensor_parallel_size must be 1 for a model whose norms .*; got 2"):
+        shard_of(config, 0, 2)
+
+
 def test_int4_is_parted_between_its_groups_alone(tiny_llama: MakeModel, tmp_path: Path) -> None:
     quantize_model(tiny_llama().directory, tmp_path / "int4", "int4")  # heads and MLP of fewer channels than a group
     config = ModelConfig.from_directory(tmp_path / "int4")

@@ -7,6 +7,7 @@ entries that some token left there.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -163,7 +164,8 @@ def greedy_with_exits(
     With `batch_min` nobody leaves before the least confident of all may.
     """
     num_layers = len(model.model.layers)
-    runs = [_Run(model, on_skip, [_Entries() for _ in range(num_layers)]) for _ in prompts]
+    windows = [window_of(layer) for layer in model.model.layers]
+    runs = [_Run(model, on_skip, [_Entries(window=window) for window in windows]) for _ in prompts]
     rows = [[run.tokens(prompt, 0, set(range(num_layers)))] for run, prompt in zip(runs, prompts, strict=True)]
     depths = [[num_layers] for _ in prompts]
     for step in range(1, num_tokens):
@@ -192,8 +194,8 @@ def greedy_with_exits(
 class _Entries:
     """One layer's cache: keys and values `[1, kv_heads, entries, head_dim]` of the tokens that left one, in order.
 
-    A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. It is
-    given the cache by its place, since its name is another in transformers 5.24. Only the prompt runs more than one
+    A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. Only
+    the prompt runs more than one
     token at a time, with nothing before it, so transformers' own causal rule is enough; a later token of a layer with a
     sliding window is given the last entries alone.
     """
@@ -227,11 +229,37 @@ def window_of(layer: LlamaDecoderLayer) -> int | None:
     return getattr(layer.self_attn, "sliding_window", None)
 
 
-def _mask(count: int, window: int | None) -> Tensor | None:
-    """Where the tokens of a prompt look in a layer with a window; None of one token and without a window."""
-    if window is None or count == 1:
+def _mask(count: int, layer: LlamaDecoderLayer) -> Tensor | None:
+    """Where the tokens of a prompt look in a layer; None of one token, and where the layer sees to it."""
+    window, is_added = window_of(layer), layer.self_attn.config._attn_implementation == "eager"
+    if count == 1 or (window is None and not is_added):
         return None
-    return torch.ones(1, 1, count, count, dtype=torch.bool).tril().triu(1 - window)
+    seen = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
+    seen = seen if window is None else seen.triu(1 - window)
+    return torch.zeros(seen.shape).masked_fill(~seen, -math.inf) if is_added else seen
+
+
+def _rotations(model: LlamaForCausalLM, hidden: Tensor, positions: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """The rotation of each layer, by its kind of attention where the kinds have ropes of their own."""
+    rope, places = model.model.rotary_emb, torch.tensor([positions])
+    if not hasattr(rope, "layer_types"):
+        return [rope(hidden, position_ids=places)] * len(model.model.layers)
+    return [rope(hidden, places, kind) for kind in model.config.layer_types]
+
+
+def _run_layer(
+    layer: LlamaDecoderLayer, hidden: Tensor, mask: Tensor | None, cache: _Entries, rotation: tuple[Tensor, Tensor]
+) -> Tensor:
+    """A layer's output; the name of the cache is another in transformers 5.24."""
+    name = "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
+    return layer(hidden, attention_mask=mask, position_embeddings=rotation, **{name: cache})
+
+
+def _logits(model: LlamaForCausalLM, hidden: Tensor) -> Tensor:
+    """The LM head's logits, with the soft cap of a Gemma 2."""
+    logits = model.lm_head(model.model.norm(hidden)).float()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 @dataclass
@@ -247,22 +275,21 @@ class _Run:
         """Run a token, or the prompt, through the layers in `active`; returns the logits [V] of the last one."""
         llama = self.model.model
         hidden = llama.embed_tokens(torch.tensor([token_ids]))
-        positions = torch.arange(position, position + len(token_ids))
-        rotation = llama.rotary_emb(hidden, position_ids=positions[None])
+        rotations = _rotations(self.model, hidden, list(range(position, position + len(token_ids))))
         for index, layer in enumerate(llama.layers):
             if self.maps and index not in active and (index == 0 or index - 1 in active):
                 stop = min(other for other in (*active, len(llama.layers)) if other > index)
                 weight, offset = self.maps[index, stop]
                 hidden = hidden + hidden @ weight.T + offset
             if index in active:
-                mask = _mask(len(token_ids), window_of(layer))
-                hidden = layer(hidden, mask, None, self.caches[index], position_embeddings=rotation)
+                mask = _mask(len(token_ids), layer)
+                hidden = _run_layer(layer, hidden, mask, self.caches[index], rotations[index])
             elif self.on_skip == "copy":
                 nearest = max(other for other in active if other < index)
                 self.caches[index].update(*self.caches[nearest].last(), index)
             elif self.on_skip == "project":
-                self.caches[index].update(*_projected(layer, hidden, rotation), index)
-        return self.model.lm_head(llama.norm(hidden))[0, -1].float()
+                self.caches[index].update(*_projected(layer, hidden, rotations[index]), index)
+        return _logits(self.model, hidden)[0, -1]
 
 
 class _Token:
@@ -272,15 +299,14 @@ class _Token:
         llama = run.model.model
         self.run = run
         self.hidden = llama.embed_tokens(torch.tensor([[token_id]]))
-        self.rotation = llama.rotary_emb(self.hidden, position_ids=torch.tensor([[position]]))
+        self.rotations = _rotations(run.model, self.hidden, [position])
 
     def run_layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's input and output [H], and the LM head's logits [V] for the output."""
         model, before = self.run.model, self.hidden
         layer = model.model.layers[index]
-        self.hidden = layer(before, None, None, self.run.caches[index], position_embeddings=self.rotation)
-        logits = model.lm_head(model.model.norm(self.hidden))
-        return before[0, 0], self.hidden[0, 0], logits[0, 0].float()
+        self.hidden = _run_layer(layer, before, None, self.run.caches[index], self.rotations[index])
+        return before[0, 0], self.hidden[0, 0], _logits(model, self.hidden)[0, 0]
 
     def leave_after(self, last: int) -> None:
         """Leave an entry in every layer above `last`."""
@@ -289,18 +315,22 @@ class _Token:
             if self.run.on_skip == "copy":
                 caches[index].update(*caches[last].last(), index)
             elif self.run.on_skip == "project":
-                caches[index].update(*_projected(layers[index], self.hidden, self.rotation), index)
+                caches[index].update(*_projected(layers[index], self.hidden, self.rotations[index]), index)
 
 
 def _projected(layer: LlamaDecoderLayer, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The key and value that `layer` would have for a hidden state that passes it by."""
     attention = layer.self_attn
-    normed = layer.input_layernorm(hidden)
+    normed = layer.input_layernorm(hidden) if hasattr(layer, "input_layernorm") else hidden
     shape = (1, 1, -1, attention.head_dim)
-    key = attention.k_proj(normed).view(shape)
+    key = attention.k_proj(normed)
     value = attention.v_proj(normed).view(shape).transpose(1, 2)
-    if hasattr(attention, "k_norm"):  # Qwen3
-        key = attention.k_norm(key)
+    has_norm = hasattr(attention, "k_norm")
+    if has_norm and attention.k_norm.weight.numel() == key.shape[-1]:  # OLMo
+        key = attention.k_norm(key).view(shape)
+    else:
+        key = key.view(shape)
+        key = attention.k_norm(key) if has_norm else key  # Qwen3, Gemma 3
     key = key.transpose(1, 2)
     if getattr(attention, "use_rope", True):  # SmolLM3 has layers without
         _, key = apply_rotary_pos_emb(key, key, *rotation)

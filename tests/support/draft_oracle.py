@@ -5,10 +5,12 @@ Nothing here is shared with the engine. Full depth's cache and a draft's are pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 Entries = list[tuple[Tensor, Tensor]]
@@ -86,6 +88,30 @@ def draft_and_verify(
     return found
 
 
+Norm = Callable[[Tensor], Tensor]
+
+
+class _Norms(NamedTuple):
+    """A layer's norms before and behind its sublayers; identities where it has none."""
+
+    attention: Norm
+    attention_post: Norm
+    mlp: Norm
+    mlp_post: Norm
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> _Norms:
+        none: Norm = nn.Identity()
+        behind = hasattr(layer, "post_feedforward_layernorm")  # OLMo 2 has these alone, Gemma 2 both
+        second = layer.post_attention_layernorm
+        return cls(
+            getattr(layer, "input_layernorm", none),
+            second if behind else none,
+            getattr(layer, "pre_feedforward_layernorm", none if behind else second),
+            layer.post_feedforward_layernorm if behind else none,
+        )
+
+
 def _run(
     model: LlamaForCausalLM,
     token: int,
@@ -100,12 +126,11 @@ def _run(
     rotation = llama.rotary_emb(hidden, position_ids=torch.tensor([[position]]))
     after = []
     for index, layer in enumerate(llama.layers):
-        cache = _Cache(caches[index])
+        cache, norms = _Cache(caches[index]), _Norms.of(layer)
         if index not in skip_attention:
-            normed = layer.input_layernorm(hidden)
-            attended, _ = layer.self_attn(normed, rotation, None, cache)
-            hidden = hidden + attended
+            attended, _ = layer.self_attn(norms.attention(hidden), rotation, None, cache)
+            hidden = hidden + norms.attention_post(attended)
         if index not in skip_mlp:
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = hidden + norms.mlp_post(layer.mlp(norms.mlp(hidden)))
         after.append(cache.entries)
     return model.lm_head(llama.norm(hidden))[0, -1].float(), after

@@ -184,7 +184,7 @@ def bpe_keys(pre: str = "llama-bpe") -> dict[str, Any]:
     }
 
 
-def sentencepiece_model() -> bytes:
+def sentencepiece_model(*, add_dummy_prefix: bool = True) -> bytes:
     """A small sentencepiece model with byte pieces, one special and one user-defined token."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -199,6 +199,7 @@ def sentencepiece_model() -> bytes:
         user_defined_symbols=["<think>"],
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        add_dummy_prefix=add_dummy_prefix,
         minloglevel=2,
     )
     return model.getvalue()

@@ -66,6 +66,12 @@ class Shape:
     head_norms: bool = False
     layers_without_rope: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()  # of the first layers
+    norms_before: bool = True
+    norms_behind: bool = False
+    projection_norms: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    caps: tuple[float | None, float | None] = (None, None)  # of scores, and of logits
     seed: int = 0
 
 
@@ -89,15 +95,18 @@ class Case:
         q_size, kv_size = s.heads * s.head_dim, s.kv_heads * s.head_dim
         layers = tuple(
             NativeLayer(
-                attention_norm=1 + self._normal(s.hidden) / 4,
+                attention_norm=self._norm(s.hidden, s.norms_before),
                 qkv=self._linear(q_size + 2 * kv_size, s.hidden),
                 output=self._linear(s.hidden, q_size),
-                mlp_norm=1 + self._normal(s.hidden) / 4,
+                mlp_norm=self._norm(s.hidden, s.norms_before),
                 gate_up=self._linear(2 * s.intermediate, s.hidden),
                 down=self._linear(s.hidden, s.intermediate),
                 rotations=None if index in s.layers_without_rope else self.rotations,
                 head_norms=1 + self._normal(2, s.head_dim) / 4 if s.head_norms else None,
                 window=(*s.windows, *[NO_WINDOW] * s.layers)[index],
+                projection_norms=self._norm(q_size + kv_size, s.projection_norms),
+                attention_post_norm=self._norm(s.hidden, s.norms_behind),
+                mlp_post_norm=self._norm(s.hidden, s.norms_behind),
             )
             for index in range(s.layers)
         )
@@ -113,6 +122,10 @@ class Case:
             max_positions=s.max_positions,
             eps=1e-5,
             scale=s.head_dim**-0.5,
+            activation=s.activation,
+            embedding_scale=s.embedding_scale,
+            attention_cap=s.caps[0],
+            logit_cap=s.caps[1],
         )
         self.rows = Rows(
             tokens=numbers.integers(s.vocab, size=s.rows),
@@ -148,13 +161,13 @@ class Case:
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         tokens = torch.from_numpy(given.tokens)
         for taken in range(steps):
-            hidden = looked_up(model.embedding, tokens, torch.float32)
+            hidden = looked_up(model.embedding, tokens, torch.float32) * model.embedding_scale
             for index, layer in enumerate(model.layers):
                 self._cross(index, given.generation + taken, hidden)
                 active = order[given.generation + taken < given.cutoffs[:, index]]
                 if active.size:
                     self._layer(layer, index, active, taken, hidden, pool)
-            logits = reference.lm_head(hidden, model.final_norm, model.eps, wide(model.lm_head))
+            logits = reference.lm_head(hidden, model.final_norm, model.eps, wide(model.lm_head), cap=model.logit_cap)
             if draws is None:
                 tokens, scores = logits.max(dim=-1)[1], logits.max(dim=-1)[0]
             else:
@@ -199,15 +212,28 @@ class Case:
             entries,
             s.heads,
             head_norms=layer.head_norms,
+            projection_norms=layer.projection_norms,
         )
         attention = reference.attention_inputs(
             list(range(active.size + 1)), (positions + 1).tolist(), torch.from_numpy(tables).long()[None]
         )[0]
-        attended = reference.paged_attention(queries, pool, attention, model.scale, window=layer.window)
-        reference.linear_residual(attended, wide(layer.output.weight), layer.output.bias, rows)
-        gated = reference.gate_up(rows, layer.mlp_norm, model.eps, wide(layer.gate_up.weight), layer.gate_up.bias)
-        reference.linear_residual(gated, wide(layer.down.weight), layer.down.bias, rows)
+        attended = reference.paged_attention(
+            queries, pool, attention, model.scale, window=layer.window, cap=model.attention_cap
+        )
+        self._add(attended, layer.output, layer.attention_post_norm, rows)
+        matrix = wide(layer.gate_up.weight), layer.gate_up.bias
+        gated = reference.gate_up(rows, layer.mlp_norm, model.eps, *matrix, activation=model.activation)
+        self._add(gated, layer.down, layer.mlp_post_norm, rows)
         hidden[active] = rows
+
+    def _add(self, x: Tensor, linear: Linear, post_norm: Tensor | None, rows: Tensor) -> None:
+        product = rows if post_norm is None else torch.zeros_like(rows)
+        reference.linear_residual(x, wide(linear.weight), linear.bias, product)
+        if post_norm is not None:
+            reference.add_norm(product, post_norm, self.model.eps, rows)
+
+    def _norm(self, width: int, present: bool) -> Tensor | None:
+        return 1 + self._normal(width) / 4 if present else None
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)

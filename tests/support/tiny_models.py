@@ -41,12 +41,12 @@ def save_tiny_llama(directory: Path, *, seed: int = 0, max_shard_size: str = "1G
 def save_random(directory: Path, model: PreTrainedModel, max_shard_size: str = "1GB") -> TinyLlama:
     """Save a model that transformers has just made at random; its biases and norms become random too."""
     model.eval()
-    with torch.no_grad():  # transformers starts biases at zero and norms at one, which would prove nothing
+    with torch.no_grad():  # transformers starts biases at zero and norms at one (or zero), which would prove nothing
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
             elif "norm" in name:
-                parameter.normal_(mean=1.0, std=0.2)
+                parameter.normal_(mean=float(parameter[0]), std=0.2)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return TinyLlama(directory, model)
 

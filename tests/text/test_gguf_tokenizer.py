@@ -167,6 +167,18 @@ def test_a_flag_for_a_token_that_the_file_does_not_name_is_refused(tmp_path: Pat
         load_tokenizer(path)
 
 
+def test_a_sentencepiece_tokenizer_without_a_space_before_a_text_is_the_model_it_came_from(tmp_path: Path) -> None:
+    """As Gemma's, whose files say so."""
+    model = sentencepiece_model(add_dummy_prefix=False)
+    keys = sentencepiece_keys(model) | {"tokenizer.ggml.add_space_prefix": False}
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, **SMALL)
+    ours, original = load_tokenizer(path), sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in TEXTS:
+        if not any(special in text for special in ("<|im_end|>", "</s>")):
+            assert ours.encode(text) == [original.bos_id(), *original.encode(text)], text
+            assert ours.decode(ours.encode(text)) == text or "\u2581" in text, text
+
+
 def test_a_sentencepiece_tokenizer_is_the_model_it_came_from(tmp_path: Path) -> None:
     model = sentencepiece_model()
     path = write_gguf(tmp_path / "model.gguf", tokenizer=sentencepiece_keys(model), **SMALL)

@@ -145,7 +145,7 @@ def test_linear_and_yarn_rope_keep_their_numbers(tmp_path: Path, bpe: dict[str, 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"general.architecture": "mamba"},
-        "general.architecture must be one of exaone, granite, internlm2, llama, .*'mamba'",
+        "general.architecture must be one of exaone, gemma, gemma2, gemma3, granite, .*'mamba'",
     ),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count must be absent"),
     "window": ({"llama.attention.sliding_window": 128}, "llama.attention.sliding_window must be absent"),

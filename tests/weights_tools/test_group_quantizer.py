@@ -15,7 +15,10 @@ from tiny_models import TINY, random_prompts, save_random
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GraniteConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -92,6 +95,13 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "fused matrices": (Phi3Config, {"pad_token_id": None}),
     "norms of heads, and yarn": (Qwen3Config, {"rope_parameters": YARN}),
     "layers without rope": (SmolLM3Config, {"pad_token_id": None, "no_rope_layers": [0, 1, 0]}),
+    "norms behind alone, and of whole projections": (Olmo2Config, {}),
+    "soft caps": (Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 1.0, "head_dim": 16}),
+    "two ropes": (
+        Gemma3TextConfig,
+        {"sliding_window": 8, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+    ),
 }
 
 

@@ -17,9 +17,9 @@ from d3engine.depth import Schedule
 from d3engine.errors import require, require_integer
 from d3engine.kernels import reference
 from d3engine.kernels.kv_pool import NO_WINDOW
-from d3engine.kernels.matrices import looked_up
+from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.model.config import ModelConfig
-from d3engine.model.llama import Rope
+from d3engine.model.llama import Rope, scaled_embedding_
 from d3engine.model.weights import LlamaWeights
 
 
@@ -76,7 +76,8 @@ class Observer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [T, V]: what the final norm and the LM head make of hidden states [T, H] of any layer."""
         weights, eps = self.weights, self.config.rms_norm_eps
-        logits: Tensor = reference.lm_head(hidden, weights.final_norm, eps, weights.lm_head)
+        cap = self.config.soft_caps.logits
+        logits: Tensor = reference.lm_head(hidden, weights.final_norm, eps, weights.lm_head, cap=cap)
         return logits
 
     # -- the parts of a pass, over entries that the caller keeps -------------------------------------------------------
@@ -88,7 +89,7 @@ class Observer:
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """The residual stream [T, H] before the first layer."""
         places = torch.tensor(token_ids, device=self._device)
-        return looked_up(self.weights.embedding, places, self.weights.dtype)
+        return scaled_embedding_(looked_up(self.weights.embedding, places, self.weights.dtype), self.config)
 
     def new_pool(self, length: int) -> Tensor:
         """Room for the keys and values of so many positions of one layer, [1, 2, length, kv heads, head dim]."""
@@ -116,6 +117,7 @@ class Observer:
             torch.stack((keys, keys + pool.shape[2]), dim=-1),
             config.num_heads,
             head_norms=weights.head_norms,
+            projection_norms=weights.projection_norms,
         )
 
     def attend(self, layer: int, hidden: Tensor, queries: Tensor, pool: Tensor, first: int = 0) -> None:
@@ -133,14 +135,23 @@ class Observer:
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
         (inputs,) = reference.attention_inputs([0, rows], [first + rows], table)
         window = self.config.windows[layer] or NO_WINDOW
-        attended = reference.paged_attention(queries, pool, inputs, self._scale, window=window)
-        reference.linear_residual(attended, weights.output, weights.output_bias, hidden)
+        cap = self.config.soft_caps.attention
+        attended = reference.paged_attention(queries, pool, inputs, self._scale, window=window, cap=cap)
+        self._add(attended, weights.output, weights.output_bias, weights.attention_post_norm, hidden)
 
     def _mlp(self, layer: int, hidden: Tensor) -> None:
         """Add a layer's MLP to `hidden` [T, H]."""
         weights, eps = self.weights.layers[layer], self.config.rms_norm_eps
-        gated = reference.gate_up(hidden, weights.mlp_norm, eps, weights.gate_up, weights.gate_up_bias)
-        reference.linear_residual(gated, weights.down, weights.down_bias, hidden)
+        matrix, activation = (weights.gate_up, weights.gate_up_bias), self.config.activation
+        gated = reference.gate_up(hidden, weights.mlp_norm, eps, *matrix, activation=activation)
+        self._add(gated, weights.down, weights.down_bias, weights.mlp_post_norm, hidden)
+
+    def _add(self, x: Tensor, weight: Weight, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor) -> None:
+        """Add a product, or its norm, to `hidden` [T, H]."""
+        product = hidden if post_norm is None else torch.zeros_like(hidden)
+        reference.linear_residual(x, weight, bias, product)
+        if post_norm is not None:
+            reference.add_norm(product, post_norm, self.config.rms_norm_eps, hidden)
 
 
 class CachedPass:

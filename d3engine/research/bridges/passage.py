@@ -17,7 +17,9 @@ from torch import Tensor
 from d3engine.depth import NEVER, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.errors import require
+from d3engine.kernels import reference
 from d3engine.kernels.matrices import Weight
+from d3engine.kernels.reference_attention import attended, soft_capped
 from d3engine.model.bridges import Bridge, Window
 from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights
@@ -81,7 +83,8 @@ class Passage:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [T, V]."""
         normed = self._norm(hidden, self._weights.final_norm)
-        return F.linear(normed, _matrix(self._weights.lm_head, hidden.dtype)).float()
+        logits = F.linear(normed, _matrix(self._weights.lm_head, hidden.dtype))
+        return soft_capped(logits, self.config.soft_caps.logits).float()
 
     def _rotations(self, length: int, prompt_length: int, device: torch.device) -> list[Tensor]:
         positions = torch.arange(length, device=device)
@@ -92,17 +95,24 @@ class Passage:
     def _layer(self, layer: int, hidden: Tensor, rotations: Tensor) -> Tensor:
         weights = self._weights.layers[layer]
         normed = self._norm(hidden, weights.attention_norm)
-        attended = self._attended(weights, normed, rotations, self.config.windows[layer])
-        hidden = hidden + _linear(attended, weights.output, weights.output_bias)
+        heads = self._attended(weights, normed, rotations, self.config.windows[layer])
+        hidden = hidden + self._norm(_linear(heads, weights.output, weights.output_bias), weights.attention_post_norm)
         normed = self._norm(hidden, weights.mlp_norm)
         gate, up = _linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        return hidden + _linear(F.silu(gate) * up, weights.down, weights.down_bias)
+        gated = reference.activated(gate, self.config.activation) * up
+        return hidden + self._norm(_linear(gated, weights.down, weights.down_bias), weights.mlp_post_norm)
 
     def _attended(self, weights: LayerWeights, normed: Tensor, rotations: Tensor, window: int | None) -> Tensor:
         """Causal attention [T, Q] before its output matrix, of a sliding window at most."""
         config, rows = self.config, normed.shape[0]
         sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        heads = _linear(normed, weights.qkv, weights.qkv_bias).view(rows, -1, config.head_dim)
+        projected = _linear(normed, weights.qkv, weights.qkv_bias)
+        if weights.projection_norms is not None:
+            whole = [config.q_size, config.kv_size]
+            parts = torch.split(projected, [*whole, config.kv_size], dim=1)
+            norms = [*torch.split(weights.projection_norms, whole), None]
+            projected = torch.cat([self._norm(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
+        heads = projected.view(rows, -1, config.head_dim)
         queries, keys, values = torch.split(heads, sizes, dim=1)
         if weights.head_norms is not None:
             queries, keys = self._norm(queries, weights.head_norms[0]), self._norm(keys, weights.head_norms[1])
@@ -110,7 +120,11 @@ class Passage:
         query, key, value = (part.transpose(0, 1)[None] for part in turned)
         behind = rows if window is None else min(window, rows)
         mask = torch.ones(rows, rows, dtype=torch.bool, device=normed.device).tril().triu(1 - behind)
-        attended = F.scaled_dot_product_attention(
+        cap = config.soft_caps.attention
+        if cap is not None:
+            capped = attended(query, key, value, mask, config.attention_scale, cap)
+            return capped[0].transpose(0, 1).reshape(rows, -1)
+        found = F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -119,9 +133,12 @@ class Passage:
             scale=config.attention_scale,
             enable_gqa=True,
         )
-        return attended[0].transpose(0, 1).reshape(rows, -1)
+        return found[0].transpose(0, 1).reshape(rows, -1)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """`x` itself where there is no norm."""
+        if weight is None:
+            return x
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return scaled.to(x.dtype) * weight

@@ -72,6 +72,7 @@ struct AttentionArgs {
     int32_t length;  // positions up to the first row's own, which is the last; up to each later row's one more
     int32_t window;  // positions that a row attends to at most
     float scale;
+    float cap;            // a soft cap of scores, or 0
     bool prefetches;      // whether to prefetch keys and values
     bool is_prefetched;   // whether those of the first chunk are prefetched already
     const int32_t* next;  // blocks of the context that the same thread probably attends to next, or null
@@ -181,7 +182,9 @@ struct Kernels {
     void (*rms_norm)(float* out, const float* x, const float* weight, float eps, int n);
     void (*rotate)(float* out, const float* x, const float* turns, int n);  // n / 2 pairs by n / 2 pairs
     void (*swiglu)(float* out, const float* gate, const float* up, int n);
+    void (*geglu)(float* out, const float* gate, const float* up, int n);
     void (*add)(float* out, const float* x, int n);
+    void (*soft_cap)(float* values, float cap, int n);  // each becomes cap * tanh(value / cap)
 };
 
 // Best first. A build may lack some.

@@ -152,7 +152,8 @@ struct Found {
 class Case {
 public:
     Case(const Sizes& sizes, int kind)
-        : s(sizes), norm(floats(s.hidden)), head_norms(floats(2 * s.head_dim)), bias(kind % 2) {
+        : s(sizes), norm(floats(s.hidden)), head_norms(floats(2 * s.head_dim)),
+          projection_norms(floats((s.heads + s.kv_heads) * s.head_dim)), bias(kind % 2) {
         const int queries = s.heads * s.head_dim, entries = s.kv_heads * s.head_dim;
         matrices.reserve(2 + 4 * LAYERS);
         auto matrix = [&](int of, int rows, int columns, bool with_bias) {
@@ -167,6 +168,10 @@ public:
             layer.head_norms = kind == D3_INT8 ? head_norms.data() : nullptr;
             layer.rotations = &layer == layers ? rotations.data() : nullptr;
             layer.window = &layer == layers ? (kind % 2 ? 3 : 70) : INT32_MAX;
+            // Norms behind the sublayers too, or only there and over whole projections.
+            if (kind >= D3_FP8_GROUPS) layer.attention_post_norm = layer.mlp_post_norm = norm.data();
+            if (kind == D3_BF12) layer.attention_norm = layer.mlp_norm = nullptr;
+            if (kind == D3_BF12) layer.projection_norms = projection_norms.data();
         }
         embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
         head = matrix(kind, s.vocab, s.hidden, false);
@@ -207,7 +212,10 @@ public:
         }
         D3Model model{LAYERS, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab, s.block_size, blocks,
                       count + 1, s.rows, LENGTH, std::max(s.rows, PROMPT), threads, isa, 1e-5f, 0.5f, embedding,
-                      matrix(head), nullptr, 0, own, norm.data(), found.pool.entries(), found.pool.scales_or_null()};
+                      matrix(head), nullptr, 0, own, norm.data(), found.pool.entries(), found.pool.scales_or_null(),
+                      D3_SILU, 1.0f, 0.0f, 0.0f};
+        if (head.kind == D3_FLOAT16 || head.kind == D3_FP8_GROUPS)
+            model.activation = D3_GELU_TANH, model.embedding_scale = 3, model.attention_cap = 2, model.logit_cap = 1.5f;
         D3Decoder *decoder = nullptr, *draft_model = nullptr;
         if (d3_create(&model, &decoder) != D3_OK) fail("no decoder", isa);
         Pool of_drafts = found.pool;
@@ -404,10 +412,10 @@ private:
     const Sizes s;
     const int blocks = (LENGTH + s.block_size - 1) / s.block_size, count = s.rows * LAYERS * blocks;
     std::vector<Matrix> matrices;
-    const std::vector<float> norm, head_norms, rotations = floats(size_t(LENGTH) * s.head_dim);
+    const std::vector<float> norm, head_norms, projection_norms, rotations = floats(size_t(LENGTH) * s.head_dim);
     const bool bias;  // and an 8-bit KV cache
     const Pool pool{size_t(count + 1) * 2 * s.block_size * s.kv_heads * s.head_dim, s.head_dim, bias};
-    D3Layer layers[LAYERS];
+    D3Layer layers[LAYERS]{};
     D3Matrix embedding, head;
     std::vector<int64_t> tokens = numbers_for_rows(0), positions = tokens, slots = tokens, indices = tokens;
     std::vector<int64_t> generation = numbers_for_rows(1), seeds = numbers_for_rows(-1);

@@ -29,6 +29,30 @@ SHAPES = {
         layers=3, heads=6, kv_heads=2, head_dim=18, head_norms=True, bias=True, layers_without_rope=(1,)
     ),
     "windows": Shape(layers=3, heads=4, kv_heads=2, head_dim=20, max_positions=900, rows=7, windows=(1, 70, 300)),
+    "norms behind alone, and over whole projections": Shape(
+        layers=3,
+        heads=6,
+        kv_heads=2,
+        head_dim=18,
+        norms_before=False,
+        norms_behind=True,
+        projection_norms=True,
+        bias=True,
+    ),
+    "norms on both sides, GeGLU, soft caps and a scaled embedding": Shape(
+        layers=3,
+        heads=4,
+        kv_heads=1,
+        head_dim=256,
+        rows=9,
+        max_positions=300,
+        windows=(20,),
+        norms_behind=True,
+        head_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=6.0,
+        caps=(1.5, 2.0),
+    ),
     "several pieces of a product": Shape(layers=1, hidden=300, intermediate=600, head_dim=32, vocab=1000, rows=3),
 }
 STEPS = 5
