@@ -63,7 +63,7 @@ def test_log_probabilities_are_the_same_bits_whoever_comes_beside_and_whatever_i
     [
         (EarlyExit(0.9, on_skip="copy"), "without early exits"),
         (D3(0.9, 0.5, on_skip="project"), 'with on_skip="none" or "copy"'),
-        (DraftAndVerify(skip_mlp=(3,)), "one that drafts nothing"),
+        (DraftAndVerify(skip_mlp=(3,)), "one whose own layers draft nothing"),
     ],
 )
 def test_a_policy_that_pytorch_would_run_is_refused_in_a_request_and_in_an_engine(

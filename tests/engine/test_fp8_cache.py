@@ -146,7 +146,7 @@ def test_drafts_answer_as_full_depth_does_over_the_same_cache(
             params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
             found.append([one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)])
             if isinstance(policy, Speculative):
-                assert isinstance(engine.executor.second.pool, Fp8Pool)  # type: ignore[attr-defined]
+                assert isinstance(engine.executor._draft_model.pool, Fp8Pool)  # type: ignore[attr-defined]
     assert found[0] == found[1] == found[2]
 
 

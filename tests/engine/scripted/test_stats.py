@@ -10,6 +10,7 @@ from scripted import LAYERS, greedy
 from stepping import finish
 
 from d3engine import D3, Engine
+from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.request.outputs import Histogram, HistogramCounter, Timings
 from d3engine.stats import EngineStats
 
@@ -20,7 +21,7 @@ def test_stats_count_what_the_engine_has_done_and_holds(make_engine: Callable[..
     empty = engine.stats()
     total = engine.scheduler.cache.pool.num_blocks
     nothing = EngineStats(0, 0, 0, 0, 0, 0, 0, None, None, total, 0, 0, 0, 0, 0)
-    assert empty == replace(nothing, token_layers=(0,) * (LAYERS + 1))
+    assert empty == replace(nothing, token_layers=(0,) * (LAYERS + 1), accepted_at=(0,) * MAX_DRAFT_LENGTH)
     prompt = list(range(10, 20))
     for name in ("a", "b", "c"):
         engine.add_request(name, prompt, greedy(10, ignore_eos=True))
