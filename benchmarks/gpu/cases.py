@@ -90,6 +90,13 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
         lambda kernels, i, _: kernels.rms_norm(i["x"], i["norm"], EPS),
         (2 * rows + 1) * shape.hidden * width,
     )
+    yield Case(
+        "add_norm",
+        {"x": draw.normal(rows, shape.hidden), "norm": draw.norm(shape.hidden), "to": draw.normal(rows, shape.hidden)},
+        lambda kernels, i, _: kernels.add_norm(i["x"], i["norm"], EPS, i["to"]),
+        (3 * rows + 1) * shape.hidden * width,
+        written=lambda i: i["to"],
+    )
     for context in shape.contexts:
         pool, tables = _cache(shape, rows, context, draw)
         yield Case(

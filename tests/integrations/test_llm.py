@@ -132,7 +132,6 @@ def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
         ("tensor_parallel_size", 0),
         ("trust_remote_code", True),
         ("quantization", "awq"),
-        ("speculative_config", {"model": "x"}),
         ("enable_lora", True),
         ("swap_space", 4),
         ("limit_mm_per_prompt", {"image": 1}),

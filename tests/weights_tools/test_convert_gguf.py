@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model must be one of 'gpt2', 'llama'"),
     "ids": ({"tokenizer.ggml.eos_token_id": 9999}, "tokenizer.ggml.eos_token_id must be the id of one of"),
     "vocabulary": ({"tokenizer.ggml.tokens": ["a"] * 500}, "tokenizer.ggml.tokens must be from 1 to 420"),
-    "merges": ({"tokenizer.ggml.merges": ["a b", "qqq zzz"]}, r"model\.gguf/tokenizer\.json: .*`ab` out of vocab"),
+    "merges": ({"tokenizer.ggml.merges": ["qqq zzz"]}, r"model\.gguf/tokenizer\.json: .*`qqq` out of vocab"),
     "kinds": ({"tokenizer.ggml.token_type": [9]}, "tokenizer.ggml.token_type must be one number from 1 to 6"),
     "template": ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a string"),
     "layers": ({"llama.block_count": 2}, "blk|layers.1"),
