@@ -50,8 +50,8 @@ MAX_ROWS = 512
 seldom, and few enough that what they leave behind between two products takes little memory."""
 
 
-TIMED_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
-"""Rows of the steps that are timed where drafts are to pay: about ten steps' time in all for each model."""
+TIMED_ROWS = (1, 2, 4, 6, 8, 16)
+"""Rows of the steps that are timed, twice each, where drafts are to pay: the time of some 15 steps for each model."""
 
 LOGITS_BYTES = 2**26
 """What a run may keep of the logits of rows that want log-probabilities."""
@@ -129,23 +129,24 @@ class NativeExecutor:
         self._costs = DraftCosts.of(self._step_seconds(), of_draft)
 
     def _step_seconds(self) -> dict[int, float]:
-        """Seconds of a step by its rows, the best of two each: over the pool's own blocks, which nothing has yet."""
+        """Seconds of a step by its rows, the better of two each: over the pool's own blocks, which nothing has yet."""
         found = {}
+        layers, blocks = self._decoder.table_shape[1:]
+        room = min(blocks * self._eager.block_size, self._eager.rope.generated_table.shape[0])
         for count in TIMED_ROWS:
-            if count >= self._decoder.table_shape[2] * self._eager.block_size:
+            if count > room:
                 break
             positions = np.arange(count)
-            layers, blocks = self._decoder.table_shape[1:]
             own = np.ones((1, layers, blocks), np.int32)  # block 1 stands for all: what is written there is of no use
             tables = np.concatenate((own, np.zeros((self._decoder.table_shape[0] - 1, layers, blocks), np.int32)))
             zeros = np.zeros(count, np.int64)
             rows = Rows(zeros, positions, zeros, zeros, np.full((count, layers), NEVER), tables)
             times = []
-            for _ in range(3):
+            for _ in range(2):
                 begun = time.perf_counter()
                 self._decoder.run(rows, 1)
                 times.append(time.perf_counter() - begun)
-            found[count] = min(times[1:])
+            found[count] = min(times)
         return found
 
     def take_largest(self) -> None:
@@ -252,7 +253,9 @@ class NativeExecutor:
     def _loop(self, plan: Plan, multi_step: MultiStep) -> dict[str, Any]:
         """What the library gets of the drafts of a plan, and of its choices."""
         sequences, iterations = plan.sequences, multi_step.num_steps
-        drafts = drafts_of(sequences)
+        are_open = all(sequence.draft is None or sequence.draft.rule.by_cost for sequence in sequences)
+        costs = self._costs if are_open else None
+        drafts = drafts_of(sequences, by_cost=costs is not None)
         logits, reporting = None, reporting_chunks(sequences)
         if reporting:
             reports = np.zeros(len(sequences), np.uint8)
@@ -265,7 +268,7 @@ class NativeExecutor:
             "states": self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy(),
             "ends": ends_of(sequences),
             "draws": draws_of(sequences, multi_step.choice, FormsOfRun({}), self._vocab),
-            "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), self._costs, multi_step.draft_model),
+            "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), costs, multi_step.draft_model),
             "draft_model": self._draft_model._decoder if has_model and self._draft_model is not None else None,
             "logits": logits,
         }

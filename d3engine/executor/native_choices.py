@@ -22,7 +22,7 @@ from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts
 from d3engine.plan import Chosen, DraftModelRows, Plan
 from d3engine.request.constraint import Constraint
 from d3engine.request.sampling_mode import SamplingMode, is_restricted
-from d3engine.request.sequence import Draft, Sequence
+from d3engine.request.sequence import Sequence
 from d3engine.request.token_rules import TokenRules
 
 
@@ -201,29 +201,29 @@ def _rules(sequence: Sequence, vocab_size: int) -> LogitMask:
     )
 
 
-def _first_length(draft: Draft, room: int) -> int:
-    """How long the draft is to be that grows, or that a loop begins."""
-    if not draft.rule.is_by_text:
-        return draft.most
-    return min(draft.rule.length if draft.rule.by_cost else draft.length, room - 1)
+def drafts_of(sequences: AnySequence[Sequence], *, by_cost: bool) -> Drafts:
+    """How the rows of some cycles draft, and what they have drafted when these begin.
 
-
-def drafts_of(sequences: AnySequence[Sequence]) -> Drafts:
-    """How the rows of some cycles draft, and what they have drafted when these begin."""
+    With `by_cost` the loop chooses lengths that are left open; otherwise they adapt.
+    """
     drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
     longest = max(draft.rule.length for draft in drafts)
-    numbers = [
-        (
-            len(draft.token_ids),
-            len(draft.token_ids) if draft.ended else _first_length(draft, sequence.room),
-            draft.rule.length if draft.rule.by_cost else draft.length,
-            draft.rule.length,
-            draft.rule.adaptive,
-            sequence.room,
-            sequence.slot * MAX_DRAFT_LENGTH if draft.rule.resumes else -1,
+    numbers = []
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        rule, is_chosen = draft.rule, draft.rule.by_cost and by_cost
+        length = rule.length if is_chosen else draft.length
+        first = min(length, sequence.room - 1) if rule.is_by_text else draft.most
+        numbers.append(
+            (
+                len(draft.token_ids),
+                len(draft.token_ids) if draft.ended else first,
+                length,
+                rule.length,
+                rule.adaptive or (rule.by_cost and not is_chosen),
+                sequence.room,
+                sequence.slot * MAX_DRAFT_LENGTH if rule.resumes else -1,
+            )
         )
-        for sequence, draft in zip(sequences, drafts, strict=True)
-    ]
     begun = [draft.token_ids + [0] * (longest - len(draft.token_ids)) for draft in drafts]
     return Drafts(np.array(begun), *np.array(numbers, np.int64).T)
 
@@ -251,7 +251,7 @@ def text_drafts_of(
         texts,
         NO_TEXT,
         np.array(stops, np.float32) if any(stops) else None,
-        costs if all(rule.by_cost for rule in rules) else None,
+        costs,
         None if draft_model is None else draft_model.tables,
         None if draft_model is None else draft_model.positions,
     )
