@@ -18,7 +18,6 @@ ONE_DEVICE = "1, since tensor_parallel_size alone spreads a model over devices"
 ONE_REVISION = "None, since the tokenizer is of the model's own revision"
 BY_ENVIRONMENT = "None, since HF_HOME and HF_TOKEN say that to huggingface_hub, which fetches what is not there yet"
 BY_DIRECTORY = "None, since the model's directory says how its weights are stored"
-POLICY = "None: name a policy that drafts instead, such as depth=SelfSpeculative(D3(0.9, 0.6))"
 
 SAME: Same = {
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
@@ -36,7 +35,6 @@ SAME: Same = {
     "swap_space": ((0,), "0, since preempted requests are computed again"),
     "enable_chunked_prefill": ((None, True), "True, since long prompts are always computed in pieces"),
     "enable_lora": ((False,), "False, since there are no adapters"),
-    "speculative_config": ((None,), POLICY),
     "scheduling_policy": (("fcfs", "priority"), "'fcfs' or 'priority', which are one here"),
     "logprobs_mode": (("raw_logprobs",), "'raw_logprobs', since log-probabilities are of the raw distribution"),
     "disable_log_stats": ((True,), "True, since stats() tells instead"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from d3engine import LLM, AsyncEngine, Engine, InvalidValueError, SamplingParams
+from d3engine import LLM, AsyncEngine, Engine, InvalidValueError, PromptLookup, SamplingParams
 from d3engine.loading.model_directory import model_directory
 
 TEMPLATE = (
@@ -202,3 +202,8 @@ def test_the_engine_for_many_callers_refuses_them_alike(transport: str) -> None:
 
 async def all_of(answer: Any) -> list[Any]:
     return [output async for output in answer] if hasattr(answer, "__aiter__") else list(answer)
+
+
+def test_speculative_config_is_the_engines_own() -> None:
+    with LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 4}, **SMALL) as llm:
+        assert llm.depth == PromptLookup(4)
