@@ -23,3 +23,11 @@ def test_page_has_the_ratios_of_the_committed_run(temperature: float, how: str) 
     for kind in ("code", "problems", "edits", "chats"):
         cells = " | ".join(ratios.get((system, kind), "-") for system in COLUMNS)
         assert f"| {kind}, {how} | {cells} |" in page
+
+
+def test_page_has_the_gains_of_a_batch() -> None:
+    report = json.loads((ROOT / "benchmarks/results/speculation-qwen2.5-coder-1.5b-batch4-cpu.json").read_text())
+    of_kinds = [cell for cell in report["cells"] if cell["system"] == "auto" and cell["kind"] != "all"]
+    gains = sorted(cell["ratio"]["median"] for cell in of_kinds)
+    said = f"open lengths gained {gains[0]:.2f} to {gains[-1]:.2f} times"
+    assert said in " ".join((ROOT / "docs/lossless.md").read_text().split())
