@@ -1,7 +1,7 @@
 """llama.cpp's speculative decoding as a peer: greedy, a draft model and a fixed number of drafted tokens.
 
 The loop is that of its example `speculative-simple`: the draft model drafts k tokens, one batch of k + 1 rows verifies
-them, and entries of rejected ones are removed from both caches. It runs in a process of its own, which answers one
+them, and entries of rejected ones are removed from both caches. It runs in a separate process, which answers one
 line of JSON with another, so that it can take turns with the engine.
 """
 

@@ -138,7 +138,7 @@ class EngineSystem:
 
 
 class PeerSystem:
-    """llama.cpp with so many drafted tokens."""
+    """llama.cpp with this number of drafted tokens."""
 
     base = PEER
 

@@ -23,7 +23,7 @@ from d3engine.errors import require
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
-from d3engine.model.families import NO_CAPS, Biases, LayerNorms, Multipliers
+from d3engine.model.family import NO_CAPS, Biases, LayerNorms, Multipliers
 from d3engine.model.source import CONFIG_FILE
 from d3engine.model.weights import LlamaWeights, load_weights, random_weights
 from d3engine.request.params import SamplingParams

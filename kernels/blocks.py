@@ -122,6 +122,7 @@ class StackedWeight(WeightFormat):
     """Matrices of the same columns on top of each other, in several formats."""
 
     parts: tuple[Stackable, ...]
+    native_kind = None
 
     @property
     def shape(self) -> torch.Size:

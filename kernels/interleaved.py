@@ -7,7 +7,7 @@ memory is read in one stream, and no row is turned into lanes for a product.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TypeVar
 
 import torch
@@ -28,7 +28,7 @@ _STEP = 64
 """Bytes of a row that are always there; those that fill it up are a weight of 0."""
 
 
-class LanesWeight(PackedValues, ABC):
+class LanesWeight(PackedValues):
     """A matrix [N, K], N a multiple of 32, as `packed` uint8 [N / 16, M, 16, 4]: byte [n, i, r, j] is byte 4 i + j of
     row 16 n + r, of which each row has 4 M, a multiple of 64.
     """

@@ -37,6 +37,7 @@ class ByteWeight(WeightFormat):
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor, num_columns: int) -> Self:
+        """The matrix of a checkpoint's two tensors."""
         return cls(values, scales)
 
     @property
@@ -101,6 +102,7 @@ class PackedValues(WeightFormat):
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor, num_columns: int) -> Self:
+        """The matrix of a checkpoint's two tensors."""
         return cls(values, scales, num_columns)
 
     @property

@@ -274,7 +274,7 @@ def gate_up(
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:
-    """`gate` after "silu" or "gelu_tanh", in memory of its own."""
+    """`gate` after "silu" or "gelu_tanh", in new memory."""
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 
-class WeightFormat:
+class WeightFormat(ABC):
     """A matrix [N, K] in another format than floats, made of `tensors`.
 
     A subclass is an entry of the table of formats: what it does not say here holds for none but itself.
@@ -26,19 +27,19 @@ class WeightFormat:
     """Of the floats that it holds without loss."""
 
     @property
-    def native_kind(self) -> int:
-        """Its number in `D3Kind` (`native/abi.h`)."""
-        raise NotImplementedError(type(self).__name__)
+    @abstractmethod
+    def native_kind(self) -> int | None:
+        """Its number in `D3Kind` (`native/abi.h`); None for a matrix whose parts have theirs."""
 
     @property
+    @abstractmethod
     def shape(self) -> torch.Size:
         """(N, K)."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """What it is made of: values, then scales."""
-        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
@@ -49,15 +50,10 @@ class WeightFormat:
         """float32 [N], where each value only has to be multiplied by that of its row."""
         return None
 
+    @abstractmethod
     def rows(self, start: int, stop: int) -> Any:
         """Output channels [start, stop) alone, as a format that has `dequantize`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] it stands for, rounded once to `dtype`."""
-        raise NotImplementedError
-
-    @classmethod
-    def of(cls, values: Tensor, scales: Tensor, num_columns: int) -> Self:
-        """The matrix of a checkpoint's two tensors."""
-        raise NotImplementedError

@@ -26,7 +26,7 @@ from d3engine.model.checkpoint import (
     is_layer_matrix,
     quantized_tensors,
 )
-from d3engine.model.families import GGUF_LAYER_MODULES, GGUFLayout, OwnNames, TensorNames
+from d3engine.model.family import GGUF_LAYER_MODULES, GGUFLayout, OwnNames, TensorNames
 from d3engine.model.fields import Fields
 from d3engine.model.gguf_file import GGUFFile
 from d3engine.model.gguf_metadata import FREQ_FACTORS, gguf_family

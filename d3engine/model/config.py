@@ -9,17 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import (
-    NO_CAPS,
-    Biases,
-    Family,
-    Multipliers,
-    SoftCaps,
-    TensorNames,
-    family_of,
-    no_windows,
-    sliding_window,
-)
+from d3engine.model.families import family_of, no_windows, sliding_window
+from d3engine.model.family import NO_CAPS, Biases, Family, Multipliers, SoftCaps, TensorNames
 from d3engine.model.fields import Fields
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
 from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of

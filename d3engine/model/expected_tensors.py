@@ -24,7 +24,7 @@ from d3engine.model.checkpoint import (
 from d3engine.model.checkpoint import SCALES as SCALES
 from d3engine.model.checkpoint import VALUES as VALUES
 from d3engine.model.config import ModelConfig
-from d3engine.model.families import NO_CAPS, Multipliers, TensorNames
+from d3engine.model.family import NO_CAPS, Multipliers, TensorNames
 from d3engine.model.quantization_config import SCHEMES
 from d3engine.model.source import CONFIG_FILE, ModelSource, files_of
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
-from d3engine.model.families import GGUF_FAMILIES, Family, GGUFLayout
+from d3engine.model.families import GGUF_FAMILIES
+from d3engine.model.family import Family, GGUFLayout
 from d3engine.model.fields import Fields
 from d3engine.model.gguf_file import GGUFFile, GGUFTensor
 

@@ -106,7 +106,7 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
         raise MissingExtraError("llguidance", "structured", "structured_outputs") from None
-    allowed = "None, since no token of this model's tokenizer stands for bytes of its own"
+    allowed = "None, since no token of this model's tokenizer stands for single bytes"
     require(tokenizer.kind is not DecoderKind.OTHER, "structured_outputs", tokenizer.kind.value, allowed)
     texts = TokenTexts(tokenizer)
     tokens = [texts.of(token_id)[1] for token_id in range(size)]

@@ -191,7 +191,7 @@ struct D3Run {
 constexpr int32_t D3_COST_ROWS = 64;        // rows of the longest step that is timed
 constexpr int32_t D3_CONFIDENCE_BINS = 16;
 struct D3DraftCosts {
-    double verify[D3_COST_ROWS + 1];  // seconds of a step of so many rows at full depth
+    double verify[D3_COST_ROWS + 1];  // seconds of a full-depth step, by its rows
     double draft[D3_COST_ROWS + 1];   // and of the draft model; zeros without one
     // Of drafted tokens that were judged: how many were right, and how many there were; older ones count less.
     double right[2][D3_CONFIDENCE_BINS], judged[2][D3_CONFIDENCE_BINS];  // [0]: the draft model's, [1]: lookups
@@ -208,7 +208,7 @@ constexpr int32_t D3_LOOP_COUNTS = 5;
 
 // Draft-and-verify iterations. One step verifies all tokens of a draft together with the token before them: each row of
 // it chooses as it would without drafts, by its own seed, index and step, and drafted tokens are accepted as long as
-// they are the chosen ones. A row ends with a token of its own `ends`, with its room, or where the logits at full depth
+// they are the chosen ones. A row ends with one of its `ends`, with its room, or where the logits at full depth
 // are not finite. Further iterations skip it.
 struct D3SpeculativeLoop {
     int32_t rows, iterations;

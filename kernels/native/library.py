@@ -9,7 +9,7 @@ from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +41,8 @@ from d3engine.kernels.native.runs import (
 from d3engine.kernels.native.speculative_loop import (
     Drafts,
     Int64Array,
-    LoopLogits,
+    LoopOptions,
     SpeculativeLoopStructure,
-    TextDrafts,
     structure_of,
 )
 from d3engine.kernels.weight_format import WeightFormat
@@ -179,12 +178,7 @@ class Decoder:
         iterations: int,
         drafts: Drafts,
         states: npt.NDArray[np.float32],
-        *,
-        ends: Int64Array | None = None,
-        draws: Draws | None = None,
-        by_text: TextDrafts | None = None,
-        draft_model: Decoder | None = None,
-        logits: LoopLogits | None = None,
+        **asked: Unpack[LoopOptions],
     ) -> tuple[Int64Array, Int64Array]:
         """Draft and verify `iterations` times, or until every row has ended; returns drafted tokens and counts.
 
@@ -197,7 +191,7 @@ class Decoder:
         `states` float32 [places, H] and `logits` are written. Raises `NativeError` as `run` does.
         """
         self._check_tables(rows)
-        made, given = self._loop_of(rows, iterations, drafts, states, ends, None, draws, by_text, draft_model, logits)
+        made, given = self._loop_of(rows, iterations, drafts, states, None, asked)
         taken = c_int32()
         made.taken = ctypes.pointer(taken)
         _check(self._library.d3_run_speculative_loop(self._handle, byref(made)))
@@ -210,20 +204,14 @@ class Decoder:
         control: npt.NDArray[np.int32],
         drafts: Drafts,
         states: npt.NDArray[np.float32],
-        *,
-        ends: Int64Array | None = None,
-        draws: Draws | None = None,
-        by_text: TextDrafts | None = None,
-        draft_model: Decoder | None = None,
-        logits: LoopLogits | None = None,
+        **asked: Unpack[LoopOptions],
     ) -> None:
         """The same in a background thread, as `begin`; `take` returns drafted tokens and counts of each iteration."""
+        by_text = asked.get("by_text")
         if by_text is not None and by_text.tables is not None:
-            by_text = replace(by_text, tables=by_text.tables[rows.slots])
+            asked["by_text"] = replace(by_text, tables=by_text.tables[rows.slots])
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
-        made, given = self._loop_of(
-            rows, iterations, drafts, states, ends, control, draws, by_text, draft_model, logits
-        )
+        made, given = self._loop_of(rows, iterations, drafts, states, control, asked)
         _check(self._library.d3_begin_speculative_loop(self._handle, byref(made)))
         self._background = (given, given["drafted"], given["counts"])
         self._taken = 0
@@ -234,18 +222,14 @@ class Decoder:
         iterations: int,
         drafts: Drafts,
         states: npt.NDArray[np.float32],
-        ends: Int64Array | None,
         control: npt.NDArray[np.int32] | None,
-        draws: Draws | None,
-        by_text: TextDrafts | None,
-        draft_model: Decoder | None,
-        logits: LoopLogits | None,
+        asked: LoopOptions,
     ) -> tuple[SpeculativeLoopStructure, dict[str, Any]]:
         shape = (iterations, len(rows.tokens), drafts.most + 1, self._vocab)
+        logits, draft_model = asked.get("logits"), asked.get("draft_model")
         if logits is not None and (logits.logits.shape != shape or not logits.logits.flags.c_contiguous):
             raise NativeError(f"logits must be a contiguous array {list(shape)}")
-        arrays = self._checked(rows, states)
-        made, given = structure_of(arrays, iterations, drafts, states, ends, control, draws, by_text, logits)
+        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, control, asked)
         if draft_model is not None:
             made.draft_model = draft_model._handle
         given["held"] = (rows, draft_model)  # the rows hold the bridges

@@ -6,12 +6,15 @@ import ctypes
 from ctypes import POINTER, Structure, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from d3engine.kernels.native.runs import Draws, sampling_structures
+
+if TYPE_CHECKING:
+    from d3engine.kernels.native.library import Decoder
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -35,7 +38,7 @@ class Drafter(IntEnum):
 class DraftCosts(Structure):
     """`D3DraftCosts`: what drafts cost and how often they are right. Loops read it and bring it up to date.
 
-    `verify` and `draft` [COST_ROWS + 1] are the seconds of a step of so many rows, of the model and of its draft model.
+    `verify` and `draft` [COST_ROWS + 1] are the seconds of a step by its rows, of the model and of its draft model.
     """
 
     _fields_ = (
@@ -130,6 +133,16 @@ class LoopLogits:
     reports: npt.NDArray[np.uint8]
 
 
+class LoopOptions(TypedDict, total=False):
+    """What a loop takes besides its rows and drafts; see `Decoder.run_speculative_loop`."""
+
+    ends: Int64Array | None
+    draws: Draws | None
+    by_text: TextDrafts | None
+    draft_model: Decoder | None
+    logits: LoopLogits | None
+
+
 class SpeculativeLoopStructure(Structure):
     """`D3SpeculativeLoop`."""
 
@@ -158,14 +171,12 @@ def structure_of(
     iterations: int,
     drafts: Drafts,
     states: npt.NDArray[np.float32],
-    ends: Int64Array | None,
     control: npt.NDArray[np.int32] | None,
-    draws: Draws | None,
-    by_text: TextDrafts | None,
-    logits: LoopLogits | None,
+    asked: LoopOptions,
 ) -> tuple[SpeculativeLoopStructure, dict[str, Any]]:
     """The structure of some iterations, and what must live as long as it, `drafted` and `counts` among that."""
-    count = len(rows["tokens"])
+    count, ends, draws = len(rows["tokens"]), asked.get("ends"), asked.get("draws")
+    by_text, logits = asked.get("by_text"), asked.get("logits")
     given: dict[str, Any] = {
         **rows,
         **{field.name: np.ascontiguousarray(getattr(drafts, field.name), np.int64) for field in fields(drafts)},

@@ -37,7 +37,8 @@ from transformers import (
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
-from d3engine.model.families import FAMILIES, Biases, Multipliers
+from d3engine.model.families import FAMILIES
+from d3engine.model.family import Biases, Multipliers
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_weights, random_weights
 from d3engine.weights_tools.convert import convert_bin
 from d3engine.weights_tools.inspection import inspect_model, verify_model

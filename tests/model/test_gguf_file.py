@@ -20,7 +20,8 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from gguf_files import SMALL, bpe_keys, write_gguf
 
 from d3engine.errors import MissingExtraError, ModelFormatError
-from d3engine.model.families import GGUF_FAMILIES, TensorNames
+from d3engine.model.families import GGUF_FAMILIES
+from d3engine.model.family import TensorNames
 from d3engine.model.gguf_file import forget_header, open_gguf
 from d3engine.model.source import files_of
 

@@ -126,7 +126,7 @@ def assert_follows(found: list[list[int]], wanted: dict[tuple[int, ...], float])
 def test_drawn_answers_are_those_without_drafts(
     llama: TinyLlama, policy: DepthPolicy, eager: bool, tmp_path: Path
 ) -> None:
-    """Whoever drafts, with the same seed the same tokens come, with the same log-probabilities."""
+    """By any drafter, with the same seed the same tokens come, with the same log-probabilities."""
     if isinstance(policy, Speculative):
         policy = replace(policy, draft_model=save_without_layer(llama, 1, tmp_path / "draft"))
     options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "enforce_eager": eager, "max_num_seqs": 8}

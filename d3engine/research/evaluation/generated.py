@@ -72,7 +72,7 @@ MIN_OPERATORS, MAX_OPERATORS = 2, 6
 
 
 def boolean_expressions(rng: random.Random, fewest: int = MIN_OPERATORS, most: int = MAX_OPERATORS) -> GeneratedProblem:
-    """A random expression of so many operators; "not" binds tighter than "and", "and" tighter than "or"."""
+    """A random expression with that number of operators; "not" binds tighter than "and", "and" tighter than "or"."""
     steps: list[str] = []
     text, value = _boolean_expression(rng, rng.randint(fewest, most), steps)
     return worked(f"What is {text}?", steps, str(value))
@@ -117,7 +117,7 @@ WORDS = (
 
 
 def word_sorting(rng: random.Random, fewest: int = MIN_WORDS, most: int = MAX_WORDS) -> GeneratedProblem:
-    """So many different words."""
+    """Different words, as many as asked for."""
     words = rng.sample(WORDS, rng.randint(fewest, most))
     return worked(f"Sort these words: {' '.join(words)}.", [], " ".join(sorted(words)))
 
@@ -130,7 +130,7 @@ MIN_BRACKETS, MAX_BRACKETS = 4, 24
 
 
 def dyck_languages(rng: random.Random, fewest: int = MIN_BRACKETS, most: int = MAX_BRACKETS) -> GeneratedProblem:
-    """A beginning of a well-formed sequence, of so many brackets or one more, that leaves at least one open."""
+    """A beginning of a well-formed sequence, of that number of brackets or one more, that leaves at least one open."""
     sequence, still_open = _beginning(rng, rng.randint(fewest, most))
     closed = [CLOSING[bracket] for bracket in reversed(still_open)]
     steps = [f"Open: {' '.join(still_open)} ."]
@@ -164,7 +164,7 @@ MIN_THINGS, MAX_THINGS = 3, 8
 
 
 def object_counting(rng: random.Random, fewest: int = MIN_THINGS, most: int = MAX_THINGS) -> GeneratedProblem:
-    """So many things, up to six of each, of two kinds, one of which is asked for."""
+    """A number of things, up to six of each, of two kinds, one of which is asked for."""
     asked, other = rng.sample(sorted(THINGS), 2)
     things = rng.sample([*THINGS[asked], *THINGS[other]], rng.randint(fewest, most))
     counts = [rng.randint(1, len(NUMBERS)) for _ in things]
@@ -192,7 +192,7 @@ MIN_SWAPS, MAX_SWAPS = 2, 6
 
 
 def tracking_shuffled_objects(rng: random.Random, fewest: int = MIN_SWAPS, most: int = MAX_SWAPS) -> GeneratedProblem:
-    """Three to five people with a thing each, and so many swaps."""
+    """Three to five people with a thing each, and a number of swaps."""
     people = rng.sample(NAMES, rng.randint(MIN_PEOPLE, MAX_PEOPLE))
     holds = dict(zip(people, rng.sample(OBJECTS, len(people)), strict=True))
     sentences = [f"{person} has the {thing}." for person, thing in holds.items()]
@@ -217,7 +217,7 @@ LARGEST = 9
 def multistep_arithmetic(
     rng: random.Random, fewest: int = MIN_OPERATIONS, most: int = MAX_OPERATIONS
 ) -> GeneratedProblem:
-    """So many operations on numbers from -9 to 9."""
+    """A number of operations on numbers from -9 to 9."""
     steps: list[str] = []
     text, value = _arithmetic_expression(rng, rng.randint(fewest, most), steps)
     return worked(f"What is {text}?", steps, str(value))

@@ -13,7 +13,7 @@ class DraftCosts {
 public:
     explicit DraftCosts(D3DraftCosts& known) : known_(known) {}
 
-    // Seconds of a step of so many rows at full depth, and of one of the draft model.
+    // Seconds of a step of `rows` rows at full depth, and of one of the draft model.
     double verify(int64_t rows) const { return seconds(known_.verify, rows); }
     double draft(int64_t rows) const { return seconds(known_.draft, rows); }
     // Seconds by which a verification of `rows` rows grows with one more row, averaged over the next few: measured
@@ -41,10 +41,10 @@ public:
 
     // Count a drafted token that was judged.
     void judge(D3Drafter drafter, int bin, bool right);
-    // Take in the measured seconds of a step of so many rows.
+    // Take in the measured seconds of a step of `rows` rows.
     void time_verify(int64_t rows, double taken) { time(known_.verify, rows, taken); }
     void time_draft(int64_t rows, double taken) { time(known_.draft, rows, taken); }
-    // Count an iteration of `rows` sequences that gave so many tokens.
+    // Count an iteration of `rows` sequences that gave `tokens` tokens.
     void count_iteration(int64_t rows, int64_t tokens, double taken, bool drafted);
     // Whether to try a short draft although none pays: what was true of the text before may be so no longer. It takes
     // `seconds` before its first token.

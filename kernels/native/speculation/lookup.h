@@ -27,7 +27,7 @@ inline void find_match(const int64_t* text, int64_t length, const int64_t* from,
     }
 }
 
-// Copies what followed a match, `most` tokens at most; returns how many. A match that overlaps the end of its own text
+// Copies what followed a match, `most` tokens at most; returns how many. A match in the same text that overlaps its end
 // goes on with what it has copied: the text repeats itself.
 inline int64_t copy_continuation(const Lookup& found, bool is_own_text, int64_t most, int64_t* to) {
     const int64_t there = found.stop - found.next;

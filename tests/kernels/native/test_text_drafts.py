@@ -1,4 +1,4 @@
-"""Drafts by a second model and by lookups: whoever drafts, and however long, tokens and logits are those without."""
+"""Drafts by a second model and by lookups: by any drafter, at any length, tokens and logits are those without."""
 
 from __future__ import annotations
 
