@@ -258,7 +258,7 @@ class TestRefusals:
 
     def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused(self, tmp_path: Path) -> None:
         save_word_level(tmp_path)
-        with pytest.raises(InvalidValueError, match="bytes of its own"):
+        with pytest.raises(InvalidValueError, match="stands for single bytes"):
             begin(Forms(load_tokenizer(tmp_path), 5), regex="a")
 
     def test_without_llguidance_the_error_names_the_extra(
