@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -112,9 +113,9 @@ class BlockWeight(WeightFormat):
         layout = BLOCK_FORMATS[self.type_name]
         if layout.bits is not None:
             return bool(torch.isfinite(scales_of_integer_groups(self.blocks, layout.columns, layout.bits)).all())
-        blocks = self.blocks.view(-1, layout.nbytes)
-        halves = torch.cat([blocks[:, place : place + 2] for place in layout.halves], dim=1).contiguous()
-        return bool(torch.isfinite(halves.view(torch.float16)).all())
+        blocks = self.blocks.numpy().reshape(-1, layout.nbytes)
+        # A half is no number where all bits of its exponent are set; they lie in its upper byte.
+        return not any((blocks[:, place + 1] & 0x7C == 0x7C).any() for place in layout.halves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,18 +154,31 @@ class StackedWeight(WeightFormat):
 Stackable: TypeAlias = "BlockWeight | BlockLanesWeight | Tensor"
 
 
-def stacked(parts: Sequence[BlockWeight | Tensor]) -> BlockWeight | Tensor | StackedWeight:
+def stacked(parts: Sequence[Stackable]) -> Stackable | StackedWeight:
     """The matrices on top of each other: neighbours of one format become one matrix, copied."""
-    found: list[BlockWeight | Tensor] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, BlockWeight) and isinstance(last, BlockWeight) and part.type_name == last.type_name:
-            found[-1] = BlockWeight(part.type_name, torch.cat([last.blocks, part.blocks]), part.num_columns)
-        elif isinstance(part, Tensor) and isinstance(last, Tensor):
-            found[-1] = torch.cat([last, part])
+    found: list[Stackable] = []
+    for name, group in groupby(parts, key=_format_of):
+        same = list(group)
+        if len(same) == 1 or name is None:
+            found += same
+        elif name is Tensor:
+            found.append(torch.cat([part for part in same if isinstance(part, Tensor)]))
         else:
-            found.append(part)
+            found.append(_as_one([part for part in same if isinstance(part, BlockWeight)]))
     return found[0] if len(found) == 1 else StackedWeight(tuple(found))
+
+
+def _format_of(part: Stackable) -> object:
+    """What neighbours must have in common to become one matrix; None: nothing does."""
+    if isinstance(part, BlockLanesWeight):
+        return None
+    return part.type_name if isinstance(part, BlockWeight) else Tensor
+
+
+def _as_one(parts: Sequence[BlockWeight]) -> BlockWeight:
+    if len(parts) == 1:
+        return parts[0]
+    return BlockWeight(parts[0].type_name, torch.cat([part.blocks for part in parts]), parts[0].num_columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,15 +241,29 @@ def in_eight_bits(x: Tensor) -> Tensor:
 
 
 def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | StackedWeight:
-    """`weight` with its rows in lanes, copied, where it is in blocks; as it is where its rows are no multiple of 32."""
-    if isinstance(weight, StackedWeight):
-        return StackedWeight(tuple(_in_lanes(part) if isinstance(part, BlockWeight) else part for part in weight.parts))
-    return _in_lanes(weight) if isinstance(weight, BlockWeight) else weight
+    """`weight` with its rows in lanes, copied, where it is in blocks; as it is where its rows are no multiple of 32.
 
-
-def _in_lanes(weight: BlockWeight) -> BlockWeight | BlockLanesWeight:
-    if weight.shape[0] % (2 * LANES):
+    Of a stack, neighbours of one format become one matrix.
+    """
+    if isinstance(weight, BlockWeight):
+        return _in_lanes([weight])
+    if not isinstance(weight, StackedWeight):
         return weight
+    found: list[Stackable] = []
+    for _, group in groupby(weight.parts, key=_format_of):
+        same = list(group)
+        blocks = [part for part in same if isinstance(part, BlockWeight)]
+        found += [_in_lanes(blocks)] if blocks else same
+    return found[0] if len(found) == 1 and not isinstance(found[0], Tensor) else StackedWeight(tuple(found))
+
+
+def _in_lanes(parts: Sequence[BlockWeight]) -> BlockWeight | BlockLanesWeight:
+    """Matrices of one format as one, read where they lie."""
+    if any(part.shape[0] % (2 * LANES) for part in parts):
+        parts = [_as_one(parts)]
+    first, rows = parts[0], sum(part.shape[0] for part in parts)
+    if rows % (2 * LANES):
+        return first
     from d3engine.kernels.native.library import interleave_blocks  # which knows this class
 
-    return BlockLanesWeight(weight.type_name, interleave_blocks(weight), weight.num_columns)
+    return BlockLanesWeight(first.type_name, interleave_blocks(parts), first.num_columns)

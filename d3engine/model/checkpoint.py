@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,13 +282,19 @@ class MappedFile:
     # Pages of a mapped file are no memory of the process. A tensor that is used as stored is never copied; after a copy
     # `give_back` releases the pages, so that at most one tensor is in memory twice.
 
-    def __init__(self, file: Path, opened: BinaryIO) -> None:
-        """Map `opened`, the open `file`. Writes to its tensors stay in this process and never reach the file."""
+    def __init__(self, file: Path, opened: BinaryIO, ranges: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Map `opened`, the open `file`. Writes to its tensors stay in this process and never reach the file.
+
+        `ranges` are the first byte and the end of each tensor; None: a header of safetensors has them.
+        """
         self._file = file
         self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._ranges = self._of_safetensors() if ranges is None else ranges
+
+    def _of_safetensors(self) -> dict[str, tuple[int, int]]:
         header_end = 8 + int.from_bytes(self._map[:8], "little")
-        header = as_json(self._map[8:header_end], file)
-        self._ranges = {
+        header = as_json(self._map[8:header_end], self._file)
+        return {
             name: (header_end + entry["data_offsets"][0], header_end + entry["data_offsets"][1])
             for name, entry in header.items()
             if name != "__metadata__"

@@ -20,6 +20,7 @@ from d3engine.model.checkpoint import (
     SCALES,
     VALUES,
     Checkpoint,
+    MappedFile,
     Packed,
     TensorEntry,
     TensorFile,
@@ -27,7 +28,7 @@ from d3engine.model.checkpoint import (
     quantized_tensors,
 )
 from d3engine.model.family import GGUF_LAYER_MODULES, GGUFLayout, OwnNames, TensorNames
-from d3engine.model.fields import Fields
+from d3engine.model.fields import Fields, of_a_model
 from d3engine.model.gguf_file import GGUFFile
 from d3engine.model.gguf_metadata import FREQ_FACTORS, gguf_family
 from d3engine.model.quantization_config import FP8_GROUPS, Block
@@ -376,6 +377,7 @@ class GGUFTensors:
         self._names = names
         self._heads = heads
         self._norm_offset = norm_offset
+        self._maps: dict[Path, MappedFile] = {}
 
     def entries(self) -> Iterator[TensorEntry]:
         """The entries; raises `ModelFormatError` for rows that are not whole heads."""
@@ -397,9 +399,10 @@ class GGUFTensors:
         return values if num_heads is None else to_half_split(values, num_heads)
 
     def blocks(self, name: str) -> Tensor:
-        """The matrix as uint8 [rows, bytes of a row], in ggml's blocks."""
-        blocks = torch.from_numpy(self._file.read_blocks(self._names[name]))
-        num_heads = self._num_heads(name)
+        """The matrix as uint8 [rows, bytes of a row], in ggml's blocks; in the mapped file where its rows' order is."""
+        tensor, num_heads = self._file.tensors[self._names[name]], self._num_heads(name)
+        shape = (tensor.shape[0], tensor.nbytes // tensor.shape[0])
+        blocks = self._mapped(tensor.path).tensor(tensor.name, "U8", shape)
         return blocks if num_heads is None else to_half_split(blocks, num_heads)
 
     def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
@@ -411,7 +414,18 @@ class GGUFTensors:
         return torch.from_numpy(self._file.read_rows(self._names[name], place, 1))[0]
 
     def give_back(self, name: str) -> None:
-        """Do nothing: no tensor is kept here."""
+        """Release the pages of a tensor in blocks; others are not kept here."""
+        tensor = self._file.tensors[self._names[name]]
+        if tensor.path in self._maps:
+            self._maps[tensor.path].give_back(tensor.name)
+
+    def _mapped(self, path: Path) -> MappedFile:
+        if path not in self._maps:
+            tensors = [tensor for tensor in self._file.tensors.values() if tensor.path == path]
+            ranges = {tensor.name: (tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors}
+            with of_a_model(), self._file.opened(path) as file:
+                self._maps[path] = MappedFile(path, file, ranges)
+        return self._maps[path]
 
     def _num_heads(self, name: str) -> int | None:
         """The number of heads whose rows are in llama.cpp's order; None for other tensors."""

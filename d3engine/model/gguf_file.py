@@ -88,17 +88,6 @@ class GGUFFile:
         """The tensor of that name, dequantized; takes a few MiB beyond the result."""
         return self.read_rows(name, 0, math.prod(self.tensors[name].shape[:-1])).reshape(self.tensors[name].shape)
 
-    def read_blocks(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a matrix as the file has them, as [rows, bytes of a row]."""
-        import numpy as np
-
-        tensor = self.tensors[name]
-        raw = np.empty((tensor.shape[0], tensor.nbytes // tensor.shape[0]), np.uint8)
-        with of_a_model(), self._opened(tensor, 0) as file:
-            if file.readinto(raw) != tensor.nbytes:  # type: ignore[attr-defined]
-                raise _shortened(tensor)
-        return raw
-
     def read_rows(self, name: str, first: int, count: int) -> NDArray[np.float32]:
         """Rows `first` to `first + count` of a tensor, dequantized, as [count, its last dimension]."""
         import numpy as np
@@ -111,7 +100,8 @@ class GGUFFile:
         row_bytes = tensor.nbytes // math.prod(tensor.shape[:-1])
         step = max(1, _VALUES_AT_ONCE // tensor.shape[-1])
         # The loader refuses values that are not finite.
-        with of_a_model(), self._opened(tensor, first * row_bytes) as file, np.errstate(all="ignore"):
+        with of_a_model(), self.opened(tensor.path) as file, np.errstate(all="ignore"):
+            file.seek(tensor.offset + first * row_bytes)
             for start in range(0, count, step):
                 some = min(step, count - start)
                 raw = file.read(some * row_bytes)
@@ -121,12 +111,11 @@ class GGUFFile:
         return values
 
     @contextmanager
-    def _opened(self, tensor: GGUFTensor, place: int) -> Iterator[BinaryIO]:
-        """The tensor's file at a byte of it; raises `ModelFormatError` if it is not the one whose header was read."""
-        with open_regular(tensor.path) as file:
-            if _version_of(file) != self._versions[tensor.path]:
-                raise ModelFormatError(f"{tensor.path} has changed since its header was read")
-            file.seek(tensor.offset + place)
+    def opened(self, path: Path) -> Iterator[BinaryIO]:
+        """The file at `path`; raises `ModelFormatError` if it is not the one whose header was read."""
+        with open_regular(path) as file:
+            if _version_of(file) != self._versions[path]:
+                raise ModelFormatError(f"{path} has changed since its header was read")
             yield file
 
     def _is_unchanged(self) -> bool:
@@ -249,17 +238,15 @@ class _Header:
     def strings(self, count: int) -> list[str]:
         """As `string`, fast for the hundreds of thousands of a vocabulary."""
         found: list[str] = []
+        length_at, prefix = _LENGTH.unpack_from, _LENGTH.size
         while len(found) < count:
-            buffer, at, last = self._buffer, self._at, len(self._buffer) - _LENGTH.size
-            while at <= last and len(found) < count:
-                end = at + _LENGTH.size + _LENGTH.unpack_from(buffer, at)[0]
-                if end > len(buffer):
-                    break
-                try:
-                    found.append(buffer[at + _LENGTH.size : end].decode("utf-8"))
-                except UnicodeDecodeError:
-                    break
-                at = end
+            buffer, at, size = self._buffer, self._at, len(self._buffer)
+            with suppress(UnicodeDecodeError):
+                for _ in range(count - len(found)):
+                    if at + prefix > size or (end := at + prefix + length_at(buffer, at)[0]) > size:
+                        break
+                    found.append(buffer[at + prefix : end].decode())
+                    at = end
             self._at = at
             if len(found) < count:  # one that goes beyond the buffer, or is invalid
                 found.append(self.string())

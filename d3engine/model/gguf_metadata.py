@@ -259,12 +259,12 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
             file, "pre", f"one of {', '.join(sorted(PRE_TOKENIZERS))} (or give the model's tokenizer.json as tokenizer)"
         )
     splitting = PRE_TOKENIZERS[pre]
-    merges = [merge.split(" ") for merge in _list(file, "merges", str)]
+    merges = _list(file, "merges", str)
     if not merges:
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges is missing or empty")
     if _flag(file, "add_space_prefix", False):
         _refuse_tokenizer(file, "add_space_prefix", "false with tokenizer.ggml.model 'gpt2'")
-    if not all(len(merge) == 2 for merge in merges):
+    if any(merge.count(" ") != 1 for merge in merges):
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges must be pairs with a space between")
     added = [
         {"id": number, "content": token, "special": kind == _CONTROL, **_AS_IT_IS}
@@ -331,7 +331,7 @@ def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
 
 def _list(file: GGUFFile, name: str, kind: type) -> list[Any]:
     values = file.metadata.get(f"tokenizer.ggml.{name}", [])
-    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+    if not isinstance(values, list) or set(map(type, values)) - {kind}:
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.{name} must be a list of {kind.__name__}")
     return values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require
-from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, stacked
+from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, Stackable, StackedWeight, stacked
 from d3engine.kernels.matrices import Table, Weight, float_dtype, tensors_of
 from d3engine.kernels.quantized import FORMATS, QUANTIZERS, Int8Weight, QuantizedWeight
 from d3engine.model.checkpoint import SCALES, VALUES, Checkpoint, TensorEntry, dtype_of
@@ -283,11 +283,17 @@ class _Loader:
             tensors = _with(".weight", modules)
             if self._stays_in_blocks(tensors):
                 parts = [self._blocks_or_floats(name, rows) for name, rows in tensors.items()]
-                return self._held(stacked(parts), tensors)
+                return self._stack_of(parts, tensors)
             return self._held(self._stack(tensors, self.weight_dtype), tensors)
         names = _with(VALUES, modules), _with(SCALES, modules)
         values, scales = (self._stack(tensors, self.dtype) for tensors in names)
         return self._held(FORMATS[scheme].of(values, scales, num_columns), names[0])
+
+    def _stack_of(self, parts: Sequence[Stackable], names: Collection[str]) -> Weight:
+        """The parts as one matrix in its layout; where that is another, from where they lie in the file."""
+        whole = parts[0] if len(parts) == 1 else StackedWeight(tuple(parts))
+        held = self._held(whole, names)
+        return stacked(held.parts) if isinstance(held, StackedWeight) else held
 
     def _stays_in_blocks(self, tensors: Collection[str]) -> bool:
         """Whether a matrix of these tensors is held as a GGUF file has it."""

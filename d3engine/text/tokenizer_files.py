@@ -242,10 +242,10 @@ def missing_in(pipeline: Mapping[str, Any]) -> str | None:
 
 def _missing_merges(model: Mapping[str, Any], vocabulary: Collection[str], added: Collection[str]) -> str | None:
     """That most tokens of several characters have no merge, as the end of a sentence; else None."""
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
-    made = {"".join(pair) for pair in pairs}
-    long = [token for token in vocabulary if len(token) > 1 and token not in added and not token.startswith("<0x")]
-    unmade = sum(token not in made for token in long)
+    merges = model.get("merges") or ()
+    made = {merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge) for merge in merges}
+    long = {token for token in vocabulary if len(token) > 1 and not token.startswith("<0x")}.difference(added)
+    unmade = len(long - made)
     if unmade <= max(_FEW, len(long) // 2):
         return None
     return f"has no merge for {unmade:,} of its {len(long):,} tokens of several characters"

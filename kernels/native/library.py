@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import replace
@@ -421,22 +422,26 @@ def read_block_rows(
     return matrix
 
 
-def interleave_blocks(weight: BlockWeight) -> torch.Tensor:
-    """The cells of a `BlockLanesWeight` of these blocks, made by all of PyTorch's threads."""
-    structure, isa, threads = Linear(weight).structure(), byte_isa(), torch.get_num_threads()
-    assert isa is not None, "no instruction set reads such cells"
-    rows, nth = weight.shape[0] // LANES, _all_isas().index(isa)
-    row_bytes = library().d3_interleaved_bytes(structure.kind, weight.num_columns)
-    made = torch.empty(rows, LANES * row_bytes, dtype=torch.uint8)
-    spans = [(rows * part // threads, rows * (part + 1) // threads) for part in range(threads)]
+def interleave_blocks(parts: Sequence[BlockWeight]) -> torch.Tensor:
+    """The cells of a `BlockLanesWeight` of these matrices on top of each other, made by all of PyTorch's threads.
 
-    def work(span: tuple[int, int]) -> None:
-        start, stop = span
-        to = made[start:stop].data_ptr()
-        library().d3_interleave_blocks(byref(structure), nth, start * LANES, stop * LANES, to)
+    All are of one format; the rows of each are a multiple of 16.
+    """
+    isa, threads = byte_isa(), torch.get_num_threads()
+    assert isa is not None, "no instruction set reads such cells"
+    nth, structures = _all_isas().index(isa), [Linear(part).structure() for part in parts]
+    row_bytes = library().d3_interleaved_bytes(structures[0].kind, parts[0].num_columns)
+    rows = [part.shape[0] // LANES for part in parts]
+    made = torch.empty(sum(rows), LANES * row_bytes, dtype=torch.uint8)
+
+    def work(thread: int) -> None:
+        for structure, count, cells in zip(structures, rows, torch.split(made, rows), strict=True):
+            start, stop = count * thread // threads, count * (thread + 1) // threads
+            to = cells[start:stop].data_ptr()
+            library().d3_interleave_blocks(byref(structure), nth, start * LANES, stop * LANES, to)
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, spans))
+        list(pool.map(work, range(threads)))
     return made
 
 
