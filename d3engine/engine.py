@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from tqdm import tqdm
 
 from d3engine.arguments import accepts
@@ -32,7 +33,8 @@ from d3engine.loading.resolve import check_policy, resolve_settings
 from d3engine.loading.settings import EngineProperties
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.params import RequestOutputKind, SamplingParams
+from d3engine.request.params import RequestOutputKind, SamplingParams, pooling_params
+from d3engine.request.pooling import FloatArray, embedding_of
 from d3engine.sampling.verification import VerifyingSampler
 from d3engine.stats import EngineStats, engine_stats
 from d3engine.text.chat_template import ChatPrompts
@@ -130,6 +132,31 @@ class Engine(Chats, EngineProperties):
             finally:
                 self._in_flight.drop(ids)
             return [done[i] for i in ids]
+
+    def embed(
+        self,
+        prompts: Prompt | AnySequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> FloatArray:
+        """Return one embedding for each prompt, float32 [prompts, dimensions].
+
+        An embedding pools the model's last hidden states, after its final norm, at full depth: by their mean, the last
+        token's or the first one's ("mean", "last", "cls"). None is the pooling that the model's own files name, or else
+        the mean. `dimensions` keeps the first ones, and `normalize` then brings each to length 1. Prompts are as for
+        `generate`, and run together; an embedding does not depend on the others.
+
+        Raises `InvalidValueError` for what can never run.
+        """
+        kind = self.default_pooling if pooling is None else pooling
+        prompts = as_list(prompts)
+        found = self.generate(prompts, pooling_params(kind), use_tqdm=use_tqdm)
+        size = self.config.hidden_size if dimensions is None else dimensions
+        each = [embedding_of(output, normalize=normalize, dimensions=dimensions) for output in found]
+        return np.stack(each) if each else np.empty((0, size), np.float32)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield the output of one prompt as it grows, after every step; leaving the loop aborts the request.
@@ -290,7 +317,7 @@ class Engine(Chats, EngineProperties):
                 plan = computed.carried_out(plan)
                 tokens = self.sampler(computed.logits, plan)
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
-                self._in_flight.deliver(plan, tokens, outputs, begun)
+                self._in_flight.deliver(plan, tokens, outputs, begun, computed.states)
 
     def _queue(
         self, prepared: EngineRequest, request_id: str, kind: RequestOutputKind, *, call: str | None = None

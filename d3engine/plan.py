@@ -219,6 +219,7 @@ class Plan:
     exits: tuple[ExitingChunks, ...] = ()
     drafts: DraftWork | None = None
     bridged: tuple[BridgedRows, ...] = ()
+    pooled_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # whose last states are wanted
     multi_step: MultiStep | None = None  # the steps that a device may take by itself; None: this one, told by the host
 
     @property

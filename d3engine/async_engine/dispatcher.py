@@ -82,6 +82,7 @@ class MergedDeltas:
             finished=last.finished,
             metrics=last.metrics,
             num_cached_tokens=last.num_cached_tokens,
+            embedding=last.embedding,
         )
 
 

@@ -99,6 +99,7 @@ class Output(Struct, frozen=True):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
+    embedding: list[float] | None = None
 
 
 class Value(Struct, frozen=True):
@@ -137,6 +138,7 @@ def output_without_prompt(key: int, output: RequestOutput) -> Output:
         output.finished,
         output.metrics,
         output.num_cached_tokens,
+        output.embedding,
     )
 
 
@@ -150,6 +152,7 @@ def output_with_prompt(output: Output, prompt: str | None, token_ids: list[int])
         output.finished,
         output.metrics,
         output.num_cached_tokens,
+        output.embedding,
     )
 
 

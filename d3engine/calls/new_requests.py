@@ -157,7 +157,9 @@ class NewRequests:
             priority=prepared.priority,
             arrival=number,
             max_length=min(len(token_ids) + (params.max_tokens or self._max_model_len), self._max_model_len),
-            shares_prompt=own.prompt_logprobs is None and self._prompts.may_share(token_ids),
+            shares_prompt=own.prompt_logprobs is None
+            and own.pooling in (None, "last")
+            and self._prompts.may_share(token_ids),
             exit_rule=(params.depth or self._depth).exit_rule(self._num_layers),
             draft=None if rule is None else Draft(rule),
         )

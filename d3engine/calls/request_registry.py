@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from functools import lru_cache
 
+from torch import Tensor
+
 from d3engine.calls.call_lock import EngineState
 from d3engine.depth import Schedule
 from d3engine.errors import require
@@ -131,9 +133,11 @@ class RequestRegistry:
             self.drop([sequences[0].request_id])
             raise
 
-    def deliver(self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], begun: float) -> None:
+    def deliver(
+        self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], begun: float, states: Tensor | None = None
+    ) -> None:
         """Lay out what came of a step, `begun` at that time of the monotonic clock, for whom it is for."""
-        self._put(self.outputs.process(plan, sampled, tokens))
+        self._put(self.outputs.process(plan, sampled, tokens, states))
         if sampled.opened is None:
             self.timings.count_steps(plan.num_steps, plan.num_rows, begun, time.monotonic())
         else:

@@ -63,4 +63,4 @@ class DraftTargetExecutor:
         own = self.first.run(plan)
         assert isinstance(own.logits, Tensor), "a plan with drafts is run step by step"
         assert isinstance(drafted.logits, Tensor)
-        return Computed(torch.cat((own.logits, drafted.logits)), own.depths)
+        return Computed(torch.cat((own.logits, drafted.logits)), own.depths, own.states)

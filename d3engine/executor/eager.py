@@ -7,7 +7,7 @@ prefix of the batch, so a skipped layer costs nothing, not even a branch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama, Rope
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import ExecutorCapabilities, Plan, Span
+from d3engine.plan import Chosen, ExecutorCapabilities, Plan, Span
 from d3engine.request.sampling_mode import SamplingMode
 
 
@@ -107,15 +107,22 @@ class EagerExecutor:
         kept.up_to(self.model.config.num_layers)
         crossings.up_to(self.model.config.num_layers)
         self.copy_entries(plan.copies_after)
+        states = None
+        if plan.pooled_rows.size:
+            states = self.model.final_states(hidden[self._tensor(plan.pooled_rows)])
         if exits is not None:
             exits.copy_entries(self.pool, inputs.entries)
-            return exits.computed()
+            return replace(exits.computed(), states=states)
+        return Computed(self._logits(plan, hidden), states=states)
+
+    def _logits(self, plan: Plan, hidden: Tensor) -> Tensor | Chosen:
+        """The logits of the plan's rows, or the tokens that ranks have chosen among themselves."""
         rows = plan.logit_rows
         if self.model.ranks is not None and (kind := choice_of_step(plan)) is not SamplingMode.HOST:
-            return Computed(choose_across_ranks(self.model, hidden[self._tensor(rows)], plan, kind))
+            return choose_across_ranks(self.model, hidden[self._tensor(rows)], plan, kind)
         if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
-            return Computed(self.model.logits(hidden))
-        return Computed(self.model.logits(hidden[self._tensor(rows)]))
+            return self.model.logits(hidden)
+        return self.model.logits(hidden[self._tensor(rows)])
 
     def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
         """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""

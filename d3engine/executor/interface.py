@@ -21,11 +21,13 @@ class Computed:
     chosen, or drafted and verified, them itself.
 
     `depths` [C] are the layers that each chunk ran, where some left before the plan's last layer, and None where all
-    ran what the plan says.
+    ran what the plan says. `states` float32 [plan.pooled_rows, H] are these rows' last hidden states after the final
+    norm, None where the plan wants none.
     """
 
     logits: Tensor | Chosen | Cycled
     depths: IntArray | None = None
+    states: Tensor | None = None
 
     def carried_out(self, plan: Plan) -> Plan:
         """The plan that this comes of, with as many steps as were really taken."""

@@ -199,7 +199,7 @@ class NativeExecutor:
     def _open(self, plan: Plan, multi_step: MultiStep) -> Chosen:
         """The plan's own step, and the run behind it."""
         self._end_course()
-        opening = self._single(plan)
+        opening, _ = self._single(plan)
         assert isinstance(opening, Chosen), "a run opens with a step that wants nothing of the host"
         opened, going_on = time.monotonic(), GoingOn.of(plan, opening)
         if not going_on.chunks.size:
@@ -317,33 +317,44 @@ class NativeExecutor:
 
     def _alone(self, plan: Plan) -> Computed:
         self.stats.native_steps += 1
-        return Computed(self._single(plan))
+        found, states = self._single(plan)
+        return Computed(found, states=states)
 
     def _shared(self, plan: Plan, left: BoolArray) -> Computed:
         """A step of which some chunks are left to the eager executor, which counts it."""
         own, others = share_of(plan, (~left).nonzero()[0]), share_of(plan, left.nonzero()[0])
-        logits = self._logits_of_step(own.plan)
+        logits, states = self._logits_of_step(own.plan)
         found = self._eager.run(others.plan)
         assert isinstance(found.logits, Tensor), "without ranks tokens are the host's to choose"
-        return joined(plan, [(own, logits, None), (others, found.logits, found.depths)])
+        return joined(plan, [(own, logits, None, states), (others, found.logits, found.depths, found.states)])
 
-    def _single(self, plan: Plan) -> Tensor | Chosen:
-        """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these."""
+    def _single(self, plan: Plan) -> tuple[Tensor | Chosen, Tensor | None]:
+        """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these; and the last
+        states of the pooled rows."""
         choice = choice_of_step(plan)
         if choice is SamplingMode.HOST:
             return self._logits_of_step(plan)
-        choices = ChoicesOfStep(plan, choice, self._vocab)
+        choices, states = ChoicesOfStep(plan, choice, self._vocab), self._states(plan)
         for part, rows in self._parts(plan, choices.steps):
-            choices.take(part, *self._decoder.run(rows, 1, **choices.asked(part)))
-        return choices.chosen()
+            asked = choices.asked(part)
+            choices.take(part, *self._decoder.run(rows, 1, **asked, states=states and states.of_rows(part)))
+        return choices.chosen(), self._pooled(plan, states)
 
     @torch.inference_mode()
-    def _logits_of_step(self, plan: Plan) -> Tensor:
+    def _logits_of_step(self, plan: Plan) -> tuple[Tensor, Tensor | None]:
         states = self._states(plan)
         wanted, logits = _mask(plan), np.empty((plan.num_rows, self._vocab), np.float32)
         for part, rows in self._parts(plan, np.zeros(plan.num_rows, np.int64)):
-            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=states)
-        return torch.from_numpy(logits[plan.logit_rows])
+            own = states and states.of_rows(part)
+            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=own)
+        return torch.from_numpy(logits[plan.logit_rows]), self._pooled(plan, states)
+
+    @torch.inference_mode()
+    def _pooled(self, plan: Plan, states: HiddenStates | None) -> Tensor | None:
+        """The last states of a plan's pooled rows, after the final norm."""
+        if states is None or not plan.pooled_rows.size:
+            return None
+        return self.model.final_states(torch.from_numpy(states.states[states.kept_places[plan.pooled_rows]]))
 
     def _parts(self, plan: Plan, steps: IntArray) -> Iterator[tuple[slice, Rows]]:
         """The rows of a single step, as many at a time as go through the layers together, at these steps [R].
@@ -381,16 +392,19 @@ class NativeExecutor:
         return own
 
     def _states(self, plan: Plan) -> HiddenStates | None:
-        """What the rows of drafts leave behind, and what they go on from."""
+        """What the rows of drafts leave behind, and what they go on from; behind these the pooled rows' last states."""
         drafts = plan.drafts
-        if drafts is None or not _keeps_states(plan):
+        if not _keeps_states(plan) and not plan.pooled_rows.size:
             return None
         layers, kept, resumed = np.full((3, plan.num_rows), -1)
-        for rows in drafts.kept:
+        for rows in () if drafts is None else drafts.kept:
             layers[rows.rows], kept[rows.rows] = rows.layer, rows.places
-        for rows in drafts.resumed:
+        for rows in () if drafts is None else drafts.resumed:
             resumed[rows.rows] = rows.places
         most = int(max(kept.max(), resumed.max())) + 1
+        layers[plan.pooled_rows] = plan.tables.shape[1]
+        kept[plan.pooled_rows] = most + np.arange(plan.pooled_rows.size)
+        most += plan.pooled_rows.size
         return HiddenStates(self._eager.kept_states.with_room(most).numpy(), layers, kept, resumed)
 
 

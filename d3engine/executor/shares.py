@@ -58,6 +58,7 @@ def share_of(plan: Plan, chunks: IntArray) -> Share:
             for asked in plan.prompt_rows
             if (first := int(new_row[asked.rows.start])) >= 0
         ),
+        pooled_rows=_inside(plan.pooled_rows, new_row),
         copies_before=None,
         copies_after=None,
         exits=tuple(
@@ -75,22 +76,27 @@ def share_of(plan: Plan, chunks: IntArray) -> Share:
     return Share(own, chunks, rows)
 
 
-def joined(plan: Plan, computed: Iterable[tuple[Share, Tensor, IntArray | None]]) -> Computed:
+def joined(plan: Plan, computed: Iterable[tuple[Share, Tensor, IntArray | None, Tensor | None]]) -> Computed:
     """What the shares of a plan have computed as the whole step's: logits [logit_rows, V], and who left at what depth.
 
-    Of each share: the logits of its own plan's `logit_rows`, and its chunks' depths where some have left early.
+    Of each share: the logits of its own plan's `logit_rows`, its chunks' depths where some have left early, and the
+    states of its pooled rows.
     """
-    places = _places(plan.logit_rows, plan.num_rows)
-    logits, depths = None, None
-    for share, own_logits, own_depths in computed:
+    places, pooled = _places(plan.logit_rows, plan.num_rows), _places(plan.pooled_rows, plan.num_rows)
+    logits, depths, states = None, None, None
+    for share, own_logits, own_depths, own_states in computed:
         if logits is None:
             logits = own_logits.new_empty((plan.logit_rows.size, own_logits.shape[1]))
         logits[places[share.rows[share.plan.logit_rows]]] = own_logits
         if own_depths is not None:
             depths = plan.depths.copy() if depths is None else depths
             depths[share.chunks] = own_depths
+        if own_states is not None:
+            if states is None:
+                states = own_states.new_empty((plan.pooled_rows.size, own_states.shape[1]))
+            states[pooled[share.rows[share.plan.pooled_rows]]] = own_states
     assert logits is not None, "a step has at least one share"
-    return Computed(logits, depths)
+    return Computed(logits, depths, states)
 
 
 def _places(members: IntArray, count: int) -> IntArray:

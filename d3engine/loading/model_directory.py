@@ -18,7 +18,7 @@ from d3engine.errors import InvalidValueError, ModelFormatError, require, requir
 from d3engine.loading.hub import hub_directory
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
-from d3engine.model.source import CONFIG_FILE
+from d3engine.model.source import CONFIG_FILE, POOLING_FILE, POOLING_MODES, files_of
 from d3engine.request.params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,21 @@ def default_sampling_params(directory: Path) -> SamplingParams:
         return SamplingParams(**defaults)
     except InvalidValueError as error:
         raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
+
+
+def default_pooling(directory: Path) -> str:
+    """How the model's files say that embeddings are pooled, as sentence-transformers and llama.cpp write it; the mean
+    where they do not. Raises `ModelFormatError` for another way than one of `POOLINGS`."""
+    files = files_of(directory)
+    if not files.has(POOLING_FILE):
+        return "mean"
+    found = files.read_json_object(POOLING_FILE)
+    modes = {name.removeprefix("pooling_mode_") for name, is_on in found.items() if "_mode_" in name and is_on is True}
+    for pooling, name in POOLING_MODES.items():
+        if modes == {name.removeprefix("pooling_mode_")}:
+            return pooling
+    allowed = " or ".join(f'"{name}": true' for name in POOLING_MODES.values())
+    raise ModelFormatError(f"{files.place(POOLING_FILE)} must hold one of {allowed}; got {', '.join(sorted(modes))}")
 
 
 def names_sampling(directory: Path) -> bool:

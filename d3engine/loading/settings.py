@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from d3engine.depth.policy import named_bridges
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.loading.engine_config import EngineConfig
+from d3engine.loading.model_directory import default_pooling
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Part
 from d3engine.request.params import SamplingParams
@@ -161,6 +163,11 @@ class EngineProperties:
     def directory(self) -> Path:
         """Where the model's files are; for a GGUF file, that file."""
         return self.settings.directory
+
+    @cached_property
+    def default_pooling(self) -> str:
+        """How embeddings are pooled where a call does not say: as the model's files do, or else by the mean."""
+        return default_pooling(self.directory)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, with `encode` and `decode`; raises `InvalidValueError` for an engine without one."""

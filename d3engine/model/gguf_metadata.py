@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FREQ_FACTORS = "rope_freqs.weight"
 """The tensor of Llama 3.1's divisors of each channel's frequency; it belongs to no layer."""
 LONG_FACTORS = "rope_factors_long.weight"
+GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
+"""llama.cpp's pooling types that are read, by our names; 0 is none."""
 
 _READ = frozenset(
     {
@@ -38,7 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length"), (0,)),
     **dict.fromkeys(("leading_dense_block_count", "nextn_predict_layers", "attention.shared_kv_layers"), (0,)),
     **dict.fromkeys(("attention.sliding_window", "attention.clamp_kqv", "attention.max_alibi_bias"), (0,)),
-    **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping", "pooling_type"), (0,)),
+    **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping"), (0,)),
+    "pooling_type": (0, *GGUF_POOLINGS),
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -137,6 +140,12 @@ def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
         if is_unread and value not in of_keys.get(key, ()):
             words = " or ".join(["absent", *map(json.dumps, of_keys.get(key, ()))])
             _refuse(file, key, f"{words}, since it is not supported")
+
+
+def gguf_pooling(file: GGUFFile) -> str | None:
+    """How the file says that embeddings are pooled; None where it does not."""
+    found = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type")
+    return GGUF_POOLINGS.get(found) if isinstance(found, int) else None
 
 
 def _embedding(file: GGUFFile) -> GGUFTensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from d3engine.kernels.kv_pool import NO_WINDOW, KVPool
 from d3engine.kernels.matrices import Weight, looked_up
+from d3engine.kernels.reference import rms_norm
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.config import ModelConfig, RopeConfig
 from d3engine.model.shard import Ranks
@@ -180,6 +181,10 @@ class Llama:
             num_rows=num_rows,
         )
         return drawn if self.ranks is None else self.ranks.best(*drawn)
+
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """Float32 [T, H]: final hidden states [T, H] after the final norm, as a sentence embedding pools them."""
+        return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps).float()
 
     def logits(self, hidden: Tensor, num_rows: Tensor | None = None) -> Tensor:
         """Float32 logits [T, V] of final hidden states [T, H]."""

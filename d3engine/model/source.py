@@ -16,6 +16,7 @@ from d3engine.model.fields import Fields, json_object, of_a_model, read_json_obj
 from d3engine.model.gguf_file import GGUFFile, open_gguf
 from d3engine.model.gguf_metadata import (
     gguf_config,
+    gguf_pooling,
     gguf_sentencepiece,
     gguf_tokenizer_config,
     gguf_tokenizer_json,
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # torch waits until weights are asked for
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+POOLING_FILE = "1_Pooling/config.json"
+"""Of sentence-transformers: how a model's states become an embedding."""
+POOLING_MODES = {"mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token"}
 
 COMPANIONS = (
     CONFIG_FILE,
@@ -40,6 +44,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "prompt_form.json",
     "d3.json",
+    POOLING_FILE,
 )
 """The files of a model directory besides its weights: read, converted and fetched with them."""
 
@@ -223,6 +228,8 @@ class GGUFFiles(ModelFiles):
             return gguf_tokenizer_kind(self._file) is not None
         if name == "chat_template.jinja":
             return _TEMPLATE in self._file.metadata
+        if name == POOLING_FILE:
+            return gguf_pooling(self._file) is not None
         return name in _MADE
 
     def content(self, name: str, most: int) -> bytes:
@@ -270,4 +277,5 @@ _MADE: dict[str, Callable[[GGUFFile], bytes]] = {
     "tokenizer.model": gguf_sentencepiece,
     "tokenizer_config.json": lambda file: _json(gguf_tokenizer_config(file)),
     "chat_template.jinja": _chat_template,
+    POOLING_FILE: lambda file: _json({POOLING_MODES[gguf_pooling(file) or "mean"]: True}),
 }

@@ -197,3 +197,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = field(default=0)
+    embedding: list[float] | None = None

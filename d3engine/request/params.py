@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, Never, TypeVar
 
 from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 
 K = TypeVar("K")
@@ -146,6 +146,8 @@ MAX_BAD_WORDS = 256
 MAX_TOKENS = 2**24
 MAX_SALT_LENGTH = 128
 MAX_TOP_K = 2**31 - 1
+POOLINGS = ("mean", "last", "cls")
+"""How a prompt's last hidden states become one vector: their mean, that of the last token, or of the first."""
 SAMPLING = "Sampling"
 """Heading of the command-line options."""
 ALL_LOGPROBS = -1
@@ -288,6 +290,8 @@ class SamplingParams:
         depth: The request's own depth policy; None is the engine's.
         structured_outputs: The form that every answer must have: JSON by a schema, a regular expression, a choice, a
             grammar. An answer ends where its form does; before, neither end-of-sequence nor a stop token can come.
+        pooling: Pool the prompt's last hidden states into `RequestOutput.embedding` ("mean", "last" or "cls"), which is
+            all that such a request yields: it must have max_tokens=1. `Engine.embed` sets it.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
@@ -320,6 +324,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -335,6 +340,10 @@ class SamplingParams:
         kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
         self._check_structured()
+        kinds = f"None, or one of {', '.join(POOLINGS)}"
+        require(self.pooling is None or self.pooling in POOLINGS, "pooling", self.pooling, kinds)
+        is_one = self.pooling is None or (self.max_tokens == 1 and self.n == 1)
+        require(is_one, "max_tokens", self.max_tokens, "1, and n=1, where pooling is given")
         has_text = self.detokenize or not self.stop
         require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
         self._unify()
@@ -372,6 +381,20 @@ class SamplingParams:
             "allowed_token_ids": tuple(self.allowed_token_ids or ()),
             "logit_bias": tuple(self.logit_bias or ()),  # type: ignore[arg-type]  # ids by now
         }
+
+
+def pooling_params(pooling: str) -> SamplingParams:
+    """What makes of a request the embedding of its prompt: one token, which no caller sees, at full depth."""
+    require(pooling in POOLINGS, "pooling", pooling, " or ".join(POOLINGS))
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        depth=FullDepth(),
+        pooling=pooling,
+    )
 
 
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

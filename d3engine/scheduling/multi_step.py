@@ -182,7 +182,9 @@ def _may_open(chunks: Chunks, table: RunningTable, choice: SamplingMode) -> bool
     """
     sequences = map(table.sequence, chunks.slots.tolist())
     is_alone = choice <= SamplingMode.CUT and not chunks.traits & Trait.STREAMS
-    return is_alone and all(sequence.params.prompt_logprobs is None for sequence in sequences)
+    return is_alone and all(
+        sequence.params.prompt_logprobs is None and sequence.params.pooling is None for sequence in sequences
+    )
 
 
 def _steps_in_order(steps: IntArray, cutoffs: IntArray, limit: int) -> int:

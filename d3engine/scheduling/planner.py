@@ -65,6 +65,7 @@ def build_plan(
         sample_rows=query_starts[sampled + 1] - 1,
         greedy=greedy,
         prompt_rows=prompt_rows,
+        pooled_rows=_pooled_rows(sequences, chunks, query_starts),
         copies_before=before.arrays(),
         copies_after=after.arrays(),
         multi_step=multi_step,
@@ -149,3 +150,20 @@ def _prompt_rows(sequences: list[Sequence], chunks: Chunks, query_starts: IntArr
         if sequence.params.prompt_logprobs is not None and start < stop and not sequence.token_ids:
             found.append(PromptRows(sequence, start, range(first, first + stop - start)))
     return tuple(found)
+
+
+def _pooled_rows(sequences: list[Sequence], chunks: Chunks, query_starts: IntArray) -> IntArray:
+    """The rows of prompts whose last hidden states are pooled, in order."""
+    found = [np.empty(0, np.int64)]
+    for chunk, sequence in enumerate(sequences):
+        pooling = sequence.params.pooling
+        if pooling is None or sequence.token_ids:
+            continue
+        start, first, after = int(chunks.starts[chunk]), int(query_starts[chunk]), int(query_starts[chunk + 1])
+        if pooling == "mean":
+            found.append(np.arange(first, after))
+        elif pooling == "cls" and start == 0:
+            found.append(np.array([first]))
+        elif pooling == "last" and int(chunks.stops[chunk]) == len(sequence.prompt_token_ids):
+            found.append(np.array([after - 1]))
+    return np.concatenate(found)

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+from torch import Tensor
+
 from d3engine.plan import Plan, PromptRows, Sampled
 from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import RequestOutputKind
+from d3engine.request.pooling import FloatArray, PromptPooling
 from d3engine.request.sequence import Sequence, Status
 from d3engine.scheduling.running import NewTokens
 from d3engine.text.detokenizer import Detokenizer, PlacedTexts, TokenTexts
@@ -77,6 +81,8 @@ class _Completion:
     def _output(self, text: str, since: int) -> CompletionOutput:
         sequence = self.sequence
         wants_logprobs = sequence.params.logprobs is not None
+        if sequence.params.pooling is not None:
+            since = len(sequence.token_ids)  # no caller sees the one token that is made
         return CompletionOutput(
             index=sequence.index,
             text=text,
@@ -103,6 +109,7 @@ class _Request:
     prompt_given: list[int] | None = None
     num_prompt_logprobs_given: int = 0
     num_waiting: int | None = None
+    pooling: PromptPooling | None = None
 
     def is_due(self, interval: int) -> bool:
         """Whether new tokens are due for an output; if so, resets their count.
@@ -165,6 +172,7 @@ class _Request:
                 **(_counts_of_drafts(self.completions) if drafts else {}),
             ),
             num_cached_tokens=num_cached,
+            embedding=self.pooling.pooled() if self.pooling is not None and finished else None,
         )
 
 
@@ -217,6 +225,8 @@ class OutputProcessor:
         )
         if first.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
+        if first.params.pooling is not None:
+            request.pooling = PromptPooling(first.params.pooling)
         self._requests[first.request_id] = request
 
     def _detokenizer(self, sequence: Sequence) -> Detokenizer | None:
@@ -239,10 +249,13 @@ class OutputProcessor:
             return None
         return self._texts.placed(sequence.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def process(self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens]) -> list[RequestOutput]:
+    def process(
+        self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], states: Tensor | None = None
+    ) -> list[RequestOutput]:
         """Add a step's tokens; returns the outputs of requests that have grown or finished, in the order of the batch.
 
-        In a multi-step run with a streaming reader each step gives the outputs that it would give alone.
+        `states` are the last ones of the plan's pooled rows, where it has some. In a multi-step run with a streaming
+        reader each step gives the outputs that it would give alone.
         """
         grown: dict[str, _Request] = {}
         outputs: list[RequestOutput] = []
@@ -256,6 +269,8 @@ class OutputProcessor:
             except Exception as error:
                 self._end_faulty(request, error)
                 grown[request.request_id] = request
+        if states is not None:
+            self._take_states(plan, states.cpu().numpy())
         for new in tokens:
             request = self._requests[new.sequence.request_id]
             self._take(request, new, first, now)
@@ -344,6 +359,14 @@ class OutputProcessor:
         if completion.detokenizer is not None and not completion.closed:
             completion.closed = True
             completion.add_text(completion.detokenizer.finish())
+
+    def _take_states(self, plan: Plan, states: FloatArray) -> None:
+        chunks, positions = plan.row_chunks[plan.pooled_rows], plan.positions[plan.pooled_rows]
+        for chunk in np.unique(chunks).tolist():
+            pooling = self._requests[plan.sequences[chunk].request_id].pooling
+            if pooling is not None:
+                own = chunks == chunk
+                pooling.take(positions[own], states[own])
 
     def _take_prompt_logprobs(self, request: _Request, rows: PromptRows, found: list[dict[int, Logprob]]) -> None:
         known = request.prompt_logprobs

@@ -167,8 +167,8 @@ struct D3Run {
     int32_t* control;
     const D3Sampling* sampling;  // [rows], with `temperatures`; null: temperatures only
     // Hidden states that outlive a run, [num_states, hidden], or null. At the n-th step a row saves its state below
-    // layer `kept_layers` at `kept_places` + n, and starts from the state at `resumed_places` + n instead of an
-    // embedding. A negative place means none; [rows] each.
+    // layer `kept_layers`, which is the number of layers for its last state, at `kept_places` + n, and starts from the
+    // state at `resumed_places` + n instead of an embedding. A negative place means none; [rows] each.
     float* states;
     int64_t num_states;
     const int64_t *kept_layers, *kept_places, *resumed_places;

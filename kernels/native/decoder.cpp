@@ -181,6 +181,7 @@ void Decoder::step(const Step& step) {
         expect(next_matrix(step, layer));
         add_product(weights.down, gated_, weights.mlp_post_norm);
     }
+    if (step.run.states) save_states(step, model_.num_layers);
     head(step);
 }
 
@@ -271,12 +272,16 @@ void Decoder::qkv(const Step& step, int layer) {
     });
 }
 
-// After the last layer's keys and values are stored, rows that need no token stop: most rows of a prompt.
+// After the last layer's keys and values are stored, rows that need no token stop: most rows of a prompt. Those whose
+// last state is saved go on.
 void Decoder::keep_yielding(const Step& step) {
-    if (!step.run.yields) return;
+    const D3Run& run = step.run;
+    if (!run.yields) return;
     int kept = 0;
     for (int nth = 0; nth < int(active_.size()); nth++) {
-        if (!step.run.yields[active_[nth]]) continue;
+        const int row = active_[nth];
+        const bool is_saved = run.states && run.kept_layers[row] == model_.num_layers && run.kept_places[row] >= 0;
+        if (!run.yields[row] && !is_saved) continue;
         if (kept < nth) memcpy(queries_.row(kept), queries_.row(nth), q_size_ * sizeof(float));
         active_[kept++] = active_[nth];
     }

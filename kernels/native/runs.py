@@ -112,14 +112,19 @@ class Rows:
 class HiddenStates:
     """Hidden states that outlive a run: float32 `states` [places, H]; int64 [rows] which row saves or resumes which.
 
-    At the n-th step a row saves its state below layer `kept_layers` at `kept_places` + n, and starts from the state at
-    `resumed_places` + n instead of its token's embedding. A place of -1 means none.
+    At the n-th step a row saves its state below layer `kept_layers` (the number of layers: its last state) at
+    `kept_places` + n, and starts from the state at `resumed_places` + n instead of its token's embedding. A place of -1
+    means none.
     """
 
     states: npt.NDArray[np.float32]
     kept_layers: npt.NDArray[np.int64]
     kept_places: npt.NDArray[np.int64]
     resumed_places: npt.NDArray[np.int64]
+
+    def of_rows(self, part: slice) -> HiddenStates:
+        """The same buffer for some of the rows."""
+        return HiddenStates(self.states, self.kept_layers[part], self.kept_places[part], self.resumed_places[part])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,172 @@
+"""Embeddings are transformers' last hidden states, pooled as sentence-transformers pools them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from tiny_models import TinyLlama, random_prompts, save_random, save_tiny_llama
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from d3engine import D3, Engine, InvalidValueError, RequestOutput, SamplingParams
+from d3engine.model.source import POOLING_FILE
+from d3engine.request.params import pooling_params
+
+PROMPTS = random_prompts([1, 2, 7, 40, 200, 33])
+TOLERANCE = 1e-5
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def _pooled(tiny: TinyLlama, prompt: list[int], pooling: str, *, normalize: bool = True) -> FloatArray:
+    """As sentence-transformers' Pooling and Normalize do, over transformers' last hidden states."""
+    with torch.inference_mode():
+        (states,) = tiny.model.model(torch.tensor([prompt])).last_hidden_state
+    found = {"mean": states.mean(dim=0), "last": states[-1], "cls": states[0]}[pooling]
+    if normalize:
+        found = torch.nn.functional.normalize(found, dim=0)
+    array: FloatArray = found.numpy()
+    return array
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+def test_embeddings_equal_transformers(tiny: TinyLlama, pooling: str, enforce_eager: bool) -> None:
+    with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True, enforce_eager=enforce_eager) as engine:
+        found = engine.embed(PROMPTS, pooling=pooling, use_tqdm=False)
+        raw = engine.embed(PROMPTS, pooling=pooling, normalize=False, use_tqdm=False)
+    assert found.dtype == np.float32
+    for prompt, row, raw_row in zip(PROMPTS, found, raw, strict=True):
+        assert np.abs(row - _pooled(tiny, prompt, pooling)).max() < TOLERANCE
+        assert np.abs(raw_row - _pooled(tiny, prompt, pooling, normalize=False)).max() < 10 * TOLERANCE
+
+
+def test_embeddings_of_qwen2_equal_transformers(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    tiny = save_random(tmp_path, Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=512)))
+    with Engine(tmp_path, dtype="float32", skip_tokenizer_init=True) as engine:
+        found = engine.embed(PROMPTS, use_tqdm=False)
+    assert np.abs(found - [_pooled(tiny, prompt, "mean") for prompt in PROMPTS]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_prompt_in_chunks_and_beside_answers_has_the_same_embedding(tiny: TinyLlama, enforce_eager: bool) -> None:
+    with Engine(
+        tiny.directory,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        enforce_eager=enforce_eager,
+    ) as engine:
+        engine.add_request("beside", PROMPTS[2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        engine.step()
+        for number, prompt in enumerate(PROMPTS):
+            engine.add_request(str(number), prompt, pooling_params("mean"))
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        alone = engine.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    assert outputs["beside"].outputs[0].token_ids == alone[0].outputs[0].token_ids
+    for number, prompt in enumerate(PROMPTS):
+        output = outputs[str(number)]
+        assert output.outputs[0].token_ids == []
+        expected = _pooled(tiny, prompt, "mean", normalize=False)
+        assert np.abs(np.array(output.embedding) - expected).max() < 10 * TOLERANCE
+
+
+def test_an_embedding_alone_is_the_one_in_a_batch(tiny: TinyLlama) -> None:
+    with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True) as engine:
+        together = engine.embed(PROMPTS, use_tqdm=False)
+        for prompt, row in zip(PROMPTS, together, strict=True):
+            assert np.array_equal(engine.embed(prompt, use_tqdm=False)[0], row)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+def test_a_prompt_in_the_prefix_cache_has_the_same_embedding(tiny: TinyLlama, pooling: str) -> None:
+    with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True) as engine:
+        fresh = engine.embed(PROMPTS[4], pooling=pooling, use_tqdm=False)
+        engine.generate(PROMPTS[4], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert np.array_equal(engine.embed(PROMPTS[4], pooling=pooling, use_tqdm=False), fresh)
+
+
+def test_a_preempted_prompt_has_the_same_embedding(tiny: TinyLlama) -> None:
+    """Of two requests of one caller the second gives way to another caller's."""
+    answer = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with Engine(
+        tiny.directory,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=32,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+    ) as engine:
+        for prompt, params in ((PROMPTS[2], answer), (PROMPTS[4], pooling_params("mean"))):
+            engine.add(replace(engine.prepare(prompt, params), flow=("", "one")))
+        for _ in range(4):
+            engine.step()
+        engine.add_request("other", PROMPTS[2], SamplingParams(temperature=0, max_tokens=8))
+        found = None
+        while engine.has_unfinished_requests():
+            found = next((output for output in engine.step() if output.embedding is not None), found)
+    assert found is not None
+    assert found.metrics.num_preemptions == 1
+    expected = _pooled(tiny, PROMPTS[4], "mean", normalize=False)
+    assert np.abs(np.array(found.embedding) - expected).max() < 10 * TOLERANCE
+
+
+def test_a_depth_policy_changes_no_embedding(tiny: TinyLlama) -> None:
+    with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True) as engine:
+        full = engine.embed(PROMPTS, use_tqdm=False)
+    with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True, depth=D3(alpha=0.9, start=0.4)) as engine:
+        assert np.array_equal(engine.embed(PROMPTS, use_tqdm=False), full)
+
+
+def test_dimensions_cut_before_the_norm(tiny: TinyLlama) -> None:
+    with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True) as engine:
+        raw = engine.embed(PROMPTS[3], normalize=False, use_tqdm=False)[0]
+        cut = engine.embed(PROMPTS[3], dimensions=8, use_tqdm=False)[0]
+        assert np.allclose(cut, raw[:8] / np.linalg.norm(raw[:8]), atol=1e-6)
+        assert engine.embed([], use_tqdm=False).shape == (0, 48)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dimensions": 49}, "dimensions must be an integer from 1 to 48; got 49"),
+        ({"pooling": "max"}, "pooling must be mean or last or cls; got 'max'"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused(tiny: TinyLlama, arguments: dict[str, object], words: str) -> None:
+    with (
+        Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True) as engine,
+        pytest.raises(InvalidValueError, match=words),
+    ):
+        engine.embed(PROMPTS, use_tqdm=False, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_models_own_pooling_is_the_default(tiny: TinyLlama, tmp_path: Path) -> None:
+    for file in tiny.directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / POOLING_FILE).parent.mkdir()
+    (tmp_path / POOLING_FILE).write_text('{"word_embedding_dimension": 48, "pooling_mode_lasttoken": true}')
+    with Engine(tmp_path, dtype="float32", skip_tokenizer_init=True) as engine:
+        found = engine.embed(PROMPTS, use_tqdm=False)
+        assert np.array_equal(found, engine.embed(PROMPTS, pooling="last", use_tqdm=False))
+
+
+def test_sampling_parameters_with_pooling_have_one_token() -> None:
+    make: Callable[..., SamplingParams] = SamplingParams
+    with pytest.raises(InvalidValueError, match="max_tokens must be 1, and n=1, where pooling is given; got 16"):
+        make(pooling="mean")
