@@ -35,6 +35,7 @@ from d3engine.server.routes.api import (
     tokenize,
     tokenizer_info,
 )
+from d3engine.server.routes.embeddings import create_embeddings
 from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
@@ -46,6 +47,7 @@ ROUTES = (
     Route("/v1/responses", create_response, methods=["POST"]),
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
+    Route("/v1/embeddings", create_embeddings, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{name:path}", show_model, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),

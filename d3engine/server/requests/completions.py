@@ -34,8 +34,9 @@ _LONGEST = "This model's maximum context length is {} tokens"
 """By which LiteLLM knows it: it reads messages alone."""
 
 
-def prompts_of(given: Prompt, served: AppState) -> list[str | list[int]]:
-    """The prompts of a request: a text, token ids, or a list of texts or of token ids.
+def prompts_of(given: Prompt, served: AppState, most_prompts: int | None = None) -> list[str | list[int]]:
+    """The prompts of a request: a text, token ids, or a list of texts or of token ids; `max_prompts` of them at most
+    where `most_prompts` is None.
 
     What is far too long is refused by its length alone, since to look through it would hold up everybody else.
     """
@@ -44,7 +45,7 @@ def prompts_of(given: Prompt, served: AppState) -> list[str | list[int]]:
     if len(given) == 0:
         raise invalid("prompt", "prompt must hold at least one prompt.")
     is_one = isinstance(given[0], int)
-    most = served.client.max_model_len if is_one else served.settings.max_prompts
+    most = served.client.max_model_len if is_one else most_prompts or served.settings.max_prompts
     if len(given) > most:
         kind = "token ids" if is_one else "prompts"
         message = must_be("prompt", f"{len(given)} {kind}", f"of at most {most} {kind}") + "."

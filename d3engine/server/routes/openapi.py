@@ -30,6 +30,7 @@ from d3engine.server.schemas.answers import (
     TokenizerInfo,
     Tokens,
 )
+from d3engine.server.schemas.embeddings import EmbeddingList, EmbeddingRequest
 from d3engine.server.schemas.messages import (
     MESSAGE_EVENTS,
     CountTokensRequest,
@@ -232,6 +233,7 @@ DESCRIBED = {
     "/v1/messages/count_tokens": Described(
         "Count a conversation's tokens.", CountTokensRequest, TokenCount, error=AnthropicsError
     ),
+    "/v1/embeddings": Described("Embed texts.", EmbeddingRequest, EmbeddingList),
     "/v1/models": Described("The ids of the model.", answer=ModelList),
     "/v1/models/{name}": Described("One id of the model.", answer=ModelCard),
     "/tokenize": Described("The token ids of a text or a conversation.", TokenizeRequest, Tokens),

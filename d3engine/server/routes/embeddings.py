@@ -1,0 +1,166 @@
+"""POST /v1/embeddings, and what routes of other interfaces make of the same inputs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.loading.model_directory import default_pooling
+from d3engine.request.engine_request import EngineRequest
+from d3engine.request.params import POOLINGS, pooling_params
+from d3engine.request.pooling import FloatArray, embedding_of
+from d3engine.server.errors import invalid
+from d3engine.server.requests.bodies import check_priority, most_work, read_body
+from d3engine.server.requests.chat import by_names
+from d3engine.server.requests.completions import prepare_all, prompts_of, without_special_tokens
+from d3engine.server.responses.context import RequestContext
+from d3engine.server.responses.running import outputs_of, while_connected
+from d3engine.server.schemas.embeddings import DIMENSIONS, EmbeddingList, EmbeddingRequest
+from d3engine.server.schemas.requests import Prompt
+from d3engine.server.state import AppState, json_response, served_by
+
+MAX_INPUTS = 2048
+"""OpenAI's, of one request."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The embeddings of the inputs of a request, in order, and how many tokens these had."""
+
+    vectors: Sequence[FloatArray]
+    num_tokens: int
+
+
+async def create_embeddings(request: Request) -> Response:
+    served = served_by(request)
+    asked, headers = await read_body(request, EmbeddingRequest)
+    model = served.models.check(asked.model)
+    check_priority(served, asked.priority)
+    encoding = asked.encoding_format or "float"
+    require(encoding in ("float", "base64"), "encoding_format", encoding, '"float" or "base64"')
+    work = embedded(
+        request,
+        asked.input,
+        field="input",
+        pooling=asked.pooling,
+        normalize=asked.normalize is not False,
+        dimensions=asked.dimensions,
+        add_special_tokens=asked.add_special_tokens is not False,
+        priority=asked.priority,
+    )
+    found = await while_connected(request.scope, request.receive, work)
+    answer: EmbeddingList = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
+            for index, vector in enumerate(found.vectors)
+        ],
+        "model": model,
+        "usage": {"prompt_tokens": found.num_tokens, "total_tokens": found.num_tokens},
+    }
+    return json_response(answer, headers)
+
+
+def _encoded(vector: FloatArray, encoding: str) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    found: list[float] = vector.tolist()
+    return found
+
+
+async def embedded(
+    request: Request,
+    given: Prompt,
+    *,
+    field: str,
+    pooling: str | None = None,
+    normalize: bool = True,
+    dimensions: int | None = None,
+    add_special_tokens: bool = True,
+    priority: int | None = None,
+) -> Embedded:
+    """The embeddings of what stands in this field. Raises `RequestError` and `InvalidValueError` naming it.
+
+    Inputs of one request run side by side in as many places as are free, and one at least.
+    """
+    served = served_by(request)
+    kind = await _pooling(served, pooling)
+    if dimensions is not None:
+        DIMENSIONS.check("dimensions", dimensions)
+        size = served.client.config.hidden_size
+        require(dimensions <= size, "dimensions", dimensions, f"at most {size}, the model's own")
+    with by_names({"prompt": field, "prompt_token_ids": field}):
+        prompts = prompts_of(given, served, MAX_INPUTS)
+        _check_work(served, prompts)
+        if not add_special_tokens:
+            prompts = await without_special_tokens(served, prompts)
+        prepared = await prepare_all(request, prompts, pooling_params(kind), priority=priority, max_tokens=None)
+    place, traffic = request.scope["state"]["place"], served.traffic
+    side_by_side = min(len(prepared), 1 + max(0, traffic.places - traffic.taken))
+    place.take(side_by_side - 1)
+    finish = {"normalize": normalize, "dimensions": dimensions}
+    vectors = await _all(
+        [_vector(served, request, one, finish) for one in prepared],
+        min(side_by_side, served.client.settings.max_num_seqs),
+    )
+    return Embedded(vectors, sum(len(one.prompt_token_ids) for one in prepared))
+
+
+_models_pooling = cache(default_pooling)
+
+
+async def _pooling(served: AppState, given: str | None) -> str:
+    if given is not None:
+        require(given in POOLINGS, "pooling", given, " or ".join(POOLINGS))
+        return given
+    try:
+        return await served.in_thread(_models_pooling, served.client.settings.directory)
+    except ModelFormatError as error:
+        message = f"pooling must be given, one of {', '.join(POOLINGS)}: that of the model's files is none of them."
+        raise invalid("pooling", message) from error
+
+
+def _check_work(served: AppState, prompts: Sequence[str | list[int]]) -> None:
+    work, most = sum(map(len, prompts)), most_work(served)
+    if work > most:
+        allowed = f"at most {most} characters or ids in all (max_request_work)"
+        raise InvalidValueError("prompt", f"{work} characters or ids", allowed)
+
+
+async def _vector(served: AppState, request: Request, prepared: EngineRequest, finish: dict[str, Any]) -> FloatArray:
+    job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix="embd-")
+    async with aclosing(outputs_of(job)) as outputs:
+        async for _, output in outputs:
+            if output.finished:
+                return embedding_of(output, **finish)
+    raise AssertionError("every request has a last output")
+
+
+async def _all(work: Sequence[Awaitable[FloatArray]], most: int) -> list[FloatArray]:
+    """The results of all, of which so many run at once; the first error ends the others."""
+    found: dict[int, FloatArray] = {}
+    waiting = iter(enumerate(work))
+
+    async def run() -> None:
+        for number, one in waiting:
+            found[number] = await one
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(most):
+                group.create_task(run())
+    except* Exception as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for _, left in waiting:
+            left.close()  # type: ignore[attr-defined]  # coroutines that never began
+    return [found[number] for number in range(len(work))]
