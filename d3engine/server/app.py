@@ -36,6 +36,16 @@ from d3engine.server.routes.api import (
     tokenizer_info,
 )
 from d3engine.server.routes.embeddings import create_embeddings
+from d3engine.server.routes.ollama import (
+    ollama_chat,
+    ollama_embed,
+    ollama_embeddings,
+    ollama_generate,
+    ollama_ps,
+    ollama_show,
+    ollama_tags,
+    ollama_version,
+)
 from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
@@ -53,6 +63,14 @@ ROUTES = (
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
+    Route("/api/chat", ollama_chat, methods=["POST"]),
+    Route("/api/generate", ollama_generate, methods=["POST"]),
+    Route("/api/embed", ollama_embed, methods=["POST"]),
+    Route("/api/embeddings", ollama_embeddings, methods=["POST"]),
+    Route("/api/show", ollama_show, methods=["POST"]),
+    Route("/api/tags", ollama_tags, methods=["GET"]),
+    Route("/api/ps", ollama_ps, methods=["GET"]),
+    Route("/api/version", ollama_version, methods=["GET"]),
     Route("/health", show_health, methods=["GET"]),
     Route("/ready", show_readiness, methods=["GET"]),
     Route("/version", show_version, methods=["GET"]),

@@ -1,6 +1,6 @@
 """Every error that a client gets, in OpenAI's form: clients decide by `type` and `code` what to do next.
 
-Under /v1/messages it has Anthropic's form.
+Under /v1/messages it has Anthropic's form, and under /api Ollama's.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ ANTHROPICS_TYPES: Mapping[int, str] = {
 """Status -> Anthropic's `type` of errors; of all others below 500 it is "invalid_request_error"."""
 
 ANTHROPICS_ROOT = "/v1/messages"
+OLLAMAS_ROOT = "/api"
 
 
 class RequestError(Exception):
@@ -110,10 +111,19 @@ def anthropics_error_body(error: RequestError) -> bytes:
     return orjson.dumps({"type": "error", "error": {"type": kind, "message": shown_message(error)}})
 
 
+def ollamas_error_body(error: RequestError) -> bytes:
+    """The same as Ollama has it: `{"error": message}`."""
+    return orjson.dumps({"error": shown_message(error)})
+
+
 def error_response(error: RequestError, path: str) -> Response:
     """The answer to a request for `path` that failed."""
-    is_anthropics = path == ANTHROPICS_ROOT or path.startswith(ANTHROPICS_ROOT + "/")
-    body = anthropics_error_body(error) if is_anthropics else error_body(error)
+    if path == ANTHROPICS_ROOT or path.startswith(ANTHROPICS_ROOT + "/"):
+        body = anthropics_error_body(error)
+    elif path.startswith(OLLAMAS_ROOT + "/"):
+        body = ollamas_error_body(error)
+    else:
+        body = error_body(error)
     return Response(body, error.status, error.headers, media_type="application/json")
 
 

@@ -27,6 +27,7 @@ from d3engine.server.requests.tools import ToolStyles
 from d3engine.server.settings import ServerSettings
 from d3engine.server.tracing import Tracer
 from d3engine.text.detokenizer import TokenTexts
+from d3engine.text.infill import InfillFormat, infill_format
 from d3engine.text.tokenizer import Tokenizer
 
 
@@ -74,11 +75,14 @@ class ModelIds:
         self._certification = certification
         self._created = created
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._names or name in self.aliases
+
     def check(self, name: str | None) -> str:
         """The id of a request, which may leave it out. Raises `RequestError` for one that is not served."""
         if name is None:
             return self.default
-        if name in self._names or name in self.aliases:
+        if name in self:
             return name
         raise no_such_model(name)
 
@@ -211,6 +215,11 @@ class AppState:
     def texts(self) -> TokenTexts:
         """What the model's tokens read as."""
         return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def infill(self) -> InfillFormat | None:
+        """The model's tokens for filling in the middle of a text; None where it has none."""
+        return infill_format(self.tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -19,6 +19,7 @@ from d3engine.executor.interface import Computed
 from d3engine.executor.shares import Share, joined, share_of
 from d3engine.plan import Plan
 from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import pooling_params
 
 DRAFTING = [Lossless(D3(0.9, 0.5)), SelfSpeculative(D3(0.8, 0.3)), DraftAndVerify(skip_attention=(1, 4), skip_mlp=(3,))]
 
@@ -54,10 +55,10 @@ class SharedOut:
         self._executor.copy_entries(plan.copies_after)
         return joined(plan, found)
 
-    def _computed(self, share: Share) -> tuple[Tensor, Any]:
+    def _computed(self, share: Share) -> tuple[Tensor, Any, Tensor | None]:
         computed = self._run(share.plan)
         assert isinstance(computed.logits, Tensor)
-        return computed.logits, computed.depths
+        return computed.logits, computed.depths, computed.states
 
     def _note(self, plan: Plan) -> None:
         drafts = plan.drafts
@@ -68,6 +69,7 @@ class SharedOut:
             "rows apart": any(span.rows is not None for span in plan.spans),
             "halves": any(span.part != "layer" for span in plan.spans),
             "prompt rows": bool(plan.prompt_rows),
+            "pooled rows": bool(plan.pooled_rows.size),
             "proposing": drafts is not None and bool(drafts.proposing),
             "judging": drafts is not None and bool(drafts.judging),
             "kept": drafts is not None and bool(drafts.kept),
@@ -76,7 +78,10 @@ class SharedOut:
         self.kinds |= {kind for kind, is_there in there.items() if is_there}
 
 
-KINDS = {"copies", "exits", "projections", "rows apart", "halves", "prompt rows", "proposing", "judging", "kept"}
+KINDS = {
+    *("copies", "exits", "projections", "rows apart", "halves", "prompt rows", "pooled rows"),
+    *("proposing", "judging", "kept"),
+}
 
 
 def test_a_step_shared_out_computes_what_it_does_undivided(
@@ -86,6 +91,8 @@ def test_a_step_shared_out_computes_what_it_does_undivided(
     for nth in range(0, len(requests), 3):
         params = replace(requests[nth].params, depth=DRAFTING[nth // 3 % len(DRAFTING)])
         requests[nth] = Request(requests[nth].prompt, params)
+    for nth in range(1, len(requests), 6):
+        requests[nth] = Request(requests[nth].prompt, pooling_params("mean"))
     arguments: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": 40}
     alone = make_engine(enable_prefix_caching=False, **arguments)
     engine = make_engine(**arguments)
@@ -97,6 +104,8 @@ def test_a_step_shared_out_computes_what_it_does_undivided(
     for nth, request in enumerate(requests):
         (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
         assert_same(found[nth], wanted)
+        if wanted.embedding is not None:
+            assert np.allclose(found[nth].embedding, wanted.embedding, atol=1e-5)
 
 
 def bits(output: RequestOutput) -> list[Any]:

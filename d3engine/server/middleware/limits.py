@@ -172,7 +172,7 @@ class _WatchedWrites:
         if message["type"] == "http.response.start":
             self.has_begun = True
             kind = dict(message["headers"]).get(b"content-type", b"")
-            self.is_stream = kind.startswith(b"text/event-stream")
+            self.is_stream = kind.startswith((b"text/event-stream", b"application/x-ndjson"))
         elif not message.get("more_body", False):
             self.is_complete = True
         self._num_waiting += 1

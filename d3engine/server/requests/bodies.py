@@ -175,8 +175,8 @@ def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] 
     """The body as that shape, and the names in it that are ignored."""
     content = _json_object(body)
     check_refused(content, shape)
-    asked = _as_shape(content, shape)
-    unknown = [name for name in content if name not in _known(shape)]
+    asked = as_shape(content, shape)
+    unknown = [name for name in content if name not in known_names(shape)]
     unknown += _unknown_inside(content, shape)
     if unknown_deeper is not None:
         unknown += unknown_deeper(asked)
@@ -193,7 +193,8 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return content
 
 
-def _as_shape(content: dict[str, Any], shape: type[S]) -> S:
+def as_shape(content: dict[str, Any], shape: type[S]) -> S:
+    """A body as that shape. Raises `RequestError`."""
     try:
         return msgspec.convert(content, shape)
     except msgspec.ValidationError as error:
@@ -201,7 +202,8 @@ def _as_shape(content: dict[str, Any], shape: type[S]) -> S:
 
 
 @cache
-def _known(shape: type[Struct]) -> frozenset[str]:
+def known_names(shape: type[Struct]) -> frozenset[str]:
+    """The fields that are taken or refused by name; all others are ignored, and named in a header."""
     return frozenset(shape.__struct_fields__) | taken_names(shape)
 
 

@@ -162,28 +162,71 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completion_job(request: Request) -> tuple[RequestContext[CompletionRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
-    served = served_by(request)
     asked, headers = await read_body(request, CompletionRequest)
+    if asked.max_tokens is None:
+        asked.max_tokens = DEFAULT_MAX_TOKENS
+    return await completion_job_of(request, asked), headers
+
+
+async def completion_job_of(
+    request: Request,
+    asked: CompletionRequest,
+    *,
+    id_prefix: str = "cmpl-",
+    ends_with_context: bool = False,
+) -> RequestContext[CompletionRequest]:
+    """The same for a completion that was read already.
+
+    With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
+    """
+    served = served_by(request)
     model = served.models.check(asked.model)
     depth = served.depths.read(model, asked.depth, depth_header(request.scope))
     check_stream_options(asked)
     check_priority(served, asked.priority)
     check_num_logprobs("logprobs", asked.logprobs, served.settings)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
-    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    max_tokens = asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
     prompts = prompts_of(asked.prompt, served)
-    check_work(request, asked, prompts, asked.best_of)
-    decided = {"max_tokens": max_tokens or 1, "structured_outputs": form_of(asked), **_several(asked)}
+    check_work(request, asked, [*prompts, asked.suffix or ""], asked.best_of)
+    one_at_least = 1 if max_tokens == 0 else max_tokens
+    decided = {"max_tokens": one_at_least, "structured_outputs": form_of(asked), **_several(asked)}
     params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
     take_places(request, len(prompts), params.n, "n" if asked.best_of is None else "best_of")
-    if asked.add_special_tokens is False:
+    if asked.suffix is not None:
+        prompts, ends = await infilled(served, prompts, asked)
+        params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
+    elif asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
+    limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
-        prepared = await prepare_all(request, prompts, params, priority=asked.priority, max_tokens=max_tokens)
+        prepared = await prepare_all(request, prompts, params, **limits)
     trace = trace_of(request.scope)
-    return RequestContext(served, asked, model, prepared, depth, id_prefix="cmpl-", trace=trace), headers
+    return RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, trace=trace)
+
+
+async def infilled(
+    served: AppState, prompts: Sequence[str | list[int]], asked: CompletionRequest
+) -> tuple[list[str | list[int]], tuple[int, ...]]:
+    """The prompts whose answers stand between each of these texts and `asked.suffix`, and the tokens that end them.
+
+    Raises `RequestError` where the model has no tokens for it.
+    """
+    form = served.infill
+    if form is None:
+        message = "suffix must be absent, since the model has no fill-in-the-middle tokens."
+        raise invalid("suffix", message, "unsupported_parameter")
+    if asked.echo or asked.add_special_tokens is False or not all(isinstance(prompt, str) for prompt in prompts):
+        message = "prompt must be a text, and echo and add_special_tokens absent, where suffix is given."
+        raise invalid("prompt", message)
+    suffix, files = asked.suffix or "", [(one.filename, one.text) for one in asked.input_extra or ()]
+
+    def fill(prompt: str | list[int]) -> str | list[int]:
+        return form.prompt(served.tokenizer, str(prompt), suffix, files)
+
+    return [await served.in_thread(fill, prompt) for prompt in prompts], form.ends
 
 
 def _several(asked: CompletionRequest) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from d3engine.errors import must_be
 from d3engine.request.params import CHECKS, SamplingParams, Several
 from d3engine.server.errors import invalid
 from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
+from d3engine.server.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
 from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from d3engine.server.schemas.responses import ResponsesRequest
 
@@ -88,6 +89,7 @@ _CHAT, _COMPLETION, _RESPONSE = (ChatRequest,), (CompletionRequest,), (Responses
 _OPENAI = (CompletionRequest, ChatRequest, ResponsesRequest)
 _ANTHROPIC = (MessagesRequest, CountTokensRequest)
 _TOKENIZE = (TokenizeRequest, DetokenizeRequest)
+_OLLAMA = (OllamaChatRequest, OllamaGenerateRequest)
 _SAMPLER, _SERVER = "the sampler has no such setting", "the server has no such setting"
 _MODEL, _STATELESS = "the model has no such setting", "nothing is stored"
 
@@ -111,7 +113,7 @@ REFUSED = (
     Refused("image_data images lora transforms plugins", _SERVER, ([],)),
     Refused("num_ctx template system_prompt context input_prefix input_suffix", _SERVER),
     Refused("lora_path lora_request adapter adapter_id session_params", _SERVER),
-    Refused("tool_prompt guideline input_embeds input_ids inputs input_extra", _SERVER),
+    Refused("tool_prompt guideline input_embeds input_ids inputs", _SERVER),
     Refused("mm_processor_kwargs media_io_kwargs parameters options sampling_params", _SERVER, ({},)),
     Refused("raw return_full_text think separate_reasoning thinking_forced_open", _SERVER, (False,)),
     Refused("include_reasoning parse_tool_calls", _SERVER, (True,)),
@@ -140,7 +142,10 @@ REFUSED = (
     # Tensors of a stranger are never loaded.
     Refused("prompt_embeds", "prompts are texts or token ids", routes=(*_OPENAI, *_ANTHROPIC)),
     # Of one interface.
-    Refused("suffix", "a text before a given end is nothing that this model was trained to write", routes=_COMPLETION),
+    Refused("images", "the model reads nothing but text", ([],), _OLLAMA),
+    Refused("template", "the model's own chat template writes prompts (raw takes them as they are)", ("",), _OLLAMA),
+    Refused("context", "a conversation is the messages of POST /api/chat", ([],), _OLLAMA),
+    Refused("width height steps", "no images are made", (), _OLLAMA),
     Refused("functions", "tools is the field for them", routes=_CHAT),
     Refused("function_call", "tool_choice is the field for it", ("none",), _CHAT),
     Refused("modalities", "answers are text", (["text"],), _CHAT),
@@ -184,6 +189,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **{name: _neutral(check, getattr(SamplingParams, name)) for name, check in CHECKS.items()},
     **dict.fromkeys(("max_tokens", "temperature", "top_p", "top_k"), ()),  # a model's file may have other defaults
     "best_of": (1,),
+    "input_extra": ([],),
     "top_logprobs": (0,),
     **dict.fromkeys(("logprobs", "stream_options", "logit_bias", "chat_template_kwargs"), (False, {})),
     "tools": ([],),

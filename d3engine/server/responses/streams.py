@@ -18,8 +18,9 @@ from starlette.types import Message, Receive, Scope, Send
 from d3engine.server.errors import RequestError, as_request_error, error_body
 from d3engine.server.responses.running import DirectStream, unless_disconnected
 
+EVENTS = b"text/event-stream; charset=utf-8"
+LINES = b"application/x-ndjson"
 HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
@@ -62,6 +63,7 @@ class EventStream(Response):
         ping_interval: seconds of silence after which a ping keeps proxies from hanging up; 0: never.
         form: whose events they are.
         straight: by which events after the first may go past this response, while its connection has an outlet.
+        media_type: of the stream; `LINES` for one whose events are lines of JSON.
     """
 
     def __init__(
@@ -72,9 +74,14 @@ class EventStream(Response):
         ping_interval: float,
         form: StreamForm,
         straight: DirectStream | None = None,
+        media_type: bytes = EVENTS,
     ) -> None:
         super().__init__(headers=headers or {})
-        self.raw_headers = [*HEADERS, *(given for given in self.raw_headers if given[0] != b"content-length")]
+        self.raw_headers = [
+            (b"content-type", media_type),
+            *HEADERS,
+            *(given for given in self.raw_headers if given[0] != b"content-length"),
+        ]
         self._events = events
         self._ping_interval = ping_interval or None
         self._form = form

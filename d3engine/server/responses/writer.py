@@ -16,7 +16,7 @@ from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
 from d3engine.server.responses.running import DirectStream, outputs_of, while_connected
-from d3engine.server.responses.streams import EventStream, OpenAIForm, StreamForm
+from d3engine.server.responses.streams import EVENTS, EventStream, OpenAIForm, StreamForm
 from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
 from d3engine.server.schemas.requests import ChatRequest, StreamOptions
 from d3engine.server.state import json_response
@@ -122,13 +122,22 @@ async def answer(request: Request, job: RequestContext[Any], writer: Writer, hea
     return await respond(request, job, _Choices(job, writer), headers)
 
 
-async def respond(request: Request, job: RequestContext[Any], told: Answer, headers: Mapping[str, str]) -> Response:
-    """The same for an answer of any form."""
+async def respond(
+    request: Request,
+    job: RequestContext[Any],
+    told: Answer,
+    headers: Mapping[str, str],
+    *,
+    media_type: bytes = EVENTS,
+) -> Response:
+    """The same for an answer of any form. Only a stream of events has pings: lines have no word for them."""
     if job.asked.stream:
-        interval = job.served.settings.sse_keep_alive_seconds
+        interval = job.served.settings.sse_keep_alive_seconds if media_type == EVENTS else 0.0
         straight = DirectStream()
         events = _events(job, told, straight)
-        return EventStream(events, headers, ping_interval=interval, form=told.form, straight=straight)
+        return EventStream(
+            events, headers, ping_interval=interval, form=told.form, straight=straight, media_type=media_type
+        )
     found = await while_connected(request.scope, request.receive, told.whole())
     return json_response(found, headers)
 

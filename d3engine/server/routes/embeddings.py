@@ -86,9 +86,12 @@ async def embedded(
     normalize: bool = True,
     dimensions: int | None = None,
     add_special_tokens: bool = True,
+    truncate: bool = False,
     priority: int | None = None,
 ) -> Embedded:
-    """The embeddings of what stands in this field. Raises `RequestError` and `InvalidValueError` naming it.
+    """The embeddings of what stands in this field, with `truncate` of its beginning where it is too long.
+
+    Raises `RequestError` and `InvalidValueError` naming the field.
 
     Inputs of one request run side by side in as many places as are free, and one at least.
     """
@@ -103,6 +106,8 @@ async def embedded(
         _check_work(served, prompts)
         if not add_special_tokens:
             prompts = await without_special_tokens(served, prompts)
+        if truncate:
+            prompts = [await served.in_thread(_cut, served, prompt) for prompt in prompts]
         prepared = await prepare_all(request, prompts, pooling_params(kind), priority=priority, max_tokens=None)
     place, traffic = request.scope["state"]["place"], served.traffic
     side_by_side = min(len(prepared), 1 + max(0, traffic.places - traffic.taken))
@@ -127,6 +132,15 @@ async def _pooling(served: AppState, given: str | None) -> str:
     except ModelFormatError as error:
         message = f"pooling must be given, one of {', '.join(POOLINGS)}: that of the model's files is none of them."
         raise invalid("pooling", message) from error
+
+
+def _cut(served: AppState, prompt: str | list[int]) -> str | list[int]:
+    """A text with no more tokens than fit, one that is too long as token ids."""
+    most = served.client.max_model_len - 1
+    if not isinstance(prompt, str) or len(prompt.encode(errors="replace")) + 2 <= most:
+        return prompt
+    ids = served.tokenizer.encode(prompt)
+    return prompt if len(ids) <= most else ids[:most]
 
 
 def _check_work(served: AppState, prompts: Sequence[str | list[int]]) -> None:

@@ -41,6 +41,23 @@ from d3engine.server.schemas.messages import (
     TokenCount,
     ToolUseBlock,
 )
+from d3engine.server.schemas.ollama import (
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaError,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaProcesses,
+    OllamaShow,
+    OllamaShowRequest,
+    OllamaTags,
+    OllamaTurn,
+)
 from d3engine.server.schemas.requests import (
     REFERENCE,
     AnswerForm,
@@ -161,6 +178,8 @@ REFERRED = (
     Constraint,
     MessageTurn,
     NamedTool,
+    OllamaOptions,
+    OllamaTurn,
     OutputCall,
     OutputMessage,
     TextBlock,
@@ -181,6 +200,7 @@ class Described:
         answer: a whole one.
         media: the type of an answer that is no JSON.
         events: those that an answer is made of where it may be a stream.
+        lines: the same, of a stream of lines of JSON.
         ends_with_done: whether "[DONE]" comes after them.
         takes_depth: whether the header names a depth.
         error: the body of every error.
@@ -192,6 +212,7 @@ class Described:
     answer: Any = None
     media: str = "application/json"
     events: tuple[Any, ...] = ()
+    lines: tuple[Any, ...] = ()
     ends_with_done: bool = False
     takes_depth: bool = False
     error: Any = Error
@@ -239,6 +260,30 @@ DESCRIBED = {
     "/tokenize": Described("The token ids of a text or a conversation.", TokenizeRequest, Tokens),
     "/detokenize": Described("The text of token ids.", DetokenizeRequest, Text),
     "/tokenizer_info": Described("Special tokens and chat template.", answer=TokenizerInfo),
+    "/api/chat": Described(
+        "Answer a conversation, as Ollama has it.",
+        OllamaChatRequest,
+        OllamaChatAnswer,
+        lines=(OllamaChatAnswer, OllamaError),
+        takes_depth=True,
+        error=OllamaError,
+    ),
+    "/api/generate": Described(
+        "Answer a prompt, as Ollama has it.",
+        OllamaGenerateRequest,
+        OllamaGenerateAnswer,
+        lines=(OllamaGenerateAnswer, OllamaError),
+        takes_depth=True,
+        error=OllamaError,
+    ),
+    "/api/embed": Described("Embed texts, as Ollama has it.", OllamaEmbedRequest, OllamaEmbedAnswer, error=OllamaError),
+    "/api/embeddings": Described(
+        "Embed a text, as Ollama had it.", OllamaEmbeddingsRequest, OllamaEmbeddingsAnswer, error=OllamaError
+    ),
+    "/api/show": Described("What the model is, as Ollama says it.", OllamaShowRequest, OllamaShow, error=OllamaError),
+    "/api/tags": Described("The ids of the model, as Ollama lists them.", answer=OllamaTags, error=OllamaError),
+    "/api/ps": Described("The model that is loaded, as Ollama lists it.", answer=OllamaProcesses, error=OllamaError),
+    "/api/version": Described("The version of Ollama's API.", answer=Version, error=OllamaError),
     "/health": Described(
         "200 while the server can be expected to answer; 503 with the reason once it cannot.",
         answer=HealthAnswer,
@@ -307,7 +352,11 @@ def description(routes: Sequence[Route], served: AppState) -> dict[str, Any]:
 
 def _schemas(served: AppState) -> dict[str, Any]:
     """All shapes, with the bounds that depend on the model and the server's settings."""
-    named = [one for known in DESCRIBED.values() for one in (known.body, known.answer, *known.events, known.error)]
+    named = [
+        one
+        for known in DESCRIBED.values()
+        for one in (known.body, known.answer, *known.events, *known.lines, known.error)
+    ]
     shapes = [one for one in (*named, *REFERRED) if isinstance(one, type)]
     _, schemas = msgspec.json.schema_components(shapes, schema_hook=_schema, ref_template=REFERENCE)
     schemas["CompletionRequest"]["properties"]["prompt"] = prompt_schema(served)
@@ -365,6 +414,8 @@ def _answer(known: Described) -> dict[str, Any]:
     content = _content(known.answer, known.media)
     if known.events:
         content["text/event-stream"] = {"schema": _event(known)}
+    if known.lines:
+        content["application/x-ndjson"] = {"schema": {"anyOf": [_reference(shape) for shape in known.lines]}}
     names = ["X-Request-Id", *([IGNORED_FIELDS] if known.body is not None else [])]
     return {"description": "The answer.", "headers": _headers(*names), "content": content}
 

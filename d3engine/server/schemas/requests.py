@@ -132,8 +132,15 @@ NONE_OR_MORE = Integers(0, MAX_TOKENS)
 """A prompt that is echoed may be scored alone."""
 
 
+class OtherFile(Struct, kw_only=True):
+    """A file of the repository that the gap is in, as llama.cpp's `input_extra` has it."""
+
+    filename: str
+    text: str
+
+
 class CompletionRequest(Common, kw_only=True):
-    """POST /v1/completions."""
+    """POST /v1/completions; with `suffix` the answer stands between the two, and `input_extra` before them."""
 
     prompt: Prompt
     max_tokens: Annotated[int, bounded(NONE_OR_MORE)] | None = None
@@ -141,6 +148,8 @@ class CompletionRequest(Common, kw_only=True):
     logprobs: int | None = None
     best_of: Annotated[int, bounded("n")] | None = None
     add_special_tokens: bool | None = None
+    suffix: str | None = None
+    input_extra: list[OtherFile] | None = None
 
 
 class ChatRequest(Common, kw_only=True):
