@@ -36,6 +36,13 @@ from d3engine.server.routes.api import (
     tokenizer_info,
 )
 from d3engine.server.routes.embeddings import create_embeddings
+from d3engine.server.routes.llama_cpp import (
+    llama_apply_template,
+    llama_completion,
+    llama_infill,
+    llama_props,
+    llama_slots,
+)
 from d3engine.server.routes.ollama import (
     ollama_chat,
     ollama_embed,
@@ -71,6 +78,12 @@ ROUTES = (
     Route("/api/tags", ollama_tags, methods=["GET"]),
     Route("/api/ps", ollama_ps, methods=["GET"]),
     Route("/api/version", ollama_version, methods=["GET"]),
+    Route("/completion", llama_completion, methods=["POST"]),
+    Route("/completions", llama_completion, methods=["POST"]),
+    Route("/infill", llama_infill, methods=["POST"]),
+    Route("/apply-template", llama_apply_template, methods=["POST"]),
+    Route("/props", llama_props, methods=["GET"]),
+    Route("/slots", llama_slots, methods=["GET"]),
     Route("/health", show_health, methods=["GET"]),
     Route("/ready", show_readiness, methods=["GET"]),
     Route("/version", show_version, methods=["GET"]),

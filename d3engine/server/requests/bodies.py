@@ -173,7 +173,7 @@ async def read_body(
 
 def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] | None) -> tuple[S, list[str]]:
     """The body as that shape, and the names in it that are ignored."""
-    content = _json_object(body)
+    content = json_object(body)
     check_refused(content, shape)
     asked = as_shape(content, shape)
     unknown = [name for name in content if name not in known_names(shape)]
@@ -183,7 +183,8 @@ def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] 
     return asked, unknown
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
+    """A body that is a JSON object. Raises `RequestError`."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:

@@ -165,6 +165,8 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
     asked, headers = await read_body(request, CompletionRequest)
     if asked.max_tokens is None:
         asked.max_tokens = DEFAULT_MAX_TOKENS
+    if asked.max_tokens == 0 and not asked.echo:
+        raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
     return await completion_job_of(request, asked), headers
 
 
@@ -187,8 +189,6 @@ async def completion_job_of(
     check_num_logprobs("logprobs", asked.logprobs, served.settings)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     max_tokens = asked.max_tokens
-    if max_tokens == 0 and not asked.echo:
-        raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
     prompts = prompts_of(asked.prompt, served)
     check_work(request, asked, [*prompts, asked.suffix or ""], asked.best_of)
     one_at_least = 1 if max_tokens == 0 else max_tokens

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from d3engine.errors import InvalidValueError, TokenizerError, must_be
+from d3engine.errors import InvalidValueError, TokenizerError, must_be, require
 from d3engine.server.errors import invalid
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_job, chat_prompt, tool_use
@@ -86,8 +86,13 @@ async def tokenize(request: Request) -> Response:
     served = served_by(request)
     asked, headers = await read_body(request, TokenizeRequest)
     served.models.check(asked.model)
+    if asked.content is not None:
+        asked = _as_prompt(asked, asked.content)
     ids, ignored = await _token_ids(served, asked)
-    found: Tokens = {"count": len(ids), "max_model_len": served.client.max_model_len, "tokens": ids}
+    found: Tokens = {"count": len(ids), "max_model_len": served.client.max_model_len, "tokens": [*ids]}
+    if asked.with_pieces:
+        texts = await served.in_thread(_token_strs, served.tokenizer, ids)
+        found["tokens"] = [{"id": token, "piece": text} for token, text in zip(ids, texts, strict=True)]
     if asked.return_token_strs:
         found["token_strs"] = await served.in_thread(_token_strs, served.tokenizer, ids)
     return json_response(found, served.ignored.header(ignored, headers))
@@ -103,7 +108,7 @@ async def detokenize(request: Request) -> Response:
         if not 0 <= token < size:
             raise invalid("tokens", must_be("tokens", token, f"ids from 0 to {size - 1}") + ".")
     text = await served.in_thread(served.tokenizer.decode, asked.tokens, skip_special_tokens=False)
-    found: Text = {"prompt": text}
+    found: Text = {"prompt": text, "content": text}
     return json_response(found, headers)
 
 
@@ -119,6 +124,16 @@ async def tokenizer_info(request: Request) -> Response:
         "chat_template": await served.client.chat_template(),
     }
     return json_response(found)
+
+
+def _as_prompt(asked: TokenizeRequest, content: str) -> TokenizeRequest:
+    """llama.cpp's fields by our names: without special tokens unless `add_special`."""
+    if asked.parse_special is False:
+        words = "absent or true, since special tokens that are written out are always read as such"
+        raise invalid("parse_special", must_be("parse_special", False, words) + ".")
+    for name in ("prompt", "messages", "tools"):
+        require(getattr(asked, name) is None, name, getattr(asked, name), "absent beside content")
+    return TokenizeRequest(prompt=content, add_special_tokens=bool(asked.add_special), with_pieces=asked.with_pieces)
 
 
 def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

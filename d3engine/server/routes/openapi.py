@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, get_origin
 
 import msgspec
 from starlette.requests import Request
@@ -31,6 +31,15 @@ from d3engine.server.schemas.answers import (
     Tokens,
 )
 from d3engine.server.schemas.embeddings import EmbeddingList, EmbeddingRequest
+from d3engine.server.schemas.llama_cpp import (
+    LlamaCompletion,
+    LlamaCompletionRequest,
+    LlamaInfillRequest,
+    LlamaPrompt,
+    LlamaProps,
+    LlamaSlot,
+    LlamaTemplateRequest,
+)
 from d3engine.server.schemas.messages import (
     MESSAGE_EVENTS,
     CountTokensRequest,
@@ -197,7 +206,7 @@ class Described:
     Attributes:
         says: in a few words.
         body: of its requests.
-        answer: a whole one.
+        answer: a whole one: a shape, or a list of one.
         media: the type of an answer that is no JSON.
         events: those that an answer is made of where it may be a stream.
         lines: the same, of a stream of lines of JSON.
@@ -218,6 +227,14 @@ class Described:
     error: Any = Error
     unwell: Any = None
 
+
+_COMPLETION = Described(
+    "Go on from a prompt, as llama.cpp has it.",
+    LlamaCompletionRequest,
+    LlamaCompletion,
+    events=(LlamaCompletion, Error),
+    takes_depth=True,
+)
 
 DESCRIBED = {
     "/v1/completions": Described(
@@ -284,6 +301,20 @@ DESCRIBED = {
     "/api/tags": Described("The ids of the model, as Ollama lists them.", answer=OllamaTags, error=OllamaError),
     "/api/ps": Described("The model that is loaded, as Ollama lists it.", answer=OllamaProcesses, error=OllamaError),
     "/api/version": Described("The version of Ollama's API.", answer=Version, error=OllamaError),
+    "/completion": _COMPLETION,
+    "/completions": _COMPLETION,
+    "/infill": Described(
+        "Write the text between two others, as llama.cpp has it.",
+        LlamaInfillRequest,
+        LlamaCompletion,
+        events=(LlamaCompletion, Error),
+        takes_depth=True,
+    ),
+    "/apply-template": Described(
+        "The text of a conversation by the model's template.", LlamaTemplateRequest, LlamaPrompt
+    ),
+    "/props": Described("What the server does by default, as llama.cpp says it.", answer=LlamaProps),
+    "/slots": Described("The sequences that may run at once.", answer=list[LlamaSlot]),
     "/health": Described(
         "200 while the server can be expected to answer; 503 with the reason once it cannot.",
         answer=HealthAnswer,
@@ -355,7 +386,8 @@ def _schemas(served: AppState) -> dict[str, Any]:
     named = [
         one
         for known in DESCRIBED.values()
-        for one in (known.body, known.answer, *known.events, *known.lines, known.error)
+        for shape in (known.body, known.answer, *known.events, *known.lines, known.error)
+        for one in (shape, *get_args(shape))
     ]
     shapes = [one for one in (*named, *REFERRED) if isinstance(one, type)]
     _, schemas = msgspec.json.schema_components(shapes, schema_hook=_schema, ref_template=REFERENCE)
@@ -459,6 +491,8 @@ def _headers(*names: str) -> dict[str, Any]:
 def _content(shape: Any, media: str = "application/json") -> dict[str, Any]:
     if media != "application/json":
         return {media: {"schema": {"type": "string"}}}
+    if get_origin(shape) is list:
+        return {media: {"schema": {"type": "array", "items": _reference(get_args(shape)[0])}}}
     return {media: {"schema": _reference(shape) if isinstance(shape, type) else {"type": "object"}}}
 
 

@@ -196,19 +196,27 @@ class ChatChunk(TypedDict):
     d3ext: NotRequired[DepthSummary]
 
 
+class TokenPiece(TypedDict):
+    """A token and what it spells."""
+
+    id: int
+    piece: str
+
+
 class Tokens(TypedDict):
-    """The answer to POST /tokenize."""
+    """The answer to POST /tokenize; tokens have their pieces where llama.cpp's `with_pieces` asks for them."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | TokenPiece]
     token_strs: NotRequired[list[str]]
 
 
 class Text(TypedDict):
-    """The answer to POST /detokenize."""
+    """The answer to POST /detokenize: the text by vLLM's name and by llama.cpp's."""
 
     prompt: str
+    content: str
 
 
 class TokenizerInfo(TypedDict):

@@ -264,10 +264,14 @@ class NamedTool(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """POST /tokenize: a text or a conversation."""
+    """POST /tokenize: a text or a conversation; the text as `content`, with llama.cpp's fields, for clients of that."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None

@@ -1,0 +1,78 @@
+"""The routes of llama.cpp's server that OpenAI's API lacks, for editors and scripts written for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from d3engine.server.errors import RequestError
+from d3engine.server.requests.bodies import read_body
+from d3engine.server.requests.chat import chat_prompt
+from d3engine.server.requests.llama_cpp import infill_job, llama_completion_job
+from d3engine.server.responses.llama_cpp import LlamaAnswer
+from d3engine.server.responses.running import while_connected
+from d3engine.server.responses.writer import respond
+from d3engine.server.schemas.llama_cpp import LlamaPrompt, LlamaProps, LlamaSlot, LlamaTemplateRequest
+from d3engine.server.schemas.requests import TokenizeRequest
+from d3engine.server.state import json_response, served_by
+from d3engine.version import __version__
+
+
+async def llama_completion(request: Request) -> Response:
+    job, headers = await while_connected(request.scope, request.receive, llama_completion_job(request))
+    return await respond(request, job, LlamaAnswer(job), headers)
+
+
+async def llama_infill(request: Request) -> Response:
+    job, headers = await while_connected(request.scope, request.receive, infill_job(request))
+    return await respond(request, job, LlamaAnswer(job), headers)
+
+
+async def llama_props(request: Request) -> Response:
+    """What the server does where a request does not say."""
+    served = served_by(request)
+    client, defaults, named = served.client, served.client.default_sampling_params, served.tokenizer.special_tokens
+    params: dict[str, Any] = {name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    params |= {"repeat_penalty": defaults.repetition_penalty, "n_predict": -1}
+    found: LlamaProps = {
+        "default_generation_settings": {"n_ctx": client.max_model_len, "params": params},
+        "total_slots": client.settings.max_num_seqs,
+        "model_alias": served.models.default,
+        "model_path": served.models.default,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": await client.chat_template() or "",
+        "bos_token": named.get("bos_token", ""),
+        "eos_token": named.get("eos_token", ""),
+        "build_info": f"d3engine {__version__}",
+    }
+    return json_response(found)
+
+
+async def llama_slots(request: Request) -> Response:
+    """The sequences that may run at once; with ?fail_on_no_slot a 503 where all do."""
+    served = served_by(request)
+    running, most = (await served.client.stats()).num_running, served.client.settings.max_num_seqs
+    if running >= most and request.query_params.get("fail_on_no_slot") not in (None, "", "0"):
+        raise RequestError(503, "All slots are in use.", code="no_slot_available")
+    found: list[LlamaSlot] = [
+        {"id": number, "n_ctx": served.client.max_model_len, "speculative": False, "is_processing": number < running}
+        for number in range(most)
+    ]
+    return json_response(found)
+
+
+async def llama_apply_template(request: Request) -> Response:
+    """The text that the model's template makes of a conversation."""
+    served = served_by(request)
+    asked, headers = await read_body(request, LlamaTemplateRequest)
+    served.models.check(asked.model)
+    begins = True if asked.add_generation_prompt is None else asked.add_generation_prompt
+    as_tokens = TokenizeRequest(
+        messages=asked.messages, add_generation_prompt=begins, chat_template_kwargs=asked.chat_template_kwargs
+    )
+    prompt = await chat_prompt(served, as_tokens, asked.messages, asked.tools)
+    text = await served.in_thread(served.tokenizer.decode, prompt["prompt_token_ids"], skip_special_tokens=False)
+    found: LlamaPrompt = {"prompt": text}
+    return json_response(found, headers)
