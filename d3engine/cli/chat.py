@@ -1,11 +1,15 @@
-"""`d3engine chat MODEL`: a conversation on a terminal or over a pipe, one line a turn."""
+"""`d3engine chat MODEL`: a conversation on a terminal or over a pipe, one line a turn, or several in quotes."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +28,8 @@ from d3engine.cli.engine_options import (
     takes_engine,
 )
 from d3engine.cli.streams import given_text
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import FailedError, InvalidValueError, require
+from d3engine.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy
@@ -34,11 +39,26 @@ if TYPE_CHECKING:
 app = new_app()
 
 HELP = """\
+/system [TEXT]    show the system message, or set it; /system "" removes it
+/set [NAME VALUE] show what sampling is set to, or set it: /set temperature 0.2
+/regenerate       answer the last message again
+/save FILE        write the conversation to a file, as JSON
+/load FILE        go on with a conversation that was saved
 /reset            forget the conversation (a system message stays)
 /depth            show the depth policy
 /depth NAME ...   change it: /depth full, /depth d3 alpha=A start=S, /depth auto
 /help             this text
-/exit             end (as does the end of input)"""
+/exit             end (as does the end of input)
+
+A message of several lines begins and ends with three quotation marks: \"\"\""""
+
+QUOTES = '"""'
+"""Around a message of several lines."""
+SETTABLE = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""What /set changes."""
 
 
 @app.command()
@@ -97,9 +117,9 @@ class Conversation:
         self._params = params
         self._color_depth = color_depth
         self._console = new_console()
-        self._writer = Writer(self._console)
+        self._writer = Writer(self._console, wrap=self._console.is_terminal)
         self._messages = [] if system is None else [{"role": "system", "content": given_text(system)}]
-        self._kept_messages = len(self._messages)
+        self._own_file: Path | None = None  # which this conversation was written to or read from
         self._is_interactive = sys.stdin.isatty()
 
     def run(self) -> None:
@@ -116,14 +136,27 @@ class Conversation:
                         return
                 else:
                     self._turn(line)
-            except InvalidValueError as error:  # of this turn: the conversation goes on as it was before
+            except (InvalidValueError, FailedError) as error:  # of this turn: the conversation is as it was before
                 self._say(f"error: {' '.join(str(error).split())}")
 
     def _read(self) -> str | None:
-        """The next line, without its end; None at the end of input."""
+        """The next line, or the lines between two `QUOTES`, without their end; None at the end of input."""
+        line = self._read_line("> ")
+        if line is None or not line.lstrip().startswith(QUOTES):
+            return line
+        lines = [line.lstrip().removeprefix(QUOTES)]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            line = self._read_line("... ")
+            if line is None:
+                break
+            lines.append(line)
+        lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+        return "\n".join(lines).strip("\n")
+
+    def _read_line(self, prompt: str) -> str | None:
         try:
             if self._is_interactive:
-                return input("> ")
+                return input(prompt)
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
         except (EOFError, KeyboardInterrupt):
@@ -136,28 +169,94 @@ class Conversation:
 
     def _command(self, line: str) -> bool:
         """Run a line that begins with "/"; False for /exit."""
-        name, *words = line.split()
-        known = {"/reset": self._reset, "/depth": self._depth, "/help": self._help}
-        if name == "/exit" and not words:
+        name, *rest = line.split(maxsplit=1)
+        given = rest[0].strip() if rest else ""
+        with_argument = {"/system": self._system, "/set": self._set, "/save": self._save, "/load": self._load}
+        with_argument["/depth"] = self._depth
+        alone = {"/regenerate": self._regenerate, "/reset": self._reset, "/help": lambda: self._say(HELP)}
+        if name in alone or name == "/exit":
+            require(not given, name, given, "typed alone")
+        if name == "/exit":
             return False
-        require(name in known, "command", name, "one of /reset, /depth, /help, /exit")
-        known[name](words)
+        known: dict[str, Callable[[], None]] = {**alone, **{n: partial(f, given) for n, f in with_argument.items()}}
+        require(name in known, "command", name, f"one of {', '.join(known)}, /exit")
+        known[name]()
         return True
 
-    def _help(self, words: list[str]) -> None:
-        require(not words, "/help", " ".join(words), "typed alone")
-        self._say(HELP)
+    @property
+    def _system_messages(self) -> list[dict[str, Any]]:
+        return self._messages[:1] if self._messages and self._messages[0]["role"] == "system" else []
 
-    def _reset(self, words: list[str]) -> None:
-        require(not words, "/reset", " ".join(words), "typed alone")
-        del self._messages[self._kept_messages :]
+    def _system(self, given: str) -> None:
+        before = self._system_messages
+        if given:
+            text = "" if given in ('""', "''") else given
+            self._messages[: len(before)] = [{"role": "system", "content": text}] if text else []
+        found = self._system_messages
+        self._say(f"System message: {found[0]['content']}" if found else "There is no system message.")
+
+    def _set(self, given: str) -> None:
+        if not given:
+            shown = [f"{name:<20} {json.dumps(getattr(self._params, name))}" for name in SETTABLE]
+            self._say("\n".join(shown))
+            return
+        name, _, value = given.partition(" ")
+        require(name in SETTABLE, "/set", name, f"one of {', '.join(SETTABLE)}")
+        require(bool(value.strip()), f"/set {name}", value, "followed by a value")
+        try:
+            read: Any = json.loads(value)
+        except ValueError:
+            read = value.strip()  # a stop string, without quotation marks
+        params = replace(self._params, **{name: read})
+        self._engine.prepare([0], params)
+        self._params = params
+        self._say(f"{name}: {json.dumps(getattr(params, name))}")
+
+    def _save(self, given: str) -> None:
+        require(bool(given), "/save", given, "followed by the name of a file")
+        path = Path(given).expanduser()
+        is_free = path == self._own_file or not path.exists()
+        require(is_free, "/save", given, "a file that is not there yet, or this conversation's own")
+        text = json.dumps({"messages": self._messages}, indent=2, ensure_ascii=False) + "\n"
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FailedError(f"{given} cannot be written: {error.strerror}") from None
+        self._own_file = path
+        self._say(f"Saved {len(self._messages)} messages to {given}.")
+
+    def _load(self, given: str) -> None:
+        require(bool(given), "/load", given, "followed by the name of a file")
+        path = Path(given).expanduser()
+        try:
+            found = json.loads(read_text(path))
+        except (UnreadableFileError, ValueError, RecursionError) as error:
+            raise InvalidValueError("/load", given, f"a file that /save has written ({error})") from None
+        messages = found.get("messages") if isinstance(found, dict) else None
+        fits = isinstance(messages, list) and all(_is_message(message) for message in messages)
+        require(fits, "/load", given, 'a file that /save has written: {"messages": [{"role", "content"}, ...]}')
+        assert isinstance(messages, list)
+        self._messages, self._own_file = messages, path
+        self._say(f"Loaded {len(messages)} messages from {given}.")
+
+    def _regenerate(self) -> None:
+        last = len(self._messages) - 1
+        while last >= 0 and self._messages[last]["role"] == "assistant":
+            last -= 1
+        has_question = last >= 0 and self._messages[last]["role"] == "user"
+        require(has_question, "/regenerate", "no message", "typed after a message")
+        self._answer(self._messages[: last + 1])
+
+    def _reset(self) -> None:
+        self._messages = self._system_messages
+        self._own_file = None
         self._say("The conversation is forgotten.")
 
-    def _depth(self, words: list[str]) -> None:
+    def _depth(self, given: str) -> None:
         from d3engine.depth.labels import policy_in_words
 
-        if words:
-            depth = parse_depth(" ".join(words), "/depth")
+        if given:
+            depth = parse_depth(" ".join(given.split()), "/depth")
             policy = None if depth == AUTO else depth
             params = replace(self._params, depth=policy)
             self._engine.prepare([0], params)  # the engine refuses or warns now, not at the next turn
@@ -169,10 +268,13 @@ class Conversation:
         return self._params.depth or self._engine.depth
 
     def _turn(self, text: str) -> None:
+        self._answer([*self._messages, {"role": "user", "content": text}])
+
+    def _answer(self, messages: list[dict[str, Any]]) -> None:
+        """Answer a conversation, which is then this one."""
         from d3engine.cli.answers import run_answers, show_tokens
         from d3engine.cli.terminal import DepthColours, possible_depths
 
-        messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._engine.chat_prompt(messages)
         steps = self._params.max_tokens or self._engine.max_model_len
         depths = possible_depths(self._policy, self._engine.config.num_layers, steps)
@@ -187,6 +289,10 @@ class Conversation:
         if self._is_interactive:
             colours.legend(run.num_layers)
             note(f"[{run.summary()}]")
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
 def _use_line_editing() -> None:

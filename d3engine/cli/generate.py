@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from d3engine.cli.answers import Answer
     from d3engine.engine import Engine
     from d3engine.request.params import SamplingParams
+    from d3engine.text.prompts import Prompt
 
 app = new_app()
 
@@ -56,6 +57,9 @@ def generate(
         typer.Option(
             "--raw-prompt", help="Leave prompts as they are where the model has a form for questions, without a note."
         ),
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask each prompt as a message, by the model's chat template.")
     ] = False,
     problem_seed: Annotated[
         int | None,
@@ -101,12 +105,18 @@ def generate(
             )
         return
     require(problem_seed is None, "--problem-seed", problem_seed, "absent where there is a prompt")
+    if chat:
+        require(not raw_prompt, "--raw-prompt", NOTHING, "given without --chat")
+        _require_template(model)
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
-    if not raw_prompt:
+    prompts_of_model: list[Prompt] = []
+    if chat:
+        prompts_of_model += [engine.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+    elif not raw_prompt:
         texts = _in_form_of(model, model_directory(model), texts)
     with naming_the_flag(sampling):  # whether it can be compiled is found out with the first request
-        _show_prompts(engine, texts, params, bool(color_depth), depth_suffix, as_json)
+        _show_prompts(engine, texts, prompts_of_model or texts, params, bool(color_depth), depth_suffix, as_json)
 
 
 def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
@@ -124,6 +134,13 @@ def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]
     return texts
 
 
+def _require_template(model: str) -> None:
+    from d3engine.text.chat_template import load_chat_template
+
+    if load_chat_template(model_directory(model)) is None:
+        raise InvalidValueError("--chat", NOTHING, "absent, since the model has no chat template")
+
+
 def _in_form_of(model: str, directory: Path, texts: list[str]) -> list[str]:
     """The prompts in the form that the model answers in, if its directory names one; stderr says so.
 
@@ -137,7 +154,8 @@ def _in_form_of(model: str, directory: Path, texts: list[str]) -> list[str]:
         with suppress(ModelFormatError):  # a template that is broken is nothing to recommend
             if load_chat_template(directory) is not None:
                 note(
-                    f"note: continued as plain text; to ask by the model's chat template: d3engine chat {quote(model)}"
+                    "note: continued as plain text; --chat asks by the model's chat template, and d3engine chat"
+                    f" {quote(model)} talks to it"
                 )
         return texts
     found = [form.complete(text) for text in texts]
@@ -148,8 +166,15 @@ def _in_form_of(model: str, directory: Path, texts: list[str]) -> list[str]:
 
 
 def _show_prompts(
-    engine: Engine, texts: list[str], params: SamplingParams, color_depth: bool, depth_suffix: bool, as_json: bool
+    engine: Engine,
+    texts: list[str],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    color_depth: bool,
+    depth_suffix: bool,
+    as_json: bool,
 ) -> None:
+    """Answer prompts, which their texts name."""
     from d3engine.cli.answers import depths_of, run_answers, show_tokens
     from d3engine.cli.terminal import DepthColours, Writer, new_console
 
@@ -171,7 +196,7 @@ def _show_prompts(
         if answer.finished:
             writer.end_line()
 
-    run = run_answers(engine, texts, params, show)
+    run = run_answers(engine, prompts, params, show)
     if run.interrupted and not as_json:
         writer.end_line()
     note(run.summary())

@@ -22,6 +22,7 @@ from d3engine.plots import depth_position, letters_on, ramp
 DECEPTIVE = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break a line of text without being seen."""
 
+_WORDS_AND_SPACES = re.compile(r" +|[^ ]+")
 _FIGURE = re.compile(r"[-+]?\d.{,30}")  # longer ones are lists: the layers of a model, say
 
 
@@ -80,8 +81,9 @@ def _spread(values: Sequence[int], most: int) -> list[int]:
 class Writer:
     """Text to stdout as it comes: safe on a terminal, as it is in a pipe.
 
-    With `wrap` lines are indented, and on a terminal broken at spaces; otherwise the terminal breaks them. The space
-    with which most answers begin is not shown, but where a pipe gets the text as it is.
+    With `wrap` lines are indented, and on a terminal broken at spaces; otherwise the terminal breaks them. A word that
+    has begun and grows beyond the edge moves to the next line. The space with which most answers begin is not shown,
+    but where a pipe gets the text as it is.
     """
 
     def __init__(self, console: Console, *, wrap: bool = False, indent: str = "") -> None:
@@ -90,6 +92,7 @@ class Writer:
         self._indent = indent
         self._width = console.width if console.is_terminal else sys.maxsize
         self._column = 0
+        self._word: list[tuple[str, Style | None]] = []  # as far as it stands at the end of the line
         self._is_new = True  # nothing stands here yet of the text that `end_line` will end
 
     def write(self, text: str, style: Style | None = None) -> None:
@@ -118,6 +121,7 @@ class Writer:
         self._is_new = False
         self._console.out("", highlight=False)
         self._column = 0
+        self._word = []
 
     def _write_in_line(self, text: str, style: Style | None) -> None:
         if not text:
@@ -125,15 +129,38 @@ class Writer:
         if self._is_new:
             text = text.removeprefix(" ")
             self._is_new = False
-        if self._wrap:
-            if self._column and text[:1] == " " and self._column + cell_len(text) > self._width:
+        for part in _WORDS_AND_SPACES.findall(text) if self._wrap else [text]:
+            self._write_part(part, style)
+
+    def _write_part(self, part: str, style: Style | None) -> None:
+        """Spaces, or a word or a part of one."""
+        is_space = part[:1] == " "
+        if self._wrap and self._column + cell_len(part) > self._width:
+            if is_space:
                 self._break_line()
-                text = text[1:]
-            if not self._column:
-                self._console.out(self._indent, end="", highlight=False)
-                self._column = len(self._indent)
+                return
+            word, self._word = self._word, []
+            before = sum(cell_len(text) for text, _ in word)
+            if before < self._column - len(self._indent):
+                self._erase(before)
+                self._break_line()
+                for text, style_of_text in word:
+                    self._put(text, style_of_text)
+                self._word = word
+        self._put(part, style)
+        self._word = [] if is_space else [*self._word, (part, style)]
+
+    def _put(self, text: str, style: Style | None) -> None:
+        if self._wrap and not self._column:
+            self._console.out(self._indent, end="", highlight=False)
+            self._column = len(self._indent)
         self._column += cell_len(text)
         self._console.out(text, style=style, end="", highlight=False)
+
+    def _erase(self, cells: int) -> None:
+        """Take back what stands last in the line. At the edge the cursor is on the last cell, not behind it."""
+        back = cells - (self._column == self._width)
+        self._console.file.write((f"\x1b[{back}D" if back > 0 else "") + ("\x1b[K" if cells else ""))
 
 
 def new_console() -> Console:

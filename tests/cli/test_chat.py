@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,3 +170,143 @@ def test_depth_is_written_as_words() -> None:
     for line in ("deep", "d3", "d3 alpha", "full alpha=1", "d3 alpha=0.9 speedup=2"):
         with pytest.raises(InvalidValueError):
             parse_depth(line)
+
+
+def test_a_message_of_several_lines_stands_in_quotation_marks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = turns_of(monkeypatch)
+    result = chat(model, '"""one', "", 'two"""', '"""three"""', '"""', "four", '"""')
+    assert result.exit_code == 0, result.output
+    assert [messages[-1]["content"] for messages in seen] == ["one\n\ntwo", "three", "four"]
+
+
+def turns_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
+    """The messages of each turn, as they come."""
+    from d3engine.engine import Engine
+
+    seen: list[list[dict[str, Any]]] = []
+    chat_prompt = Engine.chat_prompt
+
+    def watched(engine: Engine, messages: Any) -> Any:
+        seen.append([dict(message) for message in messages])
+        return chat_prompt(engine, messages)
+
+    monkeypatch.setattr(Engine, "chat_prompt", watched)
+    return seen
+
+
+def test_the_system_message_is_set_shown_and_removed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = turns_of(monkeypatch)
+    result = chat(model, "/system", "one", "/system Be right.", "two", "/reset", "three", '/system ""', "four")
+    assert result.exit_code == 0, result.output
+    roles = [[message["role"] for message in messages] for messages in seen]
+    assert roles[1] == ["system", "user", "assistant", "user"]
+    assert roles[2] == ["system", "user"]
+    assert roles[3] == ["user", "assistant", "user"]
+    assert seen[1][0]["content"] == "Be right."
+    assert result.stderr.count("There is no system message.") == 2
+
+
+def test_an_answer_is_generated_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = turns_of(monkeypatch)
+    result = chat(model, "/regenerate", QUESTION, "/regenerate", "next")
+    assert "error: /regenerate must be typed after a message" in result.stderr
+    first, again, after = result.stdout.splitlines()
+    assert seen[0] == seen[1]
+    assert first != ""
+    assert [message["role"] for message in seen[2]] == ["user", "assistant", "user"]
+    assert seen[2][1]["content"] == again.lstrip(" ")
+    assert after != ""
+
+
+def test_a_conversation_is_saved_and_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = turns_of(monkeypatch)
+    path, other = tmp_path / "talk.json", tmp_path / "other.json"
+    other.write_text("{}")
+    lines = ["/system Be right.", QUESTION, f"/save {path}", f"/save {path}", f"/save {other}", f"/load {other}"]
+    result = chat(model, *lines)
+    assert result.stderr.count("Saved 3 messages") == 2
+    assert "error: /save must be a file that is not there yet" in result.stderr
+    assert "error: /load must be a file that /save has written" in result.stderr
+    saved = json.loads(path.read_text())["messages"]
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    result = chat(model, f"/load {path}", "next", f"/save {path}", f"/load {tmp_path / 'none.json'}")
+    assert "Loaded 3 messages" in result.stderr
+    assert seen[-1] == [*saved, {"role": "user", "content": "next"}]
+    assert len(json.loads(path.read_text())["messages"]) == 5
+    assert result.stderr.count("error: /load must be a file") == 1
+
+
+def test_sampling_is_set_and_shown(model: Path) -> None:
+    lines = ["/set temperature 0", "/set max_tokens 2", QUESTION, "/set", '/set stop ["x", "y"]', "/set seed 7"]
+    result = chat(model, *lines, "/set top_p 2", "/set colour red", "/set top_k")
+    assert "temperature: 0" in result.stderr
+    assert 'stop: ["x", "y"]' in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert [error.split(" must ")[0] for error in errors] == ["error: top_p", "error: /set", "error: /set top_k"]
+    assert len(result.stdout.split()) <= 2
+
+
+def test_the_help_names_every_command() -> None:
+    from d3engine.cli.chat import HELP
+
+    commands = ("/system", "/set", "/regenerate", "/save", "/load", "/reset", "/depth", "/help", "/exit")
+    assert all(f"\n{command} " in "\n" + HELP for command in commands)
+    assert HELP.endswith('"""')
+
+
+def screen(pieces: list[str], width: int) -> list[str]:
+    """The lines of a terminal of this width after the pieces were written one by one."""
+    import io
+    import sys
+
+    from rich.console import Console
+
+    from d3engine.cli.terminal import Writer
+
+    file = io.StringIO()
+    writer = Writer(Console(file=file, width=width, force_terminal=True, soft_wrap=True, color_system=None), wrap=True)
+    for piece in pieces:
+        writer.write(piece)
+    lines, column, rest = [""], 0, file.getvalue()
+    while rest:
+        if found := re.match(r"\x1b\[(\d+)D", rest):
+            column = min(column, width - 1) - int(found[1])
+        elif found := re.match(r"\x1b\[K", rest):
+            lines[-1] = lines[-1][: min(column, width - 1)]
+            column = min(column, width - 1)
+        else:
+            found = re.match(r"(?s).", rest)
+            assert found is not None
+            if found[0] == "\n":
+                lines, column = [*lines, ""], 0
+            else:
+                assert column < width, (lines, sys.maxsize)
+                lines[-1] = lines[-1][:column] + found[0]
+                column += 1
+        rest = rest[found.end() :]
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("width", [10, 11, 12, 20])
+def test_words_that_come_in_pieces_are_not_broken_at_the_edge(width: int) -> None:
+    pieces = [
+        "The",
+        " quick",
+        " br",
+        "own",
+        " f",
+        "ox",
+        " jump",
+        "ed",
+        " over",
+        " the",
+        " la",
+        "zi",
+        "est",
+        " dog",
+        ".",
+    ]
+    lines = screen(pieces, width)
+    assert " ".join(lines).split() == "".join(pieces).split()
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) > 2

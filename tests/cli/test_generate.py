@@ -70,7 +70,10 @@ def test_a_chat_template_is_not_used_and_stderr_says_what_uses_it(tmp_path: Path
     directory = shutil.copytree(model_directory("demo"), tmp_path / "a model")
     (directory / "prompt_form.json").unlink()
     expected = answer_of(engine, "Tom has", temperature=0, max_tokens=4).text
-    shown = f"note: continued as plain text; to ask by the model's chat template: d3engine chat '{directory}'"
+    shown = (
+        "note: continued as plain text; --chat asks by the model's chat template, and d3engine chat"
+        f" '{directory}' talks to it"
+    )
     for options in ([], ["--json"]):
         result = generate(str(directory), "Tom has", "--max-tokens", "4", *options)
         assert (json.loads(result.stdout)["text"] if options else result.stdout.rstrip("\n")) == expected
@@ -79,6 +82,22 @@ def test_a_chat_template_is_not_used_and_stderr_says_what_uses_it(tmp_path: Path
         assert "chat template" not in generate(str(directory), "Tom has", "--max-tokens", "1", quiet).stderr
     (directory / "chat_template.jinja").unlink()
     assert "chat template" not in generate(str(directory), "Tom has", "--max-tokens", "1").stderr
+
+
+def test_chat_asks_by_the_template(tmp_path: Path, engine: Engine) -> None:
+    directory = shutil.copytree(model_directory("demo"), tmp_path / "model")
+    (directory / "chat_template.jinja").write_text("Question: {{ messages[0].content }}\nAnswer:")
+    expected = answer_of(engine, "Question: Tom has 5 pens.\nAnswer:", temperature=0, max_tokens=8).text
+    result = generate(str(directory), "Tom has 5 pens.", "--chat", "--max-tokens", "8")
+    assert result.stdout.rstrip("\n") == expected
+    assert "note: continued" not in result.stderr
+    whole = json.loads(generate(str(directory), "Tom has 5 pens.", "--chat", "--max-tokens", "8", "--json").stdout)
+    assert (whole["prompt"], whole["text"]) == ("Tom has 5 pens.", expected)
+    refused = run(str(directory), "Tom", "--chat", "--raw-prompt")
+    assert refused.exit_code == 2
+    assert "--raw-prompt" in refused.stderr
+    (directory / "chat_template.jinja").unlink()
+    assert "--chat must be absent" in run(str(directory), "Tom", "--chat").stderr
 
 
 def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def lark_of(grammar: str) -> str:
 
     require(len(grammar) <= MAX_CHARACTERS, "grammar", f"{len(grammar)} characters", f"at most {MAX_CHARACTERS}")
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark(grammar).removeprefix("%llguidance {}\n")
     except (GbnfToLarkError, RecursionError, ValueError, KeyError, IndexError) as error:
         raise InvalidValueError("grammar", grammar, f"a grammar in GBNF ({error})") from None
 
