@@ -33,7 +33,7 @@ from d3engine.loading.resolve import check_policy, resolve_settings
 from d3engine.loading.settings import EngineProperties
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
-from d3engine.request.params import RequestOutputKind, SamplingParams, pooling_params
+from d3engine.request.params import DEFAULT_POOLING, RequestOutputKind, SamplingParams, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
 from d3engine.sampling.verification import VerifyingSampler
 from d3engine.stats import EngineStats, engine_stats
@@ -151,7 +151,7 @@ class Engine(Chats, EngineProperties):
 
         Raises `InvalidValueError` for what can never run.
         """
-        kind = self.default_pooling if pooling is None else pooling
+        kind = pooling or self.own_pooling or DEFAULT_POOLING
         prompts = as_list(prompts)
         found = self.generate(prompts, pooling_params(kind), use_tqdm=use_tqdm)
         size = self.config.hidden_size if dimensions is None else dimensions

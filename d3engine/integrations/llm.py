@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from d3engine.arguments import with_new_names
-from d3engine.calls.new_requests import Same, refuse
+from d3engine.calls.new_requests import Same, refuse, refuse_others
 from d3engine.engine import Engine
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, require
 from d3engine.loading.engine_config import RENAMED, EngineConfig
 from d3engine.loading.hub import at_revision
+from d3engine.request.params import pooling_params as params_of_pooling
+from d3engine.request.pooling import embedding_of
+from d3engine.text.prompts import Prompt, as_list
 
 ONE_DEVICE = "1, since tensor_parallel_size alone spreads a model over devices"
 ONE_REVISION = "None, since the tokenizer is of the model's own revision"
@@ -38,10 +41,14 @@ SAME: Same = {
     "scheduling_policy": (("fcfs", "priority"), "'fcfs' or 'priority', which are one here"),
     "logprobs_mode": (("raw_logprobs",), "'raw_logprobs', since log-probabilities are of the raw distribution"),
     "disable_log_stats": ((True,), "True, since stats() tells instead"),
-    "runner": (("auto", "generate"), "'auto' or 'generate'"),
-    "task": (("auto", "generate"), "'auto' or 'generate'"),
+    "runner": (("auto", "generate", "pooling"), "'auto', 'generate' or 'pooling'"),
+    "convert": (("auto", "none", "embed"), "'auto', 'none' or 'embed'"),
+    "task": (("auto", "generate", "embed"), "'auto', 'generate' or 'embed'"),
 }
 """Arguments of vLLM's without a counterpart: the values without effect, and what is allowed."""
+
+VLLMS_POOLING = "last"
+"""Of models whose files do not say how they are pooled."""
 
 DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
@@ -62,6 +69,59 @@ class LLM(Engine):
     def __init__(self, model: str | os.PathLike[str], *, revision: str | None = None, **arguments: Any) -> None:
         name = model if revision is None else at_revision(model, revision)
         super().__init__(name, **_engine_arguments(arguments))
+
+    def embed(  # type: ignore[override]  # vLLM's outputs, not an array
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: None = None,
+        use_tqdm: bool = True,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **of_vllm: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return one embedding for each prompt, as vLLM does: of length 1, by the last token unless the model's files
+        or `pooling` say otherwise.
+
+        `pooling`, `normalize` and `dimensions` are `Engine.embed`'s, in place of `pooling_params`.
+        """
+        refuse_others(of_vllm, "embed")
+        allowed = "None: dimensions= and normalize= are arguments of embed"
+        require(pooling_params is None, "pooling_params", pooling_params, allowed)
+        params = params_of_pooling(pooling or self.own_pooling or VLLMS_POOLING)
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                EmbeddingOutput(embedding_of(output, normalize=normalize, dimensions=dimensions).tolist()),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+            )
+            for output in self.generate(as_list(prompts), params, use_tqdm=use_tqdm)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """vLLM's: one embedding."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """vLLM's: the embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 def _engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,12 +47,12 @@ def default_sampling_params(directory: Path) -> SamplingParams:
         raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
 
 
-def default_pooling(directory: Path) -> str:
-    """How the model's files say that embeddings are pooled, as sentence-transformers and llama.cpp write it; the mean
+def own_pooling(directory: Path) -> str | None:
+    """How the model's files say that embeddings are pooled, as sentence-transformers and llama.cpp write it; None
     where they do not. Raises `ModelFormatError` for another way than one of `POOLINGS`."""
     files = files_of(directory)
     if not files.has(POOLING_FILE):
-        return "mean"
+        return None
     found = files.read_json_object(POOLING_FILE)
     modes = {name.removeprefix("pooling_mode_") for name, is_on in found.items() if "_mode_" in name and is_on is True}
     for pooling, name in POOLING_MODES.items():

@@ -18,7 +18,7 @@ from d3engine.depth.policy import named_bridges
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.loading.engine_config import EngineConfig
-from d3engine.loading.model_directory import default_pooling
+from d3engine.loading.model_directory import own_pooling
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Part
 from d3engine.request.params import SamplingParams
@@ -165,9 +165,9 @@ class EngineProperties:
         return self.settings.directory
 
     @cached_property
-    def default_pooling(self) -> str:
-        """How embeddings are pooled where a call does not say: as the model's files do, or else by the mean."""
-        return default_pooling(self.directory)
+    def own_pooling(self) -> str | None:
+        """How the model's files say that embeddings are pooled; None where they do not."""
+        return own_pooling(self.directory)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, with `encode` and `decode`; raises `InvalidValueError` for an engine without one."""

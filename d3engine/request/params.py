@@ -148,6 +148,7 @@ MAX_SALT_LENGTH = 128
 MAX_TOP_K = 2**31 - 1
 POOLINGS = ("mean", "last", "cls")
 """How a prompt's last hidden states become one vector: their mean, that of the last token, or of the first."""
+DEFAULT_POOLING = "mean"
 SAMPLING = "Sampling"
 """Heading of the command-line options."""
 ALL_LOGPROBS = -1

@@ -92,9 +92,8 @@ def test_responses_are_what_chats_are(url: str, chat: Any) -> None:
     assert "".join(chunk.text for chunk in model.stream(QUESTION)) == chat.invoke(QUESTION).content
 
 
-def test_embeddings_are_refused_with_a_sentence(url: str) -> None:
-    from openai import NotFoundError
-
+def test_texts_are_embedded(url: str) -> None:
     embeddings = OpenAIEmbeddings(base_url=url, check_embedding_ctx_length=False, **SHORT)
-    with pytest.raises(NotFoundError, match="There is nothing at '/v1/embeddings'"):
-        embeddings.embed_query(QUESTION)
+    one, other = embeddings.embed_documents([QUESTION, "Ann has 3 cats."])
+    assert embeddings.embed_query(QUESTION) == one != other
+    assert sum(number * number for number in one) == pytest.approx(1, abs=1e-5)

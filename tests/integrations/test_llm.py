@@ -207,3 +207,14 @@ async def all_of(answer: Any) -> list[Any]:
 def test_speculative_config_is_the_engines_own() -> None:
     with LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 4}, **SMALL) as llm:
         assert llm.depth == PromptLookup(4)
+
+
+def test_embeddings_are_vllms_outputs(llm: LLM) -> None:
+    first, second = llm.embed(["Tom has", "Ann has 3"], use_tqdm=False)
+    assert first.finished
+    assert first.prompt_token_ids == llm.get_tokenizer().encode("Tom has")
+    assert first.outputs.hidden_size == len(first.outputs.embedding) == llm.config.hidden_size
+    expected = Engine.embed(llm, ["Tom has", "Ann has 3"], pooling="last", use_tqdm=False)
+    assert [first.outputs.embedding, second.outputs.embedding] == expected.tolist()
+    with pytest.raises(InvalidValueError, match="pooling_params must be None"):
+        llm.embed("Tom", pooling_params=object())  # type: ignore[arg-type]

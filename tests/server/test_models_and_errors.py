@@ -53,7 +53,7 @@ def test_an_id_that_is_not_served_is_a_404_with_the_word_that_clients_look_for(h
 
 def test_an_unknown_path_and_a_wrong_method_are_errors_in_the_same_form(http: TestClient) -> None:
     for answer, status, code in (
-        (http.get("/v1/embeddings"), 404, "not_found"),
+        (http.get("/v1/embedding"), 404, "not_found"),
         (http.delete("/v1/models"), 405, "method_not_allowed"),
     ):
         assert answer.status_code == status

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.errors import InvalidValueError, ModelFormatError, require
-from d3engine.loading.model_directory import default_pooling
+from d3engine.loading.model_directory import own_pooling
 from d3engine.request.engine_request import EngineRequest
-from d3engine.request.params import POOLINGS, pooling_params
+from d3engine.request.params import DEFAULT_POOLING, POOLINGS, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
 from d3engine.server.errors import invalid
 from d3engine.server.requests.bodies import check_priority, most_work, read_body
@@ -120,7 +120,7 @@ async def embedded(
     return Embedded(vectors, sum(len(one.prompt_token_ids) for one in prepared))
 
 
-_models_pooling = cache(default_pooling)
+_own_pooling = cache(own_pooling)
 
 
 async def _pooling(served: AppState, given: str | None) -> str:
@@ -128,7 +128,7 @@ async def _pooling(served: AppState, given: str | None) -> str:
         require(given in POOLINGS, "pooling", given, " or ".join(POOLINGS))
         return given
     try:
-        return await served.in_thread(_models_pooling, served.client.settings.directory)
+        return await served.in_thread(_own_pooling, served.client.settings.directory) or DEFAULT_POOLING
     except ModelFormatError as error:
         message = f"pooling must be given, one of {', '.join(POOLINGS)}: that of the model's files is none of them."
         raise invalid("pooling", message) from error

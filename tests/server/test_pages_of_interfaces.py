@@ -1,0 +1,42 @@
+"""What the pages of embeddings and of Ollama's and llama.cpp's APIs send, the server answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import httpx
+import pytest
+from page_programs import DOCS, printed, program_with
+
+SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+PAGES = ("embeddings.md", "ollama.md")
+
+
+def curls(page: str) -> list[list[str]]:
+    """The words of a page's curl commands."""
+    text = "\n".join(SHELL.findall((DOCS / page).read_text())).replace("\\\n", "")
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("curl ")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_page_are_answered(http: httpx.Client, page: str) -> None:
+    commands = curls(page)
+    assert commands
+    for _, address, header, kind, data, body in commands:
+        assert (header, kind, data) == ("-H", "Content-Type: application/json", "-d")
+        answer = http.post(httpx.URL(address).path, json=json.loads(body))
+        assert answer.status_code == 200, answer.text
+        assert "X-D3-Ignored-Fields" not in answer.headers
+
+
+def test_the_program_with_ollamas_client_prints_what_it_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ollama", reason="ollama is not installed: make test-with-clients does it")
+    program = program_with("ollama", {"http://127.0.0.1:11434": url}, page="ollama.md")
+    exec(compile(program, "ollama.md", "exec", dont_inherit=True), {})
+    shown = capsys.readouterr().out
+    said = printed(program)
+    assert len(said) == 2
+    for pattern in said:
+        assert pattern.search(shown), shown
