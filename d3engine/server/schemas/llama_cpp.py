@@ -128,7 +128,7 @@ class LlamaProps(TypedDict):
 
 
 class LlamaSlot(TypedDict):
-    """One of the sequences that may run at once. Nothing is told of prompts and answers."""
+    """One of the sequences that may run at once. It shows nothing of prompts and answers."""
 
     id: int
     n_ctx: int
