@@ -89,6 +89,7 @@ def test_answers_keep_to_gbnf_and_to_json_schemas(http: httpx.Client) -> None:
         ("/completion", {}, "prompt"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "input_suffix"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("/v1/completions", {"prompt": "a", "input_extra": [{"filename": "b", "text": "c"}]}, "input_extra"),
         ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
     ],
 )

@@ -189,8 +189,11 @@ async def completion_job_of(
     check_num_logprobs("logprobs", asked.logprobs, served.settings)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     max_tokens = asked.max_tokens
+    if asked.suffix is None and asked.input_extra:
+        raise invalid("input_extra", "input_extra must be absent where there is no suffix.")
     prompts = prompts_of(asked.prompt, served)
-    check_work(request, asked, [*prompts, asked.suffix or ""], asked.best_of)
+    beside = "".join([asked.suffix or "", *(one.text for one in asked.input_extra or ())])
+    check_work(request, asked, [*prompts[:-1], str(prompts[-1]) + beside] if beside else prompts, asked.best_of)
     one_at_least = 1 if max_tokens == 0 else max_tokens
     decided = {"max_tokens": one_at_least, "structured_outputs": form_of(asked), **_several(asked)}
     params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
