@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -20,14 +23,17 @@ from d3engine.cli.engine_options import (
     tell_own_setting,
 )
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
-from d3engine.errors import D3EngineError, require_integer
+from d3engine.errors import D3EngineError, require, require_integer, require_number
 from d3engine.garbage import freeze_loaded
+from d3engine.server.middleware.settings import LONGEST
 from d3engine.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.server.models import FurtherModel, FurtherModels
     from d3engine.server.running import GuardedServer
     from d3engine.server.settings import ServerSettings
+    from d3engine.server.state import AppState
     from d3engine.stats import EngineStats
 
 app = new_app()
@@ -51,6 +57,26 @@ StreamInterval: TypeAlias = Annotated[
     ),
 ]
 
+FurtherNames: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="A further model, loaded when a request names it; repeatable.",
+        show_default=False,
+        rich_help_panel="Model and depth",
+    ),
+]
+ModelTtl: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--model-ttl",
+        help="Seconds without a request until a further model is unloaded (never).",
+        show_default=False,
+        rich_help_panel="Model and depth",
+        hidden=True,
+    ),
+]
+
 LOOPS_CORE = 1
 """Cores that computing leaves to the event loop, as far as there are more."""
 
@@ -68,14 +94,18 @@ def serve(
     model: Model = "demo",
     engine_process: EngineProcess = None,
     stream_interval: StreamInterval = 1,
+    further: FurtherNames = None,
+    model_ttl: ModelTtl = None,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API has it.
+    """Serve a model over HTTP, as OpenAI's API has it; with --model further ones.
 
     Ctrl-C and SIGTERM let answers in progress end; a second one ends the server at once. -v logs a line per request.
     """
     settings = server_settings(model, who, what, limits)
     require_integer("--stream-interval", stream_interval, 1)
     model_directory(model)
+    if model_ttl is not None:
+        require_number("--model-ttl", model_ttl, 0, LONGEST, open_low=True)
     require_server_packages("d3engine serve")
     if settings.otlp_traces_endpoint is not None:
         from d3engine.server.tracing import require_tracing_packages
@@ -85,21 +115,78 @@ def serve(
 
     with bind(settings.guards) as bound:
         from d3engine.async_engine.async_engine import AsyncEngine
+        from d3engine.server.models import FurtherModels
 
-        arguments = engine_arguments(model, engine_options, LOOPS_CORE)
         transport = {None: "auto", True: "process", False: "thread"}[engine_process]
-        engine = AsyncEngine(model, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
+
+        def load(name: str, max_model_len: int | None) -> AsyncEngine:
+            arguments = engine_arguments(name, {**engine_options, "max_model_len": max_model_len}, LOOPS_CORE)
+            return AsyncEngine(name, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
+
+        models, room = _further_models(model, further or [], settings, engine_options, load)
+        engine = load(model, engine_options.get("max_model_len"))
         if depth == "auto":
             tell_own_setting(engine, model)
-        raise typer.Exit(_run(engine, settings, bound, model))
+        make = partial(FurtherModels, models, room_bytes=room, ttl=model_ttl) if models else None
+        raise typer.Exit(_run(engine, settings, bound, model, make))
 
 
-def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str) -> ExitCode:
+def _further_models(
+    first: str,
+    names: list[str],
+    settings: ServerSettings,
+    engine_options: Options,
+    load: Callable[[str, int | None], AsyncEngine],
+) -> tuple[list[FurtherModel], int | None]:
+    """The models beside the first, and the bytes that they may take together, None where nothing says it.
+
+    Raises `InvalidValueError` for one that is not there, or does not fit beside the first.
+    """
+    from d3engine.cli.server_options import own_name
+    from d3engine.loading.host import GIB, machine_bytes
+    from d3engine.loading.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE
+    from d3engine.model.config import ModelConfig
+    from d3engine.server.models import FurtherModel
+
+    cache = engine_options.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
+    machine = machine_bytes()
+    taken = [*settings.model_names, *settings.depth_aliases]
+    found: list[FurtherModel] = []
+    room = None if machine is None else int(CPU_MEMORY_SHARE * machine) - file_bytes(model_directory(first)) - cache
+    for name in names:
+        directory, own = model_directory(name), own_name(name)
+        require(own not in taken, "--model", name, "a model of another name than those that are served")
+        taken.append(own)
+        needed = file_bytes(directory) + cache
+        allowed = f"a model that fits beside {first}: it takes about {needed / GIB:.1f} GiB with its KV cache, and"
+        allowed += f" {(room or 0) / GIB:.1f} GiB are left (--kv-cache-memory-bytes makes caches smaller)"
+        require(room is None or needed <= room, "--model", name, allowed)
+        config = ModelConfig.from_directory(directory)
+        most = engine_options.get("max_model_len")
+        own_length = None if most is None else min(most, config.max_position_embeddings)
+        found.append(FurtherModel(own, partial(load, name, own_length), needed, directory, config))
+    return found, room
+
+
+def file_bytes(directory: Path) -> int:
+    """What a model's files take, which its weights do too, about."""
+    files = directory.iterdir() if directory.is_dir() else [directory]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _run(
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    bound: socket.socket,
+    model: str,
+    further: Callable[[AppState], FurtherModels] | None = None,
+) -> ExitCode:
     """Serve until a signal comes; how it ended."""
     from d3engine.server.app import create_app
     from d3engine.server.running import GuardedServer
 
-    served = create_app(engine, settings)
+    served = create_app(engine, settings, further)
+    models: FurtherModels | None = served.state.further
     server = GuardedServer(served, settings.guards, served.state.traffic, note)
 
     async def run() -> None:
@@ -109,9 +196,11 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
             with suppress(D3EngineError):
                 await engine.chat_template()
             freeze_loaded()
-            server.when_started(lambda: _introduce(engine, settings, bound, model, stats))
+            server.when_started(lambda: _introduce(engine, settings, bound, model, stats, models))
             await server.serve([bound])
         finally:
+            if models is not None:
+                await models.close()
             await engine.close()
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -124,7 +213,12 @@ def _run(engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, mo
 
 
 def _introduce(
-    engine: AsyncEngine, settings: ServerSettings, bound: socket.socket, model: str, stats: EngineStats
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    bound: socket.socket,
+    model: str,
+    stats: EngineStats,
+    further: FurtherModels | None,
 ) -> None:
     """What is served, by what, where and to whom."""
     from d3engine.depth.labels import policy_in_words
@@ -138,6 +232,7 @@ def _introduce(
     who = "this machine" if guards.is_local else "everybody who reaches the port"
     lines: dict[str, Any] = {
         "model": f"{model}, {engine.config.num_layers} layers, as {ids}",
+        **({} if further is None else {"also": ", ".join(one.name for one in further.models) + ", when asked for"}),
         "depth": policy_in_words(engine.depth),
         "runs": f"{stats.executor}, {dtype}{', in a separate process' if engine.has_process else ''}",
         "room": f"a KV cache of {held:,} tokens at full depth; at most {engine.settings.max_num_seqs} sequences, each "

@@ -126,7 +126,7 @@ def server_settings(model: str, who: Options, what: Options, limits: Options) ->
 def served_as(model: str, what: Options) -> Options:
     """The arguments of `ServerSettings` that say as what a model is served, and what may be asked of it."""
     aliases = dict(_alias(given) for given in what.get("depth_aliases", ()))
-    return {"model_names": (_own_name(model),)} | _frozen(what) | {"depth_aliases": aliases}
+    return {"model_names": (own_name(model),)} | _frozen(what) | {"depth_aliases": aliases}
 
 
 def _frozen(options: Options) -> Options:
@@ -146,7 +146,7 @@ def _timeouts(given: Iterable[str]) -> Options:
     return found
 
 
-def _own_name(model: str) -> str:
+def own_name(model: str) -> str:
     """What clients call a model: a directory by its last name, anything else as it was given."""
     path = Path(model)
     return path.resolve().name if path.exists() else model

@@ -20,6 +20,7 @@ from d3engine.server.middleware.bodies import BodyGuard
 from d3engine.server.middleware.limits import AdmissionControl, DeadlineGuard, TrafficGuard
 from d3engine.server.middleware.request_log import ErrorAnswers, ExchangeLog, RequestLog, TracingGuard, log_exchange
 from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.models import FurtherModels, ModelRouter
 from d3engine.server.routes.api import (
     PAGE_PATHS,
     PAGE_ROUTES,
@@ -94,28 +95,32 @@ ROUTES = (
 BODY_PATHS = frozenset(route.path for route in ROUTES if "POST" in (route.methods or ()))
 
 
-def create_app(client: EngineClient, settings: ServerSettings) -> Starlette:
+def create_app(
+    client: EngineClient,
+    settings: ServerSettings,
+    further: Callable[[AppState], FurtherModels] | None = None,
+) -> Starlette:
     """The app that answers for an engine.
 
     Args:
         client: the engine, which the caller closes after the app has ended.
         settings: what the server's owner has decided.
+        further: makes the further models of the app, which the caller closes too.
 
     Raises `MissingExtraError` where it is to be traced without the extra `otel`.
     """
     served = AppState(client, settings)
+    models = None if further is None else further(served)
 
     def note(exchange: RequestLog) -> None:
         log_exchange(exchange)
         served.meters.count_exchange(exchange)
 
-    app = _App(
-        routes=[*ROUTES, *PAGE_ROUTES],
-        middleware=guards(
-            settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS, tracer=served.tracer
-        ),
-    )
-    app.state.served, app.state.traffic = served, served.traffic
+    stack = guards(settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS, tracer=served.tracer)
+    if models is not None:
+        stack.append(Middleware(ModelRouter, models=models))
+    app = _App(routes=[*ROUTES, *PAGE_ROUTES], middleware=stack)
+    app.state.served, app.state.traffic, app.state.further = served, served.traffic, models
     return app
 
 

@@ -233,8 +233,9 @@ class AppState:
 
 
 def served_by(request: Request) -> AppState:
-    """The engine behind the app that took this request."""
-    return cast(AppState, request.app.state.served)
+    """The engine that this request is for: the app's own, unless its body names a further model."""
+    found = request.scope.get("state", {}).get("served", request.app.state.served)
+    return cast(AppState, found)
 
 
 def _places(client: EngineClient, settings: ServerSettings) -> int:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from d3engine.errors import must_be, require
 from d3engine.server.errors import invalid
+from d3engine.server.models import LATEST
 from d3engine.server.requests.bodies import as_shape, known_names
 from d3engine.server.requests.chat import by_names, job_of
 from d3engine.server.requests.completions import completion_job_of
@@ -30,8 +31,6 @@ from d3engine.server.state import AppState, served_by
 
 S = TypeVar("S", bound=Struct)
 
-LATEST = ":latest"
-"""What Ollama's clients put behind a name without a tag."""
 ROLES = ("system", "user", "assistant", "tool")
 
 RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from d3engine.errors import InvalidValueError, TokenizerError, must_be, require
 from d3engine.server.errors import invalid
+from d3engine.server.models import FurtherModels
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_job, chat_prompt, tool_use
 from d3engine.server.requests.completions import completion_job
@@ -73,12 +74,23 @@ async def create_response(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    return json_response({"object": "list", "data": served_by(request).models.cards()})
+    further = further_models(request)
+    data = served_by(request).models.cards() + ([] if further is None else further.cards())
+    return json_response({"object": "list", "data": data})
 
 
 async def show_model(request: Request) -> Response:
     """The card of one id, which may hold slashes."""
-    return json_response(served_by(request).models.card(request.path_params["name"]))
+    name, further = request.path_params["name"], further_models(request)
+    if further is not None and further.name_of(name) == name:
+        return json_response(further.card(name))
+    return json_response(served_by(request).models.card(name))
+
+
+def further_models(request: Request) -> FurtherModels | None:
+    """The models of the app beside its first; None where there is but one."""
+    found: FurtherModels | None = request.app.state.further
+    return found
 
 
 async def tokenize(request: Request) -> Response:

@@ -24,6 +24,7 @@ from d3engine.server.responses.ollama import NANOSECONDS, OllamaAnswer, loaded
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.streams import LINES
 from d3engine.server.responses.writer import respond
+from d3engine.server.routes.api import further_models
 from d3engine.server.routes.embeddings import embedded
 from d3engine.server.schemas.ollama import (
     OllamaChatRequest,
@@ -95,10 +96,14 @@ async def ollama_embeddings(request: Request) -> Response:
 
 
 async def ollama_tags(request: Request) -> Response:
-    """The ids that can be asked, those of depths among them."""
-    served = served_by(request)
+    """The ids that can be asked, those of depths among them, and of models that are not loaded yet."""
+    served, further = served_by(request), further_models(request)
     facts = await _facts(served)
-    return json_response({"models": [facts.card(card["id"]) for card in served.models.cards()]})
+    cards = [facts.card(card["id"]) for card in served.models.cards()]
+    for model in [] if further is None else further.models:
+        own = await served.in_thread(_facts_of, model.directory, model.config)
+        cards.append(own.card(model.name))
+    return json_response({"models": cards})
 
 
 async def ollama_show(request: Request) -> Response:
@@ -126,16 +131,20 @@ async def ollama_show(request: Request) -> Response:
 
 
 async def ollama_ps(request: Request) -> Response:
-    served = served_by(request)
+    further = further_models(request)
+    states = [served_by(request), *(state for _, state in ([] if further is None else further.loaded()))]
+    return json_response({"models": [await _running(state) for state in states]})
+
+
+async def _running(served: AppState) -> dict[str, Any]:
     facts = await _facts(served)
     on_gpu = served.client.settings.device.type == "cuda"
-    running = {
+    card = facts.card(served.models.default)
+    return {key: value for key, value in card.items() if key != "modified_at"} | {
         "expires_at": NEVER,
         "size_vram": facts.size if on_gpu else 0,
         "context_length": served.client.max_model_len,
     }
-    card = facts.card(served.models.default)
-    return json_response({"models": [{k: v for k, v in card.items() if k != "modified_at"} | running]})
 
 
 async def ollama_version(request: Request) -> Response:

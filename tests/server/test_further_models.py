@@ -1,0 +1,161 @@
+"""Several models of one server: loaded when a request names one, in a room that may be too small for all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from d3engine import AsyncEngine
+    from d3engine.server.models import FurtherModels
+
+BODY: dict[str, Any] = {"prompt": "Tom has 5 pens.", "max_tokens": 6, "temperature": 0}
+SIZE = 100
+
+
+class Loads:
+    """Makes engines of the bundled model, and counts them by name; those of `broken` cannot be made."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.broken: set[str] = set()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def of(self, name: str) -> Callable[[], AsyncEngine]:
+        def load() -> AsyncEngine:
+            from d3engine import AsyncEngine, ModelFormatError
+
+            self.seen.append(name)
+            self.may_go_on.wait()
+            if name in self.broken:
+                raise ModelFormatError("/a/path/that/no/client/shall/see is broken")
+            return AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**24, max_num_seqs=4)
+
+        return load
+
+
+@contextmanager
+def several(
+    client: AsyncEngine, loads: Loads, *, room: int | None = None, ttl: float | None = None
+) -> Iterator[tuple[httpx.Client, FurtherModels]]:
+    """A server of the bundled model, and of it again as "b" and "c"."""
+    from serving import serving
+
+    from d3engine.server.app import create_app
+    from d3engine.server.models import FurtherModel, FurtherModels
+    from d3engine.server.settings import ServerSettings
+
+    models = [FurtherModel(name, loads.of(name), SIZE, client.directory, client.config) for name in ("b", "c")]
+    app = create_app(
+        client,
+        ServerSettings(model_names=("a",)),
+        lambda first: FurtherModels(models, first, room_bytes=room, ttl=ttl),
+    )
+    further: FurtherModels = app.state.further
+    with serving(app) as url, httpx.Client(base_url=url, timeout=120) as http:
+        try:
+            yield http, further
+        finally:
+            loads.may_go_on.set()
+            loaded = further.loaded()
+            for _, state in loaded:
+                asyncio.run(state.client.close())
+
+
+def test_a_model_is_loaded_when_a_request_names_it(client: AsyncEngine) -> None:
+    loads = Loads()
+    with several(client, loads) as (http, further):
+        expected = http.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+        assert loads.seen == []
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["a", "b", "c"]
+        for _ in range(2):
+            answer = http.post("/v1/completions", json={"model": "b", **BODY}).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == ("b", expected)
+        assert loads.seen == ["b"]
+        body = {"model": "c:latest", "prompt": BODY["prompt"], "raw": True, "options": {"num_predict": 6, "seed": 1}}
+        text = http.post("/api/generate", json={**body, "stream": True}).text
+        assert text.endswith("}\n")
+        assert '"model":"c:latest"' in text
+        assert loads.seen == ["b", "c"]
+        assert [one.name for one, _ in further.loaded()] == ["b", "c"]
+        assert [one["name"] for one in http.get("/api/tags").json()["models"]] == ["a", "b", "c"]
+        assert [one["name"] for one in http.get("/api/ps").json()["models"]] == ["a", "b", "c"]
+        card = http.get("/v1/models/b").json()
+        assert (card["id"], card["root"]) == ("b", "b")
+        assert http.post("/v1/completions", json={"model": "d", **BODY}).status_code == 404
+        assert http.post("/v1/embeddings", json={"model": "b", "input": "x"}).json()["model"] == "b"
+
+
+def test_without_room_for_both_the_one_used_before_is_unloaded(client: AsyncEngine) -> None:
+    loads = Loads()
+    with several(client, loads, room=SIZE) as (http, further):
+        for name in ("b", "c", "c", "b"):
+            assert http.post("/v1/completions", json={"model": name, **BODY}).json()["model"] == name
+            assert [one.name for one, _ in further.loaded()] == [name]
+    assert loads.seen == ["b", "c", "b"]
+
+
+def test_requests_wait_for_each_other_where_there_is_no_room_for_both(client: AsyncEngine) -> None:
+    loads = Loads()
+    answers: list[str] = []
+    with several(client, loads, room=SIZE) as (http, _):
+
+        def ask(name: str) -> None:
+            body = {"model": name, **BODY, "max_tokens": 40, "ignore_eos": True}
+            answers.append(httpx.post(http.base_url.join("/v1/completions"), json=body, timeout=120).json()["model"])
+
+        loads.may_go_on.clear()
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("b", "c", "b", "c")]
+        for thread in threads:
+            thread.start()
+        loads.may_go_on.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(answers) == ["b", "b", "c", "c"]
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(client: AsyncEngine) -> None:
+    loads = Loads()
+    loads.broken.add("b")
+    with several(client, loads) as (http, _):
+        answer = http.post("/v1/completions", json={"model": "b", **BODY})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "model_not_loaded"
+        assert "/a/path" not in answer.text
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+        loads.broken.clear()
+        assert http.post("/v1/completions", json={"model": "b", **BODY}).status_code == 200
+
+
+def test_a_model_without_requests_is_unloaded(client: AsyncEngine) -> None:
+    loads = Loads()
+    with several(client, loads, ttl=1e-6) as (http, further):
+        for _ in range(2):
+            assert http.post("/v1/completions", json={"model": "b", **BODY}).json()["model"] == "b"
+            while further.loaded():
+                http.get("/health")
+    assert loads.seen == ["b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "demo"], "--model must be a model of another name than those that are served; got 'demo'"),
+        (["--model", "/does/not/exist"], "/does/not/exist"),
+        (["--model-ttl", "0"], "--model-ttl must be a finite number in (0, 86400]; got 0"),
+        (["--served-model-name", "a", "--model", "demo", "--kv-cache-memory-bytes", str(2**50)], "that fits beside"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(words: list[str], said: str) -> None:
+    from invoking import invoke
+
+    result = invoke(["serve", "demo", "--port", "0", *words])
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
