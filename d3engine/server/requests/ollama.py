@@ -144,6 +144,7 @@ def _sampling_of(served: AppState, asked: OllamaGenerating) -> tuple[dict[str, A
         else:
             ignored.append(f"options.{name}")
     check_penalty_window(content, "options.")
+    content.pop("repeat_last_n", None)
     return content, ignored
 
 
