@@ -79,3 +79,28 @@ def test_an_embedding_counts_no_generated_tokens(http: httpx.Client) -> None:
         before[1] + used,
     )
     assert json.loads(answer.content)["object"] == "list"
+
+
+def test_the_first_error_of_several_inputs_is_raised_as_it_is() -> None:
+    import asyncio
+
+    from d3engine.errors import FailedError
+    from d3engine.server.routes.embeddings import all_of
+
+    done: list[int] = []
+
+    async def embed(number: int) -> Any:
+        await asyncio.sleep(0)
+        if number == 2:
+            raise FailedError("broken")
+        done.append(number)
+        return number
+
+    async def run(numbers: list[int]) -> Any:
+        return await all_of([embed(number) for number in numbers], 2)
+
+    assert asyncio.run(run([0, 1, 3, 4])) == [0, 1, 3, 4]
+    done.clear()
+    with pytest.raises(FailedError, match="broken"):
+        asyncio.run(run([0, 1, 2, 3, 4, 5]))
+    assert 5 not in done

@@ -124,6 +124,18 @@ def test_the_template_is_applied(http: httpx.Client, demo: Engine) -> None:
     assert http.post("/apply-template", json={"messages": messages}).json() == {"prompt": expected}
 
 
+def test_the_depth_of_an_answer_is_chosen_and_told(http: httpx.Client) -> None:
+    depth = {"policy": "d3", "alpha": 0.9, "start": 0.6}
+    wanted = completion(http, temperature=0, depth=depth)["text"]
+    found = http.post("/completion", json={"prompt": PROMPT, "depth": depth, "return_depths": True, **GREEDY}).json()
+    assert found["content"] == wanted
+    assert found["d3ext"]["policy"]["alpha"] == 0.9
+    options = {"temperature": 0, "num_predict": 8, "depth": depth, "return_depths": True}
+    body = {"model": "demo", "prompt": PROMPT, "raw": True, "stream": False, "options": options}
+    answer = http.post("/api/generate", json=body).json()
+    assert (answer["response"], answer["d3ext"]["policy"]["alpha"]) == (wanted, 0.9)
+
+
 def test_props_and_slots(http: httpx.Client) -> None:
     props = http.get("/props").json()
     slots = http.get("/slots").json()

@@ -96,7 +96,22 @@ def test_it_says_what_the_official_client_sends_and_gets(described: Any, faults:
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Tom has 5 pens."}]}),
         ("/tokenize", {"prompt": "Tom", "return_token_strs": True}),
         ("/detokenize", {"tokens": [5, 6]}),
+        ("/tokenize", {"content": "Tom", "with_pieces": True}),
         ("/tokenizer_info", None),
+        ("/v1/embeddings", {"input": ["Tom", "Ann"], "encoding_format": "base64", "dimensions": 3}),
+        ("/api/chat", {"model": "demo", "messages": [{"role": "user", "content": "Tom"}], "stream": False}),
+        ("/api/chat", {"model": "demo"}),
+        ("/api/generate", {"model": "demo", "prompt": "Tom", "stream": False, "raw": True, "logprobs": True}),
+        ("/api/embed", {"model": "demo", "input": ["Tom", "Ann"]}),
+        ("/api/embeddings", {"model": "demo", "prompt": "Tom"}),
+        ("/api/show", {"model": "demo"}),
+        ("/api/tags", None),
+        ("/api/ps", None),
+        ("/api/version", None),
+        ("/completion", {"prompt": "Tom has", "n_predict": 3, "n_probs": 2, "temperature": 0.0}),
+        ("/completions", {"prompt": ["Tom", 5], "n_predict": 3, "logit_bias": {"5": 1.0}}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "Tom has 5 pens."}]}),
+        ("/props", None),
         ("/v1/models/demo", None),
         ("/health", None),
         ("/ready", None),
@@ -122,6 +137,28 @@ def test_answers_of_every_route_are_what_it_says(
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
+        ("/api/chat", {"messages": [{"role": "user", "content": "Tom has 5 pens."}]}),
+        ("/api/generate", {"prompt": "Tom has", "raw": True, "logprobs": True, "top_logprobs": 1}),
+    ],
+)
+def test_lines_of_every_stream_are_what_it_says(
+    described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
+) -> None:
+    answer = http.post(path, json={"model": "demo", "options": {"num_predict": 4}, **asked})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    says = described["paths"][path]["post"]["responses"]["200"]["content"]["application/x-ndjson"]["schema"]
+    shape, failed = [one["$ref"].rpartition("/")[2] for one in says["anyOf"]]
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert [fault for line in lines for fault in faults(line, shape)] == []
+    assert lines[-1]["done"]
+    error = http.post(path, json={"model": "demo", "options": {"num_predict": -9}, **asked})
+    assert (error.status_code, faults(error.json(), failed)) == (400, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/completion", {"prompt": "Tom has", "n_probs": 1}),
         ("/v1/completions", {"prompt": "Tom has", "logprobs": 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tom has 5 pens."}]}),
         ("/v1/responses", {"input": "Tom has 5 pens.", "max_output_tokens": 5}),
@@ -144,7 +181,7 @@ def test_events_of_every_stream_are_what_it_says(
             fitting = [shape for shape in shapes if not faults(json.loads(line), shape)]
             assert fitting, (line, [faults(json.loads(line), shape) for shape in shapes])
             seen.update(fitting)
-    assert len(seen) >= (1 if len(kinds) == 2 else 4)
+    assert len(seen) >= (1 if len(kinds) == 2 or path == "/completion" else 4)
 
 
 @pytest.mark.parametrize(

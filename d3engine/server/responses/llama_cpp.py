@@ -97,6 +97,7 @@ class LlamaAnswer:
             "tokens_cached": usage["total_tokens"],
             "generation_settings": settings,
             "timings": timings(output.metrics, usage["prompt_tokens"], cached, usage["completion_tokens"]),
+            **self._usage.depth(),
         }
 
 

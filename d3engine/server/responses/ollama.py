@@ -153,6 +153,7 @@ class OllamaAnswer:
             "prompt_eval_duration": _nanoseconds(times.prefill_seconds),
             "eval_count": usage["completion_tokens"],
             "eval_duration": _nanoseconds(times.decode_seconds),
+            **self._usage.depth(),
         }
 
 

@@ -113,7 +113,7 @@ async def embedded(
     side_by_side = min(len(prepared), 1 + max(0, traffic.places - traffic.taken))
     place.take(side_by_side - 1)
     finish = {"normalize": normalize, "dimensions": dimensions}
-    vectors = await _all(
+    vectors = await all_of(
         [_vector(served, request, one, finish) for one in prepared],
         min(side_by_side, served.client.settings.max_num_seqs),
     )
@@ -159,7 +159,7 @@ async def _vector(served: AppState, request: Request, prepared: EngineRequest, f
     raise AssertionError("every request has a last output")
 
 
-async def _all(work: Sequence[Awaitable[FloatArray]], most: int) -> list[FloatArray]:
+async def all_of(work: Sequence[Awaitable[FloatArray]], most: int) -> list[FloatArray]:
     """The results of all, of which so many run at once; the first error ends the others."""
     found: dict[int, FloatArray] = {}
     waiting = iter(enumerate(work))
@@ -172,7 +172,7 @@ async def _all(work: Sequence[Awaitable[FloatArray]], most: int) -> list[FloatAr
         async with asyncio.TaskGroup() as group:
             for _ in range(most):
                 group.create_task(run())
-    except* Exception as errors:
+    except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
         for _, left in waiting:

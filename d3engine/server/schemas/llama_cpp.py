@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from d3engine.arguments import Integers
 from d3engine.request.params import MAX_TOKENS
+from d3engine.server.schemas.answers import DepthSummary
 from d3engine.server.schemas.requests import Messages, OtherFile, SamplingFields, Tools, bounded, described
 
 N_PREDICT = Integers(-2, MAX_TOKENS)
@@ -111,6 +112,7 @@ class LlamaCompletion(TypedDict):
     tokens_cached: NotRequired[int]
     generation_settings: NotRequired[dict[str, Any]]
     timings: NotRequired[LlamaTimings]
+    d3ext: NotRequired[DepthSummary]
 
 
 class LlamaProps(TypedDict):

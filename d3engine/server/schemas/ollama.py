@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from d3engine.arguments import Integers
 from d3engine.request.params import MAX_TOKENS
+from d3engine.server.schemas.answers import DepthSummary
 from d3engine.server.schemas.embeddings import DIMENSIONS
 from d3engine.server.schemas.requests import (
     Prompt,
@@ -170,6 +171,7 @@ class OllamaProgress(TypedDict):
     eval_count: NotRequired[int]
     eval_duration: NotRequired[int]
     logprobs: NotRequired[list[OllamaLogprob]]
+    d3ext: NotRequired[DepthSummary]
 
 
 class OllamaChatAnswer(OllamaProgress):
