@@ -125,6 +125,7 @@ def copy_companions(source: ModelSource, folder: Path, *, leave: Container[str] 
         if name not in leave and files.has(name):
             content = files.read_bytes(name)
             with naming(folder / name):
+                (folder / name).parent.mkdir(exist_ok=True)  # of how embeddings are pooled
                 (folder / name).write_bytes(content)
 
 

@@ -316,3 +316,22 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(small: Path, monke
     monkeypatch.setattr(GGUFFile, "read", replaced)
     with pytest.raises(ModelFormatError, match=r"small\.gguf has changed since its header was read"):
         engine_of(small)
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [(0, None), (1, "mean"), (2, "cls"), (3, "last")])
+def test_the_pooling_of_a_file_is_read_and_converted(tmp_path: Path, kind: int, pooling: str | None) -> None:
+    changes = {"llama.pooling_type": kind}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=changes, **SMALL)
+    convert_gguf(file, tmp_path / "model")
+    for model in (file, tmp_path / "model"):
+        with engine_of(model) as engine:
+            assert engine.own_pooling == pooling
+            found = engine.embed(PROMPTS, use_tqdm=False)
+            assert (found == engine.embed(PROMPTS, pooling=pooling or "mean", use_tqdm=False)).all()
+
+
+def test_a_file_that_ranks_is_refused(tmp_path: Path) -> None:
+    changes = {"llama.pooling_type": 4}
+    file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=changes, **SMALL)
+    with pytest.raises(ModelFormatError, match=r"llama\.pooling_type must be absent or 0 or 1 or 2 or 3"):
+        engine_of(file)
