@@ -12,6 +12,7 @@ from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.checker import MOST, in_words
 from d3engine.structured.grammar import Grammar, MaskTime
 from d3engine.structured.source import grammar_of
+from d3engine.structured.thought import LimitedThought, ThoughtLimit
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.limited_process import LimitError, ProcessEndedError, ProcessLimits, ask
 from d3engine.text.tokenizer import DecoderKind, Tokenizer
@@ -59,7 +60,24 @@ class Forms:
                 raise _refused(params, in_words(made.get_error()))
             return made
 
-        return Grammar(matcher, self._vocab_size, self._mask_time)
+        made = Grammar(matcher, self._vocab_size, self._mask_time)
+        return made if params.thought_tokens is None else LimitedThought(made, self._thought_limit(params))
+
+    def _thought_limit(self, params: StructuredOutputsParams) -> ThoughtLimit:
+        assert self._tokenizer is not None
+        assert params.thought is not None
+        assert params.thought_tokens is not None
+        opening, closing = params.thought
+        ids = self._tokenizer.encode(closing, add_special_tokens=False)
+        texts = TokenTexts(self._tokenizer)
+        return ThoughtLimit(
+            opening=opening.encode(),
+            closing=closing.encode(),
+            closing_ids=tuple(ids),
+            most=params.thought_tokens,
+            bytes_of=lambda token: texts.of(token)[1],
+            vocab_size=self._vocab_size,
+        )
 
     def _loaded(self) -> LLTokenizer:
         none = "None, since the engine has no tokenizer (skip_tokenizer_init)"

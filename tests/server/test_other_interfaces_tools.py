@@ -215,12 +215,14 @@ class InHermesSyntax(WithTools):
 @pytest.fixture
 def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server whose model calls a function wherever it may, until it has a result."""
+    from dataclasses import replace
+
     from d3engine.server.app import create_app
-    from d3engine.server.requests import tools
+    from d3engine.server.requests.formats import ToolFormat
     from d3engine.server.settings import ServerSettings
 
-    made = tools._hermes
-    monkeypatch.setattr(tools, "_hermes", lambda *asked, **more: made(*asked, **more | {"is_auto": False}))
+    made = ToolFormat.grammar
+    monkeypatch.setattr(ToolFormat, "grammar", lambda own, asked: made(own, replace(asked, is_auto=False)))
     app = create_app(cast(Any, InHermesSyntax(client)), ServerSettings(model_names=("demo",)))
     with serving(app) as url:
         yield url

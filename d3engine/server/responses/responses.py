@@ -1,4 +1,4 @@
-"""The items of a response's output, as they begin, grow and end: a message of one text, or calls of functions."""
+"""The items of a response's output, as they begin, grow and end: a thought, a message of one text, calls."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from d3engine.server.schemas.responses import (
     ModelResponse,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     OutputText,
     ResponsesRequest,
     ResponseUsage,
@@ -35,7 +36,8 @@ class OutputItems:
 
     def __init__(self, *, begins_with_text: bool) -> None:
         self.begins_with_text = begins_with_text
-        self.done: list[OutputMessage | OutputCall] = []
+        self.done: list[OutputReasoning | OutputMessage | OutputCall] = []
+        self._thought: OutputReasoning | None = None
         self._message: OutputMessage | None = None
         self._call: OutputCall | None = None
 
@@ -46,7 +48,10 @@ class OutputItems:
     def events(self, news: Delta) -> list[dict[str, Any]]:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
-        if news.text or (news.d3ext and self._call is None and not news.calls):
+        if news.thought:
+            found += [] if self._thought else self._begin_thought()
+            found.append(self._grow_thought(news.thought))
+        if news.text or (news.d3ext and not (self._call or self._thought or news.calls)):
             found += [] if self._message else [*self.end("completed"), *self._begin_message()]
             found.append(self._grow_message(news.text))
         for call in news.calls:
@@ -55,15 +60,48 @@ class OutputItems:
         if news.d3ext:
             place = next((one for one in found if one["type"].endswith(".delta")), None)
             if place is None:
-                found.append(place := self._grow_call(""))
+                found.append(place := self._grow_thought("") if self._thought else self._grow_call(""))
             place |= news.d3ext
         return found
 
     def end(self, status: Any) -> list[dict[str, Any]]:
         """The end of the item that is open, if one is."""
+        if self._thought is not None:
+            return self._end_thought(self._thought, status)
         if self._message is not None:
             return self._end_message(self._message, status)
         return [] if self._call is None else self._end_call(self._call, status)
+
+    # -- a thought ---------------------------------------------------------------------------------------------------
+
+    def _begin_thought(self) -> list[dict[str, Any]]:
+        self._thought = {
+            "id": f"rs_{uuid.uuid4().hex}",
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": ""}],
+            "status": "in_progress",
+        }
+        added = {"part": {"type": "reasoning_text", "text": ""}}
+        begun = {**self._thought, "content": []}
+        return [self._of_item("added", begun), self._of_content("response.content_part.added", **added)]
+
+    def _grow_thought(self, text: str) -> dict[str, Any]:
+        assert self._thought is not None
+        self._thought["content"][0]["text"] += text
+        return self._of_content("response.reasoning_text.delta", delta=text)
+
+    def _end_thought(self, thought: OutputReasoning, status: Any) -> list[dict[str, Any]]:
+        thought["status"] = status
+        part = dict(thought["content"][0])
+        events = [
+            self._of_content("response.reasoning_text.done", text=part["text"]),
+            self._of_content("response.content_part.done", part=part),
+            self._of_item("done", thought),
+        ]
+        self.done.append(thought)
+        self._thought = None
+        return events
 
     # -- a message -------------------------------------------------------------------------------------------------
 
@@ -76,29 +114,29 @@ class OutputItems:
             "content": [_part("")],
         }
         begun = {**self._message, "content": []}
-        return [self._of_item("added", begun), self._of_part("response.content_part.added", part=_part(""))]
+        return [self._of_item("added", begun), self._of_content("response.content_part.added", part=_part(""))]
 
     def _grow_message(self, text: str) -> dict[str, Any]:
         assert self._message is not None
         self._message["content"][0]["text"] += text
-        return self._of_part("response.output_text.delta", delta=text, logprobs=[])
+        return self._of_content("response.output_text.delta", delta=text, logprobs=[])
 
     def _end_message(self, message: OutputMessage, status: Any) -> list[dict[str, Any]]:
         text = message["content"][0]["text"]
         message["status"] = status
         events = [
-            self._of_part("response.output_text.done", text=text, logprobs=[]),
-            self._of_part("response.content_part.done", part=_part(text)),
+            self._of_content("response.output_text.done", text=text, logprobs=[]),
+            self._of_content("response.content_part.done", part=_part(text)),
             self._of_item("done", message),
         ]
         self.done.append(message)
         self._message = None
         return events
 
-    def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._message is not None
-        place = {"item_id": self._message["id"], "output_index": len(self.done), "content_index": 0}
-        return {"type": kind, **place, **fields}
+    def _of_content(self, kind: str, **fields: Any) -> dict[str, Any]:
+        item = self._thought or self._message
+        assert item is not None
+        return {"type": kind, "item_id": item["id"], "output_index": len(self.done), "content_index": 0, **fields}
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +187,7 @@ class ResponseAnswer:
         self._job = job
         self._asked = asked
         self._answer = SingleAnswer(job)
-        self._items = OutputItems(begins_with_text=job.calling is None)
+        self._items = OutputItems(begins_with_text=job.is_text_alone)
         self._num_events = 0
 
     @property
@@ -247,7 +285,7 @@ class ResponseAnswer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._answer.num_thought_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

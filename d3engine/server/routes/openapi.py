@@ -37,6 +37,7 @@ from d3engine.server.schemas.messages import (
     MessagesRequest,
     MessageTurn,
     TextBlock,
+    ThinkingBlock,
     TokenCount,
     ToolUseBlock,
 )
@@ -58,6 +59,7 @@ from d3engine.server.schemas.responses import (
     ModelResponse,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     ResponsesRequest,
 )
 from d3engine.server.state import AppState, Health, ModelCard, health, json_response, readiness, served_by
@@ -162,7 +164,9 @@ REFERRED = (
     NamedTool,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     TextBlock,
+    ThinkingBlock,
     Tool,
     ToolUseBlock,
     Turn,
