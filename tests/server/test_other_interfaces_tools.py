@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from demo_server import WithTools
+from demo_server import InHermesFormat, WithTools
 from openai import OpenAI
 from serving import serving
 
@@ -199,18 +199,6 @@ def test_a_message_keeps_to_the_form_of_its_output(anthropic: Anthropic) -> None
 
 # -- calls that a model makes by itself --------------------------------------------------------------------------------
 
-HERMES = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: "
-    "{{ message.content }}{% for call in message.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}\n{% endfor %}Answer:"
-)
-
-
-class InHermesSyntax(WithTools):
-    async def chat_prompt(self, messages: Any, **more: Any) -> Any:
-        return await self._client.chat_prompt(messages, **more | {"chat_template": HERMES})
-
 
 @pytest.fixture
 def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -223,7 +211,7 @@ def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
     made = ToolFormat.grammar
     monkeypatch.setattr(ToolFormat, "grammar", lambda own, asked: made(own, replace(asked, is_auto=False)))
-    app = create_app(cast(Any, InHermesSyntax(client)), ServerSettings(model_names=("demo",)))
+    app = create_app(cast(Any, InHermesFormat(client)), ServerSettings(model_names=("demo",)))
     with serving(app) as url:
         yield url
 
