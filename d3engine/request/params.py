@@ -161,6 +161,9 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 2**20
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
+MAX_BREAKERS = 64
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's."""
 MAX_TOKENS = 2**24
 MAX_SALT_LENGTH = 128
 MAX_TOP_K = 2**31 - 1
@@ -283,6 +286,15 @@ class SamplingParams:
         top_p: Keep the smallest set of likeliest tokens whose probability reaches this.
         top_k: Number of likeliest tokens to keep; 0 and -1 keep all.
         min_p: Drop tokens less likely than this times the likeliest.
+        typical_p: Keep the tokens whose surprise is nearest to the expected one, up to this probability together.
+        top_n_sigma: Keep tokens whose logits are at most this many standard deviations below the highest; 0 keeps all.
+        xtc_probability: How likely a step leaves out all but the least likely of the tokens above `xtc_threshold`.
+        xtc_threshold: Probability from which a token counts as a top choice there; above 0.5 nothing is left out.
+        dry_multiplier: Penalty of a token that would repeat a sequence of `dry_allowed_length` tokens; 0 is none.
+        dry_base: Factor of that penalty for each further token that is repeated.
+        dry_allowed_length: Tokens that may be repeated without a penalty, less one.
+        dry_penalty_last_n: Tokens of prompt and answer that are looked through, from the end; -1: all.
+        dry_sequence_breakers: Texts over which no repetition is followed: a token that ends one of them ends it.
         presence_penalty: Subtracted from the logit of every token already generated.
         frequency_penalty: Subtracted from a token's logit once for each time it was generated.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or the answer.
@@ -293,6 +305,7 @@ class SamplingParams:
         ignore_eos: Go on after an end-of-sequence token.
         include_stop_str_in_output: End the text after the stop string or stop token, not before it.
         skip_special_tokens: Leave special tokens out of the text.
+        truncate_prompt_tokens: Keep the last so many tokens of the prompt; -1: as many as leave room for the answer.
         detokenize: Decode the tokens to text; without, text stays "" and stop strings cannot be used.
         logprobs: Log-probabilities of the chosen token and of this many likeliest ones, of the raw distribution
             (before penalties, temperature and truncation); -1: of the whole vocabulary.
@@ -318,6 +331,15 @@ class SamplingParams:
     top_p: float = argument(1.0, Numbers(0.0, 1.0, open_low=True), panel=SAMPLING)
     top_k: int = argument(0, Integers(-1, MAX_TOP_K), panel=SAMPLING)
     min_p: float = argument(0.0, Numbers(0.0, 1.0), panel=SAMPLING)
+    typical_p: float = argument(1.0, Numbers(0.0, 1.0, open_low=True))
+    top_n_sigma: float = argument(0.0, Numbers(0.0, 100.0))
+    xtc_probability: float = argument(0.0, Numbers(0.0, 1.0))
+    xtc_threshold: float = argument(0.1, Numbers(0.0, 1.0))
+    dry_multiplier: float = argument(0.0, Numbers(0.0, 100.0))
+    dry_base: float = argument(1.75, Numbers(1.0, 10.0))
+    dry_allowed_length: int = argument(2, Integers(1, MAX_TOKENS))
+    dry_penalty_last_n: int = argument(-1, Integers(-1, MAX_TOKENS))
+    dry_sequence_breakers: Sequence[str] = argument(DRY_BREAKERS, Several(WORD, MAX_BREAKERS))
     presence_penalty: float = argument(0.0, Numbers(-2.0, 2.0), panel=SAMPLING)
     frequency_penalty: float = argument(0.0, Numbers(-2.0, 2.0), panel=SAMPLING)
     # Logits divided by less than 0.01 may overflow.
@@ -333,6 +355,7 @@ class SamplingParams:
     logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
     prompt_logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = argument(None, Biases())
+    truncate_prompt_tokens: int | None = argument(None, Integers(-1, MAX_TOKENS))
     allowed_token_ids: Sequence[int] | None = argument(None, Several(TOKEN_IDS, MAX_ALLOWED_TOKENS, fewest=1))
     cache_salt: str | None = argument(None, Text(MAX_SALT_LENGTH))
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -353,6 +376,7 @@ class SamplingParams:
         kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
         self._check_structured()
+        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "None, -1 or at least 1")
         has_text = self.detokenize or not self.stop
         require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
         self._unify()
@@ -374,6 +398,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_other_samplers(self) -> bool:
+        """Whether tokens are chosen by what the host alone can do."""
+        cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0
+        return self.dry_multiplier > 0 or (cuts and not self.greedy)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ def test_langchain_calls_three_times_and_then_answers(url: str, use_responses_ap
         model="demo",
         api_key="none",  # type: ignore[arg-type]  # it makes a secret of it
         max_retries=0,
+        temperature=0,
         max_completion_tokens=MAX_TOKENS,
         use_responses_api=use_responses_api,
     ).bind_tools([{"title": "add", "description": "The sum of two numbers", **ADD}])
@@ -54,7 +55,11 @@ def test_pydantic_ai_calls_three_times_and_then_answers(url: str, stream: bool) 
 
     tool = Tool.from_schema(add, "add", "The sum of two numbers", ADD)
     provider = OpenAIProvider(base_url=url, api_key="none")
-    agent = Agent(OpenAIChatModel("demo", provider=provider), tools=[tool], model_settings={"max_tokens": MAX_TOKENS})
+    agent = Agent(
+        OpenAIChatModel("demo", provider=provider),
+        tools=[tool],
+        model_settings={"max_tokens": MAX_TOKENS, "temperature": 0},
+    )
     if stream:
         found = "".join(agent.run_stream_sync(QUESTION).stream_text(delta=True))
     else:

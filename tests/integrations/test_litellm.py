@@ -56,7 +56,9 @@ def test_an_agent_calls_three_times_and_then_answers() -> None:
     with agents.agent_server() as address:
         asked: dict[str, Any] = {"model": "openai/demo", "api_base": f"{address}/v1", "api_key": "none"}
         while True:
-            answer: Any = litellm.completion(messages=messages, tools=tools, max_tokens=agents.MAX_TOKENS, **asked)
+            answer: Any = litellm.completion(
+                messages=messages, tools=tools, max_tokens=agents.MAX_TOKENS, temperature=0, **asked
+            )
             message = answer.choices[0].message
             if not message.tool_calls:
                 break

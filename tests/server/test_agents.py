@@ -25,7 +25,13 @@ def test_a_chat_calls_three_times_and_then_answers(url: str, stream: bool) -> No
     num_calls = 0
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         while True:
-            asked: Any = {"model": "demo", "messages": messages, "tools": tools, "max_tokens": MAX_TOKENS}
+            asked: Any = {
+                "model": "demo",
+                "messages": messages,
+                "tools": tools,
+                "temperature": 0,
+                "max_tokens": MAX_TOKENS,
+            }
             if stream:
                 with client.chat.completions.stream(**asked) as events:
                     message: Any = events.get_final_completion().choices[0].message
@@ -49,7 +55,13 @@ def test_a_response_calls_three_times_and_then_answers(url: str, stream: bool) -
     num_calls = 0
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         while True:
-            asked: Any = {"model": "demo", "input": items, "tools": tools, "max_output_tokens": MAX_TOKENS}
+            asked: Any = {
+                "model": "demo",
+                "input": items,
+                "tools": tools,
+                "temperature": 0,
+                "max_output_tokens": MAX_TOKENS,
+            }
             if stream:
                 with client.responses.stream(**asked) as events:
                     found: Any = events.get_final_response()
@@ -74,7 +86,13 @@ def test_a_message_calls_three_times_and_then_answers(url: str, stream: bool) ->
     num_calls = 0
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         while True:
-            asked: Any = {"model": "demo", "messages": turns, "tools": tools, "max_tokens": MAX_TOKENS}
+            asked: Any = {
+                "model": "demo",
+                "messages": turns,
+                "tools": tools,
+                "max_tokens": MAX_TOKENS,
+                "extra_body": {"temperature": 0},
+            }
             if stream:
                 with client.messages.stream(**asked) as events:
                     found: Any = events.get_final_message()

@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         temperature: float | None = None
         stop: str | list[str] | None = None
         prompt_logprobs: int | None = None
+        truncate_prompt_tokens: int | None = None
 else:
     SamplingFields = defstruct(
         "SamplingFields", [(name, _kind(CHECKS[name]) | None, None) for name in SAME_NAMES], kw_only=True
