@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=60, help="ask the first N alone")
     parser.add_argument("--max-tokens", type=int, default=160, help="of an answer")
     parser.add_argument("--at-once", type=int, default=4, help="requests in flight")
+    parser.add_argument("--max-model-len", type=int, help="tokens of a conversation (as many as the model has)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", help="write the report to this file")
     given = parser.parse_args(arguments)
@@ -59,7 +60,7 @@ async def answered(
     from d3engine.server.app import create_app
     from d3engine.server.settings import ServerSettings
 
-    engine = AsyncEngine(given.model, max_model_len=4096, max_num_seqs=given.at_once)
+    engine = AsyncEngine(given.model, max_model_len=given.max_model_len, max_num_seqs=given.at_once)
     places = asyncio.Semaphore(given.at_once)
     bar = tqdm(total=len(prompts), unit="prompt")
 
