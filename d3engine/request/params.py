@@ -56,6 +56,8 @@ class StructuredOutputsParams:
         disable_any_whitespace: of JSON: nothing may.
         thought: two texts that a thought stands between, after which the form begins; the first is "" where the prompt
             has begun the thought already. Without a thought the form begins at once, if the first text is given.
+        openings: of a grammar: texts until one of which it allows any text, except in an answer that begins with a
+            bracket or a fence; until then tokens are chosen without a look at the grammar. None: there are none.
         thought_tokens: of that thought at most; then its end is written for the model. None: any number.
 
     Raises:
@@ -70,6 +72,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     thought: Sequence[str] | None = None
+    openings: Sequence[str] | None = None
     thought_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +94,9 @@ class StructuredOutputsParams:
             require(is_json or not getattr(self, name), name, getattr(self, name), "absent where the answer is no JSON")
         if self.thought is not None:
             object.__setattr__(self, "thought", _thought(self.thought))
+        if self.openings is not None:
+            require(self.grammar is not None, "openings", self.openings, "None without a grammar")
+            object.__setattr__(self, "openings", _texts("openings", self.openings))
         if self.thought_tokens is not None:
             require_integer("thought_tokens", self.thought_tokens, 1)
             require(self.thought is not None, "thought_tokens", self.thought_tokens, "None without thought")
@@ -134,6 +140,14 @@ def _choices(choice: Sequence[str]) -> tuple[str, ...]:
     fits = len(set(choice)) == len(choice) and sum(map(len, choice)) <= MAX_CHARACTERS
     require(fits, "choice", choice, allowed)
     return tuple(choice)
+
+
+def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    require(is_list and 0 < len(given) <= MAX_CHOICES, name, given, f"a list of 1 to {MAX_CHOICES} texts")
+    for text in given:
+        _require_text(name, text)
+    return tuple(given)
 
 
 def _thought(given: Sequence[str]) -> tuple[str, ...]:

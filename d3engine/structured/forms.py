@@ -10,6 +10,7 @@ from d3engine.errors import InvalidValueError, MissingExtraError, require
 from d3engine.request.constraint import Form
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.checker import MOST, in_words
+from d3engine.structured.free_text import FreeForm, FreeText
 from d3engine.structured.grammar import Grammar, MaskTime
 from d3engine.structured.source import grammar_of
 from d3engine.structured.thought import LimitedThought, ThoughtLimit
@@ -60,8 +61,20 @@ class Forms:
                 raise _refused(params, in_words(made.get_error()))
             return made
 
-        made = Grammar(matcher, self._vocab_size, self._mask_time)
+        made: Form = Grammar(matcher, self._vocab_size, self._mask_time)
+        if params.thought is not None or params.openings is not None:
+            made = FreeForm(made, self._free_text(params))
         return made if params.thought_tokens is None else LimitedThought(made, self._thought_limit(params))
+
+    def _free_text(self, params: StructuredOutputsParams) -> FreeText:
+        assert self._tokenizer is not None
+        texts, marks = TokenTexts(self._tokenizer), params.thought
+        return FreeText(
+            thought=None if marks is None else (marks[0].encode(), marks[1].encode()),
+            openings=None if params.openings is None else tuple(one.encode() for one in params.openings),
+            special_ids=self._tokenizer.special_ids,
+            bytes_of=lambda token: texts.of(token)[1],
+        )
 
     def _thought_limit(self, params: StructuredOutputsParams) -> ThoughtLimit:
         assert self._tokenizer is not None

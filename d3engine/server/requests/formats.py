@@ -81,7 +81,8 @@ class ToolFormat:
         # The schema of tool i stands in line i + 1, by which its faults are named.
         lines = [f"arguments_{nth}: {self.arguments(nth, schema)}" for nth, schema in enumerate(asked.schemas)]
         lines += [*self.further_rules(asked.schemas), *rules, f"one: {' | '.join(one)}", *marks.rules]
-        return StructuredOutputsParams(grammar="\n".join(lines))
+        openings = self.openings if asked.is_auto and self.openings else None
+        return StructuredOutputsParams(grammar="\n".join(lines), openings=openings)
 
     def _free_text(self, asked: AskedCalls, marks: _Marks, more: str) -> list[str]:
         """The start under "auto": any text, a text that an opening ends, or a call at the very beginning.
