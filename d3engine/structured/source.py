@@ -35,7 +35,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
 
 def _behind_thought(source: str, opening: str, closing: str) -> str:
     """The same behind a free text that `closing` ends: it must come first, or may with an `opening`."""
-    begin = rf"\s*{literal(opening)}" if opening else ""
+    begin = rf"\s{{0,8}}{literal(opening)}" if opening else ""
     thought = _regex(rf"{begin}(?s:.*){literal(closing)}")
     way = "(d3_thought D3_SPACE)?" if opening else "d3_thought D3_SPACE"
     own = [f"start: {way} d3_answer", f"d3_thought[lazy]: {thought}", r"D3_SPACE: /\s{0,8}/"]

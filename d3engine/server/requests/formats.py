@@ -272,7 +272,7 @@ _DEEPSEEK = tuple(
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="deepseek_v3",
-        seen=rf"{_DEEPSEEK[2]}{EXAMPLE}\s|{_DEEPSEEK[2]}' \+ tool\[",
+        seen=rf"{_DEEPSEEK[2]}{EXAMPLE}\s|type['\]]* *\+ *'{_DEEPSEEK[2]}",
         openings=_DEEPSEEK[:1],
         head=f"{_DEEPSEEK[1]}function{_DEEPSEEK[2]}NAME\n```json\n",
         tail=f"\n```{_DEEPSEEK[3]}",
@@ -281,7 +281,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         name="deepseek_v31",
-        seen=rf"{EXAMPLE}{_DEEPSEEK[2]}",
+        seen=rf"{EXAMPLE}{_DEEPSEEK[2]}|name['\]]* *\+ *'{_DEEPSEEK[2]}",
         openings=_DEEPSEEK[:1],
         head=f"{_DEEPSEEK[1]}NAME{_DEEPSEEK[2]}",
         tail=_DEEPSEEK[3],
@@ -364,8 +364,9 @@ TOOL_FORMAT_NAMES = tuple(sorted({one.name for one in TOOL_FORMATS}))
 def tool_format_of(rendered: str, source: str, specials: Mapping[str, int]) -> ToolFormat | None:
     """The format of a template: as it renders a call, else by its source or the tokenizer's special tokens."""
     found = next((one for one in TOOL_FORMATS if re.search(one.seen, rendered)), None)
-    if found is None and rendered == "":
-        found = next((one for one in TOOL_FORMATS if re.search(one.seen, source)), None)
+    if found is None:  # what has marks of its own may be written down in words that the tokenizer changes
+        likely = [one for one in TOOL_FORMATS if rendered == "" or not (one.keys or isinstance(one, PythonFormat))]
+        found = next((one for one in likely if re.search(one.seen, source)), None)
     if found is None and "<|python_tag|>" in specials:
         return tool_format_named("llama3_json")
     return found
