@@ -7,10 +7,11 @@ it is written down, with an error that names the field, the value and what is al
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Never, TypeVar
+from inspect import Parameter, signature
+from typing import Any, Never, TypeAlias, TypeVar
 
 from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 from d3engine.depth import DepthPolicy
@@ -274,6 +275,30 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would only overflow."""
 
 
+LogitsProcessor: TypeAlias = Callable[..., Any]
+MAX_PROCESSORS = 16
+
+
+def _processors(given: object) -> tuple[LogitsProcessor, ...]:
+    allowed = f"a list of at most {MAX_PROCESSORS} functions of two or three arguments, or None"
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    require(is_list, "logits_processors", given, allowed)
+    assert isinstance(given, Sequence)
+    require(len(given) <= MAX_PROCESSORS, "logits_processors", f"{len(given)} items", allowed)
+    for one in given:
+        require(callable(one) and num_arguments(one) in (2, 3), "logits_processors", one, allowed)
+    return tuple(given)
+
+
+def num_arguments(function: Callable[..., Any]) -> int:
+    """How many arguments a function takes by their places; 0 where that cannot be seen."""
+    try:
+        found = signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    return sum(one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for one in found)
+
+
 class RequestOutputKind(Enum):
     """How much of a request an output holds, and when it comes."""
 
@@ -331,6 +356,9 @@ class SamplingParams:
         output_kind: What outputs hold, of `stream` and of requests added one by one: everything so far, only what is
             new, or everything once at the end. `generate` and `chat` return whole answers in any case.
         depth: The request's own depth policy; None is the engine's.
+        logits_processors: Functions of (generated ids, logits), or of (prompt ids, generated ids, logits), that return
+            the next token's logits; they come before all else, one after the other. With drafts they are also asked
+            about tokens that are not kept. An engine in another process takes none, and no server does.
         structured_outputs: The form that every answer must have: JSON by a schema, a regular expression, a choice, a
             grammar. An answer ends where its form does; before, neither end-of-sequence nor a stop token can come.
 
@@ -374,6 +402,7 @@ class SamplingParams:
     cache_salt: str | None = argument(None, Text(MAX_SALT_LENGTH))
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -390,6 +419,8 @@ class SamplingParams:
         kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
         self._check_structured()
+        if self.logits_processors is not None:
+            object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "None, -1 or at least 1")
         has_text = self.detokenize or not self.stop
         require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
@@ -417,7 +448,7 @@ class SamplingParams:
     def has_other_samplers(self) -> bool:
         """Whether tokens are chosen by what the host alone can do."""
         cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0
-        return self.dry_multiplier > 0 or (cuts and not self.greedy)
+        return self.dry_multiplier > 0 or bool(self.logits_processors) or (cuts and not self.greedy)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -79,6 +79,8 @@ class TokenRules:
         self.params = params
         self.bad_words = bad_words or BadWords(())
         self.breakers = breakers
+        self.fault: str | None = None
+        """What a function of the request's has raised."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
         self._excluded: dict[tuple[torch.device, int], Tensor] = {}
         self._bias_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -124,4 +126,5 @@ class TokenRules:
 
 def names_tokens(params: SamplingParams) -> bool:
     """Whether there are rules for a request of these parameters."""
-    return bool(params.logit_bias or params.allowed_token_ids or params.bad_words or params.dry_multiplier)
+    named = params.logit_bias or params.allowed_token_ids or params.bad_words
+    return bool(named or params.dry_multiplier or params.logits_processors)

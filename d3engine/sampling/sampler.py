@@ -21,7 +21,7 @@ from d3engine.kernels.reference import gumbel, uniform
 from d3engine.kernels.sampling import cut_min_p_, cut_top, cut_top_choices_, cut_top_n_sigma_, cut_typical_
 from d3engine.plan import Chosen, Plan, Sampled
 from d3engine.request.outputs import Logprob
-from d3engine.request.params import ALL_LOGPROBS
+from d3engine.request.params import ALL_LOGPROBS, num_arguments
 from d3engine.request.sequence import Ahead, Sequence
 
 
@@ -91,6 +91,8 @@ def _chosen(scores: Tensor) -> Sampled:
 
 def fault_of(sequence: Sequence | Ahead) -> str:
     """Why a row has no token of use."""
+    if sequence.rules is not None and sequence.rules.fault is not None:
+        return sequence.rules.fault
     constraint = sequence.constraint
     return FAULT if constraint is None or constraint.fault is None else constraint.fault
 
@@ -140,6 +142,7 @@ def _adjusted(logits: Tensor, sequences: Rows) -> Tensor:
     """Apply bias, exclusions and penalties: a copy."""
     logits = logits.clone()
     for row, sequence in zip(logits, sequences, strict=True):
+        _process_(row, sequence)
         _restrict_(row, sequence)
         _penalise_(row, sequence)
     _keep_to_form_(logits, sequences)
@@ -157,6 +160,18 @@ def _keep_to_form_(logits: Tensor, sequences: Rows) -> None:
     allowed = ((packed.unsqueeze(-1) >> places) & 1).flatten(1)[:, : logits.shape[1]].bool()
     rows = list(found)
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
+
+def _process_(row: Tensor, sequence: Sequence | Ahead) -> None:
+    """Put a row through the functions of its request, in place; what they raise is a fault of this request alone."""
+    for function in sequence.params.logits_processors or ():
+        known = [list(sequence.prompt_token_ids), list(sequence.token_ids)][3 - num_arguments(function) :]
+        try:
+            row.copy_(function(*known, row.clone()).expand_as(row))
+        except Exception as error:
+            assert sequence.rules is not None
+            sequence.rules.fault = f"a function of logits_processors raised {type(error).__name__}: {error}"
+            row.fill_(-torch.inf)
 
 
 def _restrict_(row: Tensor, sequence: Sequence | Ahead) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from d3engine import Engine, FullDepth, InvalidValueError, PromptLookup, SamplingParams
 
@@ -67,3 +69,40 @@ def test_a_truncated_prompt_is_its_last_tokens(engine: Engine) -> None:
         engine.generate([long], params, use_tqdm=False)
     fitting = SamplingParams(temperature=0, max_tokens=4, truncate_prompt_tokens=-1)
     assert len(engine.generate([long], fitting, use_tqdm=False)[0].prompt_token_ids) == engine.max_model_len - 4
+
+
+def test_functions_of_a_request_see_its_tokens_and_decide_the_logits(engine: Engine) -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def only_five(prompt: list[int], generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append((len(prompt), list(generated)))
+        return torch.full_like(logits, -1.0).index_fill_(0, torch.tensor([5]), 1.0)
+
+    def next_one(generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.roll(len(generated))
+
+    plain = tokens(engine, PROMPTS[:1], [SamplingParams(temperature=0, max_tokens=6)])
+    asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logits_processors=[only_five, next_one])
+    both = tokens(engine, PROMPTS[:1] * 2, [asked, SamplingParams(temperature=0, max_tokens=6)])
+    assert both == [[5, 6, 7, 8, 9, 10], plain[0]]
+    assert [generated for _, generated in seen] == [list(range(5, 5 + n)) for n in range(6)]
+    drafted = engine.generate(PROMPTS[:1], replace(asked, depth=PromptLookup()), use_tqdm=False)
+    assert list(drafted[0].outputs[0].token_ids) == both[0]
+
+
+def test_what_a_function_raises_ends_its_request_alone(engine: Engine) -> None:
+    def fails(generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(generated) == 2:
+            raise ValueError("no more")
+        return logits
+
+    def shortens(generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits[:3]
+
+    plain = SamplingParams(temperature=0, max_tokens=6)
+    asked = [replace(plain, logits_processors=[one]) for one in (fails, shortens)]
+    first, second, third = engine.generate(PROMPTS[:1] * 3, [*asked, plain], use_tqdm=False)
+    assert (len(first.outputs[0].token_ids), first.outputs[0].finish_reason) == (2, "abort")
+    assert "raised ValueError: no more" in str(first.outputs[0].stop_reason)
+    assert (len(second.outputs[0].token_ids), second.outputs[0].finish_reason) == (0, "abort")
+    assert list(third.outputs[0].token_ids) == tokens(engine, PROMPTS[:1], [plain])[0]

@@ -57,6 +57,7 @@ REFUSED: dict[str, list[Any]] = {
     "dry_penalty_last_n": [-2, None, *NOT_INTEGERS],
     "dry_sequence_breakers": ["word", [""], [1], 5, ["x"] * 65],
     "truncate_prompt_tokens": [0, -2, *NOT_INTEGERS],
+    "logits_processors": [5, "ab", [5], [lambda: 0], [lambda a: a], [lambda a, b, c, d: a], [max] * 17],
     "skip_special_tokens": [0, None, "no"],
     "detokenize": [1, None],
     "include_stop_str_in_output": [1, None],
