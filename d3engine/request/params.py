@@ -356,11 +356,11 @@ class SamplingParams:
         output_kind: What outputs hold, of `stream` and of requests added one by one: everything so far, only what is
             new, or everything once at the end. `generate` and `chat` return whole answers in any case.
         depth: The request's own depth policy; None is the engine's.
+        structured_outputs: The form that every answer must have: JSON by a schema, a regular expression, a choice, a
+            grammar. An answer ends where its form does; before, neither end-of-sequence nor a stop token can come.
         logits_processors: Functions of (generated ids, logits), or of (prompt ids, generated ids, logits), that return
             the next token's logits; they come before all else, one after the other. With drafts they are also asked
             about tokens that are not kept. An engine in another process takes none, and no server does.
-        structured_outputs: The form that every answer must have: JSON by a schema, a regular expression, a choice, a
-            grammar. An answer ends where its form does; before, neither end-of-sequence nor a stop token can come.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
@@ -402,8 +402,8 @@ class SamplingParams:
     cache_salt: str | None = argument(None, Text(MAX_SALT_LENGTH))
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
-    logits_processors: Sequence[LogitsProcessor] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -419,8 +419,6 @@ class SamplingParams:
         kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
         self._check_structured()
-        if self.logits_processors is not None:
-            object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "None, -1 or at least 1")
         has_text = self.detokenize or not self.stop
         require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
@@ -432,6 +430,8 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
+        if self.logits_processors is not None:
+            object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
 
     def _check_structured(self) -> None:
         form = self.structured_outputs

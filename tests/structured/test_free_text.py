@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from batches import Request, run_together
 
-from d3engine import StructuredOutputsParams
+from d3engine import (
+    D3,
+    Engine,
+    FullDepth,
+    Lossless,
+    SamplingParams,
+    SelfSpeculative,
+    StructuredOutputsParams,
+    UnifiedSkip,
+)
+from d3engine.depth import DepthPolicy
 from d3engine.request.constraint import Constraint
 from d3engine.server.requests.formats import TOOL_FORMATS, AskedCalls, tool_format_named
 from d3engine.structured.forms import Forms
@@ -37,9 +49,9 @@ WORDS = [
 WORDS += ["Here is my thought", "```", "a long enough text to be none other"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_of("sentencepiece"))
+@pytest.fixture(scope="module", params=["sentencepiece", "byte level", "byte fallback", "gguf"])
+def tokenizer(tokenizer_of: Callable[[str], Path], request: pytest.FixtureRequest) -> Tokenizer:
+    return load_tokenizer(tokenizer_of(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +150,33 @@ def test_a_thought_is_ended_at_its_limit(forms: Forms, tokenizer: Tokenizer) -> 
     for token in [*ids[:2], *closing]:
         early.take(token)
     assert np.array_equal(early.allowed(), place.allowed())  # type: ignore[arg-type]
+
+
+POLICIES: list[DepthPolicy] = [FullDepth(), D3(0.9, 0.5), SelfSpeculative(UnifiedSkip(2), 3), Lossless(D3(0.5, 0.3), 4)]
+CALLS = 'start: TEXT | opening calls\nTEXT: /(?s:.*)/\nopening[lazy]: /(?s:.*)e/\ncalls: /[0-9]{2}/ ")"'
+
+
+def test_whoever_shares_the_batch_and_is_preempted_answers_as_alone(random_engine: Callable[..., Engine]) -> None:
+    requests = []
+    for nth in range(8):
+        form = StructuredOutputsParams(grammar=CALLS, openings=["e"])
+        asked = SamplingParams(seed=nth, max_tokens=50, structured_outputs=form, depth=POLICIES[nth % 4], min_p=0.0)
+        requests.append(Request((5, 6, 7), asked))
+    numbers = random.Random(2)
+    with random_engine("sentencepiece", max_model_len=64) as engine:
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        alone = [engine.generate([prompt], one.params, use_tqdm=False)[0].outputs[0] for one in requests]
+
+        def disturb(engine: Engine) -> None:
+            for sequence in engine.scheduler.running:
+                if numbers.random() < 0.12:
+                    engine.scheduler._preempt(sequence)
+
+        done = run_together(engine, requests, random.Random(1), before_step=disturb)
+        assert engine.stats().num_preemptions > 5
+    for nth, other in enumerate(alone):
+        (one,) = done[nth].outputs
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+    called = [answer for answer in alone if "e" in answer.text and answer.finish_reason == "stop"]
+    assert len(called) > 3
+    assert all(re.fullmatch(r"[^e]*e\d{2}\)", answer.text, re.DOTALL) for answer in called)

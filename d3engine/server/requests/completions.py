@@ -172,11 +172,6 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
-    if asked.echo and asked.truncate_prompt_tokens is not None:
-        given = asked.truncate_prompt_tokens
-        raise invalid(
-            "truncate_prompt_tokens", must_be("truncate_prompt_tokens", given, "absent where echo is true") + "."
-        )
     prompts = prompts_of(asked.prompt, served)
     check_work(request, asked, prompts, asked.best_of)
     decided = {"max_tokens": max_tokens or 1, "structured_outputs": form_of(asked), **_several(asked)}
@@ -191,7 +186,12 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
 
 
 def _several(asked: CompletionRequest) -> dict[str, Any]:
-    """The parameters that come of several fields."""
+    """The parameters that come of several fields. Raises `RequestError` for fields that contradict each other."""
+    if asked.echo and asked.truncate_prompt_tokens is not None:
+        given = asked.truncate_prompt_tokens
+        raise invalid(
+            "truncate_prompt_tokens", must_be("truncate_prompt_tokens", given, "absent where echo is true") + "."
+        )
     decided: dict[str, Any] = {"logprobs": asked.logprobs}
     if asked.echo and asked.logprobs is not None:
         decided["prompt_logprobs"] = max(asked.logprobs, asked.prompt_logprobs or 0)
