@@ -46,7 +46,7 @@ WHAT: OptionTable = {
         str,
         "Format of tool calls, in vLLM's names [default: the template's].",
     ),
-    "reasoning_parser": ("--reasoning-parser", str, "Format of thoughts, in vLLM's names [default: the template's]."),
+    "reasoning_parser": ("--reasoning-parser", str, "Format of reasoning, in vLLM's names [default: the template's]."),
     "otlp_traces_endpoint": ("--otlp-traces-endpoint", str, "Where a span per request goes: .../v1/traces (nowhere)."),
     "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
 }

@@ -55,11 +55,11 @@ class StructuredOutputsParams:
         whitespace_pattern: of JSON: what may stand between two of its parts; None: nothing, a space, or a line break
             with an indentation, so that no answer can go on with spaces for ever.
         disable_any_whitespace: of JSON: nothing may.
-        thought: two texts that a thought stands between, after which the form begins; the first is "" where the prompt
-            has begun the thought already. Without a thought the form begins at once, if the first text is given.
+        reasoning: two texts that reasoning stands between, after which the form begins; the first is "" where the
+            prompt has begun it. Without reasoning the form begins at once, if the first text is given.
         openings: of a grammar: texts until one of which it allows any text, except in an answer that begins with a
             bracket or a fence; until then tokens are chosen without a look at the grammar. None: there are none.
-        thought_tokens: of that thought at most; then its end is written for the model. None: any number.
+        reasoning_tokens: of that reasoning at most; then its end is written for the model. None: any number.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
@@ -72,9 +72,9 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
-    thought: Sequence[str] | None = None
+    reasoning: Sequence[str] | None = None
     openings: Sequence[str] | None = None
-    thought_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -93,14 +93,14 @@ class StructuredOutputsParams:
         is_json = self.form in ("json", "json_object")
         for name in ("whitespace_pattern", "disable_any_whitespace"):
             require(is_json or not getattr(self, name), name, getattr(self, name), "absent where the answer is no JSON")
-        if self.thought is not None:
-            object.__setattr__(self, "thought", _thought(self.thought))
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", _reasoning(self.reasoning))
         if self.openings is not None:
             require(self.grammar is not None, "openings", self.openings, "None without a grammar")
             object.__setattr__(self, "openings", _texts("openings", self.openings))
-        if self.thought_tokens is not None:
-            require_integer("thought_tokens", self.thought_tokens, 1)
-            require(self.thought is not None, "thought_tokens", self.thought_tokens, "None without thought")
+        if self.reasoning_tokens is not None:
+            require_integer("reasoning_tokens", self.reasoning_tokens, 1)
+            require(self.reasoning is not None, "reasoning_tokens", self.reasoning_tokens, "None without reasoning")
         both = self.whitespace_pattern is not None and self.disable_any_whitespace
         require(not both, "whitespace_pattern", self.whitespace_pattern, "None where disable_any_whitespace is True")
 
@@ -151,11 +151,11 @@ def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _thought(given: Sequence[str]) -> tuple[str, ...]:
+def _reasoning(given: Sequence[str]) -> tuple[str, ...]:
     is_pair = isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) == 2
-    require(is_pair, "thought", given, "two texts: what begins a thought, and what ends it")
+    require(is_pair, "reasoning", given, "two texts: what begins reasoning, and what ends it")
     for text in given if given[0] else given[1:]:
-        _require_text("thought", text)
+        _require_text("reasoning", text)
     return tuple(given)
 
 

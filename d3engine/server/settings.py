@@ -32,7 +32,7 @@ class ServerSettings:
         allow_priority: let requests choose theirs.
         trust_request_chat_template: let a request bring a chat template of its own.
         tool_call_parser: the format of the model's calls, in vLLM's names; "auto": as the chat template has it; "none".
-        reasoning_parser: the format of its thoughts, likewise.
+        reasoning_parser: the format of its reasoning, likewise.
         sse_keep_alive_seconds: a silent stream says this often that it is alive; 0: never.
         otlp_traces_endpoint: where spans of requests go, as OTLP over HTTP (extra `otel`); None: there are none.
         guards: who may call, how much they may send and how long anything may take.

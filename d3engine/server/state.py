@@ -170,7 +170,7 @@ class AppState:
         certification: which depths are certified for the model.
         depths: reads the depths of requests, and knows which are at work.
         ignored: names unknown fields.
-        chat_styles: how chat templates show functions, write calls and mark thoughts.
+        chat_styles: how chat templates show functions, write calls and mark reasoning.
         traffic: the requests that have a place, and whether new ones are taken.
         meters: what is counted of requests.
         exposition: writes that, and what the engine counts, for Prometheus.

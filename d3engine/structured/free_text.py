@@ -1,6 +1,6 @@
 """Free text before a form: until a mark comes up, the tokens that may follow are the same at each token.
 
-Most of an answer that may call functions is text, and so is all of a thought. What may follow it was computed once,
+Most of an answer that may call functions is text, and so is all of reasoning. What may follow it was computed once,
 with the text at a place where no mark has begun; there nothing is computed, and the grammar is not moved.
 """
 
@@ -18,7 +18,7 @@ MAY_BEGIN_CALL = b"{[`"
 
 
 LONGEST_BEGINNING = 32
-"""Bytes in which a text must have turned out to be no thought: a grammar may refuse one there."""
+"""Bytes in which a text must have turned out to be no reasoning: a grammar may refuse one there."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class FreeText:
     """Where a form leaves text free.
 
     Attributes:
-        thought: the marks of a thought that comes first; the first is empty where it has begun, None: there is none.
-        openings: texts behind which the form begins; None: it begins at once, behind a thought if there is one.
+        reasoning: the marks of reasoning that comes first; the first is empty where it has begun, None: there is none.
+        openings: texts behind which the form begins; None: it begins at once, behind reasoning if there is one.
         special_ids: tokens that no free text has.
         bytes_of: what a token stands for.
     """
 
-    thought: tuple[bytes, bytes] | None
+    reasoning: tuple[bytes, bytes] | None
     openings: tuple[bytes, ...] | None
     special_ids: frozenset[int]
     bytes_of: Callable[[int], bytes]
@@ -40,8 +40,8 @@ class FreeText:
 
 
 class _Stage(Enum):
-    BEGIN = auto()  # it is not known yet whether a thought comes
-    THOUGHT = auto()
+    BEGIN = auto()  # it is not known yet whether reasoning comes
+    REASONING = auto()
     REST = auto()  # nor whether the answer is a call as a whole
     FREE = auto()
     HELD = auto()
@@ -70,8 +70,8 @@ class FreeForm:
 
     def begin(self, end_token_ids: frozenset[int]) -> Constraint:
         """At the beginning of a sequence that these tokens end."""
-        thought = self._free.thought
-        begun = _Place(_Stage.REST if thought is None else _Stage.BEGIN if thought[0] else _Stage.THOUGHT)
+        reasoning = self._free.reasoning
+        begun = _Place(_Stage.REST if reasoning is None else _Stage.BEGIN if reasoning[0] else _Stage.REASONING)
         return _FreePlace(self._form.begin(end_token_ids), self._free, begun, end_token_ids)
 
 
@@ -143,22 +143,22 @@ def _step(free: FreeText, place: _Place, token: int) -> tuple[_Place, tuple[int,
 
 def _marks_of(free: FreeText, stage: _Stage) -> tuple[bytes, ...] | None:
     """The marks that end the free text of a stage; None where none is."""
-    if stage is _Stage.THOUGHT and free.thought is not None:
-        return free.thought[1:]
+    if stage is _Stage.REASONING and free.reasoning is not None:
+        return free.reasoning[1:]
     return free.openings or None if stage is _Stage.FREE else None
 
 
 def _stage_of(free: FreeText, stage: _Stage, text: bytes) -> tuple[_Stage, bytes]:
     """The stage that a text of `stage` leads to, and what of it belongs there."""
     if stage is _Stage.BEGIN:
-        assert free.thought is not None
-        begins, opening = text.lstrip(), free.thought[0]
+        assert free.reasoning is not None
+        begins, opening = text.lstrip(), free.reasoning[0]
         if opening.startswith(begins) and begins != opening:
             return stage, text
-        stage, text = (_Stage.THOUGHT, begins[len(opening) :]) if begins.startswith(opening) else (_Stage.REST, text)
-    if stage is _Stage.THOUGHT:
-        assert free.thought is not None
-        _, mark, behind = text.partition(free.thought[1])
+        stage, text = (_Stage.REASONING, begins[len(opening) :]) if begins.startswith(opening) else (_Stage.REST, text)
+    if stage is _Stage.REASONING:
+        assert free.reasoning is not None
+        _, mark, behind = text.partition(free.reasoning[1])
         if not mark:
             return stage, text
         stage, text = _Stage.REST, behind

@@ -30,15 +30,15 @@ r"""\d and \w are of ASCII alone, as in the patterns of JSON Schema."""
 def grammar_of(params: StructuredOutputsParams) -> str:
     """The form as a grammar. Raises `InvalidValueError` for what would undo the way it is compiled."""
     source = _grammar_of_form(params)
-    return source if params.thought is None else _behind_thought(source, *params.thought)
+    return source if params.reasoning is None else _behind_reasoning(source, *params.reasoning)
 
 
-def _behind_thought(source: str, opening: str, closing: str) -> str:
+def _behind_reasoning(source: str, opening: str, closing: str) -> str:
     """The same behind a free text that `closing` ends: it must come first, or may with an `opening`."""
     begin = rf"\s{{0,8}}{literal(opening)}" if opening else ""
-    thought = _regex(rf"{begin}(?s:.*){literal(closing)}")
-    way = "(d3_thought D3_SPACE)?" if opening else "d3_thought D3_SPACE"
-    own = [f"start: {way} d3_answer", f"d3_thought[lazy]: {thought}", r"D3_SPACE: /\s{0,8}/"]
+    reasoning = _regex(rf"{begin}(?s:.*){literal(closing)}")
+    way = "(d3_reasoning D3_SPACE)?" if opening else "d3_reasoning D3_SPACE"
+    own = [f"start: {way} d3_answer", f"d3_reasoning[lazy]: {reasoning}", r"D3_SPACE: /\s{0,8}/"]
     return "\n".join([_with_start_named(source, "d3_answer"), *own, ""])
 
 

@@ -17,7 +17,7 @@ from d3engine.server.requests.formats import (
     tool_format_of,
 )
 from d3engine.server.requests.tools import Calling, ChatStyle
-from d3engine.server.responses.reading import CallReader, ThoughtReader
+from d3engine.server.responses.reading import CallReader, ReasoningReader
 
 COUNT: dict[str, Any] = {
     "type": "object",
@@ -292,14 +292,14 @@ def test_a_parser_is_named_as_in_vllm_and_others_are_refused() -> None:
         assert caught.value.field == field
 
 
-# -- thoughts ----------------------------------------------------------------------------------------------------------
+# -- reasoning ---------------------------------------------------------------------------------------------------------
 
 
 def parted(text: str, size: int, *, is_open: bool = False, name: str = "qwen3") -> tuple[str, str]:
-    reader = ThoughtReader(reasoning_format_named(name), is_open=is_open)
+    reader = ReasoningReader(reasoning_format_named(name), is_open=is_open)
     parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
     found = [reader.read(part, is_last=nth == len(parts) - 1) for nth, part in enumerate(parts)]
-    return "".join(thought for thought, _ in found), "".join(rest for _, rest in found)
+    return "".join(reasoning for reasoning, _ in found), "".join(rest for _, rest in found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 10_000])
@@ -315,13 +315,13 @@ def parted(text: str, size: int, *, is_open: bool = False, name: str = "qwen3") 
         ("", False, ("", "")),
     ],
 )
-def test_a_thought_is_parted_from_the_answer_however_it_is_cut(
+def test_a_reasoning_is_parted_from_the_answer_however_it_is_cut(
     text: str, is_open: bool, found: tuple[str, str], size: int
 ) -> None:
     assert parted(text, size, is_open=is_open) == found
 
 
-def test_granites_thought_has_words_for_marks() -> None:
+def test_granites_reasoning_has_words_for_marks() -> None:
     text = "Here is my thought process:\n\nFive pens.\n\nHere is my response:\n\nFive."
     assert parted(text, 3, name="granite") == ("Five pens.", "Five.")
     assert reasoning_format_of("...Here is my response:...") == reasoning_format_named("granite")
@@ -329,16 +329,16 @@ def test_granites_thought_has_words_for_marks() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_stands_in_a_thought_opens_no_call(name: str) -> None:
+def test_what_stands_in_a_reasoning_opens_no_call(name: str) -> None:
     written = tool_format_named(name)
     one = WRITTEN[name][0]
-    form = replace(written.grammar(asked(thought_opening="<think>")), thought=("<think>", "</think>"))
+    form = replace(written.grammar(asked(reasoning_opening="<think>")), reasoning=("<think>", "</think>"))
     begins = written.openings[0] if written.openings else "[count("
     assert accepts(form, f"<think>\nI {begins} x\n</think>\n\nFive.")
     assert accepts(form, f"<think>\nI {begins} x\n</think>\n\n{one}")
     assert accepts(form, one)
     assert not accepts(form, f"<think>\nI</think>\n\n{one.replace('5', '55')}")
-    must = replace(written.grammar(asked(is_auto=False)), thought=("", "</think>"))
+    must = replace(written.grammar(asked(is_auto=False)), reasoning=("", "</think>"))
     assert accepts(must, f"I {begins} x\n</think>\n\n{one}")
     assert not accepts(must, one)
 
@@ -352,11 +352,11 @@ def test_what_stands_in_a_thought_opens_no_call(name: str) -> None:
         {"choice": ['{"start": 1}']},
     ],
 )
-def test_every_form_may_begin_behind_a_thought(form: dict[str, Any]) -> None:
+def test_every_form_may_begin_behind_a_reasoning(form: dict[str, Any]) -> None:
     from d3engine import StructuredOutputsParams
 
-    may = StructuredOutputsParams(**form, thought=("<think>", "</think>"))
-    must = StructuredOutputsParams(**form, thought=("", "</think>"))
+    may = StructuredOutputsParams(**form, reasoning=("<think>", "</think>"))
+    must = StructuredOutputsParams(**form, reasoning=("", "</think>"))
     assert accepts(may, '{"start": 1}')
     assert accepts(may, '<think>start "{"</think>\n{"start": 1}')
     assert accepts(must, 'start "{"</think>{"start": 1}')
@@ -365,7 +365,7 @@ def test_every_form_may_begin_behind_a_thought(form: dict[str, Any]) -> None:
 
 @dataclass
 class Sources:
-    """Chat templates, written after the real ones: how each asks for a thought, and marks one."""
+    """Chat templates, written after the real ones: how each asks for reasoning, and marks one."""
 
     qwen3: str = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -402,7 +402,7 @@ def style_of(source: str) -> ChatStyle:
         ("qwen3", True, "none", "reasoning_effort"),
     ],
 )
-def test_thoughts_are_switched_by_the_template_or_refused_by_name(
+def test_reasonings_are_switched_by_the_template_or_refused_by_name(
     source: str, enabled: bool | None, effort: str | None, found: Any
 ) -> None:
     from d3engine import InvalidValueError

@@ -95,17 +95,17 @@ def walk(forms: Forms, tokenizer: Tokenizer, params: StructuredOutputsParams, se
     return num_rested
 
 
-@pytest.mark.parametrize("thought", [None, ("<think>", "</think>"), ("", "</think>")])
+@pytest.mark.parametrize("reasoning", [None, ("<think>", "</think>"), ("", "</think>")])
 @pytest.mark.parametrize("name", [one.name for one in TOOL_FORMATS])
 def test_every_token_is_allowed_as_by_the_grammar_alone(
-    forms: Forms, tokenizer: Tokenizer, name: str, thought: tuple[str, str] | None
+    forms: Forms, tokenizer: Tokenizer, name: str, reasoning: tuple[str, str] | None
 ) -> None:
     written = tool_format_named(name)
     asked = AskedCalls([COUNT], ["count"], True, True, {}, "<think>")
     params = StructuredOutputsParams(
-        grammar=(form := written.grammar(asked)).grammar, openings=form.openings, thought=thought
+        grammar=(form := written.grammar(asked)).grammar, openings=form.openings, reasoning=reasoning
     )
-    if thought is None and not written.openings:
+    if reasoning is None and not written.openings:
         return  # nothing of it is free
     for seed in range(6):
         numbers = random.Random(seed)
@@ -113,19 +113,19 @@ def test_every_token_is_allowed_as_by_the_grammar_alone(
         walk(forms, tokenizer, params, seed, numbers.choices(words, k=12))
     if written.openings:
         call = written.openings[0] + written.head.replace("NAME", "count") + '{"many": 5}' + written.tail + written.end
-        text = ["<think>I think" if thought and thought[0] else "", "</think>" if thought else ""]
+        text = ["<think>I think" if reasoning and reasoning[0] else "", "</think>" if reasoning else ""]
         rested = walk(forms, tokenizer, params, 0, [*text, "Tom has 5 pens. Tom has 5 pens and more. " * 3, call])
         assert rested > 20
 
 
 @pytest.mark.parametrize("form", [{"json": COUNT}, {"regex": "(?s:.*)"}, {"choice": ["yes", "no"]}])
-def test_a_form_behind_a_thought_is_its_grammar(forms: Forms, tokenizer: Tokenizer, form: dict[str, Any]) -> None:
-    for thought in (("<think>", "</think>"), ("", "</think>")):
-        params = StructuredOutputsParams(**form, thought=thought)
+def test_a_form_behind_a_reasoning_is_its_grammar(forms: Forms, tokenizer: Tokenizer, form: dict[str, Any]) -> None:
+    for reasoning in (("<think>", "</think>"), ("", "</think>")):
+        params = StructuredOutputsParams(**form, reasoning=reasoning)
         for seed in range(8):
             numbers = random.Random(seed)
             texts = [
-                thought[0],
+                reasoning[0],
                 *numbers.choices(WORDS, k=8),
                 "</think>",
                 "\n\n",
@@ -134,8 +134,8 @@ def test_a_form_behind_a_thought_is_its_grammar(forms: Forms, tokenizer: Tokeniz
             walk(forms, tokenizer, params, seed, texts)
 
 
-def test_a_thought_is_ended_at_its_limit(forms: Forms, tokenizer: Tokenizer) -> None:
-    params = StructuredOutputsParams(choice=["yes"], thought=("", "</think>"), thought_tokens=4)
+def test_a_reasoning_is_ended_at_its_limit(forms: Forms, tokenizer: Tokenizer) -> None:
+    params = StructuredOutputsParams(choice=["yes"], reasoning=("", "</think>"), reasoning_tokens=4)
     place = forms.compile(params).begin(ENDS)
     ids = tokenizer.encode("Tom has 5 pens and 6 cups", add_special_tokens=False)[:4]
     for token in ids:

@@ -1,4 +1,4 @@
-"""Chat templates after those of real models, small: how each shows functions, writes calls, and asks for thoughts."""
+"""Chat templates after those of real models, small: how each shows functions, writes calls, and asks for reasoning."""
 
 from __future__ import annotations
 

@@ -191,13 +191,13 @@ async def job_of(
         thinking = thinking_of(style, _end_of(prompt, served.tokenizer), bool(asked.continue_final_message))
         limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
         try:
-            whole = _behind_thought(params, form, thinking, asked.thinking_token_budget)
+            whole = _behind_reasoning(params, form, thinking, asked.thinking_token_budget)
             prepared = await prepare_all(request, [prompt], whole, **limits)
         except InvalidValueError as error:
             if error.field != "grammar" or calling is None or calling.best_effort is None:
                 raise
             ignored = (*ignored, "tools.parameters")
-            params = _behind_thought(params, calling.best_effort, thinking, asked.thinking_token_budget)
+            params = _behind_reasoning(params, calling.best_effort, thinking, asked.thinking_token_budget)
             prepared = await prepare_all(request, [prompt], params, **limits)
     trace = trace_of(request.scope)
     job = RequestContext(
@@ -221,7 +221,7 @@ async def _style(served: AppState, asked: ChatRequest | TokenizeRequest) -> Chat
 
 
 _END_TOKENS = 32
-"""Of a prompt, in which the beginning of a thought is looked for."""
+"""Of a prompt, in which the beginning of reasoning is looked for."""
 
 
 def _end_of(prompt: Mapping[str, list[int]], tokenizer: Tokenizer) -> str:
@@ -231,19 +231,19 @@ def _end_of(prompt: Mapping[str, list[int]], tokenizer: Tokenizer) -> str:
 _ANY_TEXT = StructuredOutputsParams(regex="(?s:.*)")
 
 
-def _behind_thought(
+def _behind_reasoning(
     params: SamplingParams, form: StructuredOutputsParams | None, thinking: Thinking | None, budget: int | None
 ) -> SamplingParams:
-    """The parameters with a form that begins where the answer's thought has ended, of so many tokens at most."""
+    """The parameters with a form that begins where the answer's reasoning has ended, of so many tokens at most."""
     if thinking is not None and budget is not None and form is None:
         form = _ANY_TEXT
     if form is not None and thinking is not None:
-        form = replace(form, thought=thinking.frame, thought_tokens=budget)
+        form = replace(form, reasoning=thinking.frame, reasoning_tokens=budget)
     return params if form is params.structured_outputs else replace(params, structured_outputs=form)
 
 
 def _with_thinking(asked: ChatRequest, style: ChatStyle) -> ChatRequest:
-    """The chat with what it asks of thoughts as variables of the template. Raises `InvalidValueError`."""
+    """The chat with what it asks of reasoning as variables of the template. Raises `InvalidValueError`."""
     budget = asked.thinking_token_budget
     if budget is not None:
         CHECKS["max_tokens"].check("thinking_token_budget", budget)

@@ -87,13 +87,13 @@ class ToolFormat:
     def _free_text(self, asked: AskedCalls, marks: _Marks, more: str) -> list[str]:
         """The start under "auto": any text, a text that an opening ends, or a call at the very beginning.
 
-        An answer that begins with a thought is no text yet: an opening within it is none.
+        An answer that begins with reasoning is no text yet: an opening within it is none.
         """
-        no_thought = rf" & ~/\s*{_regex(asked.thought_opening)}(?s:.*)/" if asked.thought_opening else ""
-        ways, rules = ["TEXT"], [f"TEXT: /(?s:.*)/{no_thought}", f"SPACE: /{SPACE}/"]
+        no_reasoning = rf" & ~/\s*{_regex(asked.reasoning_opening)}(?s:.*)/" if asked.reasoning_opening else ""
+        ways, rules = ["TEXT"], [f"TEXT: /(?s:.*)/{no_reasoning}", f"SPACE: /{SPACE}/"]
         for nth, opening in enumerate(self.openings):
             ways.append(f"opening_{nth} calls")
-            rules.append(f"opening_{nth}[lazy]: /(?s:.*){_regex(opening)}/{no_thought}")
+            rules.append(f"opening_{nth}[lazy]: /(?s:.*){_regex(opening)}/{no_reasoning}")
             if marks.has_special(opening):
                 ways.append(f"TEXT? {marks.of(opening)} calls")
         if self._is_bare():
@@ -157,7 +157,7 @@ class AskedCalls:
         several: whether one answer may have several calls.
         is_auto: whether it may be text.
         special_ids: the tokenizer's special tokens by their spelling; no text of a grammar can be one of them.
-        thought_opening: what a thought begins with, which is no text.
+        reasoning_opening: what reasoning begins with, which is no text.
     """
 
     schemas: Sequence[Mapping[str, Any]]
@@ -165,7 +165,7 @@ class AskedCalls:
     several: bool
     is_auto: bool
     special_ids: Mapping[str, int]
-    thought_opening: str | None = None
+    reasoning_opening: str | None = None
 
 
 class _Marks:
@@ -383,13 +383,13 @@ def tool_format_named(name: str) -> ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model marks a thought before its answer.
+    """How a model marks reasoning before its answer.
 
     Attributes:
         name: as `--reasoning-parser` has it, in vLLM's spelling.
-        opening: before it; a prompt that ends with it has begun the thought.
+        opening: before it; a prompt that ends with it has begun the reasoning.
         closing: after it.
-        switches: variables of a template that turn thoughts on and off.
+        switches: variables of a template that turn reasoning on and off.
     """
 
     name: str

@@ -57,7 +57,7 @@ def _read(name: str, turn: Any) -> list[dict[str, Any]]:
     if not isinstance(content, list) or not any(_kind(part) in TURNS.others for part in content):
         return [read_turn(name, turn, TURNS)]
     role = read_role(name, turn, TURNS)
-    texts, calls, results, thoughts = [], [], [], []
+    texts, calls, results, reasoning = [], [], [], []
     for place, part in enumerate(content):
         where, kind = f"{name}.content[{place}]", _kind(part)
         if kind == "tool_use":
@@ -65,18 +65,18 @@ def _read(name: str, turn: Any) -> list[dict[str, Any]]:
             calls.append(_call(where, part))
         elif kind == "thinking":
             require(role == "assistant", f"{name}.role", role, "'assistant' for a block of type thinking")
-            thoughts.append(_thought(where, part))
+            reasoning.append(_reasoning(where, part))
         elif kind == "tool_result":
             require(role == "user", f"{name}.role", role, "'user' for a block of type tool_result")
             results.append(_result(where, part))
         else:
             texts.append(read_text(where, part, TURNS))
     said: dict[str, Any] = {"role": role, "content": texts or ""}
-    if thoughts:
-        said["reasoning_content"] = "\n".join(thoughts)
+    if reasoning:
+        said["reasoning_content"] = "\n".join(reasoning)
     if calls:
         said["tool_calls"] = calls
-    return [*results, *([said] if texts or calls or thoughts else [])]
+    return [*results, *([said] if texts or calls or reasoning else [])]
 
 
 def _kind(part: Any) -> Any:
@@ -90,7 +90,7 @@ def _call(name: str, part: dict[str, Any]) -> dict[str, Any]:
     return {"id": part["id"], "type": "function", "function": {"name": part["name"], "arguments": part["input"]}}
 
 
-def _thought(name: str, part: dict[str, Any]) -> str:
+def _reasoning(name: str, part: dict[str, Any]) -> str:
     """The signature is not looked at."""
     found = part.get("thinking")
     require(isinstance(found, str), name, part, '{"type": "thinking", "thinking": a string}')
@@ -148,7 +148,7 @@ def _thinking_of(asked: CountTokensRequest) -> dict[str, Any]:
         return {}
     if given.type == "disabled" and given.budget_tokens is not None:
         raise invalid(
-            "thinking", must_be("thinking.budget_tokens", given.budget_tokens, "absent without a thought") + "."
+            "thinking", must_be("thinking.budget_tokens", given.budget_tokens, "absent without reasoning") + "."
         )
     return {"enable_thinking": given.type == "enabled", "thinking_token_budget": given.budget_tokens}
 

@@ -31,38 +31,38 @@ TURNS = TurnForm(
     beside={"type": ("message",), "id": None, "status": None, "phase": None},
     beside_text=frozenset({"annotations", "logprobs"}),
 )
-CALL, RESULT, THOUGHT = "function_call", "function_call_output", "reasoning"
+CALL, RESULT, REASONING = "function_call", "function_call_output", "reasoning"
 FIELDS = {
     CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
     RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
-    THOUGHT: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
+    REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
 }
 
 
 def read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of a chat; a thought, a text and calls that follow each other are one message.
+    """The messages of a chat; reasoning, a text and calls that follow each other are one message.
 
     Raises `InvalidValueError`.
     """
     require(len(items) > 0, "input", items, "a list of at least one item")
     found: list[dict[str, Any]] = []
-    thought: str | None = None
+    reasoning: str | None = None
     for place, item in enumerate(items):
         name, kind = f"input[{place}]", _kind(item)
-        if kind == THOUGHT:
-            thought = _thought(name, item)
+        if kind == REASONING:
+            reasoning = _reasoning(name, item)
             continue
         if kind == CALL:
-            if thought is not None or not (found and found[-1]["role"] == "assistant"):
+            if reasoning is not None or not (found and found[-1]["role"] == "assistant"):
                 found.append({"role": "assistant", "content": ""})
             found[-1].setdefault("tool_calls", []).append(_call(name, item))
         elif kind == RESULT:
             found.append(_result(name, item))
         else:
             found.append(read_turn(name, item, TURNS))
-        if thought and found[-1]["role"] == "assistant":
-            found[-1]["reasoning_content"] = thought
-        thought = None
+        if reasoning and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = reasoning
+        reasoning = None
     return found
 
 
@@ -87,7 +87,7 @@ def _call(name: str, item: dict[str, Any]) -> dict[str, Any]:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _thought(name: str, item: dict[str, Any]) -> str:
+def _reasoning(name: str, item: dict[str, Any]) -> str:
     """Of its content, or where it was told as a summary alone, of that."""
     parts = [part for field in ("content", "summary") for part in item.get(field) or ()]
     fits = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)

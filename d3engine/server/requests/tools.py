@@ -1,4 +1,4 @@
-"""What a chat template knows of functions and thoughts, and how a request's functions may be called."""
+"""What a chat template knows of functions and reasoning, and how a request's functions may be called."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class ChatStyle:
     Attributes:
         shows_tools: whether it shows functions to the model.
         calls: the format of calls, None where it is unknown.
-        reasoning: the format of thoughts, None where it has none.
-        variables: those of its variables that switch thoughts.
+        reasoning: the format of reasoning, None where it has none.
+        variables: those of its variables that switch reasoning.
         arguments_as_text: whether it writes the arguments of earlier calls only if they are JSON text.
         special_ids: the tokenizer's special tokens by their spelling.
     """
@@ -139,7 +139,7 @@ class ChatStyles:
 
 
 def _variables(source: str) -> frozenset[str]:
-    """The variables of a template that switch thoughts."""
+    """The variables of a template that switch reasoning."""
     return frozenset(_VARIABLE.findall(" ".join(_STRING.sub("''", code) for code in _CODE.findall(source))))
 
 
@@ -178,19 +178,19 @@ class Calling:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How an answer marks its thought; `is_open`: the prompt has begun it."""
+    """How an answer marks its reasoning; `is_open`: the prompt has begun it."""
 
     format: ReasoningFormat
     is_open: bool
 
     @property
     def frame(self) -> tuple[str, str]:
-        """`thought` of the form that may follow it."""
+        """`reasoning` of the form that may follow it."""
         return ("" if self.is_open else self.format.opening), self.format.closing
 
 
 def thinking_of(style: ChatStyle, end_of_prompt: str, continues: bool) -> Thinking | None:
-    """How an answer to a prompt marks its thought; None where none can come."""
+    """How an answer to a prompt marks its reasoning; None where none can come."""
     written = style.reasoning
     if written is None:
         return None
@@ -200,7 +200,7 @@ def thinking_of(style: ChatStyle, end_of_prompt: str, continues: bool) -> Thinki
 
 
 NO_EFFORT = "none"
-"""The `reasoning_effort` that asks for no thought; every other asks for one."""
+"""The `reasoning_effort` that asks for no reasoning; every other asks for one."""
 
 
 def thinking_variables(enabled: bool | None, effort: str | None, style: ChatStyle) -> dict[str, Any]:
@@ -273,10 +273,10 @@ def _shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _calling(choice: object, tools: Sequence[Tool], style: ChatStyle, several: bool) -> Calling:
     names = tuple(tool.function.name for tool in tools)
     written = style.calls or UNKNOWN_FORMAT
-    thought = None if style.reasoning is None else style.reasoning.opening
+    reasoning = None if style.reasoning is None else style.reasoning.opening
     with fault_of_tools(names):
         schemas = list(map(_arguments, tools))
-        asked = AskedCalls(schemas, names, several, choice == "auto", style.special_ids, thought)
+        asked = AskedCalls(schemas, names, several, choice == "auto", style.special_ids, reasoning)
         if choice == "auto":
             loose = written.grammar(replace(asked, schemas=[_ANY_ARGUMENTS] * len(tools)))
             is_strict = any(tool.function.strict for tool in tools)

@@ -9,7 +9,7 @@ from functools import cached_property
 from d3engine.request.outputs import CompletionOutput, RequestOutput
 from d3engine.server.responses.context import RequestContext, TextPlaces
 from d3engine.server.responses.extras import LogprobWords, of_prompt
-from d3engine.server.responses.reading import CallReader, Piece, ThoughtReader
+from d3engine.server.responses.reading import CallReader, Piece, ReasoningReader
 from d3engine.server.schemas.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -94,9 +94,9 @@ class ChatWriter:
         return bool(self._asked.logprobs or self._asked.return_token_ids or self._asked.return_depths)
 
     @property
-    def num_thought_tokens(self) -> int:
-        """Tokens of thoughts so far, over all choices."""
-        return sum(one.num_thought_tokens for one in self._answers.values())
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far, over all choices."""
+        return sum(one.num_reasoning_tokens for one in self._answers.values())
 
     def _answer(self, index: int) -> _Answer:
         if index not in self._answers:
@@ -119,8 +119,8 @@ class _Answer:
         self._job = job
         self._calls = None if job.calling is None else CallReader(job.calling)
         thinking = job.thinking
-        self._thoughts = None if thinking is None else ThoughtReader(thinking.format, is_open=thinking.is_open)
-        self._thought_offsets: list[int] = []
+        self._reasonings = None if thinking is None else ReasoningReader(thinking.format, is_open=thinking.is_open)
+        self._reasoning_offsets: list[int] = []
         self._is_named = job.calling is not None and job.calling.kind == "named"
 
     @cached_property
@@ -128,7 +128,7 @@ class _Answer:
         return self._new_places()
 
     @cached_property
-    def _thought_places(self) -> TextPlaces:
+    def _reasoning_places(self) -> TextPlaces:
         return self._new_places()
 
     def _new_places(self) -> TextPlaces:
@@ -145,11 +145,11 @@ class _Answer:
 
     def message(self, answer: CompletionOutput) -> ChatMessage:
         """The whole message."""
-        thought, text = self._parted(answer, is_last=True)
+        reasoning, text = self._parted(answer, is_last=True)
         found: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
-        if thought:
+        if reasoning:
             found["content"] = text or None
-            found["reasoning_content"] = thought
+            found["reasoning_content"] = reasoning
         if self._calls is None:
             return found
         pieces = self._calls.read(text, is_last=True)
@@ -159,22 +159,22 @@ class _Answer:
         return found
 
     def _parted(self, answer: CompletionOutput, *, is_last: bool) -> tuple[str, str]:
-        """What is new of the thought, and of what follows it."""
-        if self._thoughts is None or self._thoughts.is_over:
+        """What is new of the reasoning, and of what follows it."""
+        if self._reasonings is None or self._reasonings.is_over:
             return "", self.text(answer)
-        self._thought_offsets += self._thought_places.of_answer(answer.token_ids)
-        return self._thoughts.read(self.text(answer), is_last=is_last)
+        self._reasoning_offsets += self._reasoning_places.of_answer(answer.token_ids)
+        return self._reasonings.read(self.text(answer), is_last=is_last)
 
     @property
-    def num_thought_tokens(self) -> int:
-        """Tokens of its thought so far, the marks around it included."""
-        return 0 if self._thoughts is None else bisect_left(self._thought_offsets, self._thoughts.end)
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of its reasoning so far, the marks around it included."""
+        return 0 if self._reasonings is None else bisect_left(self._reasoning_offsets, self._reasonings.end)
 
     def deltas(self, answer: CompletionOutput) -> list[ChatDelta]:
         """What is new, if anything: of text, or of calls."""
         is_last = answer.finish_reason is not None
-        thought, text = self._parted(answer, is_last=is_last)
-        found: list[ChatDelta] = [{"reasoning_content": thought}] if thought else []
+        reasoning, text = self._parted(answer, is_last=is_last)
+        found: list[ChatDelta] = [{"reasoning_content": reasoning}] if reasoning else []
         if self._calls is None:
             return [*found, {"content": text}] if text else found
         return [*found, *map(_delta, self._calls.read(text, is_last=is_last))]

@@ -80,7 +80,7 @@ class RequestContext(Generic[C]):
     """One request over HTTP, with its prompts as the engine takes them.
 
     `depth` is the request's own policy, None where it has the engine's. `calling` says how its answers call functions,
-    and `thinking` how they mark thoughts.
+    and `thinking` how they mark reasoning.
     `trace` records its end. `id` is for the answer alone: no client can choose it.
     """
 
@@ -105,7 +105,7 @@ class RequestContext(Generic[C]):
 
     @property
     def is_text_alone(self) -> bool:
-        """Whether an answer is a text, without calls and thoughts."""
+        """Whether an answer is a text, without calls and reasoning."""
         return self.calling is None and self.thinking is None
 
     @property

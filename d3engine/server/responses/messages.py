@@ -1,4 +1,4 @@
-"""The blocks of an Anthropic message, as they open, grow and close: a thought, a text, calls of functions."""
+"""The blocks of an Anthropic message, as they open, grow and close: reasoning, a text, calls of functions."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class MessageBlocks:
             self._has_depths = True
             self._waiting["depths"] += told["depths"]
             self._waiting["token_offsets"] += told["token_offsets"]
-        if news.thought:
+        if news.reasoning:
             if self._kind != "thinking":
                 found += self._open("thinking", _thinking_block(""))
-            found.append(self._delta({"type": "thinking_delta", "thinking": news.thought}))
+            found.append(self._delta({"type": "thinking_delta", "thinking": news.reasoning}))
         if news.text:
             if self._kind != "text":
                 found += [*self.close(), *self._open("text", {"type": "text", "text": ""})]
@@ -89,14 +89,14 @@ _NOTHING_NEW = {
 }
 
 
-def _thinking_block(thought: str) -> dict[str, Any]:
-    """A thought; its signature is empty, since the server checks none of those that come back."""
-    return {"type": "thinking", "thinking": thought, "signature": ""}
+def _thinking_block(reasoning: str) -> dict[str, Any]:
+    """Reasoning; its signature is empty, since the server checks none of those that come back."""
+    return {"type": "thinking", "thinking": reasoning, "signature": ""}
 
 
 def whole_blocks(news: Delta, *, begins_with_text: bool) -> list[dict[str, Any]]:
     """The blocks of a whole answer; a call that was cut off within its arguments is none."""
-    found = [_thinking_block(news.thought)] if news.thought else []
+    found = [_thinking_block(news.reasoning)] if news.reasoning else []
     if news.text or begins_with_text:
         found.append({"type": "text", "text": news.text})
     for call in news.calls:

@@ -1,4 +1,4 @@
-"""Thoughts and calls of functions, read from the text of an answer as it comes.
+"""Reasoning and calls of functions, read from the text of an answer as it comes.
 
 JSON arguments are passed on as the model writes them, letter by letter, so a stream of them is never behind;
 only where one call ends and the next begins is found out here.
@@ -235,62 +235,62 @@ class _PythonArguments:
         return ("{" if self._num_written == 1 else ", ") + f"{json.dumps(name.strip())}: {value}"
 
 
-class ThoughtReader:
-    """Parts an answer into its thought and what follows it.
+class ReasoningReader:
+    """Parts an answer into its reasoning and what follows it.
 
     Args:
-        written: how a thought is marked.
+        written: how reasoning is marked.
         is_open: whether the prompt has begun it.
     """
 
     def __init__(self, written: ReasoningFormat, *, is_open: bool) -> None:
         self._format = written
         self._waiting = ""
-        self._is_thought: bool | None = True if is_open else None
+        self._is_reasoning: bool | None = True if is_open else None
         self._drops_space = is_open
         self._num_characters = 0
 
     @property
     def end(self) -> float:
-        """Where the thought ends in the answer's text, behind its mark; 0 without one, infinity before its end."""
-        return math.inf if self._is_thought else self._num_characters
+        """Where the reasoning ends in the answer's text, behind its mark; 0 without one, infinity before its end."""
+        return math.inf if self._is_reasoning else self._num_characters
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of a thought comes any more."""
-        return self._is_thought is False and not self._drops_space
+        """Whether nothing of reasoning comes any more."""
+        return self._is_reasoning is False and not self._drops_space
 
     def read(self, text: str, *, is_last: bool) -> tuple[str, str]:
-        """Take what is new of the answer: what is new of the thought, and of what follows it."""
+        """Take what is new of the answer: what is new of the reasoning, and of what follows it."""
         if self.is_over:
             return "", text
         self._waiting += text
-        thought = ""
-        if self._is_thought is None and not self._decide(is_last):
+        reasoning = ""
+        if self._is_reasoning is None and not self._decide(is_last):
             return "", ""
-        if self._is_thought:
-            thought = self._read_thought(is_last)
-        if self._is_thought:
-            return thought, ""
+        if self._is_reasoning:
+            reasoning = self._read_reasoning(is_last)
+        if self._is_reasoning:
+            return reasoning, ""
         rest, self._waiting = self._waiting, ""
         if self._drops_space:
             rest = rest.lstrip()
             self._drops_space = not rest
-        return thought, rest
+        return reasoning, rest
 
     def _decide(self, is_last: bool) -> bool:
-        """Find out whether the answer begins with a thought; False where more must come first."""
+        """Find out whether the answer begins with reasoning; False where more must come first."""
         begins, opening = self._waiting.lstrip(), self._format.opening
         if begins.startswith(opening):
             self._num_characters = len(self._waiting) - len(begins) + len(opening)
             self._waiting = begins.removeprefix(opening)
-            self._is_thought = self._drops_space = True
+            self._is_reasoning = self._drops_space = True
         elif is_last or not opening.startswith(begins):
-            self._is_thought = False
-        return self._is_thought is not None
+            self._is_reasoning = False
+        return self._is_reasoning is not None
 
-    def _read_thought(self, is_last: bool) -> str:
-        """What is new of the thought; what may belong to its end waits, and so does space before it."""
+    def _read_reasoning(self, is_last: bool) -> str:
+        """What is new of the reasoning; what may belong to its end waits, and so does space before it."""
         if self._drops_space:
             self._num_characters += len(self._waiting) - len(self._waiting.lstrip())
             self._waiting = self._waiting.lstrip()
@@ -301,7 +301,7 @@ class ThoughtReader:
             text = self._waiting[:place].rstrip()
             self._num_characters += place + len(closing)
             self._waiting = self._waiting[place + len(closing) :]
-            self._is_thought, self._drops_space = False, True
+            self._is_reasoning, self._drops_space = False, True
             return text
         held = next(size for size in reversed(range(len(closing))) if self._waiting.endswith(closing[:size]))
         text = self._waiting if is_last else self._waiting[: len(self._waiting) - held].rstrip()

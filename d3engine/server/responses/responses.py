@@ -1,4 +1,4 @@
-"""The items of a response's output, as they begin, grow and end: a thought, a message of one text, calls."""
+"""The items of a response's output, as they begin, grow and end: reasoning, a message of one text, calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OutputItems:
     def __init__(self, *, begins_with_text: bool) -> None:
         self.begins_with_text = begins_with_text
         self.done: list[OutputReasoning | OutputMessage | OutputCall] = []
-        self._thought: OutputReasoning | None = None
+        self._reasoning: OutputReasoning | None = None
         self._message: OutputMessage | None = None
         self._call: OutputCall | None = None
 
@@ -48,10 +48,10 @@ class OutputItems:
     def events(self, news: Delta) -> list[dict[str, Any]]:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
-        if news.thought:
-            found += [] if self._thought else self._begin_thought()
-            found.append(self._grow_thought(news.thought))
-        if news.text or (news.d3ext and not (self._call or self._thought or news.calls)):
+        if news.reasoning:
+            found += [] if self._reasoning else self._begin_reasoning()
+            found.append(self._grow_reasoning(news.reasoning))
+        if news.text or (news.d3ext and not (self._call or self._reasoning or news.calls)):
             found += [] if self._message else [*self.end("completed"), *self._begin_message()]
             found.append(self._grow_message(news.text))
         for call in news.calls:
@@ -60,22 +60,22 @@ class OutputItems:
         if news.d3ext:
             place = next((one for one in found if one["type"].endswith(".delta")), None)
             if place is None:
-                found.append(place := self._grow_thought("") if self._thought else self._grow_call(""))
+                found.append(place := self._grow_reasoning("") if self._reasoning else self._grow_call(""))
             place |= news.d3ext
         return found
 
     def end(self, status: Any) -> list[dict[str, Any]]:
         """The end of the item that is open, if one is."""
-        if self._thought is not None:
-            return self._end_thought(self._thought, status)
+        if self._reasoning is not None:
+            return self._end_reasoning(self._reasoning, status)
         if self._message is not None:
             return self._end_message(self._message, status)
         return [] if self._call is None else self._end_call(self._call, status)
 
-    # -- a thought ---------------------------------------------------------------------------------------------------
+    # -- reasoning ---------------------------------------------------------------------------------------------------
 
-    def _begin_thought(self) -> list[dict[str, Any]]:
-        self._thought = {
+    def _begin_reasoning(self) -> list[dict[str, Any]]:
+        self._reasoning = {
             "id": f"rs_{uuid.uuid4().hex}",
             "type": "reasoning",
             "summary": [],
@@ -83,24 +83,24 @@ class OutputItems:
             "status": "in_progress",
         }
         added = {"part": {"type": "reasoning_text", "text": ""}}
-        begun = {**self._thought, "content": []}
+        begun = {**self._reasoning, "content": []}
         return [self._of_item("added", begun), self._of_content("response.content_part.added", **added)]
 
-    def _grow_thought(self, text: str) -> dict[str, Any]:
-        assert self._thought is not None
-        self._thought["content"][0]["text"] += text
+    def _grow_reasoning(self, text: str) -> dict[str, Any]:
+        assert self._reasoning is not None
+        self._reasoning["content"][0]["text"] += text
         return self._of_content("response.reasoning_text.delta", delta=text)
 
-    def _end_thought(self, thought: OutputReasoning, status: Any) -> list[dict[str, Any]]:
-        thought["status"] = status
-        part = dict(thought["content"][0])
+    def _end_reasoning(self, reasoning: OutputReasoning, status: Any) -> list[dict[str, Any]]:
+        reasoning["status"] = status
+        part = dict(reasoning["content"][0])
         events = [
             self._of_content("response.reasoning_text.done", text=part["text"]),
             self._of_content("response.content_part.done", part=part),
-            self._of_item("done", thought),
+            self._of_item("done", reasoning),
         ]
-        self.done.append(thought)
-        self._thought = None
+        self.done.append(reasoning)
+        self._reasoning = None
         return events
 
     # -- a message -------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class OutputItems:
         return events
 
     def _of_content(self, kind: str, **fields: Any) -> dict[str, Any]:
-        item = self._thought or self._message
+        item = self._reasoning or self._message
         assert item is not None
         return {"type": kind, "item_id": item["id"], "output_index": len(self.done), "content_index": 0, **fields}
 
@@ -285,7 +285,7 @@ class ResponseAnswer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._answer.num_thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

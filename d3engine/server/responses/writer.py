@@ -26,7 +26,7 @@ from d3engine.server.state import json_response
 class Delta:
     """What is new of the answer.
 
-    `thought` comes before `text`. `calls` are pieces of the functions that it calls: of a whole answer each is whole,
+    `reasoning` comes before `text`. `calls` are pieces of the functions that it calls: of a whole answer each is whole,
     otherwise its id and its name come first and then its arguments as they are written. `finish_reason` is None until
     it ends; `stop_reason` is then the string or the token that ended it, if one did. `d3ext` is there where the request
     asks for it.
@@ -37,7 +37,7 @@ class Delta:
     stop_reason: str | int | None
     d3ext: dict[str, DepthsOfTokens]
     calls: Sequence[ToolCallDelta] = ()
-    thought: str = ""
+    reasoning: str = ""
 
 
 class SingleAnswer:
@@ -62,8 +62,8 @@ class SingleAnswer:
             for index, call in enumerate(choice["message"].get("tool_calls", ()))
         ]
         message = choice["message"]
-        thought = message.get("reasoning_content", "")
-        return _news(message["content"] or "", whole, found, _depths(choice.get("d3ext")), thought)
+        reasoning = message.get("reasoning_content", "")
+        return _news(message["content"] or "", whole, found, _depths(choice.get("d3ext")), reasoning)
 
     def news(self, output: RequestOutput) -> Delta | None:
         """What a delta brings, if that is worth telling."""
@@ -73,20 +73,20 @@ class SingleAnswer:
             return None
         text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
         calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
-        thought = "".join(chunk["delta"].get("reasoning_content", "") for chunk in chunks)
-        return _news(text, calls, output, _depths(chunks[-1].get("d3ext")), thought)
+        reasoning = "".join(chunk["delta"].get("reasoning_content", "") for chunk in chunks)
+        return _news(text, calls, output, _depths(chunks[-1].get("d3ext")), reasoning)
 
     @property
-    def num_thought_tokens(self) -> int:
-        """Tokens of its thought so far."""
-        return self._writer.num_thought_tokens
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of its reasoning so far."""
+        return self._writer.num_reasoning_tokens
 
 
 def _news(
-    text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens], thought: str
+    text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens], reasoning: str
 ) -> Delta:
     (answer,) = output.outputs
-    return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls, thought)
+    return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls, reasoning)
 
 
 def _depths(found: DepthsOfTokens | None) -> dict[str, DepthsOfTokens]:

@@ -16,7 +16,7 @@ from d3engine.server.schemas.requests import (
     Seed,
     StopStrings,
     Temperature,
-    ThoughtTokens,
+    ThinkingBudget,
     TopK,
     TopP,
     described,
@@ -57,7 +57,7 @@ class MessageThinking(Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether the model thinks before it answers, and at most how long; "adaptive" leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: ThoughtTokens | None = None
+    budget_tokens: ThinkingBudget | None = None
     display: Literal["summarized"] | None = None
 
 
@@ -123,7 +123,7 @@ class TextBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """A thought before the answer; its signature is empty."""
+    """Reasoning before the answer; its signature is empty."""
 
     type: Literal["thinking"]
     thinking: str

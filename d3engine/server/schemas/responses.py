@@ -15,7 +15,7 @@ from d3engine.server.schemas.requests import (
     Priority,
     Seed,
     Temperature,
-    ThoughtTokens,
+    ThinkingBudget,
     TopK,
     TopP,
     described,
@@ -51,7 +51,7 @@ class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseReasoning(Struct, kw_only=True):
-    """How much the model thinks, where its chat template has a choice; its thought is never summarised."""
+    """How much the model thinks, where its chat template has a choice; its reasoning is never summarised."""
 
     effort: str | None = None
 
@@ -83,7 +83,7 @@ class ResponsesRequest(Struct, kw_only=True):
 
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    thinking_token_budget: ThoughtTokens | None = None
+    thinking_token_budget: ThinkingBudget | None = None
     top_k: TopK | None = None
     seed: Seed | None = None
     priority: Priority | None = None
@@ -113,7 +113,7 @@ class OutputMessage(TypedDict):
 
 
 class ReasoningText(TypedDict):
-    """A thought."""
+    """Reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -153,7 +153,7 @@ class ReusedTokens(TypedDict):
 
 
 class ReasoningTokens(TypedDict):
-    """How many of them were of a thought."""
+    """How many of them were of reasoning."""
 
     reasoning_tokens: int
 
@@ -245,7 +245,7 @@ class TextDelta(_Numbered):
 
 
 class ReasoningDelta(_Numbered):
-    """What is new of a thought."""
+    """What is new of reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
     item_id: str
@@ -256,7 +256,7 @@ class ReasoningDelta(_Numbered):
 
 
 class ReasoningDone(_Numbered):
-    """A thought is whole."""
+    """Reasoning is whole."""
 
     type: Literal["response.reasoning_text.done"]
     item_id: str

@@ -1,4 +1,4 @@
-"""A thought of bounded length before an answer's form: where it is too long, its end is written for the model."""
+"""Reasoning of bounded length before an answer's form: where it is too long, its end is written for the model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from d3engine.request.constraint import Allowed, Constraint, Form
 
 
 @dataclass(frozen=True)
-class ThoughtLimit:
-    """How a thought is marked, and how long it may be.
+class ReasoningLimit:
+    """How reasoning is marked, and how long it may be.
 
     Attributes:
         opening: before it; empty where the prompt has begun it.
         closing: after it.
         closing_ids: the same as tokens.
-        most: tokens of a thought, without those of its end.
+        most: tokens of reasoning, without those of its end.
         bytes_of: what a token stands for.
         vocab_size: of the masks.
     """
@@ -34,18 +34,18 @@ class ThoughtLimit:
 
 @dataclass(frozen=True)
 class _Place:
-    """How far a sequence has come: `is_thought` is None until it is known whether it begins with one."""
+    """How far a sequence has come: `is_reasoning` is None until it is known whether it begins with one."""
 
-    is_thought: bool | None
+    is_reasoning: bool | None
     num_tokens: int = 0
     num_closing: int = 0
     tail: bytes = b""
 
 
-class LimitedThought:
-    """A form whose thought is limited; a `Form`."""
+class LimitedReasoning:
+    """A form whose reasoning is limited; a `Form`."""
 
-    def __init__(self, form: Form, limit: ThoughtLimit) -> None:
+    def __init__(self, form: Form, limit: ReasoningLimit) -> None:
         self._form = form
         self._limit = limit
 
@@ -58,7 +58,7 @@ class LimitedThought:
 class _LimitedPlace:
     """Where one sequence stands; a `Constraint`."""
 
-    def __init__(self, inner: Constraint, limit: ThoughtLimit, place: _Place) -> None:
+    def __init__(self, inner: Constraint, limit: ReasoningLimit, place: _Place) -> None:
         self._inner = inner
         self._limit = limit
         self._place = place
@@ -73,7 +73,7 @@ class _LimitedPlace:
 
     def allowed(self, drafted: Sequence[int] = ()) -> Allowed | None:
         place = reduce(self._behind, drafted, self._place)
-        if not place.is_thought or place.num_tokens < self._limit.most or self._inner.fault is not None:
+        if not place.is_reasoning or place.num_tokens < self._limit.most or self._inner.fault is not None:
             return self._inner.allowed(drafted)
         token = self._limit.closing_ids[place.num_closing]
         found: Allowed = np.zeros(-(-self._limit.vocab_size // 8), dtype=np.uint8)
@@ -92,17 +92,17 @@ class _LimitedPlace:
 
     def _behind(self, place: _Place, token: int) -> _Place:
         """The place one token later."""
-        if place.is_thought is False:
+        if place.is_reasoning is False:
             return place
         limit, num_tokens = self._limit, place.num_tokens + 1
         tail = place.tail + limit.bytes_of(token)
-        if place.is_thought is None:
+        if place.is_reasoning is None:
             begins = tail.lstrip()
             if begins.startswith(limit.opening):
-                return _Place(is_thought=True, num_tokens=num_tokens)
+                return _Place(is_reasoning=True, num_tokens=num_tokens)
             is_open = limit.opening.startswith(begins)
             return _Place(None if is_open else False, num_tokens, tail=tail)
         if limit.closing in tail:
-            return _Place(is_thought=False)
+            return _Place(is_reasoning=False)
         num_closing = place.num_closing + (place.num_tokens >= limit.most)
         return replace(place, num_tokens=num_tokens, num_closing=num_closing, tail=tail[-len(limit.closing) :])

@@ -1,4 +1,4 @@
-"""Thoughts in chats, responses and messages, by the official clients: apart from the answer, and of bounded length."""
+"""Reasoning in chats, responses and messages, by the official clients: apart from the answer, and of bounded length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n"
     "{% endif %}{% endif %}"
 )
-"""A Qwen's of 2025: the thought has begun, unless it is switched off."""
+"""A Qwen's of 2025: the reasoning has begun, unless it is switched off."""
 COUNT: dict[str, Any] = {
     "type": "object",
     "properties": {"many": {"enum": [5, 6]}},
@@ -70,26 +70,26 @@ def anthropic(address: str) -> Iterator[Anthropic]:
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60}
 
 
-def test_a_thought_is_apart_from_the_answer_and_ends_at_its_budget(openai: OpenAI) -> None:
+def test_a_reasoning_is_apart_from_the_answer_and_ends_at_its_budget(openai: OpenAI) -> None:
     asked = CHAT | {"extra_body": {"thinking_token_budget": BUDGET, "return_token_ids": True}}
     choice = openai.chat.completions.create(**asked).choices[0]
-    thought = choice.message.reasoning_content  # type: ignore[attr-defined]
-    assert thought
+    reasoning = choice.message.reasoning_content  # type: ignore[attr-defined]
+    assert reasoning
     assert choice.message.content
-    assert "think>" not in thought + choice.message.content
+    assert "think>" not in reasoning + choice.message.content
     chunks = list(openai.chat.completions.create(**asked, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    thoughts = [found for delta in deltas if (found := getattr(delta, "reasoning_content", None))]
+    pieces = [found for delta in deltas if (found := getattr(delta, "reasoning_content", None))]
     texts = [delta.content for delta in deltas if delta.content]
-    assert ("".join(thoughts), "".join(texts)) == (thought, choice.message.content)
-    # Within the budget the thought is what the model writes of itself.
+    assert ("".join(pieces), "".join(texts)) == (reasoning, choice.message.content)
+    # Within the budget the reasoning is what the model writes of itself.
     free = openai.chat.completions.create(**CHAT | {"max_tokens": BUDGET}).choices[0]
-    assert free.message.reasoning_content.startswith(thought)  # type: ignore[attr-defined]
+    assert free.message.reasoning_content.startswith(reasoning)  # type: ignore[attr-defined]
     assert free.message.content is None
 
 
 @pytest.mark.parametrize("field", [{"enable_thinking": False}, {"reasoning_effort": "none"}])
-def test_a_thought_can_be_switched_off(openai: OpenAI, field: dict[str, Any]) -> None:
+def test_a_reasoning_can_be_switched_off(openai: OpenAI, field: dict[str, Any]) -> None:
     message = openai.chat.completions.create(**CHAT, extra_body=field).choices[0].message
     assert message.content
     assert not hasattr(message, "reasoning_content")
@@ -97,7 +97,7 @@ def test_a_thought_can_be_switched_off(openai: OpenAI, field: dict[str, Any]) ->
     assert openai.chat.completions.create(**CHAT, extra_body=same).choices[0].message.content == message.content
 
 
-def test_a_call_and_a_form_come_behind_the_thought(openai: OpenAI) -> None:
+def test_a_call_and_a_form_come_behind_the_reasoning(openai: OpenAI) -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "count", "parameters": COUNT}}]
     budget: Any = {"extra_body": {"thinking_token_budget": BUDGET}}
     asked = CHAT | budget | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
@@ -116,16 +116,16 @@ def test_a_response_has_an_item_of_reasoning_whole_and_streamed(openai: OpenAI) 
     asked["extra_body"] = {"thinking_token_budget": BUDGET}
     whole: Any = openai.responses.create(**asked)
     said = openai.chat.completions.create(**CHAT | {"max_tokens": 40}, **{"extra_body": asked["extra_body"]})
-    thought, message = whole.output
-    assert (thought.type, message.type) == ("reasoning", "message")
-    assert thought.content[0].text == said.choices[0].message.reasoning_content  # type: ignore[attr-defined]
+    reasoning, message = whole.output
+    assert (reasoning.type, message.type) == ("reasoning", "message")
+    assert reasoning.content[0].text == said.choices[0].message.reasoning_content  # type: ignore[attr-defined]
     assert whole.output_text == said.choices[0].message.content
     used = whole.usage.output_tokens_details.reasoning_tokens
     assert BUDGET < used < whole.usage.output_tokens
     events = list(openai.responses.create(**asked, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
-    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == thought.content[0].text
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == reasoning.content[0].text
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
     last: Any = events[-1]
     assert [item.type for item in last.response.output] == ["reasoning", "message"]
@@ -141,18 +141,18 @@ def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Anthrop
     said = openai.chat.completions.create(
         **CHAT | {"max_tokens": 40}, extra_body={"thinking_token_budget": BUDGET}
     ).choices[0]
-    thought, text = whole.content
-    assert (thought.type, thought.thinking) == ("thinking", said.message.reasoning_content)  # type: ignore[attr-defined]
+    reasoning, text = whole.content
+    assert (reasoning.type, reasoning.thinking) == ("thinking", said.message.reasoning_content)  # type: ignore[attr-defined]
     assert (text.type, text.text) == ("text", said.message.content)
     with anthropic.messages.stream(**asked) as stream:
         streamed: Any = stream.get_final_message()
     assert [block.type for block in streamed.content] == ["thinking", "text"]
-    assert (streamed.content[0].thinking, streamed.content[1].text) == (thought.thinking, text.text)
+    assert (streamed.content[0].thinking, streamed.content[1].text) == (reasoning.thinking, text.text)
     off = anthropic.messages.create(**asked | {"thinking": {"type": "disabled"}})
     assert [block.type for block in off.content] == ["text"]
 
 
-def test_an_earlier_thought_reaches_the_template_in_each_interface(openai: OpenAI, anthropic: Anthropic) -> None:
+def test_an_earlier_reasoning_reaches_the_template_in_each_interface(openai: OpenAI, anthropic: Anthropic) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
     earlier = {"role": "assistant", "content": "", "reasoning_content": "Pens.", "tool_calls": [call]}
     chat: list[Any] = [*CHAT["messages"], earlier, {"role": "tool", "tool_call_id": "a", "content": "5"}]
