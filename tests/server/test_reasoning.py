@@ -130,6 +130,14 @@ def test_a_response_has_an_item_of_reasoning_whole_and_streamed(openai: OpenAI) 
     last: Any = events[-1]
     assert [item.type for item in last.response.output] == ["reasoning", "message"]
     assert last.response.usage.output_tokens_details.reasoning_tokens == used
+    asked["extra_body"] = {**asked["extra_body"], "return_depths": True}
+    deep: Any = openai.responses.create(**asked)
+    events = list(openai.responses.create(**asked, stream=True))
+    added = [event.item.type for event in events if event.type == "response.output_item.added"]
+    assert added == ["reasoning", "message"]
+    told = [one for e in events for one in ((e.model_extra or {}).get("d3ext") or {"depths": []})["depths"]]
+    assert told == deep.output[0].content[0].d3ext["depths"]
+    assert len(told) == deep.usage.output_tokens
     off = openai.responses.create(model="demo", input=QUESTION, max_output_tokens=9, reasoning={"effort": "none"})
     assert [item.type for item in off.output] == ["message"]
 

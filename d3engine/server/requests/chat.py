@@ -188,7 +188,10 @@ async def job_of(
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
-        thinking = thinking_of(style, _end_of(prompt, served.tokenizer), bool(asked.continue_final_message))
+        thinking = None
+        if style.reasoning is not None:
+            end = _end_of(prompt, served.tokenizer)
+            thinking = thinking_of(style.reasoning, end, bool(asked.continue_final_message))
         limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
         try:
             whole = _behind_reasoning(params, form, thinking, asked.thinking_token_budget)

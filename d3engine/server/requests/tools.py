@@ -35,7 +35,7 @@ from d3engine.text.tokenizer import Tokenizer
 _DESCRIPTION = "Described to the model."
 _TOOL = {"name": EXAMPLE, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
 _NUM_KEPT = 8
-_CODE = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
+_CODE = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 _VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b")
 
@@ -189,11 +189,8 @@ class Thinking:
         return ("" if self.is_open else self.format.opening), self.format.closing
 
 
-def thinking_of(style: ChatStyle, end_of_prompt: str, continues: bool) -> Thinking | None:
+def thinking_of(written: ReasoningFormat, end_of_prompt: str, continues: bool) -> Thinking | None:
     """How an answer to a prompt marks its reasoning; None where none can come."""
-    written = style.reasoning
-    if written is None:
-        return None
     is_open = end_of_prompt.rstrip().endswith(written.opening)
     is_closed = end_of_prompt.rstrip().endswith(written.closing)
     return None if is_closed or (continues and not is_open) else Thinking(written, is_open)

@@ -13,7 +13,7 @@ from d3engine.server.errors import RequestError, shown_message
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.streams import OpenAIForm, StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer
-from d3engine.server.schemas.answers import ToolCallDelta
+from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
 from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.schemas.responses import (
     ModelResponse,
@@ -40,6 +40,7 @@ class OutputItems:
         self._reasoning: OutputReasoning | None = None
         self._message: OutputMessage | None = None
         self._call: OutputCall | None = None
+        self._depths: DepthsOfTokens = {"depths": [], "token_offsets": []}
 
     def first_events(self) -> list[dict[str, Any]]:
         """Before anything is known of the answer."""
@@ -51,18 +52,35 @@ class OutputItems:
         if news.reasoning:
             found += [] if self._reasoning else self._begin_reasoning()
             found.append(self._grow_reasoning(news.reasoning))
-        if news.text or (news.d3ext and not (self._call or self._reasoning or news.calls)):
+        if news.text:
             found += [] if self._message else [*self.end("completed"), *self._begin_message()]
             found.append(self._grow_message(news.text))
         for call in news.calls:
             found += self._begin_call(call) if "id" in call else []
             found.append(self._grow_call(call["function"]["arguments"]))
-        if news.d3ext:
-            place = next((one for one in found if one["type"].endswith(".delta")), None)
-            if place is None:
-                found.append(place := self._grow_reasoning("") if self._reasoning else self._grow_call(""))
-            place |= news.d3ext
-        return found
+        if (depths := news.d3ext.get("d3ext")) is not None:
+            self._depths["depths"] += depths["depths"]
+            self._depths["token_offsets"] += depths["token_offsets"]
+        return [*found, *self._with_depths(found, is_last=news.finish_reason is not None)]
+
+    def _with_depths(self, found: list[dict[str, Any]], *, is_last: bool) -> list[dict[str, Any]]:
+        """Put the depths of tokens that wait to the first delta; without one to one of nothing, which is returned.
+
+        They wait where no item has begun, since it is not known yet which it will be.
+        """
+        if not self._depths["depths"]:
+            return []
+        more = []
+        place = next((one for one in found if one["type"].endswith(".delta")), None)
+        if place is None:
+            is_begun = self._reasoning or self._message or self._call
+            if not is_begun and not is_last:
+                return []
+            more = [] if is_begun else self._begin_message()
+            grow = self._grow_reasoning if self._reasoning else self._grow_call if self._call else self._grow_message
+            more.append(place := grow(""))
+        place["d3ext"], self._depths = self._depths, {"depths": [], "token_offsets": []}
+        return more
 
     def end(self, status: Any) -> list[dict[str, Any]]:
         """The end of the item that is open, if one is."""
