@@ -41,6 +41,12 @@ WHAT: OptionTable = {
     "max_logprobs": ("--max-logprobs", int, "Log-probabilities per token at most (20)."),
     "allow_priority": ("--allow-priority", bool, "Let requests choose their priority."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
+    "tool_call_parser": (
+        "--tool-call-parser",
+        str,
+        "Format of tool calls, in vLLM's names [default: the template's].",
+    ),
+    "reasoning_parser": ("--reasoning-parser", str, "Format of reasoning, in vLLM's names [default: the template's]."),
     "otlp_traces_endpoint": ("--otlp-traces-endpoint", str, "Where a span per request goes: .../v1/traces (nowhere)."),
     "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
 }
@@ -53,6 +59,8 @@ BODIES = (
     "max_logprobs",
     "allow_priority",
     "trust_request_chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
 )
 """Of these, what is about the bodies of requests, be there a server or not."""
 LIMITS: OptionTable = {

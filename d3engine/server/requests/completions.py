@@ -221,8 +221,9 @@ async def infilled(
     if form is None:
         message = "suffix must be absent, since the model has no fill-in-the-middle tokens."
         raise invalid("suffix", message, "unsupported_parameter")
-    if asked.echo or asked.add_special_tokens is False or not all(isinstance(prompt, str) for prompt in prompts):
-        message = "prompt must be a text, and echo and add_special_tokens absent, where suffix is given."
+    others = asked.echo or asked.add_special_tokens is False or asked.truncate_prompt_tokens is not None
+    if others or not all(isinstance(prompt, str) for prompt in prompts):
+        message = "prompt must be a text, and echo, add_special_tokens and truncate_prompt_tokens absent, with suffix."
         raise invalid("prompt", message)
     suffix, files = asked.suffix or "", [(one.filename, one.text) for one in asked.input_extra or ()]
 
@@ -233,7 +234,12 @@ async def infilled(
 
 
 def _several(asked: CompletionRequest) -> dict[str, Any]:
-    """The parameters that come of several fields."""
+    """The parameters that come of several fields. Raises `RequestError` for fields that contradict each other."""
+    if asked.echo and asked.truncate_prompt_tokens is not None:
+        given = asked.truncate_prompt_tokens
+        raise invalid(
+            "truncate_prompt_tokens", must_be("truncate_prompt_tokens", given, "absent where echo is true") + "."
+        )
     decided: dict[str, Any] = {"logprobs": asked.logprobs}
     if asked.echo and asked.logprobs is not None:
         decided["prompt_logprobs"] = max(asked.logprobs, asked.prompt_logprobs or 0)

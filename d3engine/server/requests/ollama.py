@@ -166,10 +166,7 @@ def _form(given: str | dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _thinking(given: bool | str) -> dict[str, Any]:
-    if "enable_thinking" in ChatRequest.__struct_fields__:
-        return {"reasoning_effort" if isinstance(given, str) else "enable_thinking": given}
-    require(given is False, "think", given, "absent or false, since the model has no such setting")
-    return {}
+    return {"reasoning_effort" if isinstance(given, str) else "enable_thinking": given}
 
 
 def _check_context(served: AppState, given: Any) -> None:

@@ -153,8 +153,11 @@ async def ollama_version(request: Request) -> Response:
 
 async def _capabilities(served: AppState, *, has_template: bool) -> list[str]:
     found = ["completion"]
-    if has_template and (await served.tool_styles.of(None)).shows_tools:
+    style = await served.chat_styles.of(None)
+    if has_template and style.shows_tools:
         found.append("tools")
+    if has_template and style.reasoning is not None:
+        found.append("thinking")
     if served.infill is not None:
         found.append("insert")
     return found

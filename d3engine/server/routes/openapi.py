@@ -47,6 +47,7 @@ from d3engine.server.schemas.messages import (
     MessagesRequest,
     MessageTurn,
     TextBlock,
+    ThinkingBlock,
     TokenCount,
     ToolUseBlock,
 )
@@ -85,6 +86,7 @@ from d3engine.server.schemas.responses import (
     ModelResponse,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     ResponsesRequest,
 )
 from d3engine.server.state import AppState, Health, ModelCard, health, json_response, readiness, served_by
@@ -191,7 +193,9 @@ REFERRED = (
     OllamaTurn,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     TextBlock,
+    ThinkingBlock,
     Tool,
     ToolUseBlock,
     Turn,
