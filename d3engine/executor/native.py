@@ -268,7 +268,7 @@ class NativeExecutor:
             "states": self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy(),
             "ends": ends_of(sequences),
             "draws": draws_of(sequences, multi_step.choice, FormsOfRun({}), self._vocab),
-            "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), costs, multi_step.draft_model),
+            "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), costs, multi_step),
             "draft_model": self._draft_model._decoder if has_model and self._draft_model is not None else None,
             "logits": logits,
         }

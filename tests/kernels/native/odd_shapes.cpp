@@ -242,8 +242,11 @@ public:
         }
         const Pool kept = found.pool;
         prompt(decoder, isa);
-        speculate(decoder, isa);
-        speculate_by_text(decoder, draft_model, isa);
+        // The loop of drafts is the same for all kinds of blocks, which are most of the cases, and takes longest.
+        if (!is_in_blocks(embedding.kind) || embedding.kind == D3_Q4_0) {
+            speculate(decoder, isa);
+            speculate_by_text(decoder, draft_model, isa);
+        }
         std::copy(kept.floats.begin(), kept.floats.end(), found.pool.floats.begin());
         std::copy(kept.scales.begin(), kept.scales.end(), found.pool.scales.begin());
         std::copy(kept.bytes.begin(), kept.bytes.end(), found.pool.bytes.begin());
