@@ -272,6 +272,11 @@ class Engine(Chats, EngineProperties):
             nominal, timings = self._in_flight.nominal.mean(), self._in_flight.timings
             return engine_stats(self.scheduler, self.executor, self.settings.block_bytes, nominal, timings)
 
+    @property
+    def lora_adapters(self) -> dict[str, str]:
+        """Name -> path of the adapters that were loaded by name."""
+        return self.adapters.paths
+
     def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the adapter of a directory that PEFT has written; requests may name it from now on. Any thread may.
 

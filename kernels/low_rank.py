@@ -90,7 +90,7 @@ class RowMaps:
 
 def add_maps_(out: Tensor, x: Tensor, maps: RowMaps) -> Tensor:
     """Add to `out` [T, N] what the maps make of `x` [T, K], in place; rows without an adapter stay as they are."""
-    for number in maps.adapters.unique().tolist():
+    for number in sorted(set(maps.adapters.tolist())):
         own = maps.maps[number] if number >= 0 else None
         if own is None:
             continue

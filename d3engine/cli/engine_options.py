@@ -147,9 +147,7 @@ ENGINE: OptionTable = {
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
-UNLISTED = frozenset(
-    {"block_size", "max_num_batched_tokens", "weight_compression", "max_lora_rank", "max_loras", "lora_dtype"}
-)
+UNLISTED = frozenset({"block_size", "max_num_batched_tokens", "weight_compression", "allow_lora_loading"})
 """Options that are taken and not listed: helps have room for fifty, and few ever change these."""
 
 PANELS = panels_of(EngineConfig) | {"admission": "Advanced", "threads": "Engine"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -72,17 +73,17 @@ class AdapterStore:
         self._passing: set[str] = set()  # those that a request has brought
 
     @property
-    def names(self) -> list[str]:
-        """Those that were loaded by name, and not by a request."""
+    def paths(self) -> dict[str, str]:
+        """Name -> directory of those that were loaded by name, and not by a request."""
         with self._lock:
-            return [name for name in self._by_name if name not in self._passing]
+            return {name: str(one.path) for name, one in self._by_name.items() if name not in self._passing}
 
     @property
     def nbytes(self) -> int:
         with self._lock:
             return sum(adapter.nbytes for adapter in self._by_name.values())
 
-    def load(self, name: str, path: str | Path) -> Adapter:
+    def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
         """Load an adapter to stay until `unload`; raises `InvalidValueError` for a name that is taken."""
         require_name("lora_name", name)
         with self._lock:
@@ -164,7 +165,7 @@ def _read_request(asked: object) -> tuple[str, int | None, str | None]:
         return asked, None, None
     named = asked if isinstance(asked, Mapping) else None
     allowed = "None, the name of an adapter, a path, or LoRARequest(lora_name, lora_int_id, lora_path)"
-    values = []
+    values: list[Any] = []
     for field, otherwise in (("lora_name", None), ("lora_int_id", None), ("lora_path", "")):
         value = named.get(field, otherwise) if named is not None else getattr(asked, field, otherwise)
         values.append(value)

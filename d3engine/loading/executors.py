@@ -66,7 +66,7 @@ def adapter_store(settings: EngineSettings, device: torch.device | None = None) 
         most=settings.max_loras,
         absent=absent,
     )
-    for name, path in (settings.lora_modules or {}).items():
+    for name, path in dict(settings.lora_modules or {}).items():
         store.load(name, path)
     return store
 
