@@ -17,10 +17,10 @@ from d3engine import (
     Engine,
     InvalidValueError,
     LoRARequest,
+    Lossless,
     PromptLookup,
     RequestOutput,
     SamplingParams,
-    SelfSpeculative,
     Speculative,
 )
 
@@ -108,6 +108,24 @@ def test_streams_and_long_runs_equal_whole_answers(native: Engine, alone: list[R
         assert_equal([last], [expected])
 
 
+def test_graphs_serve_any_adapters(
+    adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.executor.cuda_graph import GraphExecutor
+    from d3engine.loading import resolve
+
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
+    with engine_of(adapted) as engine:
+        assert isinstance(engine.executor, GraphExecutor)
+        found = together(engine, GREEDY)
+        captured = engine.stats().graphs_captured
+        # Other adapters with maps for the same matrices, on the same rows: the graphs that are there serve them.
+        names = ["some" if name == "patterns" else "all" if name == "some" else name for _, name in MIX]
+        engine.generate([prompt for prompt, _ in MIX], GREEDY, use_tqdm=False, lora_request=names)
+        assert engine.stats().graphs_captured == captured
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in alone]
+
+
 def test_prompt_blocks_are_shared_within_an_adapter_alone(native: Engine) -> None:
     native.reset_prefix_cache()
     prompt = random_prompts([40], seed=9)[0]
@@ -125,7 +143,7 @@ def test_drafts_change_no_token_of_an_adapted_answer(
     depth = {
         "second model": lambda: Speculative(str(save_tiny_llama(tmp_path, num_hidden_layers=1).directory)),
         "lookup": lambda: PromptLookup(draft_length=3),
-        "own layers": lambda: SelfSpeculative(skip=(1,)),
+        "own layers": lambda: Lossless(D3(0.8, 0.4), 3),
     }[kind]()
     with engine_of(adapted, depth=depth) as engine:
         assert_equal(together(engine), alone)
