@@ -7,7 +7,7 @@ for depends on the answer, and when the weights are there, which the native libr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial, reduce
 
 import torch
@@ -66,7 +66,9 @@ def adapter_store(settings: EngineSettings, device: torch.device | None = None) 
         most=settings.max_loras,
         absent=absent,
     )
-    for name, path in dict(settings.lora_modules or {}).items():
+    modules = settings.lora_modules or {}
+    assert isinstance(modules, Mapping), "its check keeps a mapping"
+    for name, path in modules.items():
         store.load(name, path)
     return store
 

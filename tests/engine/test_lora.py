@@ -8,14 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft_adapters import ADAPTERS, Adapted, save_adapter, save_all
-from tiny_models import random_prompts, save_tiny_llama
+from tiny_models import TINY, random_prompts, save_random, save_tiny_llama
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from d3engine import (
     D3,
     AsyncEngine,
+    EarlyExit,
     Engine,
     InvalidValueError,
+    LayerTable,
     LoRARequest,
     Lossless,
     PromptLookup,
@@ -23,6 +37,7 @@ from d3engine import (
     SamplingParams,
     Speculative,
 )
+from d3engine.depth import DepthPolicy
 
 NAMES = [None, *ADAPTERS]
 TOKENS = 20
@@ -150,8 +165,71 @@ def test_drafts_change_no_token_of_an_adapted_answer(
         assert engine.stats().drafted_tokens > 0
 
 
-def test_adapters_follow_any_depth(adapted: Adapted, native_library: None) -> None:
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, depth=D3(0.8, 0.4))
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Mistral with a window": (MistralConfig, {"sliding_window": 12}),
+    "Qwen2": (Qwen2Config, {}),
+    "Qwen3": (Qwen3Config, {}),
+    "Phi-3, whose matrices are fused": (Phi3Config, {"pad_token_id": None}),
+    "Granite": (GraniteConfig, {"residual_multiplier": 0.22, "attention_multiplier": 0.11, "logits_scaling": 5.0}),
+    "Gemma 2": (Gemma2Config, {"sliding_window": 12, "query_pre_attn_scalar": 16}),
+    "OLMo 2": (Olmo2Config, {"pad_token_id": None}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_other_families_answer_as_pefts_merged_models(
+    family: str, tmp_path: Path, native_library: None
+) -> None:
+    kind, changes = FAMILIES[family]
+    own = {} if kind in (Qwen3Config, Gemma2Config) else {"head_dim": None}
+    torch.manual_seed(0)
+    config = kind(
+        **{name: value for name, value in (TINY | own | changes).items() if value is not None or name in changes}
+    )
+    save_random(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    made = save_adapter(tmp_path / "model", tmp_path / "own", 1, r=4, lora_alpha=8, target_modules="all-linear")
+    adapted = Adapted(tmp_path / "model", {"own": tmp_path / "own"}, {"own": made.merge_and_unload()})
+    prompts = PROMPTS[:2]
+    expected = [adapted.answer("own", prompt, TOKENS) for prompt in prompts]
+    for backend in ("native", "torch"):
+        with engine_of(adapted, backend=backend) as engine:
+            with_it = engine.generate(prompts, GREEDY, use_tqdm=False, lora_request="own")
+            without = engine.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in with_it] == expected
+        assert [output.outputs[0].token_ids for output in without] != expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": "fp8"},
+        {"weight_dtype": "bfloat16"},
+        {"weight_dtype": "bfloat16", "weight_compression": "bf12"},
+    ],
+    ids=["8-bit cache", "16 bits", "12 bits"],
+)
+def test_adapters_stand_beside_any_weights_and_cache(
+    adapted: Adapted, native_library: None, changes: dict[str, Any]
+) -> None:
+    with engine_of(adapted, **changes) as engine:
+        alone = [engine.generate([prompt], REPORTING, use_tqdm=False, lora_request=name)[0] for prompt, name in MIX]
+        engine.reset_prefix_cache()
+        assert_equal(together(engine), alone)
+        assert len({tuple(output.outputs[0].token_ids) for output in alone}) == len(MIX)
+
+
+@pytest.mark.parametrize(
+    "depth",
+    [
+        D3(0.8, 0.4),
+        D3(0.8, 0.4, on_skip="copy"),
+        LayerTable([[0, 1, 2], [0, 2], [0, 1, 2]], on_skip="project"),
+        EarlyExit(0.5),
+    ],
+    ids=["D3", "copied entries", "projected entries", "early exit"],
+)
+def test_adapters_follow_any_depth(adapted: Adapted, native_library: None, depth: DepthPolicy) -> None:
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, depth=depth)
     answers = []
     for backend in ("native", "torch"):
         with engine_of(adapted, backend=backend) as engine:
@@ -229,6 +307,9 @@ def test_async_engine_loads_and_unloads_under_load(
                 await answer(engine, prompt, "patterns")
             await asyncio.gather(*others)
             await engine.unload_lora_adapter("patterns")
+            brought = LoRARequest("brought", 7, str(adapted.paths["patterns"]))
+            *_, last = [output async for output in engine.generate(PROMPTS[0], GREEDY, lora_request=brought)]
+            assert last.outputs[0].token_ids == expected[len(PROMPTS[0]), "patterns"]
             with pytest.raises(InvalidValueError, match="lora_request must be"):
                 await answer(engine, PROMPTS[0], "patterns")
 
