@@ -20,6 +20,9 @@ from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, 
 
 BLOCK_ROWS = 16
 """Rows of a program: what tensor cores take at least."""
+BLOCK_COLUMNS, MOST_SPLITS = 64, 16
+"""Columns of a round, and programs that share those of a row: one for each eight rounds. The ranks are few outputs, and
+one program alone would take long over the columns."""
 
 _PADDED_TO: tl.constexpr = tl.constexpr(PADDED_TO)
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -33,7 +36,8 @@ def maps_launches(x: Tensor, maps: RowMaps, target: Tensor, num_rows: Tensor | N
     rows, columns = x.shape
     adapters, table = maps.tensors
     ranks = max(16, triton.next_power_of_2(maps.most))
-    inner = torch.empty(rows, len(maps.stops), ranks, dtype=torch.float32, device=x.device)
+    splits = min(MOST_SPLITS, triton.cdiv(columns, 8 * BLOCK_COLUMNS))
+    inner = torch.empty(splits, rows, len(maps.stops), ranks, dtype=torch.float32, device=x.device)
     common = {
         "adapters_ptr": adapters,
         "table_ptr": table,
@@ -43,11 +47,12 @@ def maps_launches(x: Tensor, maps: RowMaps, target: Tensor, num_rows: Tensor | N
         "total_rows": rows,
         "PARTS": len(maps.stops),
         "RANKS": ranks,
+        "SPLITS": splits,
         "BLOCK_T": BLOCK_ROWS,
     }
     row_tiles = triton.cdiv(rows, BLOCK_ROWS)
-    first, second, *_ = (*maps.stops, 0, 0)
-    down = {**common, "x_ptr": x, "x_stride": x.stride(0), "K": columns, "BLOCK_K": 64}
+    first, second, *_ = (*maps.stops, maps.stops[-1], maps.stops[-1])
+    down = {**common, "x_ptr": x, "x_stride": x.stride(0), "K": columns, "BLOCK_K": BLOCK_COLUMNS}
     up = {
         **common,
         "like_ptr": x,
@@ -59,8 +64,9 @@ def maps_launches(x: Tensor, maps: RowMaps, target: Tensor, num_rows: Tensor | N
         "BLOCK_N": 64,
     }
     return [
-        Launch(_down_kernel, (row_tiles, len(maps.stops)), down),
-        Launch(_up_kernel, (row_tiles, triton.cdiv(maps.stops[-1], 64)), up),
+        Launch(_down_kernel, (row_tiles, len(maps.stops), splits), down),
+        # Left alone, ptxas saves registers on Blackwell, and spills.
+        Launch(_up_kernel, (row_tiles, triton.cdiv(maps.stops[-1], 64)), up, options={"maxnreg": 128}),
     ]
 
 
@@ -97,6 +103,7 @@ def _down_kernel(
     K: tl.constexpr,
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -107,7 +114,8 @@ def _down_kernel(
     if first >= count:
         return
     STRIDE: tl.constexpr = ((K + _PADDED_TO - 1) // _PADDED_TO + 1) * _PADDED_TO
-    part = tl.program_id(1)
+    SPLIT_K: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    part, split = tl.program_id(1), tl.program_id(2)
     rows = first + tl.arange(0, BLOCK_T)
     ranks = tl.arange(0, RANKS)
     left = tl.load(adapters_ptr + rows, mask=rows < count, other=-1)
@@ -119,8 +127,8 @@ def _down_kernel(
         down = tl.load(entry).to(tl.pointer_type(x_ptr.dtype.element_ty))
         rank = tl.load(entry + 2)
         sums = tl.zeros((BLOCK_T, RANKS), tl.float32)
-        for column in range(0, K, BLOCK_K):
-            columns = column + tl.arange(0, BLOCK_K)
+        for column in range(0, SPLIT_K, BLOCK_K):
+            columns = split * SPLIT_K + column + tl.arange(0, BLOCK_K)
             inside = columns < K
             x = tl.load(
                 x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :],
@@ -138,7 +146,7 @@ def _down_kernel(
         found = tl.where(own[:, None], sums, found)
         left = tl.where(own, -1, left)
         number = tl.max(left, 0)
-    places = (rows.to(tl.int64) * PARTS + part)[:, None] * RANKS + ranks[None, :]
+    places = ((split * total_rows + rows).to(tl.int64) * PARTS + part)[:, None] * RANKS + ranks[None, :]
     tl.store(inner_ptr + places, found, mask=(rows < count)[:, None])
 
 
@@ -158,6 +166,7 @@ def _up_kernel(
     N: tl.constexpr,
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -177,26 +186,13 @@ def _up_kernel(
     while number >= 0:
         own = left == number
         sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        for part in tl.static_range(PARTS):
-            BEGIN: tl.constexpr = 0 if part == 0 else FIRST if part == 1 else SECOND
-            END: tl.constexpr = N if part == PARTS - 1 else FIRST if part == 0 else SECOND
-            STRIDE: tl.constexpr = ((END - BEGIN + _PADDED_TO - 1) // _PADDED_TO + 1) * _PADDED_TO
-            entry = table_ptr + number.to(tl.int64) * table_stride + part * 3
-            rank = tl.load(entry + 2)
-            if (rank > 0) & (tl.program_id(1) * BLOCK_N < END) & (tl.program_id(1) * BLOCK_N + BLOCK_N > BEGIN):
-                up = tl.load(entry + 1).to(tl.pointer_type(like_ptr.dtype.element_ty))
-                inside = (outputs >= BEGIN) & (outputs < END)
-                weights = tl.load(
-                    up + ranks.to(tl.int64)[:, None] * STRIDE + (outputs - BEGIN)[None, :],
-                    mask=(ranks < rank)[:, None] & inside[None, :],
-                    other=0.0,
-                )
-                inner = tl.load(
-                    inner_ptr + (rows.to(tl.int64) * PARTS + part)[:, None] * RANKS + ranks[None, :],
-                    mask=own[:, None],
-                    other=0.0,
-                )
-                sums = tl.dot(inner, weights.to(tl.float32), sums, input_precision="ieee")
+        entry = table_ptr + number.to(tl.int64) * table_stride
+        given = (entry, inner_ptr, like_ptr, total_rows, rows, own, ranks, outputs)
+        sums = _part_sums(sums, given, 0, 0, FIRST, PARTS, RANKS, SPLITS, BLOCK_N)
+        if PARTS > 1:
+            sums = _part_sums(sums, given, 1, FIRST, SECOND, PARTS, RANKS, SPLITS, BLOCK_N)
+        if PARTS > 2:
+            sums = _part_sums(sums, given, 2, SECOND, N, PARTS, RANKS, SPLITS, BLOCK_N)
         found = tl.where(own[:, None], sums, found)
         left = tl.where(own, -1, left)
         number = tl.max(left, 0)
@@ -204,3 +200,37 @@ def _up_kernel(
     mask = (adapters >= 0)[:, None] & (outputs < N)[None, :]
     found += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     tl.store(pointers, found.to(target_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _part_sums(
+    sums,
+    given,
+    PART: tl.constexpr,
+    BEGIN: tl.constexpr,  # its outputs
+    END: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`sums` [rows, outputs] and what the map of one part adds to the rows of one adapter."""
+    STRIDE: tl.constexpr = ((END - BEGIN + _PADDED_TO - 1) // _PADDED_TO + 1) * _PADDED_TO
+    PARTS_OF_ROW: tl.constexpr = PARTS * RANKS
+    entry, inner_ptr, like_ptr, total_rows, rows, own, ranks, outputs = given
+    rank = tl.load(entry + PART * 3 + 2)
+    first = tl.program_id(1) * BLOCK_N
+    if (rank > 0) & (first < END) & (first + BLOCK_N > BEGIN):
+        up = tl.load(entry + PART * 3 + 1).to(tl.pointer_type(like_ptr.dtype.element_ty))
+        inside = (outputs >= BEGIN) & (outputs < END)
+        weights = tl.load(
+            up + ranks.to(tl.int64)[:, None] * STRIDE + (outputs - BEGIN)[None, :],
+            mask=(ranks < rank)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        inner = tl.zeros((rows.shape[0], RANKS), tl.float32)
+        for split in tl.static_range(SPLITS):
+            places = (split * total_rows + rows).to(tl.int64)[:, None] * PARTS_OF_ROW + (PART * RANKS + ranks)[None, :]
+            inner += tl.load(inner_ptr + places, mask=own[:, None], other=0.0)
+        sums = tl.dot(inner, weights.to(tl.float32), sums, input_precision="ieee")
+    return sums

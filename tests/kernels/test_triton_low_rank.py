@@ -12,6 +12,7 @@ import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
 from d3engine.kernels.low_rank import LowRankMap, RowMaps
 from d3engine.kernels.triton import batch_invariant
+from d3engine.kernels.triton.low_rank import maps_launches
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
 
@@ -98,6 +99,23 @@ def test_rows_gain_what_their_own_adapter_makes_of_them(
         assert torch.equal(found[none], without[none])
         if rows > 1:
             assert not torch.equal(found[~none], without[~none])
+
+
+def test_columns_are_shared_by_several_programs(device: torch.device) -> None:
+    columns, generator = 1100, torch.Generator().manual_seed(0)
+    x, down, up = (torch.randn(*sizes, generator=generator) for sizes in ((3, columns), (5, columns), (5, 70)))
+    one = LowRankMap(down, up).to(torch.float32, device)
+    table = torch.tensor([[[one.down.data_ptr(), one.up.data_ptr(), 5]]], device=device)
+    adapters = torch.tensor([0, -1, 0], dtype=torch.int32, device=device)
+    target = torch.zeros(3, 70, device=device)
+    maps = RowMaps(adapters, [(one,)], (70,), table, 8)
+    first, second = maps_launches(x.to(device), maps, target, None)
+    assert first.grid == (1, 1, 3)
+    first.run()
+    second.run()
+    expected = x.double() @ down.double().t() @ up.double()
+    expected[1] = 0
+    assert float((target.cpu().double() - expected).norm() / expected.norm()) < 2e-6
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
