@@ -26,17 +26,18 @@ class LoRARequest:
 
     Args:
         lora_name: its name; requests of one name run with one adapter.
-        lora_int_id: a number of at least 1 that no other name has.
+        lora_int_id: a number of at least 1 that no other name has; None: none.
         lora_path: the directory that PEFT has written; "" for an adapter that is loaded already.
     """
 
     lora_name: str
-    lora_int_id: int = 1
+    lora_int_id: int | None = None
     lora_path: str = ""
 
     def __post_init__(self) -> None:
         require_name("lora_name", self.lora_name)
-        require_integer("lora_int_id", self.lora_int_id, 1)
+        if self.lora_int_id is not None:
+            require_integer("lora_int_id", self.lora_int_id, 1)
         require(isinstance(self.lora_path, str), "lora_path", self.lora_path, "a directory")
 
 
@@ -88,11 +89,11 @@ class AdapterStore:
         require_name("lora_name", name)
         with self._lock:
             known = self._by_name.get(name)
-            if known is not None and name in self._passing and known.path == Path(path):
+            if known is not None and name in self._passing and known.path == _absolute(path):
                 self._passing.discard(name)
                 return known
             require(known is None, "lora_name", name, "the name of no adapter that is loaded (unload it first)")
-            return self._load(name, Path(path))
+            return self._load(name, _absolute(path))
 
     def unload(self, name: str) -> None:
         """Forget an adapter; requests that have begun keep it. Raises `InvalidValueError` for an unknown name."""
@@ -116,10 +117,10 @@ class AdapterStore:
                 allowed = f"the name of a loaded adapter ({self._shown()}), or one with its lora_path"
                 require(bool(path), "lora_request", name, allowed)
                 assert path is not None
-                adapter = self._load(name, Path(path))
+                adapter = self._load(name, _absolute(path))
                 self._passing.add(name)
             elif path:
-                is_same = adapter.path == Path(path)
+                is_same = adapter.path == _absolute(path)
                 require(is_same, "lora_path", path, f"{str(adapter.path)!r}, from which {name!r} is loaded")
             if number is not None:
                 self._check_number(name, number)
@@ -156,6 +157,12 @@ class AdapterStore:
     def _shown(self) -> str:
         names = [name for name in self._by_name if name not in self._passing]
         return ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "") if names else "there is none"
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    is_path = isinstance(path, str | os.PathLike) and os.fspath(path) != "" and "\0" not in os.fspath(path)
+    require(is_path, "lora_path", path, "a directory")
+    return Path(os.path.abspath(path))
 
 
 def _read_request(asked: object) -> tuple[str, int | None, str | None]:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.async_engine.client import EngineClient, Heartbeat
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import require
 from d3engine.loading.depth import Certification
 from d3engine.request.params import SamplingParams
@@ -101,6 +101,8 @@ class ModelIds:
         """The entry of one id; raises `RequestError` for one that is not served."""
         self.check(name)
         policy = self.aliases.get(name, self._own)
+        # What was measured is the model alone: an adapter is certified for full depth, which needs no measurement.
+        is_measured = self.adapter(name) is None or isinstance(policy, FullDepth)
         return {
             "id": name,
             "object": "model",
@@ -112,8 +114,8 @@ class ModelIds:
             "d3ext": {
                 "num_layers": self._num_layers,
                 "depth": policy.describe(),
-                "calibrated": self._certification.is_calibrated(policy),
-                "certified": self._certification.covers(policy),
+                "calibrated": is_measured and self._certification.is_calibrated(policy),
+                "certified": is_measured and self._certification.covers(policy),
             },
         }
 

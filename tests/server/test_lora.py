@@ -83,6 +83,7 @@ def test_an_adapter_is_an_id_of_the_model(http: httpx.Client, own: Engine) -> No
     assert list(cards) == ["demo", "first"]
     assert (cards["first"]["parent"], cards["first"]["root"]) == ("demo", "demo")
     assert http.get("/v1/models/first").json() == cards["first"]
+    assert [card["d3ext"]["certified"] for card in cards.values()] == [True, False]
     assert text_of(http, "first") == expected(own, "first") != expected(own, None) == text_of(http, "demo")
 
 
@@ -117,6 +118,8 @@ def test_adapters_are_loaded_and_unloaded(http: httpx.Client, own: Engine, paths
         ({"lora_name": "new", "lora_path": "/nowhere"}, "lora_path"),
         ({"lora_name": "a\nb", "lora_path": "/nowhere"}, "lora_name"),
         ({"lora_name": "new"}, "lora_path"),
+        ({"lora_name": "new", "lora_path": ""}, "lora_path"),
+        ({"lora_name": "new", "lora_path": "a\0b"}, "lora_path"),
         ({"lora_name": 5, "lora_path": "/nowhere"}, "lora_name"),
     ],
 )
