@@ -374,7 +374,7 @@ def _stored(checkpoint: Checkpoint, module: str) -> torch.dtype:
 _MOST_CHARACTERS = 2000
 _QUANTIFIED_GROUP = re.compile(r"\)(?:[*+]|\{)")
 """What lets the time that an expression takes grow exponentially."""
-_MOST_REPEATS = 12
+_MOST_REPEATS = 6
 _SECONDS = 5.0
 
 
@@ -459,7 +459,7 @@ class _Targets:
 
     def _expression(self, field: str, pattern: str, module: str) -> re.Match[str] | None:
         """Whether the whole name of a module matches; expressions come from a file that may be hostile."""
-        repeats = len(re.findall(r"[*+?{]", pattern))
+        repeats = len(re.findall(r"[*+?{]+", pattern.replace("(?", "(")))
         is_simple = repeats <= _MOST_REPEATS and not _QUANTIFIED_GROUP.search(pattern)
         if len(pattern) > _MOST_CHARACTERS or not is_simple or time.monotonic() > self._until:
             self._fields.refuse(field, "a simple expression: no repeated groups, and few repetitions")

@@ -156,7 +156,7 @@ def test_drafts_change_no_token_of_an_adapted_answer(
     adapted: Adapted, alone: list[RequestOutput], tmp_path: Path, kind: str
 ) -> None:
     depth = {
-        "second model": lambda: Speculative(str(save_tiny_llama(tmp_path, num_hidden_layers=1).directory)),
+        "second model": lambda: Speculative(str(save_tiny_llama(tmp_path, num_hidden_layers=1).directory), 3),
         "lookup": lambda: PromptLookup(draft_length=3),
         "own layers": lambda: Lossless(D3(0.8, 0.4), 3),
     }[kind]()

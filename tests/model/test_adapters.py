@@ -91,6 +91,7 @@ REFUSED_FIELDS = [
     ({"target_modules": "(unclosed"}, "target_modules must be a regular expression"),
     ({"target_modules": r"(a*)*b"}, "target_modules must be a simple expression"),
     ({"target_modules": "a?" * 2000}, "target_modules must be a simple expression"),
+    ({"target_modules": ".*" * 9 + "x"}, "target_modules must be a simple expression"),
     ({"layers_pattern": "blocks"}, "layers_pattern must be"),
     ({"layers_to_transform": "all"}, "layers_to_transform must be"),
 ]
@@ -158,6 +159,15 @@ def test_values_that_16_bits_cannot_hold_are_refused(adapter: Path) -> None:
     assert read(adapter).rank == 4
     with pytest.raises(ModelFormatError, match=r"has values that .*float16 cannot hold"):
         read(adapter, dtype=torch.float16)
+
+
+def test_expressions_of_trainers_are_taken(adapter: Path) -> None:
+    parts = r"(?:self_attn|attention|mlp|ffn)", r"(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+    vision = r"(?:.*?(?:vision|language).*?" + parts[0] + r".*?" + parts[1] + r".*?)"
+    change_fields(
+        adapter, target_modules=vision + r"|(?:\bmodel\.layers\.[\d]{1,}\." + parts[0] + r"\." + parts[1] + ")"
+    )
+    assert read(adapter).rank == 4
 
 
 def test_layers_to_transform_and_excluded_modules_are_followed(adapter: Path) -> None:
