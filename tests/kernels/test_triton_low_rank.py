@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft_adapters import save_all
+from tiny_models import random_prompts
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
+from d3engine import Engine, SamplingParams
 from d3engine.kernels import reference
 from d3engine.kernels.low_rank import LowRankMap, RowMaps
 from d3engine.kernels.triton import batch_invariant
@@ -141,3 +145,15 @@ def test_rows_beyond_those_that_live_are_left(operation: str, device: torch.devi
         torch.testing.assert_close(one[:3], other[:3])
     if operation == "linear_residual":
         assert torch.equal(found[0][3:], given["residual"][3:])
+
+
+def test_engine_on_these_kernels_answers_as_pefts_merged_models(tmp_path: Path, device: torch.device) -> None:
+    adapted, prompt = save_all(tmp_path), random_prompts([5])[0]
+    names: list[str | None] = [None, "all", "some"]
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 2**20, "max_model_len": 16, "max_num_seqs": 4}
+    options |= {"dtype": "float32", "backend": "triton", "lora_modules": adapted.paths, "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with Engine(adapted.model, device=device, **options) as engine:
+        found = engine.generate([prompt] * 3, params, use_tqdm=False, lora_request=names)
+        assert engine.stats().backend == "triton"
+    assert [one.outputs[0].token_ids for one in found] == [adapted.answer(name, prompt, 2) for name in names]
