@@ -50,6 +50,19 @@ StreamInterval: TypeAlias = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+LoRAModules: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora-modules",
+        help="A LoRA adapter to serve, NAME=PATH; repeatable.",
+        show_default=False,
+        rich_help_panel="Model and depth",
+    ),
+]
+MaxLoRARank: TypeAlias = Annotated[
+    int,
+    typer.Option("--max-lora-rank", help="Maximum rank of an adapter (16).", show_default=False, hidden=True),
+]
 
 LOOPS_CORE = 1
 """Cores that computing leaves to the event loop, as far as there are more."""
@@ -68,6 +81,8 @@ def serve(
     model: Model = "demo",
     engine_process: EngineProcess = None,
     stream_interval: StreamInterval = 1,
+    lora_modules: LoRAModules = None,
+    max_lora_rank: MaxLoRARank = 16,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it.
 
@@ -87,6 +102,7 @@ def serve(
         from d3engine.async_engine.async_engine import AsyncEngine
 
         arguments = engine_arguments(model, engine_options, LOOPS_CORE)
+        arguments |= {"lora_modules": lora_modules or None, "max_lora_rank": max_lora_rank}
         transport = {None: "auto", True: "process", False: "thread"}[engine_process]
         engine = AsyncEngine(model, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
         if depth == "auto":
@@ -132,7 +148,7 @@ def _introduce(
 
     guards = settings.guards
     address = address_of(guards.host, bound.getsockname()[1])
-    ids = ", ".join([*settings.model_names, *settings.depth_aliases])
+    ids = ", ".join([*settings.model_names, *settings.depth_aliases, *engine.lora_adapters])
     dtype = str(engine.dtype).removeprefix("torch.")
     held = stats.kv_blocks_total // engine.config.num_layers * engine.settings.block_size
     who = "this machine" if guards.is_local else "everybody who reaches the port"

@@ -31,9 +31,11 @@ from d3engine.server.routes.api import (
     create_response,
     detokenize,
     list_models,
+    load_lora_adapter,
     show_model,
     tokenize,
     tokenizer_info,
+    unload_lora_adapter,
 )
 from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
 from d3engine.server.settings import ServerSettings
@@ -48,6 +50,8 @@ ROUTES = (
     Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{name:path}", show_model, methods=["GET"]),
+    Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),

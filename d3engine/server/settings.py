@@ -30,6 +30,7 @@ class ServerSettings:
         max_prompts: of one request.
         max_logprobs: of one token, at most, that a request may ask for.
         allow_priority: let requests choose theirs.
+        allow_lora_loading: let requests load and unload LoRA adapters, which they name by paths of this machine.
         trust_request_chat_template: let a request bring a chat template of its own.
         sse_keep_alive_seconds: a silent stream says this often that it is alive; 0: never.
         otlp_traces_endpoint: where spans of requests go, as OTLP over HTTP (extra `otel`); None: there are none.
@@ -44,6 +45,7 @@ class ServerSettings:
     max_prompts: int = 256
     max_logprobs: int = 20
     allow_priority: bool = False
+    allow_lora_loading: bool = False
     trust_request_chat_template: bool = False
     sse_keep_alive_seconds: float = 15.0
     otlp_traces_endpoint: str | None = None

@@ -177,13 +177,13 @@ async def job_of(
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
         limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
         try:
-            prepared = await prepare_all(request, [prompt], params, **limits)
+            prepared = await prepare_all(request, [prompt], params, model=model, **limits)
         except InvalidValueError as error:
             if error.field != "grammar" or calling is None or calling.best_effort is None:
                 raise
             ignored = (*ignored, "tools.parameters")
             params = replace(params, structured_outputs=calling.best_effort)
-            prepared = await prepare_all(request, [prompt], params, **limits)
+            prepared = await prepare_all(request, [prompt], params, model=model, **limits)
     trace = trace_of(request.scope)
     job = RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
     return job, served.ignored.header(ignored, headers)

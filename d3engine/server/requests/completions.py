@@ -77,6 +77,7 @@ async def prepare_all(
     *,
     priority: int | None,
     max_tokens: int | None,
+    model: str,
 ) -> list[EngineRequest]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 
@@ -84,12 +85,13 @@ async def prepare_all(
     refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
     served, found = served_by(request), list[EngineRequest]()
+    adapter = served.models.adapter(model)
     flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
     try:
         for prompt in prompts:
             if found:
                 await asyncio.sleep(0)  # short ones are read here: others have a turn
-            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens)
+            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens, adapter)
             found.append(replace(prepared, flow=flow))
         return found
     except InvalidValueError as error:
@@ -118,9 +120,10 @@ def _check_room(served: AppState, num_prompts: int, n: int, n_field: str) -> Non
 
 
 async def _prepare(
-    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None
+    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None, adapter: str | None
 ) -> EngineRequest:
-    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority)
+    named_adapter = {} if adapter is None else {"lora_request": adapter}
+    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority, **named_adapter)
     length, most = len(prepared.prompt_token_ids), served.client.max_model_len
     if max_tokens is not None and length + max_tokens > most:
         message = (
@@ -180,7 +183,8 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
     if asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
-        prepared = await prepare_all(request, prompts, params, priority=asked.priority, max_tokens=max_tokens)
+        limits = {"priority": asked.priority, "max_tokens": max_tokens}
+        prepared = await prepare_all(request, prompts, params, model=model, **limits)
     trace = trace_of(request.scope)
     return RequestContext(served, asked, model, prepared, depth, id_prefix="cmpl-", trace=trace), headers
 
