@@ -78,6 +78,13 @@ def gumbel(seeds: Tensor, indices: Tensor, steps: Tensor, num_tokens: int, first
     return -torch.log(-torch.log(uniform))
 
 
+def uniform(seeds: Tensor, indices: Tensor, steps: Tensor) -> Tensor:
+    """One number in [0, 1) for each row, float32 [rows], that no noise of `gumbel` is made of."""
+    zeros = torch.zeros_like(steps)
+    words = philox((seeds & _LOW, (seeds >> 32) & _LOW), (zeros, steps, indices, zeros + 1))
+    return (words[0] >> 8).float() * 2.0**-24
+
+
 def rms_norm(
     hidden: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_rows: Tensor | None = None
 ) -> Tensor:

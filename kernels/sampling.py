@@ -76,3 +76,40 @@ def cut_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     beyond = (before >= top_p) & (ranks > 0) & (top_p < 1)  # the likeliest always stays
     ordered.masked_fill_(beyond, -torch.inf)
     return torch.empty_like(scores).scatter_(1, tokens, ordered)
+
+
+def cut_top_n_sigma_(scores: Tensor, most: Tensor) -> Tensor:
+    """Set to -inf, in place, what is more than `most` [T] standard deviations below the highest of its row.
+
+    What is -inf already counts for neither mean nor deviation; `most` 0 keeps all. Returns `scores`.
+    """
+    known = scores.isfinite()
+    count = known.sum(dim=-1, keepdim=True)
+    mean = scores.where(known, 0).sum(dim=-1, keepdim=True) / count
+    deviation = ((scores - mean).where(known, 0).square().sum(dim=-1, keepdim=True) / count).sqrt()
+    floor = scores.max(dim=-1, keepdim=True).values - most.unsqueeze(1) * deviation
+    return scores.masked_fill_((scores < floor) & (most.unsqueeze(1) > 0), -torch.inf)
+
+
+def cut_typical_(scores: Tensor, typical_p: Tensor) -> Tensor:
+    """Set to -inf, in place, what is beyond the smallest set of tokens, those of the most typical surprise first, that
+    reaches the probability `typical_p` [T]; 1 keeps all. Returns `scores` (Meister et al. 2022)."""
+    logprobs = scores.log_softmax(dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs).nansum(dim=-1, keepdim=True)
+    distance = (-logprobs - entropy).abs()
+    ordered, tokens = distance.sort(dim=-1, stable=True)
+    reached = probabilities.gather(1, tokens).cumsum(dim=-1) < typical_p.unsqueeze(1)
+    last = reached.sum(dim=-1, keepdim=True).clamp_(max=scores.shape[1] - 1)
+    beyond = distance > ordered.gather(1, last)
+    return scores.masked_fill_(beyond & (typical_p.unsqueeze(1) < 1), -torch.inf)
+
+
+def cut_top_choices_(scores: Tensor, threshold: Tensor, happens: Tensor) -> Tensor:
+    """Set to -inf, in place, all but the least likely of the tokens whose probability reaches `threshold` [T], in rows
+    where it `happens` (bool [T]). Returns `scores`."""
+    above = scores.softmax(dim=-1) >= threshold.unsqueeze(1)
+    backwards = scores.masked_fill(~above, torch.inf).flip(-1)  # of equal scores the higher token is the less likely
+    least = scores.shape[1] - 1 - backwards.argmin(dim=-1, keepdim=True)
+    kept = torch.zeros_like(above).scatter_(1, least, value=True)
+    return scores.masked_fill_(above & ~kept & happens.unsqueeze(1), -torch.inf)

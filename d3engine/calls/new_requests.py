@@ -110,7 +110,7 @@ class NewRequests:
         require(is_name, "request_id", request_id, "a non-empty string")
         require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
         PRIORITIES.check("priority", priority)
-        text, token_ids = self._prompts.read(prompt)
+        text, token_ids = self._prompts.read(prompt, params)
         self._prompts.check_params(params)
         schedule, draft_rule = self._fit(params.depth or self._depth)
         adapter = None

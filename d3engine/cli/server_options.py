@@ -42,6 +42,12 @@ WHAT: OptionTable = {
     "allow_priority": ("--allow-priority", bool, "Let requests choose their priority."),
     "allow_lora_loading": ("--allow-lora-loading", bool, "Let requests load LoRA adapters by path."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
+    "tool_call_parser": (
+        "--tool-call-parser",
+        str,
+        "Format of tool calls, in vLLM's names [default: the template's].",
+    ),
+    "reasoning_parser": ("--reasoning-parser", str, "Format of reasoning, in vLLM's names [default: the template's]."),
     "otlp_traces_endpoint": ("--otlp-traces-endpoint", str, "Where a span per request goes: .../v1/traces (nowhere)."),
     "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
 }
@@ -54,6 +60,8 @@ BODIES = (
     "max_logprobs",
     "allow_priority",
     "trust_request_chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
 )
 """Of these, what is about the bodies of requests, be there a server or not."""
 LIMITS: OptionTable = {

@@ -7,10 +7,11 @@ it is written down, with an error that names the field, the value and what is al
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Never, TypeVar
+from inspect import Parameter, signature
+from typing import Any, Never, TypeAlias, TypeVar
 
 from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 from d3engine.depth import DepthPolicy
@@ -54,6 +55,11 @@ class StructuredOutputsParams:
         whitespace_pattern: of JSON: what may stand between two of its parts; None: nothing, a space, or a line break
             with an indentation, so that no answer can go on with spaces for ever.
         disable_any_whitespace: of JSON: nothing may.
+        reasoning: two texts that reasoning stands between, after which the form begins; the first is "" where the
+            prompt has begun it. Without reasoning the form begins at once, if the first text is given.
+        openings: of a grammar: texts until one of which it allows any text, except in an answer that begins with a
+            bracket or a fence; until then tokens are chosen without a look at the grammar. None: there are none.
+        reasoning_tokens: of that reasoning at most; then its end is written for the model. None: any number.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
@@ -66,6 +72,9 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    reasoning: Sequence[str] | None = None
+    openings: Sequence[str] | None = None
+    reasoning_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -84,6 +93,14 @@ class StructuredOutputsParams:
         is_json = self.form in ("json", "json_object")
         for name in ("whitespace_pattern", "disable_any_whitespace"):
             require(is_json or not getattr(self, name), name, getattr(self, name), "absent where the answer is no JSON")
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", _reasoning(self.reasoning))
+        if self.openings is not None:
+            require(self.grammar is not None, "openings", self.openings, "None without a grammar")
+            object.__setattr__(self, "openings", _texts("openings", self.openings))
+        if self.reasoning_tokens is not None:
+            require_integer("reasoning_tokens", self.reasoning_tokens, 1)
+            require(self.reasoning is not None, "reasoning_tokens", self.reasoning_tokens, "None without reasoning")
         both = self.whitespace_pattern is not None and self.disable_any_whitespace
         require(not both, "whitespace_pattern", self.whitespace_pattern, "None where disable_any_whitespace is True")
 
@@ -126,6 +143,22 @@ def _choices(choice: Sequence[str]) -> tuple[str, ...]:
     return tuple(choice)
 
 
+def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    require(is_list and 0 < len(given) <= MAX_CHOICES, name, given, f"a list of 1 to {MAX_CHOICES} texts")
+    for text in given:
+        _require_text(name, text)
+    return tuple(given)
+
+
+def _reasoning(given: Sequence[str]) -> tuple[str, ...]:
+    is_pair = isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) == 2
+    require(is_pair, "reasoning", given, "two texts: what begins reasoning, and what ends it")
+    for text in given if given[0] else given[1:]:
+        _require_text("reasoning", text)
+    return tuple(given)
+
+
 def _require_text(name: str, value: object) -> None:
     fits = isinstance(value, str) and 0 < len(value) <= MAX_CHARACTERS and _is_unicode(value)
     require(fits, name, value, f"text of 1 to {MAX_CHARACTERS} characters")
@@ -143,6 +176,9 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 2**20
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
+MAX_BREAKERS = 64
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's."""
 MAX_TOKENS = 2**24
 MAX_SALT_LENGTH = 128
 MAX_TOP_K = 2**31 - 1
@@ -239,6 +275,30 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would only overflow."""
 
 
+LogitsProcessor: TypeAlias = Callable[..., Any]
+MAX_PROCESSORS = 16
+
+
+def _processors(given: object) -> tuple[LogitsProcessor, ...]:
+    allowed = f"a list of at most {MAX_PROCESSORS} functions of two or three arguments, or None"
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    require(is_list, "logits_processors", given, allowed)
+    assert isinstance(given, Sequence)
+    require(len(given) <= MAX_PROCESSORS, "logits_processors", f"{len(given)} items", allowed)
+    for one in given:
+        require(callable(one) and num_arguments(one) in (2, 3), "logits_processors", one, allowed)
+    return tuple(given)
+
+
+def num_arguments(function: Callable[..., Any]) -> int:
+    """How many arguments a function takes by their places; 0 where that cannot be seen."""
+    try:
+        found = signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    return sum(one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for one in found)
+
+
 class RequestOutputKind(Enum):
     """How much of a request an output holds, and when it comes."""
 
@@ -265,6 +325,15 @@ class SamplingParams:
         top_p: Keep the smallest set of likeliest tokens whose probability reaches this.
         top_k: Number of likeliest tokens to keep; 0 and -1 keep all.
         min_p: Drop tokens less likely than this times the likeliest.
+        typical_p: Keep the tokens whose surprise is nearest to the expected one, up to this probability together.
+        top_n_sigma: Keep tokens whose logits are at most this many standard deviations below the highest; 0 keeps all.
+        xtc_probability: How likely a step leaves out all but the least likely of the tokens above `xtc_threshold`.
+        xtc_threshold: Probability from which a token counts as a top choice there; above 0.5 nothing is left out.
+        dry_multiplier: Penalty of a token that would repeat a sequence of `dry_allowed_length` tokens; 0 is none.
+        dry_base: Factor of that penalty for each further token that is repeated.
+        dry_allowed_length: Tokens that may be repeated without a penalty, less one.
+        dry_penalty_last_n: Tokens of prompt and answer that are looked through, from the end; -1: all.
+        dry_sequence_breakers: Texts over which no repetition is followed: a token that ends one of them ends it.
         presence_penalty: Subtracted from the logit of every token already generated.
         frequency_penalty: Subtracted from a token's logit once for each time it was generated.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or the answer.
@@ -275,6 +344,7 @@ class SamplingParams:
         ignore_eos: Go on after an end-of-sequence token.
         include_stop_str_in_output: End the text after the stop string or stop token, not before it.
         skip_special_tokens: Leave special tokens out of the text.
+        truncate_prompt_tokens: Keep the last so many tokens of the prompt; -1: as many as leave room for the answer.
         detokenize: Decode the tokens to text; without, text stays "" and stop strings cannot be used.
         logprobs: Log-probabilities of the chosen token and of this many likeliest ones, of the raw distribution
             (before penalties, temperature and truncation); -1: of the whole vocabulary.
@@ -288,6 +358,9 @@ class SamplingParams:
         depth: The request's own depth policy; None is the engine's.
         structured_outputs: The form that every answer must have: JSON by a schema, a regular expression, a choice, a
             grammar. An answer ends where its form does; before, neither end-of-sequence nor a stop token can come.
+        logits_processors: Functions of (generated ids, logits), or of (prompt ids, generated ids, logits), that return
+            the next token's logits; they come before all else, one after the other. With drafts they are also asked
+            about tokens that are not kept. An engine in another process takes none, and no server does.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
@@ -300,6 +373,15 @@ class SamplingParams:
     top_p: float = argument(1.0, Numbers(0.0, 1.0, open_low=True), panel=SAMPLING)
     top_k: int = argument(0, Integers(-1, MAX_TOP_K), panel=SAMPLING)
     min_p: float = argument(0.0, Numbers(0.0, 1.0), panel=SAMPLING)
+    typical_p: float = argument(1.0, Numbers(0.0, 1.0, open_low=True))
+    top_n_sigma: float = argument(0.0, Numbers(0.0, 100.0))
+    xtc_probability: float = argument(0.0, Numbers(0.0, 1.0))
+    xtc_threshold: float = argument(0.1, Numbers(0.0, 1.0))
+    dry_multiplier: float = argument(0.0, Numbers(0.0, 100.0))
+    dry_base: float = argument(1.75, Numbers(1.0, 10.0))
+    dry_allowed_length: int = argument(2, Integers(1, MAX_TOKENS))
+    dry_penalty_last_n: int = argument(-1, Integers(-1, MAX_TOKENS))
+    dry_sequence_breakers: Sequence[str] = argument(DRY_BREAKERS, Several(WORD, MAX_BREAKERS))
     presence_penalty: float = argument(0.0, Numbers(-2.0, 2.0), panel=SAMPLING)
     frequency_penalty: float = argument(0.0, Numbers(-2.0, 2.0), panel=SAMPLING)
     # Logits divided by less than 0.01 may overflow.
@@ -315,11 +397,13 @@ class SamplingParams:
     logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
     prompt_logprobs: int | None = argument(None, Integers(ALL_LOGPROBS, MAX_LOGPROBS))
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = argument(None, Biases())
+    truncate_prompt_tokens: int | None = argument(None, Integers(-1, MAX_TOKENS))
     allowed_token_ids: Sequence[int] | None = argument(None, Several(TOKEN_IDS, MAX_ALLOWED_TOKENS, fewest=1))
     cache_salt: str | None = argument(None, Text(MAX_SALT_LENGTH))
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     depth: DepthPolicy | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -335,6 +419,7 @@ class SamplingParams:
         kinds = "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY"
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, kinds)
         self._check_structured()
+        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "None, -1 or at least 1")
         has_text = self.detokenize or not self.stop
         require(has_text, "stop", self.stop, "None where detokenize is False, since there is no text")
         self._unify()
@@ -345,6 +430,8 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
+        if self.logits_processors is not None:
+            object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
 
     def _check_structured(self) -> None:
         form = self.structured_outputs
@@ -356,6 +443,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_other_samplers(self) -> bool:
+        """Whether tokens are chosen by what the host alone can do."""
+        cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0
+        return self.dry_multiplier > 0 or bool(self.logits_processors) or (cuts and not self.greedy)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

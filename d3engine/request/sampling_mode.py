@@ -16,17 +16,20 @@ class SamplingMode(IntEnum):
     PENALISE = 3  # after penalties for what was there before
     RESTRICT = 4  # after rules of what may come: bias, allowed tokens, bans, a form
     REPORT = 5  # and its log-probabilities are wanted
-    HOST = 6  # more is wanted than a token of each row
+    HOST = 6  # more is wanted than a token of each row, or it is chosen as no device does
 
 
 def choice_of(sequence: Sequence) -> SamplingMode:
     """The kind that a sequence's sampling parameters ask for."""
-    return SamplingMode.REPORT if sequence.params.logprobs is not None else choice_of_token(sequence)
+    choice = choice_of_token(sequence)
+    return max(choice, SamplingMode.REPORT) if sequence.params.logprobs is not None else choice
 
 
 def choice_of_token(sequence: Sequence) -> SamplingMode:
     """The same of the token alone, whether its log-probability is wanted or not."""
     params = sequence.params
+    if params.has_other_samplers:
+        return SamplingMode.HOST
     if is_restricted(sequence):
         return SamplingMode.RESTRICT
     if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:

@@ -70,11 +70,17 @@ class BadWords:
 
 
 class TokenRules:
-    """Of one request: `params.logit_bias`, `params.allowed_token_ids` and, spelled as tokens, its bad words."""
+    """Of one request: `params.logit_bias`, `params.allowed_token_ids` and, spelled as tokens, its bad words and what
+    breaks repetitions."""
 
-    def __init__(self, params: SamplingParams, bad_words: BadWords | None = None) -> None:
+    def __init__(
+        self, params: SamplingParams, bad_words: BadWords | None = None, breakers: frozenset[int] = frozenset()
+    ) -> None:
         self.params = params
         self.bad_words = bad_words or BadWords(())
+        self.breakers = breakers
+        self.fault: str | None = None
+        """What a function of the request's has raised."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
         self._excluded: dict[tuple[torch.device, int], Tensor] = {}
         self._bias_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -120,4 +126,5 @@ class TokenRules:
 
 def names_tokens(params: SamplingParams) -> bool:
     """Whether there are rules for a request of these parameters."""
-    return bool(params.logit_bias or params.allowed_token_ids or params.bad_words)
+    named = params.logit_bias or params.allowed_token_ids or params.bad_words
+    return bool(named or params.dry_multiplier or params.logits_processors)

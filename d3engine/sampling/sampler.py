@@ -1,9 +1,9 @@
 """From logits to tokens, one batched call a step.
 
 A batch in which everybody wants the likeliest token is one reduction. Otherwise each row's logits are adjusted (bias,
-allowed tokens, bad words, minimum length, penalties), divided by the temperature, cut (min-p, top-k, top-p), and the
-token is the argmax after Gumbel noise, which is a draw from the distribution. Every row is treated alone, with
-randomness that depends on its own seed and step, so no row depends on its neighbours.
+allowed tokens, bad words, minimum length, penalties), divided by the temperature, cut (top-n-sigma, min-p, top-k,
+top-p, typical-p, XTC), and the token is the argmax after Gumbel noise, which is a draw from the distribution. Every row
+is treated alone, with randomness that depends on its own seed and step, so no row depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from d3engine.kernels.reference import gumbel
-from d3engine.kernels.sampling import cut_min_p_, cut_top
+from d3engine.kernels.reference import gumbel, uniform
+from d3engine.kernels.sampling import cut_min_p_, cut_top, cut_top_choices_, cut_top_n_sigma_, cut_typical_
 from d3engine.plan import Chosen, Plan, Sampled
 from d3engine.request.outputs import Logprob
-from d3engine.request.params import ALL_LOGPROBS
+from d3engine.request.params import ALL_LOGPROBS, num_arguments
 from d3engine.request.sequence import Ahead, Sequence
 
 
@@ -90,6 +91,8 @@ def _chosen(scores: Tensor) -> Sampled:
 
 def fault_of(sequence: Sequence | Ahead) -> str:
     """Why a row has no token of use."""
+    if sequence.rules is not None and sequence.rules.fault is not None:
+        return sequence.rules.fault
     constraint = sequence.constraint
     return FAULT if constraint is None or constraint.fault is None else constraint.fault
 
@@ -139,6 +142,7 @@ def _adjusted(logits: Tensor, sequences: Rows) -> Tensor:
     """Apply bias, exclusions and penalties: a copy."""
     logits = logits.clone()
     for row, sequence in zip(logits, sequences, strict=True):
+        _process_(row, sequence)
         _restrict_(row, sequence)
         _penalise_(row, sequence)
     _keep_to_form_(logits, sequences)
@@ -156,6 +160,18 @@ def _keep_to_form_(logits: Tensor, sequences: Rows) -> None:
     allowed = ((packed.unsqueeze(-1) >> places) & 1).flatten(1)[:, : logits.shape[1]].bool()
     rows = list(found)
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
+
+def _process_(row: Tensor, sequence: Sequence | Ahead) -> None:
+    """Put a row through the functions of its request, in place; what they raise is a fault of this request alone."""
+    for function in sequence.params.logits_processors or ():
+        known = [list(sequence.prompt_token_ids), list(sequence.token_ids)][3 - num_arguments(function) :]
+        try:
+            row.copy_(function(*known, row.clone()).expand_as(row))
+        except Exception as error:
+            assert sequence.rules is not None
+            sequence.rules.fault = f"a function of logits_processors raised {type(error).__name__}: {error}"
+            row.fill_(-torch.inf)
 
 
 def _restrict_(row: Tensor, sequence: Sequence | Ahead) -> None:
@@ -186,6 +202,37 @@ def _penalise_(row: Tensor, sequence: Sequence | Ahead) -> None:
         generated = torch.tensor(sequence.token_ids, device=row.device)
         counts = torch.bincount(generated, minlength=row.numel())
         row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    if params.dry_multiplier:
+        tokens, penalties = repetitions(sequence)
+        row[torch.from_numpy(tokens).to(row.device)] -= torch.from_numpy(penalties).to(row.device)
+
+
+LONGEST_REPETITION = 64
+"""Tokens of a repetition that are followed: a penalty for more is beyond every logit anyway."""
+
+
+def repetitions(sequence: Sequence | Ahead) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The tokens that would go on with a repetition (DRY), and what each loses."""
+    params = sequence.params
+    breakers = frozenset[int]() if sequence.rules is None else sequence.rules.breakers
+    known = np.array([*sequence.prompt_token_ids, *sequence.token_ids], np.int64)
+    known = known if params.dry_penalty_last_n < 0 else known[len(known) - params.dry_penalty_last_n :]
+    end, lengths = len(known) - 1, dict[int, int]()
+    places = np.arange(end)  # of tokens that may be the last one of a repetition
+    for length in range(min(LONGEST_REPETITION, end + 1)):
+        if int(known[end - length]) in breakers:
+            break
+        places = places[places >= length]
+        places = places[known[places - length] == known[end - length]]
+        if not places.size:
+            break
+        lengths.update(dict.fromkeys(known[places + 1].tolist(), length + 1))
+    found = {
+        token: params.dry_multiplier * params.dry_base ** min(length - params.dry_allowed_length, LONGEST_REPETITION)
+        for token, length in lengths.items()
+        if length >= params.dry_allowed_length and token not in breakers
+    }
+    return np.array(list(found), np.int64), np.array(list(found.values()), np.float32)
 
 
 def _scaled_(logits: Tensor, sequences: Rows) -> Tensor:
@@ -199,12 +246,25 @@ def _scaled_(logits: Tensor, sequences: Rows) -> Tensor:
         return torch.tensor(values, device=logits.device)
 
     scores = logits[rows] / each([s.params.temperature for s in chosen]).unsqueeze(1)
+    if any(s.params.top_n_sigma for s in chosen):
+        cut_top_n_sigma_(scores, each([s.params.top_n_sigma for s in chosen]))
     if any(s.params.min_p for s in chosen):
         cut_min_p_(scores, each([s.params.min_p for s in chosen]))
     if any(s.params.top_k or s.params.top_p < 1 for s in chosen):
         scores = cut_top(scores, each([s.params.top_k for s in chosen]), each([s.params.top_p for s in chosen]))
+    if any(s.params.typical_p < 1 for s in chosen):
+        cut_typical_(scores, each([s.params.typical_p for s in chosen]))
+    if any(s.params.xtc_probability for s in chosen):
+        happens = uniform(*_counters(chosen, logits.device)) < each([s.params.xtc_probability for s in chosen])
+        cut_top_choices_(scores, each([s.params.xtc_threshold for s in chosen]), happens)
     logits[rows] = scores
     return logits
+
+
+def _counters(sequences: Rows, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeds, indices and steps, which random numbers follow from."""
+    integers = torch.tensor([(s.seed, s.index, s.step) for s in sequences], device=device)
+    return integers[:, 0], integers[:, 1], integers[:, 2]
 
 
 def with_noise(scores: Tensor, sequences: Rows) -> Tensor:
@@ -212,9 +272,8 @@ def with_noise(scores: Tensor, sequences: Rows) -> Tensor:
     rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
     if not rows:
         return scores
-    integers = torch.tensor([(s.seed, s.index, s.step) for s in map(sequences.__getitem__, rows)], device=scores.device)
     noisy = scores.clone()
-    noisy[rows] += gumbel(integers[:, 0], integers[:, 1], integers[:, 2], scores.shape[1])
+    noisy[rows] += gumbel(*_counters([sequences[row] for row in rows], scores.device), scores.shape[1])
     return noisy
 
 

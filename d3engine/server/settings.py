@@ -32,6 +32,8 @@ class ServerSettings:
         allow_priority: let requests choose theirs.
         allow_lora_loading: let requests load and unload LoRA adapters, which they name by paths of this machine.
         trust_request_chat_template: let a request bring a chat template of its own.
+        tool_call_parser: the format of the model's calls, in vLLM's names; "auto": as the chat template has it; "none".
+        reasoning_parser: the format of its reasoning, likewise.
         sse_keep_alive_seconds: a silent stream says this often that it is alive; 0: never.
         otlp_traces_endpoint: where spans of requests go, as OTLP over HTTP (extra `otel`); None: there are none.
         guards: who may call, how much they may send and how long anything may take.
@@ -47,6 +49,8 @@ class ServerSettings:
     allow_priority: bool = False
     allow_lora_loading: bool = False
     trust_request_chat_template: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     sse_keep_alive_seconds: float = 15.0
     otlp_traces_endpoint: str | None = None
     guards: GuardSettings = field(default_factory=GuardSettings)
@@ -65,8 +69,17 @@ class ServerSettings:
         require_integer("max_prompts", self.max_prompts, 1)
         require_integer("max_logprobs", self.max_logprobs, 0)
         require_number("sse_keep_alive_seconds", self.sse_keep_alive_seconds, 0, 86400)
+        self._check_formats()
         if self.otlp_traces_endpoint is not None:
             _check_traces_endpoint(self.otlp_traces_endpoint)
+
+    def _check_formats(self) -> None:
+        from d3engine.server.requests.formats import reasoning_format_named, tool_format_named
+
+        if self.tool_call_parser not in ("auto", "none"):
+            tool_format_named(self.tool_call_parser)
+        if self.reasoning_parser not in ("auto", "none"):
+            reasoning_format_named(self.reasoning_parser)
 
 
 def _check_traces_endpoint(endpoint: str) -> None:

@@ -25,7 +25,7 @@ from d3engine.server.metrics import Exposition, Meters
 from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.requests.refused import IgnoredFields
 from d3engine.server.requests.sampling import DepthPolicies
-from d3engine.server.requests.tools import ToolStyles
+from d3engine.server.requests.tools import ChatStyles
 from d3engine.server.settings import ServerSettings
 from d3engine.server.tracing import Tracer
 from d3engine.text.detokenizer import TokenTexts
@@ -184,7 +184,7 @@ class AppState:
         certification: which depths are certified for the model.
         depths: reads the depths of requests, and knows which are at work.
         ignored: names unknown fields.
-        tool_styles: how chat templates show functions and write calls.
+        chat_styles: how chat templates show functions, write calls and mark reasoning.
         traffic: the requests that have a place, and whether new ones are taken.
         meters: what is counted of requests.
         exposition: writes that, and what the engine counts, for Prometheus.
@@ -208,7 +208,7 @@ class AppState:
             require(not self.models.is_own(name), "lora_modules", name, "a name that is no id of the model")
         self.depths = DepthPolicies(settings, client.depth)
         self.ignored = IgnoredFields()
-        self.tool_styles = ToolStyles(client)
+        self.chat_styles = ChatStyles(client, settings.tool_call_parser, settings.reasoning_parser)
         self.traffic = AdmissionControl(_places(client, settings))
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)

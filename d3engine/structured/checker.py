@@ -17,6 +17,10 @@ _STACK_BYTES = 1 << 20
 """Less than any thread has that compiles a grammar to use it."""
 
 
+_SPECIAL = re.compile(r"^(special_\d+:) <\[\d+\]>$", re.MULTILINE)
+"""A rule that is one special token, by its id."""
+
+
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Why the grammar `source` allows no answer: {"failed": why}, or nothing."""
     failed: list[str] = []
@@ -31,6 +35,7 @@ def _fault(source: str) -> str:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import LLParserLimits
 
+    source = _SPECIAL.sub(r"\1 /\\x00/", source)  # this tokenizer has bytes alone
     matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=LLParserLimits(**MOST))
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first one compiles the rest

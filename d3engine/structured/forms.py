@@ -10,7 +10,9 @@ from d3engine.errors import InvalidValueError, MissingExtraError, require
 from d3engine.request.constraint import Form
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.checker import MOST, in_words
+from d3engine.structured.free_text import FreeForm, FreeText
 from d3engine.structured.grammar import Grammar, MaskTime
+from d3engine.structured.reasoning_limit import LimitedReasoning, ReasoningLimit
 from d3engine.structured.source import grammar_of
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.limited_process import LimitError, ProcessEndedError, ProcessLimits, ask
@@ -59,7 +61,36 @@ class Forms:
                 raise _refused(params, in_words(made.get_error()))
             return made
 
-        return Grammar(matcher, self._vocab_size, self._mask_time)
+        made: Form = Grammar(matcher, self._vocab_size, self._mask_time)
+        if params.reasoning is not None or params.openings is not None:
+            made = FreeForm(made, self._free_text(params))
+        return made if params.reasoning_tokens is None else LimitedReasoning(made, self._reasoning_limit(params))
+
+    def _free_text(self, params: StructuredOutputsParams) -> FreeText:
+        assert self._tokenizer is not None
+        texts, marks = TokenTexts(self._tokenizer), params.reasoning
+        return FreeText(
+            reasoning=None if marks is None else (marks[0].encode(), marks[1].encode()),
+            openings=None if params.openings is None else tuple(one.encode() for one in params.openings),
+            special_ids=self._tokenizer.special_ids,
+            bytes_of=lambda token: texts.of(token)[1],
+        )
+
+    def _reasoning_limit(self, params: StructuredOutputsParams) -> ReasoningLimit:
+        assert self._tokenizer is not None
+        assert params.reasoning is not None
+        assert params.reasoning_tokens is not None
+        opening, closing = params.reasoning
+        ids = self._tokenizer.encode(closing, add_special_tokens=False)
+        texts = TokenTexts(self._tokenizer)
+        return ReasoningLimit(
+            opening=opening.encode(),
+            closing=closing.encode(),
+            closing_ids=tuple(ids),
+            most=params.reasoning_tokens,
+            bytes_of=lambda token: texts.of(token)[1],
+            vocab_size=self._vocab_size,
+        )
 
     def _loaded(self) -> LLTokenizer:
         none = "None, since the engine has no tokenizer (skip_tokenizer_init)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import StructuredOutputsParams
@@ -21,12 +22,40 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 _OWN_SETTINGS = "x-guidance"
 _TOKEN = re.compile(r"""//[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\s*)""", re.DOTALL)
 """What of a grammar in Lark's syntax may hold `%json`: comments, strings and regular expressions, and schemas."""
+_START = re.compile(r"\bstart\b")
 _ASCII_CLASSES = "dw"
 r"""\d and \w are of ASCII alone, as in the patterns of JSON Schema."""
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
     """The form as a grammar. Raises `InvalidValueError` for what would undo the way it is compiled."""
+    source = _grammar_of_form(params)
+    return source if params.reasoning is None else _behind_reasoning(source, *params.reasoning)
+
+
+def _behind_reasoning(source: str, opening: str, closing: str) -> str:
+    """The same behind a free text that `closing` ends: it must come first, or may with an `opening`."""
+    begin = rf"\s{{0,8}}{literal(opening)}" if opening else ""
+    reasoning = _regex(rf"{begin}(?s:.*){literal(closing)}")
+    way = "(d3_reasoning D3_SPACE)?" if opening else "d3_reasoning D3_SPACE"
+    own = [f"start: {way} d3_answer", f"d3_reasoning[lazy]: {reasoning}", r"D3_SPACE: /\s{0,8}/"]
+    return "\n".join([_with_start_named(source, "d3_answer"), *own, ""])
+
+
+def _with_start_named(source: str, name: str) -> str:
+    """A grammar whose rule `start` has another name."""
+    written, end = [], 0
+    while (token := _TOKEN.search(source, end)) is not None:
+        after = token.end()
+        if token["json"] is not None:
+            with suppress(ValueError):
+                after = json.JSONDecoder().raw_decode(source, after)[1]
+        written += [_START.sub(name, source[end : token.start()]), source[token.start() : after]]
+        end = after
+    return "".join([*written, _START.sub(name, source[end:])])
+
+
+def _grammar_of_form(params: StructuredOutputsParams) -> str:
     if params.grammar is not None:
         require("%llguidance" not in params.grammar, "grammar", params.grammar, "a grammar without %llguidance")
         if not grammar_is_finite(params.grammar):

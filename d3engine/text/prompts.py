@@ -51,14 +51,18 @@ class PromptReader:
         # Files may name ids without a row in the embedding; these are never sampled.
         self.eos_token_ids = frozenset(token for token in named if self._has_row(token))
 
-    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it was given as one, and its token ids."""
-        text, ids = self._text_and_ids(prompt)
+    def read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it was given as one, and its token ids, those that are kept."""
+        text, ids = self._text_and_ids(prompt, is_truncated=params.truncate_prompt_tokens is not None)
+        if params.truncate_prompt_tokens is not None:
+            room = self._max_model_len - (params.max_tokens or 1)
+            most = max(room, 1) if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            ids = ids[-most:]
         require(len(ids) > 0, "prompt", prompt, "a prompt of at least one token")
         require(len(ids) < self._max_model_len, "prompt", f"{len(ids)} tokens", self._shorter)
         return text, self._checked_ids(ids)
 
-    def _text_and_ids(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
+    def _text_and_ids(self, prompt: Any, *, is_truncated: bool) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"}
             require(
@@ -78,7 +82,8 @@ class PromptReader:
                 raise InvalidValueError(
                     "prompt", prompt, "token ids, since the engine has no tokenizer (skip_tokenizer_init)"
                 )
-            self._check_length(prompt)
+            if not is_truncated:
+                self._check_length(prompt)
             (ids,) = self._encode("prompt", [prompt])
             return prompt, ids
         if _is_array(prompt):
@@ -104,6 +109,9 @@ class PromptReader:
         if self._tokenizer is None:
             require(not params.stop_strings, "stop", params.stop, "None, since the engine has no tokenizer")
             require(not params.bad_words, "bad_words", params.bad_words, "None, since the engine has no tokenizer")
+            needs_none = not params.dry_multiplier or not params.dry_sequence_breakers
+            allowed = "[], since the engine has no tokenizer"
+            require(needs_none, "dry_sequence_breakers", params.dry_sequence_breakers, allowed)
 
     def rules(self, params: SamplingParams) -> TokenRules | None:
         """The tokens that are allowed, None for all; requests with the same `params` share them."""
@@ -111,8 +119,16 @@ class PromptReader:
             return None
         found = self._rules.get(id(params))  # unique, as these rules keep `params` alive
         if found is None:
-            self._rules[id(params)] = found = TokenRules(params, self._bad_words(params))
+            self._rules[id(params)] = found = TokenRules(params, self._bad_words(params), self._breakers(params))
         return found
+
+    def _breakers(self, params: SamplingParams) -> frozenset[int]:
+        """The last token of each text that breaks repetitions, as it is spelled behind a letter."""
+        if not params.dry_multiplier or self._tokenizer is None:
+            return frozenset()
+        texts = ["a" + text for text in params.dry_sequence_breakers]
+        found = self._encode("dry_sequence_breakers", texts, add_special_tokens=False) if texts else []
+        return frozenset(ids[-1] for ids in found)
 
     def _bad_words(self, params: SamplingParams) -> BadWords | None:
         """The token sequences of the bad words, at the beginning of a text and after a space.

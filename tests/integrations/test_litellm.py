@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import agents
 import pytest
 from demo_server import demo_server
 
@@ -45,3 +47,25 @@ def test_errors_are_those_that_its_users_catch(asked: dict[str, Any]) -> None:
         litellm.completion(messages=[{"role": "user", "content": "Tom " * 3000}], **asked)
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(messages=TURNS, top_p=5, **asked)
+
+
+def test_an_agent_calls_three_times_and_then_answers() -> None:
+    messages: list[Any] = [{"role": "user", "content": agents.QUESTION}]
+    tools = [{"type": "function", "function": agents.FUNCTION}]
+    num_calls = 0
+    with agents.agent_server() as address:
+        asked: dict[str, Any] = {"model": "openai/demo", "api_base": f"{address}/v1", "api_key": "none"}
+        while True:
+            answer: Any = litellm.completion(
+                messages=messages, tools=tools, max_tokens=agents.MAX_TOKENS, temperature=0, **asked
+            )
+            message = answer.choices[0].message
+            if not message.tool_calls:
+                break
+            num_calls += len(message.tool_calls)
+            messages.append(message)
+            for call in message.tool_calls:
+                result = agents.added(json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    assert num_calls == agents.NUM_CALLS
+    assert message.content

@@ -19,6 +19,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "top_k": [{"top_k": k} for k in (1, 2, 5, 11, 12, 10**6)],
     "top_p": [{"top_p": p} for p in (1e-9, 0.1, 0.5, 0.9, 0.999, 1.0)],
     "min_p": [{"min_p": p} for p in (0.0, 0.01, 0.1, 0.5, 1.0)],
+    "typical_p": [{"typical_p": p} for p in (1e-6, 0.2, 0.7, 0.95, 1.0)],
+    "top_n_sigma": [{"top_n_sigma": n} for n in (0.0, 0.5, 1.0, 3.0)],
+    "xtc": [{"xtc_probability": p, "xtc_threshold": t} for p, t in ((1.0, 0.1), (0.5, 0.05), (1.0, 0.6), (0.0, 0.1))],
+    "dry": [
+        {"dry_multiplier": 0.8, "dry_sequence_breakers": []},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_base": 1.5, "dry_penalty_last_n": 6},
+        {"dry_multiplier": 3.0, "dry_penalty_last_n": 0},
+    ],
     "presence_penalty": [{"presence_penalty": p} for p in (-2.0, -0.3, 0.7, 2.0)],
     "frequency_penalty": [{"frequency_penalty": p} for p in (-2.0, -0.3, 0.7, 2.0)],
     "repetition_penalty": [{"repetition_penalty": p} for p in (0.5, 0.9, 1.2, 5.0)],
@@ -32,6 +40,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             "top_k": 6,
             "top_p": 0.8,
             "min_p": 0.02,
+            "typical_p": 0.9,
+            "top_n_sigma": 2.0,
+            "xtc_probability": 0.5,
+            "xtc_threshold": 0.2,
+            "dry_multiplier": 0.5,
             "presence_penalty": 0.4,
             "frequency_penalty": -0.2,
             "repetition_penalty": 1.4,
@@ -56,7 +69,12 @@ def test_a_parameter_chooses_as_its_slow_reference_in_a_batch_with_all_others(na
                 generated += numbers.choice([[], [2], [1, 1], [8]])
                 words = WORDS if name in ("bad_words", "all") else ()
                 prompt = numbers.choices(range(12), k=3)
-                sequences.append(sequence_of(params, prompt=prompt, generated=generated, bad_words=words))
+                if name == "dry":
+                    generated += generated[-4:] + generated[-4:]
+                breakers = numbers.choice([frozenset(), frozenset({3, 7})])
+                sequences.append(
+                    sequence_of(params, prompt=prompt, generated=generated, bad_words=words, breakers=breakers)
+                )
     others = [
         sequence_of(SamplingParams(**settings), generated=[1, 2, 2])
         for group in SETTINGS.values()
@@ -96,6 +114,17 @@ def test_truncation_keeps_exactly_the_likeliest_tokens(settings: dict[str, Any],
     found = set(tokens_of(sample(row.expand(800, -1), sequences)))
     likeliest = order.tolist()
     assert found in [set(likeliest[:kept]), set(likeliest[: kept - 1]) | {likeliest[7]}]
+
+
+@pytest.mark.parametrize("typical_p", [0.1, 0.5, 0.9, 0.99])
+def test_typical_tokens_are_those_of_transformers(typical_p: float) -> None:
+    from transformers import TypicalLogitsWarper
+
+    from d3engine.kernels.sampling import cut_typical_
+
+    logits = random_logits(50, 200, seed=4)
+    wanted = TypicalLogitsWarper(mass=typical_p)(torch.empty(0, dtype=torch.long), logits)  # type: ignore[arg-type]
+    assert torch.equal(cut_typical_(logits.clone(), torch.full((50,), typical_p)), wanted)
 
 
 def test_temperature_makes_the_odds_a_power_of_what_they_were() -> None:

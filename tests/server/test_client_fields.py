@@ -61,6 +61,17 @@ ON = {
 }
 
 
+HONOURED = {
+    "dry_multiplier",
+    "xtc_probability",
+    "typical_p",
+    "repeat_penalty",
+    "truncate_prompt_tokens",
+    "top_n_sigma",
+}
+"""Of these, what completions and chats do."""
+
+
 def annotations(kind: Any) -> set[str]:
     return {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
 
@@ -86,6 +97,10 @@ def test_every_field_of_a_clients_tool_is_honoured_or_refused(module: str, name:
 def test_what_changes_an_answer_is_refused_by_name_on_every_route(http: httpx.Client, path: str) -> None:
     for name, value in ON.items():
         answer = http.post(path, json=PATHS[path] | {name: value})
+        if name in HONOURED and path in ("/v1/completions", "/v1/chat/completions"):
+            assert answer.status_code == 200, (name, answer.text)
+            assert "x-d3-ignored-fields" not in answer.headers
+            continue
         assert answer.status_code == 400, (name, answer.text)
         assert answer.json()["error"]["message"].startswith(f"{name} must be absent"), answer.text
 
@@ -95,6 +110,33 @@ def test_values_that_ask_for_nothing_pass_on_every_route(http: httpx.Client, pat
     answer = http.post(path, json=PATHS[path] | OFF)
     assert answer.status_code == 200, answer.text
     assert "x-d3-ignored-fields" not in answer.headers
+
+
+def test_a_penalty_by_another_servers_name_is_the_penalty(http: httpx.Client) -> None:
+    asked = PATHS["/v1/completions"] | {"max_tokens": 20}
+    answers = [
+        http.post("/v1/completions", json=asked | more).json()["choices"][0]["text"]
+        for more in ({}, {"repetition_penalty": 3.0}, {"repeat_penalty": 3.0}, {"rep_pen": 3.0})
+    ]
+    assert answers[0] != answers[1]
+    assert answers[1:] == answers[1:2] * 3
+    refused = http.post("/v1/completions", json=asked | {"repeat_penalty": 3.0, "repetition_penalty": 2.0})
+    assert refused.json()["error"]["param"] == "repeat_penalty"
+
+
+def test_a_truncated_prompt_is_its_end(http: httpx.Client) -> None:
+    whole = http.post("/tokenize", json={"prompt": "Question: Tom has 5 pens. Tom finds 3."}).json()["tokens"]
+    asked: dict[str, Any] = {"max_tokens": 8, "return_token_ids": True}
+    wanted = http.post("/v1/completions", json=asked | {"prompt": whole[-4:]}).json()
+    found = http.post("/v1/completions", json=asked | {"prompt": whole, "truncate_prompt_tokens": 4}).json()
+    assert found["usage"] == wanted["usage"] | {"prompt_tokens_details": found["usage"]["prompt_tokens_details"]}
+    assert found["choices"][0]["token_ids"] == wanted["choices"][0]["token_ids"]
+    chat = {"messages": [{"role": "user", "content": "Tom " * 5000}], "truncate_prompt_tokens": -1, "max_tokens": 4}
+    answer = http.post("/v1/chat/completions", json=chat).json()
+    length = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert answer["usage"]["prompt_tokens"] == length - 4
+    echo = asked | {"prompt": whole, "truncate_prompt_tokens": 4, "echo": True}
+    assert http.post("/v1/completions", json=echo).json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from demo_server import WithTools
+from demo_server import InHermesFormat, WithTools
 from openai import OpenAI
 from serving import serving
 
@@ -199,29 +199,19 @@ def test_a_message_keeps_to_the_form_of_its_output(anthropic: Anthropic) -> None
 
 # -- calls that a model makes by itself --------------------------------------------------------------------------------
 
-HERMES = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: "
-    "{{ message.content }}{% for call in message.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}\n{% endfor %}Answer:"
-)
-
-
-class InHermesSyntax(WithTools):
-    async def chat_prompt(self, messages: Any, **more: Any) -> Any:
-        return await self._client.chat_prompt(messages, **more | {"chat_template": HERMES})
-
 
 @pytest.fixture
 def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server whose model calls a function wherever it may, until it has a result."""
+    from dataclasses import replace
+
     from d3engine.server.app import create_app
-    from d3engine.server.requests import tools
+    from d3engine.server.requests.formats import ToolFormat
     from d3engine.server.settings import ServerSettings
 
-    made = tools._hermes
-    monkeypatch.setattr(tools, "_hermes", lambda *asked, **more: made(*asked, **more | {"is_auto": False}))
-    app = create_app(cast(Any, InHermesSyntax(client)), ServerSettings(model_names=("demo",)))
+    made = ToolFormat.grammar
+    monkeypatch.setattr(ToolFormat, "grammar", lambda own, asked: made(own, replace(asked, is_auto=False)))
+    app = create_app(cast(Any, InHermesFormat(client)), ServerSettings(model_names=("demo",)))
     with serving(app) as url:
         yield url
 

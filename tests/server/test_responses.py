@@ -115,7 +115,7 @@ def test_depth_is_told_in_a_response_as_in_a_chat(openai: OpenAI) -> None:
         ({"input": ["Tom"]}, "input[0]"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": "Tom " * 2000}, "input"),

@@ -177,14 +177,17 @@ def test_a_template_that_knows_of_no_tools_refuses_them(refusal: Any) -> None:
 
 
 def read(
-    text: str, size: int, kind: str = "auto", style: str | None = "llama3"
+    text: str, size: int, kind: str = "auto", style: str | None = "llama3_json"
 ) -> tuple[str, list[tuple[str, str]], int]:
     """What comes of a text that arrives `size` characters at a time: the text, the calls, and how many pieces."""
-    from d3engine.server.requests.tools import Calling, CallStyle
-    from d3engine.server.responses.chat import CallReader
+    from d3engine import StructuredOutputsParams
+    from d3engine.server.requests.formats import UNKNOWN_FORMAT, tool_format_named
+    from d3engine.server.requests.tools import Calling
+    from d3engine.server.responses.reading import CallReader
 
-    spoken = None if style is None else CallStyle(style)
-    reader = CallReader(Calling(kind, ("count", "stop-it"), spoken, None))  # type: ignore[arg-type]
+    written = UNKNOWN_FORMAT if style is None else tool_format_named(style)
+    form = StructuredOutputsParams(json_object=True)  # is not read
+    reader = CallReader(Calling(kind, ("count", "stop-it"), written, form))  # type: ignore[arg-type]
     parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
     pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
     calls = []
@@ -298,11 +301,12 @@ def accepts(form: Any, text: str) -> bool:
 
 
 def form_of(choice: Any = None, tools: Any = TOOLS, **more: Any) -> Any:
-    from d3engine.server.requests.tools import CallStyle, ToolStyle, tool_use_of
+    from d3engine.server.requests.formats import tool_format_named
+    from d3engine.server.requests.tools import ChatStyle, tool_use_of
     from d3engine.server.schemas.requests import ChatRequest
 
     asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice, **more)
-    calling = tool_use_of(asked, ToolStyle(True, CallStyle.HERMES)).calling
+    calling = tool_use_of(asked, ChatStyle(True, tool_format_named("hermes"))).calling
     assert calling is not None
     return calling.form
 
@@ -393,14 +397,14 @@ def parameters_of(**more: Any) -> dict[str, Any]:
     ids=lambda value: str(value)[:60],
 )
 def test_arguments_are_objects_and_their_schemas_keep_their_references(parameters: Any, good: Any, bad: Any) -> None:
-    from d3engine.server.requests.tools import ToolStyle, tool_use_of
+    from d3engine.server.requests.tools import ChatStyle, tool_use_of
     from d3engine.server.schemas.requests import ChatRequest
 
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     named = {"type": "function", "function": {"name": "f"}}
     for choice, frame in (("required", '[{{"name": "f", "parameters": {}}}]'), (named, "{}")):
         asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice)  # type: ignore[arg-type]
-        calling = tool_use_of(asked, ToolStyle(True, None)).calling
+        calling = tool_use_of(asked, ChatStyle(True, None)).calling
         assert calling is not None
         assert accepts(calling.form, frame.format(json.dumps(good)))
         assert not accepts(calling.form, frame.format(json.dumps(bad)))
@@ -438,10 +442,12 @@ def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: OpenAI, templ
 @pytest.fixture
 def calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that may call does, as no text comes of the bundled model that begins a call."""
-    from d3engine.server.requests import tools
+    from dataclasses import replace
 
-    hermes = tools._hermes
-    monkeypatch.setattr(tools, "_hermes", lambda *asked, **more: hermes(*asked, **more | {"is_auto": False}))
+    from d3engine.server.requests.formats import ToolFormat
+
+    made = ToolFormat.grammar
+    monkeypatch.setattr(ToolFormat, "grammar", lambda own, asked: made(own, replace(asked, is_auto=False)))
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])

@@ -31,6 +31,22 @@ class WithTools:
         return await self._client.chat_prompt(messages, **more | {"chat_template": TEMPLATE})
 
 
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: "
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}\n{% endfor %}Answer:"
+)
+
+
+class InHermesFormat(WithTools):
+    """The same in the format of Hermes and Qwen."""
+
+    async def chat_prompt(self, messages: Any, **more: Any) -> Any:
+        """The prompt of a conversation."""
+        return await self._client.chat_prompt(messages, **more | {"chat_template": HERMES})
+
+
 @contextmanager
 def demo_server(*, with_tools: bool = False, **arguments: Any) -> Iterator[str]:
     """Where it answers; the arguments are `AsyncEngine`'s."""

@@ -51,9 +51,61 @@ def slow_scores(logits: list[float], sequence: Sequence) -> list[float]:
             scores[token] *= 1 / params.repetition_penalty if scores[token] > 0 else params.repetition_penalty
         scores[token] -= params.frequency_penalty * generated.count(token)
         scores[token] -= params.presence_penalty * (token in generated)
+    if params.dry_multiplier:
+        breakers = sequence.rules.breakers if sequence.rules else frozenset()
+        scores = slow_dry(scores, [*sequence.prompt_token_ids, *generated], params, breakers)
     if params.greedy:
         return scores
-    return slow_cut([score / params.temperature for score in scores], params)
+    scores = slow_top_n_sigma([score / params.temperature for score in scores], params.top_n_sigma)
+    scores = slow_typical(slow_cut(scores, params), params.typical_p)
+    word = slow_philox((sequence.seed & MASK, sequence.seed >> 32), (0, sequence.step, sequence.index, 1))[0]
+    happens = (word >> 8) / 2**24 < params.xtc_probability
+    return slow_xtc(scores, params.xtc_threshold) if happens else scores
+
+
+def slow_dry(scores: list[float], known: list[int], params: SamplingParams, breakers: frozenset[int]) -> list[float]:
+    """A repetition is the longest end of the text that stood before a token, without a breaker in it."""
+    known = known if params.dry_penalty_last_n < 0 else known[max(0, len(known) - params.dry_penalty_last_n) :]
+    found = list(scores)
+    for token in set(known) - breakers:
+        longest = 0
+        for place in (place for place in range(1, len(known)) if known[place] == token):
+            for length in range(1, place + 1):
+                end = known[len(known) - length :]
+                if end != known[place - length : place] or breakers.intersection(end):
+                    break
+                longest = max(longest, length)
+        if longest >= params.dry_allowed_length:
+            found[token] -= params.dry_multiplier * params.dry_base ** (longest - params.dry_allowed_length)
+    return found
+
+
+def slow_top_n_sigma(scores: list[float], most: float) -> list[float]:
+    known = [score for score in scores if score > -math.inf]
+    mean = sum(known) / len(known)
+    deviation = math.sqrt(sum((score - mean) ** 2 for score in known) / len(known))
+    return [score if not most or score >= max(known) - most * deviation else -math.inf for score in scores]
+
+
+def slow_typical(scores: list[float], typical_p: float) -> list[float]:
+    if typical_p == 1:
+        return scores
+    probabilities = slow_softmax(scores)
+    entropy = -sum(p * math.log(p) for p in probabilities if p)
+    known = [token for token, p in enumerate(probabilities) if p]
+    reached, kept = 0.0, set()
+    for token in sorted(known, key=lambda token: abs(-math.log(probabilities[token]) - entropy)):
+        kept.add(token)
+        reached += probabilities[token]
+        if reached >= typical_p:
+            break
+    return [score if token in kept else -math.inf for token, score in enumerate(scores)]
+
+
+def slow_xtc(scores: list[float], threshold: float) -> list[float]:
+    above = [token for token, p in enumerate(slow_softmax(scores)) if p >= threshold]
+    out = set(sorted(above, key=lambda token: scores[token])[1:])
+    return [-math.inf if token in out else score for token, score in enumerate(scores)]
 
 
 def slow_softmax(scores: list[float]) -> list[float]:
@@ -93,6 +145,7 @@ def sequence_of(
     prompt: list[int] | None = None,
     generated: list[int] | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    breakers: frozenset[int] = frozenset(),
     index: int = 0,
 ) -> Sequence:
     return Sequence(
@@ -102,7 +155,7 @@ def sequence_of(
         params=params,
         schedule=FullDepth().schedule(2),
         eos_token_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
-        rules=TokenRules(params, BadWords(bad_words)),
+        rules=TokenRules(params, BadWords(bad_words), breakers),
         seed=params.seed or 0,
         priority=0,
         arrival=0,

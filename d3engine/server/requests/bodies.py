@@ -16,7 +16,7 @@ from d3engine.arguments import Integers
 from d3engine.errors import NOTHING, InvalidValueError, must_be
 from d3engine.request.params import CHECKS, PRIORITIES, Biases, Several
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.requests.refused import check_refused, taken_names
+from d3engine.server.requests.refused import check_refused, taken_names, with_own_names
 from d3engine.server.schemas.requests import Common
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState, served_by
@@ -173,7 +173,7 @@ async def read_body(
 
 def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] | None) -> tuple[S, list[str]]:
     """The body as that shape, and the names in it that are ignored."""
-    content = _json_object(body)
+    content = with_own_names(_json_object(body), shape)
     check_refused(content, shape)
     asked = _as_shape(content, shape)
     unknown = [name for name in content if name not in _known(shape)]

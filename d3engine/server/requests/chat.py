@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.requests import Request
 
 from d3engine.errors import InvalidValueError, require
+from d3engine.request.params import CHECKS, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.requests.bodies import check_priority, check_work, read_body
 from d3engine.server.requests.completions import prepare_all, take_places
@@ -27,11 +28,22 @@ from d3engine.server.requests.sampling import (
     named,
     sampling_params,
 )
-from d3engine.server.requests.tools import Calling, ToolStyle, ToolUse, fault_of_tools, tool_use_of, with_arguments_read
+from d3engine.server.requests.tools import (
+    Calling,
+    ChatStyle,
+    Thinking,
+    ToolUse,
+    fault_of_tools,
+    thinking_of,
+    thinking_variables,
+    tool_use_of,
+    with_arguments_read,
+)
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.requests import ChatRequest, TokenizeRequest
 from d3engine.server.state import AppState, served_by
 from d3engine.server.tracing import trace_of
+from d3engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -162,38 +174,88 @@ async def job_of(
     check_stream_options(asked)
     check_priority(served, asked.priority)
     check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
-    tools = await tool_use(served, asked)
+    style = await _style(served, asked)
+    tools = tool_use_of(asked, style)
     calling, ignored = tools.calling, tools.ignored
+    asked = _with_thinking(asked, style)
     max_tokens = _max_tokens(asked)
-    decided = {
-        "max_tokens": max_tokens,
-        "logprobs": _num_logprobs(asked, served),
-        "structured_outputs": form_of(asked) if calling is None else calling.form,
-    }
+    form = form_of(asked) if calling is None else calling.form
+    decided = {"max_tokens": max_tokens, "logprobs": _num_logprobs(asked, served), "structured_outputs": form}
+    if calling is not None:  # its form keeps out all special tokens but those of calls, which must be read
+        decided["skip_special_tokens"] = False
     with by_names(_chats_names(asked)), _fault_of_form(asked, calling):
         check_work(request, asked)
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
+        thinking = None
+        if style.reasoning is not None:
+            end = _end_of(prompt, served.tokenizer)
+            thinking = thinking_of(style.reasoning, end, bool(asked.continue_final_message))
         limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
         try:
-            prepared = await prepare_all(request, [prompt], params, model=model, **limits)
+            whole = _behind_reasoning(params, form, thinking, asked.thinking_token_budget)
+            prepared = await prepare_all(request, [prompt], whole, model=model, **limits)
         except InvalidValueError as error:
             if error.field != "grammar" or calling is None or calling.best_effort is None:
                 raise
             ignored = (*ignored, "tools.parameters")
-            params = replace(params, structured_outputs=calling.best_effort)
+            params = _behind_reasoning(params, calling.best_effort, thinking, asked.thinking_token_budget)
             prepared = await prepare_all(request, [prompt], params, model=model, **limits)
     trace = trace_of(request.scope)
-    job = RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, trace=trace)
+    job = RequestContext(
+        served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, thinking=thinking, trace=trace
+    )
     return job, served.ignored.header(ignored, headers)
 
 
-async def tool_use(served: AppState, asked: ChatRequest) -> ToolUse:
-    """What the tools of a chat come to by the template that writes it. Raises `RequestError`."""
-    if asked.tools is None:
-        return tool_use_of(asked, ToolStyle(False, None))
-    return tool_use_of(asked, await served.tool_styles.of(_template(asked, served)))
+async def tool_use(served: AppState, asked: ChatRequest) -> tuple[ToolUse, ChatRequest]:
+    """What the tools of a chat come to by the template that writes it, and the chat with the template's variables.
+
+    Raises `RequestError`.
+    """
+    style = await _style(served, asked)
+    return tool_use_of(asked, style), _with_thinking(asked, style)
+
+
+async def _style(served: AppState, asked: ChatRequest | TokenizeRequest) -> ChatStyle:
+    """What is known of the template that writes a conversation."""
+    return await served.chat_styles.of(_template(asked, served))
+
+
+_END_TOKENS = 32
+"""Of a prompt, in which the beginning of reasoning is looked for."""
+
+
+def _end_of(prompt: Mapping[str, list[int]], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(prompt["prompt_token_ids"][-_END_TOKENS:], skip_special_tokens=False)
+
+
+_ANY_TEXT = StructuredOutputsParams(regex="(?s:.*)")
+
+
+def _behind_reasoning(
+    params: SamplingParams, form: StructuredOutputsParams | None, thinking: Thinking | None, budget: int | None
+) -> SamplingParams:
+    """The parameters with a form that begins where the answer's reasoning has ended, of so many tokens at most."""
+    if thinking is not None and budget is not None and form is None:
+        form = _ANY_TEXT
+    if form is not None and thinking is not None:
+        form = replace(form, reasoning=thinking.frame, reasoning_tokens=budget)
+    return params if form is params.structured_outputs else replace(params, structured_outputs=form)
+
+
+def _with_thinking(asked: ChatRequest, style: ChatStyle) -> ChatRequest:
+    """The chat with what it asks of reasoning as variables of the template. Raises `InvalidValueError`."""
+    budget = asked.thinking_token_budget
+    if budget is not None:
+        CHECKS["max_tokens"].check("thinking_token_budget", budget)
+        allowed = "absent, since the model does not think"
+        require(style.reasoning is not None, "thinking_token_budget", budget, allowed)
+    variables = thinking_variables(asked.enable_thinking, asked.reasoning_effort, style)
+    if not variables:
+        return asked
+    return structs.replace(asked, chat_template_kwargs={**variables, **(asked.chat_template_kwargs or {})})
 
 
 async def chat_prompt(
@@ -206,9 +268,11 @@ async def chat_prompt(
     template = _template(asked, served)
     continues = bool(asked.continue_final_message)
     begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+    has_calls = any(message.get("tool_calls") for message in messages)
+    as_text = has_calls and (await _style(served, asked)).arguments_as_text
     try:
         found: Mapping[str, list[int]] = await served.client.chat_prompt(
-            with_arguments_read(messages),
+            with_arguments_read(messages, as_text=as_text),
             tools=tools,
             chat_template=template,
             add_generation_prompt=begins,

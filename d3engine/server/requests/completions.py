@@ -190,7 +190,12 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
 
 
 def _several(asked: CompletionRequest) -> dict[str, Any]:
-    """The parameters that come of several fields."""
+    """The parameters that come of several fields. Raises `RequestError` for fields that contradict each other."""
+    if asked.echo and asked.truncate_prompt_tokens is not None:
+        given = asked.truncate_prompt_tokens
+        raise invalid(
+            "truncate_prompt_tokens", must_be("truncate_prompt_tokens", given, "absent where echo is true") + "."
+        )
     decided: dict[str, Any] = {"logprobs": asked.logprobs}
     if asked.echo and asked.logprobs is not None:
         decided["prompt_logprobs"] = max(asked.logprobs, asked.prompt_logprobs or 0)

@@ -39,6 +39,7 @@ TURNS = TurnForm(
     others={
         "tool_use": frozenset({"type", "id", "name", "input", "cache_control"}),
         "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+        "thinking": frozenset({"type", "thinking", "signature"}),
     },
 )
 
@@ -56,20 +57,26 @@ def _read(name: str, turn: Any) -> list[dict[str, Any]]:
     if not isinstance(content, list) or not any(_kind(part) in TURNS.others for part in content):
         return [read_turn(name, turn, TURNS)]
     role = read_role(name, turn, TURNS)
-    texts, calls, results = [], [], []
+    texts, calls, results, reasoning = [], [], [], []
     for place, part in enumerate(content):
         where, kind = f"{name}.content[{place}]", _kind(part)
         if kind == "tool_use":
             require(role == "assistant", f"{name}.role", role, "'assistant' for a block of type tool_use")
             calls.append(_call(where, part))
+        elif kind == "thinking":
+            require(role == "assistant", f"{name}.role", role, "'assistant' for a block of type thinking")
+            reasoning.append(_reasoning(where, part))
         elif kind == "tool_result":
             require(role == "user", f"{name}.role", role, "'user' for a block of type tool_result")
             results.append(_result(where, part))
         else:
             texts.append(read_text(where, part, TURNS))
+    said: dict[str, Any] = {"role": role, "content": texts or ""}
+    if reasoning:
+        said["reasoning_content"] = "\n".join(reasoning)
     if calls:
-        return [{"role": role, "content": texts or "", "tool_calls": calls}]
-    return [*results, *([{"role": role, "content": texts}] if texts else [])]
+        said["tool_calls"] = calls
+    return [*results, *([said] if texts or calls or reasoning else [])]
 
 
 def _kind(part: Any) -> Any:
@@ -83,6 +90,13 @@ def _call(name: str, part: dict[str, Any]) -> dict[str, Any]:
     return {"id": part["id"], "type": "function", "function": {"name": part["name"], "arguments": part["input"]}}
 
 
+def _reasoning(name: str, part: dict[str, Any]) -> str:
+    """The signature is not looked at."""
+    found = part.get("thinking")
+    require(isinstance(found, str), name, part, '{"type": "thinking", "thinking": a string}')
+    return str(found)
+
+
 def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
     """`is_error` tells the model nothing that the content does not say."""
     fits = isinstance(part.get("tool_use_id"), str)
@@ -92,7 +106,7 @@ def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": part["tool_use_id"], "content": content}
 
 
-SAME_NAMES = same_names(MessagesRequest, "messages", "tools", "tool_choice")
+SAME_NAMES = same_names(MessagesRequest, "messages", "tools", "tool_choice", "chat_template_kwargs")
 
 
 async def message_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
@@ -100,7 +114,8 @@ async def message_job(request: Request) -> tuple[RequestContext[ChatRequest], di
     asked, headers = await read_body(request, MessagesRequest, _unknown_in)
     same = {name: getattr(asked, name) for name in SAME_NAMES}
     chat = _chat_of(asked, stop=asked.stop_sequences or None, response_format=_form_of(asked), **same)
-    with by_names({"stop": "stop_sequences", "response_format": "output_config"}):
+    thinks = dict.fromkeys(("enable_thinking", "thinking_token_budget"), "thinking")
+    with by_names({"stop": "stop_sequences", "response_format": "output_config", **thinks}):
         return await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)
 
 
@@ -110,7 +125,8 @@ async def count_tokens(request: Request) -> tuple[int, dict[str, str]]:
     asked, headers = await read_body(request, CountTokensRequest, _unknown_in)
     served.models.check(asked.model)
     chat = _chat_of(asked)
-    tools = await tool_use(served, chat)
+    with by_names({"enable_thinking": "thinking"}):
+        tools, chat = await tool_use(served, chat)
     prompt = await chat_prompt(served, chat, chat.messages, tools.shown)
     return len(prompt["prompt_token_ids"]), served.ignored.header(tools.ignored, headers)
 
@@ -121,7 +137,20 @@ def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if asked.system is not None and asked.system != []:
         messages.insert(0, {"role": "system", "content": read_content("system", asked.system, TURNS)})
-    return ChatRequest(messages=messages, continue_final_message=continues, **_tools_of(asked), **fields)
+    beside = {"chat_template_kwargs": asked.chat_template_kwargs, **_thinking_of(asked), **_tools_of(asked)}
+    return ChatRequest(messages=messages, continue_final_message=continues, **beside, **fields)
+
+
+def _thinking_of(asked: CountTokensRequest) -> dict[str, Any]:
+    """`thinking` as a chat has it."""
+    given = asked.thinking
+    if given is None or given.type == "adaptive":
+        return {}
+    if given.type == "disabled" and given.budget_tokens is not None:
+        raise invalid(
+            "thinking", must_be("thinking.budget_tokens", given.budget_tokens, "absent without reasoning") + "."
+        )
+    return {"enable_thinking": given.type == "enabled", "thinking_token_budget": given.budget_tokens}
 
 
 def _form_of(asked: MessagesRequest) -> dict[str, Any] | None:

@@ -62,13 +62,33 @@ ASK_NOTHING = (
     *("request_id", "rid", "keep_alive", "cache_prompt", "id_slot", "n_keep", "num_keep", "n_discard", "n_cache_reuse"),
     *("num_gpu", "num_thread", "num_batch", "timings_per_token", "return_progress", "spaces_between_special_tokens"),
     # What only changes something with a field that is refused.
-    *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "smoothing_curve"),
-    *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_range", "dry_sequence_breakers"),
+    *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "smoothing_curve"),
 )
 """Fields that cannot change an answer."""
 
 ANTHROPICS_ASK_NOTHING = ("cache_control", "user_profile_id", "workspace_id", "diagnostics")
 """Of Anthropic's alone."""
+
+
+OTHER_NAMES = {
+    "repeat_penalty": "repetition_penalty",
+    "rep_pen": "repetition_penalty",
+    "typical": "typical_p",
+    "nsigma": "top_n_sigma",
+}
+"""Names that other servers have for fields of completions and chats, which stand for these."""
+
+
+def with_own_names(content: dict[str, Any], shape: type[Struct]) -> dict[str, Any]:
+    """The body with its fields under the names that the shape has. Raises `RequestError` for two that differ."""
+    for other, name in OTHER_NAMES.items():
+        if other in content and name in shape.__struct_fields__:
+            value, own = content[other], content.get(name)
+            if own is not None and value is not None and own != value:
+                raise invalid(other, must_be(other, value, f"absent or equal to {name}={own}") + ".")
+            content = {**content, name: own if value is None else value}
+            del content[other]
+    return content
 
 
 @dataclass(frozen=True)
@@ -93,13 +113,15 @@ _MODEL, _STATELESS = "the model has no such setting", "nothing is stored"
 
 REFUSED = (
     # Of vLLM, SGLang, llama.cpp, Ollama, TGI and others: how tokens are drawn.
-    Refused("mirostat dry_multiplier xtc_probability dynatemp_range smoothing_factor", _SAMPLER, (0,)),
+    Refused("mirostat dynatemp_range smoothing_factor", _SAMPLER, (0,)),
     Refused("top_a epsilon_cutoff eta_cutoff penalty_alpha no_repeat_ngram_size", _SAMPLER, (0,)),
-    Refused("typical_p typical tfs tfs_z guidance_scale num_beams beam_width", _SAMPLER, (1,)),
+    Refused("tfs tfs_z guidance_scale num_beams beam_width", _SAMPLER, (1,)),
     Refused("encoder_repetition_penalty frequency_decay", _SAMPLER, (1,)),
     Refused("length_penalty", _SAMPLER, (1, 0)),
-    Refused("top_n_sigma nsigma min_keep", _SAMPLER, (0, -1)),
+    Refused("min_keep", _SAMPLER, (0, -1)),
     Refused("adaptive_target", _SAMPLER, (-1,)),
+    Refused("repeat_last_n", "penalties count the whole prompt and answer", (-1,)),
+    Refused("dry_range", "dry_penalty_last_n is the field for it"),
     Refused("use_beam_search early_stopping watermark dynamic_temperature", _SAMPLER, (False,)),
     Refused("temperature_last grammar_lazy no_stop_trim penalize_nl", _SAMPLER, (False,)),
     Refused("samplers sampler_order sampler_priority logits_processors grammar_triggers", _SAMPLER, ([],)),
@@ -113,18 +135,21 @@ REFUSED = (
     Refused("lora_path lora_request adapter adapter_id session_params", _SERVER),
     Refused("tool_prompt guideline input_embeds input_ids inputs input_extra", _SERVER),
     Refused("mm_processor_kwargs media_io_kwargs parameters options sampling_params", _SERVER, ({},)),
-    Refused("raw return_full_text think separate_reasoning thinking_forced_open", _SERVER, (False,)),
-    Refused("include_reasoning parse_tool_calls", _SERVER, (True,)),
-    Refused("enable_thinking thinking_budget thinking_budget_tokens thinking_token_budget", _SERVER),
-    Refused("reasoning_budget reasoning_format", _SERVER),
+    Refused("raw return_full_text thinking_forced_open", _SERVER, (False,)),
+    Refused("include_reasoning parse_tool_calls separate_reasoning", _SERVER, (True,)),
+    Refused("think", "enable_thinking is the field for it", routes=_OPENAI),
+    Refused("thinking_budget thinking_budget_tokens reasoning_budget", "thinking_token_budget is the field for it"),
+    Refused("reasoning_format", _SERVER),
     Refused("models provider route", _SERVER),
     Refused("documents", _SERVER, ([],), (*_OPENAI, MessagesRequest, *_TOKENIZE)),
-    Refused("truncate_prompt_tokens", _SERVER, (), (*_OPENAI, MessagesRequest, *_TOKENIZE)),
+    Refused("truncate_prompt_tokens", _SERVER, (), (ResponsesRequest, MessagesRequest, *_TOKENIZE)),
     # Other names of fields that are honoured here.
     Refused("n_predict num_predict max_new_tokens max_length", "max_tokens is the field for it"),
     Refused("min_new_tokens", "min_tokens is the field for it", (0,)),
     Refused("min_length", "min_tokens is the field for it"),
-    Refused("repeat_penalty rep_pen", "repetition_penalty is the field for it", (1,)),
+    Refused("repeat_penalty rep_pen", "this route has no penalties", (1,), (ResponsesRequest, MessagesRequest)),
+    Refused("typical", "this route does not have it", (1,), (ResponsesRequest, MessagesRequest)),
+    Refused("nsigma", "this route does not have it", (0, -1), (ResponsesRequest, MessagesRequest)),
     Refused("num_return_sequences", "n is the field for it", (1,)),
     Refused("do_sample", "temperature is the field for it"),
     Refused("stop_sequences stopping_strings", "stop is the field for it"),
@@ -146,7 +171,6 @@ REFUSED = (
     Refused("modalities", "answers are text", (["text"],), _CHAT),
     Refused("audio", "answers are text", routes=_CHAT),
     Refused("prediction", "predicted outputs are not served", routes=_CHAT),
-    Refused("reasoning_effort", f"{_MODEL} (chat_template_kwargs reaches the template)", routes=_CHAT),
     Refused("verbosity", _MODEL, routes=_CHAT),
     Refused("web_search_options", "nothing is searched", routes=_CHAT),
     Refused("moderation", "nothing is moderated", routes=(*_CHAT, *_RESPONSE)),
@@ -158,12 +182,10 @@ REFUSED = (
     Refused("max_tool_calls", "there are no tools of the server's own", routes=_RESPONSE),
     Refused("include", "a response has nothing more to tell", ([],), _RESPONSE),
     Refused("top_logprobs", "POST /v1/chat/completions tells log-probabilities", (0,), _RESPONSE),
-    Refused("reasoning", _MODEL, ({},), _RESPONSE),
     Refused("truncation", "a conversation is read whole", ("disabled",), _RESPONSE),
     Refused("context_management", "a conversation is read as it comes", routes=(*_RESPONSE, *_ANTHROPIC)),
     Refused("stream_options", "events are not padded", ({}, {"include_obfuscation": False}), _RESPONSE),
     Refused("image", "responses are text", routes=_RESPONSE),
-    Refused("thinking", _MODEL, ({"type": "disabled"},), _ANTHROPIC),
     Refused("output_format", "output_config.format is the field for it", routes=_ANTHROPIC),
     Refused("mcp_servers", "nothing but the model is asked", ([],), _ANTHROPIC),
     Refused("container", "no code is run", routes=_ANTHROPIC),

@@ -31,27 +31,38 @@ TURNS = TurnForm(
     beside={"type": ("message",), "id": None, "status": None, "phase": None},
     beside_text=frozenset({"annotations", "logprobs"}),
 )
-CALL, RESULT = "function_call", "function_call_output"
+CALL, RESULT, REASONING = "function_call", "function_call_output", "reasoning"
 FIELDS = {
     CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
     RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
+    REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
 }
 
 
 def read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of a chat; calls that follow each other are one message. Raises `InvalidValueError`."""
+    """The messages of a chat; reasoning, a text and calls that follow each other are one message.
+
+    Raises `InvalidValueError`.
+    """
     require(len(items) > 0, "input", items, "a list of at least one item")
     found: list[dict[str, Any]] = []
+    reasoning: str | None = None
     for place, item in enumerate(items):
         name, kind = f"input[{place}]", _kind(item)
+        if kind == REASONING:
+            reasoning = _reasoning(name, item)
+            continue
         if kind == CALL:
-            if not (found and found[-1]["role"] == "assistant"):
+            if reasoning is not None or not (found and found[-1]["role"] == "assistant"):
                 found.append({"role": "assistant", "content": ""})
             found[-1].setdefault("tool_calls", []).append(_call(name, item))
         elif kind == RESULT:
             found.append(_result(name, item))
         else:
             found.append(read_turn(name, item, TURNS))
+        if reasoning and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = reasoning
+        reasoning = None
     return found
 
 
@@ -76,6 +87,15 @@ def _call(name: str, item: dict[str, Any]) -> dict[str, Any]:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
+def _reasoning(name: str, item: dict[str, Any]) -> str:
+    """Of its content, or where it was told as a summary alone, of that."""
+    parts = [part for field in ("content", "summary") for part in item.get(field) or ()]
+    fits = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+    require(fits, name, item, '{"type": "reasoning", "content": [{"type": "reasoning_text", "text"}], "summary": []}')
+    own = [part["text"] for part in item.get("content") or item.get("summary") or ()]
+    return "\n".join(own)
+
+
 def _result(name: str, item: dict[str, Any]) -> dict[str, Any]:
     require(isinstance(item.get("call_id"), str), f"{name}.call_id", item.get("call_id"), "a string")
     content = read_content(f"{name}.output", item.get("output"), TURNS)
@@ -98,9 +118,11 @@ async def response_job(request: Request) -> tuple[RequestContext[ChatRequest], R
         response_format=_form_of(asked),
         tools=_tools_of(asked),
         tool_choice=_choice_of(asked),
+        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
         **same,
     )
-    with by_names({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}):
+    names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+    with by_names({**names, "reasoning_effort": "reasoning"}):
         job, headers = await job_of(request, chat, headers, id_prefix="resp_")
         return job, asked, headers
 

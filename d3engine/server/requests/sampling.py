@@ -20,7 +20,8 @@ from d3engine.server.schemas.requests import SAME_NAMES, TEMPERATURES, Common
 from d3engine.server.settings import ServerSettings
 
 _FORMATS = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name", "schema"}}'
-_FIELDS = frozenset(StructuredOutputsParams.names())
+_FIELDS = tuple(name for name in StructuredOutputsParams.names() if name != "openings")
+"""A request's own grammar is looked at for every token."""
 
 
 def form_of(asked: Common) -> StructuredOutputsParams | None:
@@ -32,7 +33,7 @@ def form_of(asked: Common) -> StructuredOutputsParams | None:
         raise invalid("structured_outputs", "structured_outputs must be absent beside response_format.")
     given = {name: value for name, value in asked.structured_outputs.items() if value is not None}
     for name in given:
-        allowed = f"an object of the fields {', '.join(StructuredOutputsParams.names())}"
+        allowed = f"an object of the fields {', '.join(_FIELDS)}"
         require(name in _FIELDS, "structured_outputs", asked.structured_outputs, allowed)
     with named("structured_outputs"):
         return StructuredOutputsParams(**given)

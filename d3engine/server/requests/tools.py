@@ -1,4 +1,4 @@
-"""How a chat template shows functions to the model and writes calls, found by rendering one call."""
+"""What a chat template knows of functions and reasoning, and how a request's functions may be called."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -18,47 +17,73 @@ from d3engine.async_engine.client import EngineClient
 from d3engine.errors import InvalidValueError, must_be
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.errors import invalid
+from d3engine.server.requests.formats import (
+    EXAMPLE,
+    UNKNOWN_FORMAT,
+    AskedCalls,
+    ReasoningFormat,
+    ToolFormat,
+    json_rule,
+    reasoning_format_named,
+    reasoning_format_of,
+    tool_format_named,
+    tool_format_of,
+)
 from d3engine.server.schemas.requests import FUNCTIONS_NAME, MAX_TOOLS, ChatRequest, NamedTool, Tool
 from d3engine.text.tokenizer import Tokenizer
 
-_STYLE_NAME = "shown_function"
 _DESCRIPTION = "Described to the model."
-_TOOL = {"name": _STYLE_NAME, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
-_CALL = {"id": "shownCall", "type": "function", "function": {"name": _STYLE_NAME, "arguments": {"value": 1}}}
-_MESSAGES: list[dict[str, Any]] = [
-    {"role": "user", "content": "A question."},
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-]
-_HERMES = re.compile(rf'<tool_call>\s*{{"name":\s*"{_STYLE_NAME}",\s*"arguments":\s*{{"value":\s*1}}}}\s*</tool_call>')
-_LLAMA3_MARK = "<|python_tag|>"
+_TOOL = {"name": EXAMPLE, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
 _NUM_KEPT = 8
+_CODE = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
+_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+_VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b")
 
 
-class CallStyle(Enum):
-    """The syntax in which a model calls functions by itself."""
-
-    HERMES = "hermes"
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes 2 and 3, Qwen2.5 and Qwen3 write it."""
-    LLAMA3 = "llama3"
-    """`{"name": ..., "parameters": {...}}` as the whole answer."""
+def _example(arguments: object) -> list[dict[str, Any]]:
+    """A conversation with a call."""
+    call = {"id": "shownCall", "type": "function", "function": {"name": EXAMPLE, "arguments": arguments}}
+    return [
+        {"role": "user", "content": "A question."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
 
 
 @dataclass(frozen=True)
-class ToolStyle:
-    """What is known of a template: whether it shows functions, and the syntax of calls, None where it is unknown."""
+class ChatStyle:
+    """What is known of a chat template.
 
-    shows_tools: bool
-    calls: CallStyle | None
+    Attributes:
+        shows_tools: whether it shows functions to the model.
+        calls: the format of calls, None where it is unknown.
+        reasoning: the format of reasoning, None where it has none.
+        variables: those of its variables that switch reasoning.
+        arguments_as_text: whether it writes the arguments of earlier calls only if they are JSON text.
+        special_ids: the tokenizer's special tokens by their spelling.
+    """
+
+    shows_tools: bool = False
+    calls: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    variables: frozenset[str] = frozenset()
+    arguments_as_text: bool = False
+    special_ids: Mapping[str, int] = field(default_factory=dict)
 
 
-class ToolStyles:
-    """The styles of one model's own template and of the last few that requests brought."""
+class ChatStyles:
+    """The styles of one model's own template and of the last few that requests brought.
 
-    def __init__(self, client: EngineClient) -> None:
+    `tool_parser` and `reasoning_parser` name formats that hold instead of a template's own: "auto" is its own, and
+    "none" is no format.
+    """
+
+    def __init__(self, client: EngineClient, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
         self._client = client
-        self._known: OrderedDict[str | None, ToolStyle] = OrderedDict()
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+        self._known: OrderedDict[str | None, ChatStyle] = OrderedDict()
 
-    async def of(self, template: str | None) -> ToolStyle:
+    async def of(self, template: str | None) -> ChatStyle:
         """The style of a request's template; None stands for the model's own."""
         if template not in self._known:
             self._known[template] = await self._find(template)
@@ -66,33 +91,67 @@ class ToolStyles:
                 self._known.popitem(last=False)
         return self._known[template]
 
-    async def _find(self, template: str | None) -> ToolStyle:
+    async def _find(self, template: str | None) -> ChatStyle:
         tokenizer = self._client.tokenizer
         assert tokenizer is not None
+        source = (template if template is not None else await self._client.chat_template()) or ""
+        specials = special_ids_of(tokenizer)
+        texts = [await self._rendered(template, arguments) for arguments in ({"value": 1}, '{"value": 1}')]
+        rendered = texts[0] or texts[1]
+        return ChatStyle(
+            shows_tools=_DESCRIPTION in rendered,
+            calls=self._tool_format(rendered, source, specials),
+            reasoning=self._reasoning_format(source),
+            variables=_variables(source),
+            arguments_as_text=not texts[0] and bool(texts[1]),
+            special_ids=specials,
+        )
+
+    def _tool_format(self, rendered: str, source: str, specials: Mapping[str, int]) -> ToolFormat | None:
+        found = tool_format_of(rendered, source, specials)
+        if self._tool_parser == "auto":
+            return found
+        if self._tool_parser == "none":
+            return None
+        named = tool_format_named(self._tool_parser)
+        # A family may have two formats under one name, of which the template shows one.
+        return found if found is not None and found.name.startswith(f"{named.name}_v") else named
+
+    def _reasoning_format(self, source: str) -> ReasoningFormat | None:
+        if self._reasoning_parser == "auto":
+            return reasoning_format_of(source)
+        return None if self._reasoning_parser == "none" else reasoning_format_named(self._reasoning_parser)
+
+    async def _rendered(self, template: str | None, arguments: object) -> str:
+        """The example as the template writes it, special tokens included; "" where it refuses functions or calls."""
         try:
             prompt = await self._client.chat_prompt(
-                _MESSAGES,
+                _example(arguments),
                 tools=[{"type": "function", "function": _TOOL}],
                 chat_template=template,
                 add_generation_prompt=False,
             )
-        except InvalidValueError:  # the template refuses functions or calls
-            return ToolStyle(False, None)
-        # An answer's text lacks special tokens, and so must the marks of a call that is found in it.
-        text = await asyncio.to_thread(tokenizer.decode, prompt["prompt_token_ids"], skip_special_tokens=True)
-        if _HERMES.search(text):
-            return ToolStyle(_DESCRIPTION in text, CallStyle.HERMES)
-        return ToolStyle(_DESCRIPTION in text, CallStyle.LLAMA3 if _is_llama3(tokenizer) else None)
+        except InvalidValueError:
+            return ""
+        tokenizer = self._client.tokenizer
+        assert tokenizer is not None
+        return await asyncio.to_thread(tokenizer.decode, prompt["prompt_token_ids"], skip_special_tokens=False)
 
 
-def _is_llama3(tokenizer: Tokenizer) -> bool:
-    return any(tokenizer.convert_id_to_token(token) == _LLAMA3_MARK for token in tokenizer.special_ids)
+def _variables(source: str) -> frozenset[str]:
+    """The variables of a template that switch reasoning."""
+    return frozenset(_VARIABLE.findall(" ".join(_STRING.sub("''", code) for code in _CODE.findall(source))))
+
+
+def special_ids_of(tokenizer: Tokenizer) -> dict[str, int]:
+    """The special tokens by their spelling."""
+    found = {tokenizer.convert_id_to_token(token) or "": token for token in sorted(tokenizer.special_ids)}
+    return {text: token for text, token in found.items() if text}
 
 
 _NAME = re.compile(FUNCTIONS_NAME)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS = {"type": "object"}
-SPACE = r"[ \n\t]{0,16}"
 _FAULT = re.compile(
     r"a grammar to answer by \((?:at (?P<line>\d+)\(\d+\): failed to compile JSON schema: )?(?P<why>.*)\)"
 )
@@ -105,16 +164,64 @@ class Calling:
     Attributes:
         kind: the model decides ("auto"), it must call ("required"), or it must call the one function ("named").
         names: of the functions that may be called.
-        style: the syntax of a call; None: a JSON list of {"name", "parameters"}, or of "named" the arguments alone.
-        form: what the answer must be; None where it may be any text.
+        format: of the calls; None: the answer is the arguments of the one function ("named") alone.
+        form: what the answer must be.
         best_effort: the form to take where `form` cannot be compiled: any object as arguments.
     """
 
     kind: Literal["auto", "required", "named"]
     names: tuple[str, ...]
-    style: CallStyle | None
-    form: StructuredOutputsParams | None
+    format: ToolFormat | None
+    form: StructuredOutputsParams
     best_effort: StructuredOutputsParams | None = None
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How an answer marks its reasoning; `is_open`: the prompt has begun it."""
+
+    format: ReasoningFormat
+    is_open: bool
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        """`reasoning` of the form that may follow it."""
+        return ("" if self.is_open else self.format.opening), self.format.closing
+
+
+def thinking_of(written: ReasoningFormat, end_of_prompt: str, continues: bool) -> Thinking | None:
+    """How an answer to a prompt marks its reasoning; None where none can come."""
+    is_open = end_of_prompt.rstrip().endswith(written.opening)
+    is_closed = end_of_prompt.rstrip().endswith(written.closing)
+    return None if is_closed or (continues and not is_open) else Thinking(written, is_open)
+
+
+NO_EFFORT = "none"
+"""The `reasoning_effort` that asks for no reasoning; every other asks for one."""
+
+
+def thinking_variables(enabled: bool | None, effort: str | None, style: ChatStyle) -> dict[str, Any]:
+    """The template's variables by which the model thinks, or does not, as a request asks.
+
+    Raises `InvalidValueError` where the template has none and the model would do otherwise.
+    """
+    found: dict[str, Any] = {}
+    if effort is not None and "reasoning_effort" in style.variables:
+        found["reasoning_effort"], effort = effort, None
+    asked = {"enable_thinking": enabled, "reasoning_effort": None if effort is None else effort != NO_EFFORT}
+    for name, wanted in asked.items():
+        if wanted is None:
+            continue
+        switch = next((one for one in ("enable_thinking", "thinking") if one in style.variables), None)
+        if switch is not None:
+            if found.setdefault(switch, wanted) != wanted:
+                given = effort if name == "reasoning_effort" else enabled
+                raise InvalidValueError(name, given, "absent, or ask for the same as enable_thinking")
+        elif wanted != (style.reasoning is not None):
+            does = "does not think" if style.reasoning is None else "always thinks"
+            given = effort if name == "reasoning_effort" else enabled
+            raise InvalidValueError(name, given, f"absent, since the model {does}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -132,7 +239,7 @@ class ToolUse:
     ignored: tuple[str, ...] = ()
 
 
-def tool_use_of(asked: ChatRequest, style: ToolStyle) -> ToolUse:
+def tool_use_of(asked: ChatRequest, style: ChatStyle) -> ToolUse:
     """What the tools of a chat come to by a template of this style. Raises `RequestError`."""
     if asked.tools is None:
         if asked.tool_choice not in (None, "none"):
@@ -152,7 +259,7 @@ def tool_use_of(asked: ChatRequest, style: ToolStyle) -> ToolUse:
         if getattr(asked, name) not in (None, {"type": "text"}):
             raise invalid(name, f'{name} must be absent where tools may be called (tool_choice is not "none").')
     ignored = () if style.shows_tools else ("tools",)
-    calling = _calling(choice, chosen, style.calls, asked.parallel_tool_calls is not False)
+    calling = _calling(choice, chosen, style, asked.parallel_tool_calls is not False)
     return ToolUse(_shown(asked.tools), calling, ignored)
 
 
@@ -160,78 +267,29 @@ def _shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}} for tool in tools]
 
 
-def _calling(choice: object, tools: Sequence[Tool], style: CallStyle | None, several: bool) -> Calling:
+def _calling(choice: object, tools: Sequence[Tool], style: ChatStyle, several: bool) -> Calling:
     names = tuple(tool.function.name for tool in tools)
+    written = style.calls or UNKNOWN_FORMAT
+    reasoning = None if style.reasoning is None else style.reasoning.opening
     with fault_of_tools(names):
+        schemas = list(map(_arguments, tools))
+        asked = AskedCalls(schemas, names, several, choice == "auto", style.special_ids, reasoning)
         if choice == "auto":
-            if style is CallStyle.LLAMA3:
-                return Calling("auto", names, style, None)
-            loose = _hermes([_ANY_ARGUMENTS] * len(tools), names, several=several, is_auto=True)
+            loose = written.grammar(replace(asked, schemas=[_ANY_ARGUMENTS] * len(tools)))
             is_strict = any(tool.function.strict for tool in tools)
             try:
-                form = _hermes(list(map(_arguments, tools)), names, several=several, is_auto=True)
-            except InvalidValueError:  # it is too long
+                form = written.grammar(asked)
+            except InvalidValueError:  # it is too long, or the format has no words for it
                 if is_strict:
                     raise
                 form = loose
-            return Calling("auto", names, style, form, None if is_strict else loose)
-        kind: Literal["required", "named"] = "required" if choice == "required" else "named"
-        schemas = list(map(_arguments, tools))
-        if style is CallStyle.HERMES:
-            several = several and kind == "required"
-            return Calling(kind, names, style, _hermes(schemas, names, several=several, is_auto=False))
-        if kind == "named":
-            return Calling(kind, names, None, StructuredOutputsParams(grammar=f"start: {_json(schemas[0])}"))
-        return Calling(kind, names, None, _list_of_calls(schemas, names, several=several))
-
-
-def _hermes(
-    schemas: Sequence[Mapping[str, Any]], names: Sequence[str], *, several: bool, is_auto: bool
-) -> StructuredOutputsParams:
-    """One or more calls in Hermes' syntax; with `is_auto` after any text, or text alone.
-
-    Then an answer that begins as a call without the marks, as Qwen2.5-Coder writes it, is one too.
-    """
-    more = rf' ("\n<tool_call>" call){{0,{MAX_TOOLS - 1}}}' if several else ""
-    rules = [f"calls: call{more}", r'call: "\n" one "\n</tool_call>"']
-    if is_auto:
-        bare = [f"bare_{i}[lazy]: /{bare_head(name)}/" for i, name in enumerate(names)]
-        unmarked = " | ".join(f'bare_{i} SPACE arguments_{i} SPACE "}}" FENCE' for i in range(len(names)))
-        rules += ["start: TEXT | opening calls | unmarked", "opening[lazy]: /(?s:.*)<tool_call>/"]
-        rules += ["TEXT: /(?s:.*)/", f"SPACE: /{SPACE}/", f"FENCE: /({SPACE}```)?/", *bare, f"unmarked: {unmarked}"]
-    else:
-        rules += ['start: "<tool_call>" calls']
-    return StructuredOutputsParams(grammar=_grammar(rules, schemas, names, "arguments"))
-
-
-def bare_head(name: str) -> str:
-    """A regular expression for the beginning of a call without marks, perhaps in a fence, up to its arguments."""
-    head = ("(```(json)?)?", r"\{", '"name"', ":", f'"{name}"', ",", '"arguments"', ":")
-    return SPACE + SPACE.join(head)
-
-
-def _list_of_calls(
-    schemas: Sequence[Mapping[str, Any]], names: Sequence[str], *, several: bool
-) -> StructuredOutputsParams:
-    """A JSON list of one or more calls."""
-    more = f' (", " one){{0,{MAX_TOOLS - 1}}}' if several else ""
-    return StructuredOutputsParams(grammar=_grammar([f'start: "[" one{more} "]"'], schemas, names, "parameters"))
-
-
-def _grammar(rules: Sequence[str], schemas: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> str:
-    """A grammar in Lark's syntax: these rules, and `one` call as JSON with its arguments under `key`.
-
-    Each schema is a grammar by itself, so its references keep their meaning; that of tool i stands in line i + 1.
-    """
-    arguments = [f"arguments_{i}: {_json(schema)}" for i, schema in enumerate(schemas)]
-    heads = [json.dumps(f'{{"name": "{name}", "{key}": ') for name in names]
-    one = " | ".join(f'{head} arguments_{i} "}}"' for i, head in enumerate(heads))
-    return "\n".join([*arguments, *rules, f"one: {one}"])
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """A schema within a grammar; the escape keeps it from being read as a directive of the grammar."""
-    return "%json " + json.dumps(schema).replace("%", "\\u0025")
+            return Calling("auto", names, written, form, None if is_strict else loose)
+        if choice == "required":
+            return Calling("required", names, written, written.grammar(asked))
+        if style.calls is None:
+            form = StructuredOutputsParams(grammar=f"start: {json_rule(schemas[0])}")
+            return Calling("named", names, None, form)
+        return Calling("named", names, written, written.grammar(replace(asked, several=False)))
 
 
 @contextmanager
@@ -252,17 +310,17 @@ def fault_of_tools(names: Sequence[str]) -> Iterator[None]:
         raise InvalidValueError("tools", given, allowed) from None
 
 
-def with_arguments_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with the arguments of earlier calls as the objects that templates write, not as their text."""
+def with_arguments_read(messages: list[dict[str, Any]], *, as_text: bool = False) -> list[dict[str, Any]]:
+    """The messages, with the arguments of earlier calls as the objects that templates write, or as JSON text."""
     for place, message in enumerate(messages):
         for name in ("function_call", "audio"):
             if message.get(name) is not None:
                 why = "absent, since templates read tool_calls and text"
                 raise invalid("messages", must_be(f"messages[{place}].{name}", message[name], why) + ".")
-    return [_read_calls(message) if message.get("tool_calls") else message for message in messages]
+    return [_read_calls(message, as_text) if message.get("tool_calls") else message for message in messages]
 
 
-def _read_calls(message: dict[str, Any]) -> dict[str, Any]:
+def _read_calls(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
     calls = message["tool_calls"]
     if not isinstance(calls, list):
         raise invalid("messages", must_be("messages", message, "with tool_calls, a list") + ".")
@@ -279,6 +337,8 @@ def _read_calls(message: dict[str, Any]) -> dict[str, Any]:
                 allowed = "with arguments that are a JSON object in every tool call"
                 raise invalid("messages", must_be("messages", message, allowed) + ".")
             call = {**call, "function": {**function, "arguments": arguments}}
+        if as_text and isinstance(function, dict) and isinstance(arguments, dict):
+            call = {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
         found.append(call)
     return {**message, "tool_calls": found}
 

@@ -1,21 +1,15 @@
-"""Calls of functions, read from the text of an answer as it comes.
-
-Arguments are passed on as the model writes them, letter by letter, so a stream of them is never behind;
-only where one call ends and the next begins is found out here.
-"""
+"""The choices of a chat's answer, whole and as chunks of a stream."""
 
 from __future__ import annotations
 
-import re
-import uuid
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.server.requests.tools import SPACE, Calling, CallStyle, bare_head
 from d3engine.server.responses.context import RequestContext, TextPlaces
 from d3engine.server.responses.extras import LogprobWords, of_prompt
+from d3engine.server.responses.reading import CallReader, Piece, ReasoningReader
 from d3engine.server.schemas.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -28,154 +22,6 @@ from d3engine.server.schemas.answers import (
     ToolCallDelta,
 )
 from d3engine.server.schemas.requests import ChatRequest
-
-_OPENING = "<tool_call>"
-_HEAD = re.compile(
-    r'(?:[\s\[\],;}]|</?tool_call>|```(?:json)?)*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,'
-    r'\s*"(?:parameters|arguments)"\s*:\s*(?=\{)'
-)
-"""What stands between two calls, and before the first."""
-
-_LONGEST_HEAD = 300
-"""Characters in which a call must have begun that a model makes by itself; otherwise the answer is text."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What is new: of the text, or of the call `index`; `name` comes once, with the `id` of the call."""
-
-    text: str
-    index: int | None = None
-    id: str | None = None
-    name: str | None = None
-
-
-class CallReader:
-    """Of one answer."""
-
-    def __init__(self, calling: Calling) -> None:
-        self._calling = calling
-        self.num_calls = 0
-        self._waiting = ""
-        self._is_text = False
-        self._awaits_opening = self._may_be_bare = calling.kind == "auto" and calling.style is CallStyle.HERMES
-        self._arguments: _Arguments | None = None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the arguments of the last call are incomplete, as a stop string may leave them."""
-        return self._arguments is not None
-
-    def read(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Take what is new of the answer."""
-        if self._calling.kind == "named" and self._calling.style is None:
-            begun = [self._begin(self._calling.names[0])] if not self.num_calls else []
-            return [*begun, *([Piece(text, 0)] if text else [])]
-        self._waiting += text
-        found: list[Piece] = []
-        while self._waiting and (new := self._next()) is not None:
-            found.append(new)
-        if is_last and self._calling.kind == "auto" and self._waiting and not self.num_calls:
-            is_form = self._calling.style is CallStyle.HERMES and not self._awaits_opening
-            found += [] if is_form or _OPENING[:6] in self._waiting else self._all_as_text()
-        return [piece for piece in found if piece.text or piece.name]
-
-    def _next(self) -> Piece | None:
-        """The next piece of what waits; None where more must come first."""
-        if self._is_text:
-            return self._all_as_text()[0]
-        if self._may_be_bare:
-            is_bare = any(re.match(f"{bare_head(name)}{SPACE}\\{{", self._waiting) for name in self._calling.names)
-            if not is_bare and _may_become_bare(self._waiting, self._calling.names):
-                return None
-            self._may_be_bare, self._awaits_opening = False, not is_bare
-        if self._awaits_opening:
-            return self._before_opening()
-        if self._arguments is not None:
-            end = self._arguments.end(self._waiting)
-            piece, self._waiting = self._waiting[:end], self._waiting[end:]
-            if self._arguments.is_over:
-                self._arguments = None
-            return Piece(piece, self.num_calls - 1)
-        head = _HEAD.match(self._waiting)
-        if head is not None and head[1] in self._calling.names:
-            self._waiting = self._waiting[head.end() :]
-            self._arguments = _Arguments()
-            return self._begin(head[1])
-        return self._all_as_text()[0] if self._must_be_text(head is not None) else None
-
-    def _before_opening(self) -> Piece | None:
-        """The text before a call in Hermes' syntax; what may belong to the opening waits."""
-        place = self._waiting.find(_OPENING)
-        self._awaits_opening = place < 0
-        end = len(self._waiting) - _overlap(self._waiting) if place < 0 else place
-        text = self._waiting[:end].rstrip()
-        self._waiting = self._waiting[len(text) if place < 0 else place :]
-        return Piece(text) if text or place >= 0 else None
-
-    def _must_be_text(self, is_other_call: bool) -> bool:
-        """Whether an answer that might call a function does not."""
-        if self._calling.style is not CallStyle.LLAMA3 or self._calling.kind != "auto" or self.num_calls:
-            return False
-        begins = self._waiting.lstrip()
-        return is_other_call or len(begins) > _LONGEST_HEAD or (begins != "" and not begins.startswith("{"))
-
-    def _all_as_text(self) -> list[Piece]:
-        self._is_text = True
-        text, self._waiting = self._waiting, ""
-        return [Piece(text)]
-
-    def _begin(self, name: str) -> Piece:
-        self.num_calls += 1
-        return Piece("", self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name)
-
-
-def _may_become_bare(text: str, names: Sequence[str]) -> bool:
-    """Whether a text can go on to be the head of a call without marks."""
-    head = [["{"], ['"name"'], [":"], [f'"{name}"' for name in names], [","], ['"arguments"'], [":"], ["{"]]
-    return len(text) < _LONGEST_HEAD and any(_may_become(text, [[fence], *head]) for fence in ("```json", "```", ""))
-
-
-def _may_become(text: str, parts: Sequence[Sequence[str]]) -> bool:
-    """Whether a text can go on to be these parts with space between them; each is one of several."""
-    for options in parts:
-        text = text.lstrip()
-        found = next((option for option in options if text.startswith(option)), None)
-        if found is None:
-            return any(option.startswith(text) for option in options)
-        text = text.removeprefix(found)
-    return False
-
-
-def _overlap(text: str) -> int:
-    """How many characters at the end of a text are a beginning of the opening."""
-    return next(size for size in reversed(range(len(_OPENING))) if text.endswith(_OPENING[:size]))
-
-
-class _Arguments:
-    """A JSON object on its way: where it ends."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = self._escaped = False
-        self.is_over = False
-
-    def end(self, text: str) -> int:
-        """How many characters of `text`, which goes on from the last one, belong to it."""
-        for place, char in enumerate(text):
-            if self._in_string:
-                self._in_string = self._escaped or char != '"'
-                self._escaped = char == "\\" and not self._escaped
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    self.is_over = True
-                    return place + 1
-        return len(text)
 
 
 class ChatWriter:
@@ -247,6 +93,11 @@ class ChatWriter:
         """Whether there is something to tell of every token, be its text held back or not."""
         return bool(self._asked.logprobs or self._asked.return_token_ids or self._asked.return_depths)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far, over all choices."""
+        return sum(one.num_reasoning_tokens for one in self._answers.values())
+
     def _answer(self, index: int) -> _Answer:
         if index not in self._answers:
             self._answers[index] = _Answer(self._job)
@@ -267,10 +118,20 @@ class _Answer:
         self._words = LogprobWords(asked.top_logprobs or 0, bool(asked.return_tokens_as_token_ids))
         self._job = job
         self._calls = None if job.calling is None else CallReader(job.calling)
+        thinking = job.thinking
+        self._reasonings = None if thinking is None else ReasoningReader(thinking.format, is_open=thinking.is_open)
+        self._reasoning_offsets: list[int] = []
         self._is_named = job.calling is not None and job.calling.kind == "named"
 
     @cached_property
     def _places(self) -> TextPlaces:
+        return self._new_places()
+
+    @cached_property
+    def _reasoning_places(self) -> TextPlaces:
+        return self._new_places()
+
+    def _new_places(self) -> TextPlaces:
         served, prepared = self._job.served, self._job.prepared[0]
         hidden, drops_space = served.hidden_ids(prepared.params), not self._job.asked.continue_final_message
         return TextPlaces(served.texts, prepared.prompt_token_ids, hidden, drops_space=drops_space)
@@ -284,22 +145,39 @@ class _Answer:
 
     def message(self, answer: CompletionOutput) -> ChatMessage:
         """The whole message."""
+        reasoning, text = self._parted(answer, is_last=True)
+        found: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            found["content"] = text or None
+            found["reasoning_content"] = reasoning
         if self._calls is None:
-            return {"role": "assistant", "content": self.text(answer), "refusal": None}
-        pieces = self._calls.read(self.text(answer), is_last=True)
-        said = "".join(piece.text for piece in pieces if piece.index is None)
-        calls = [_call(pieces, index) for index in range(self._calls.num_calls)]
-        found: ChatMessage = {"role": "assistant", "content": said or None, "refusal": None}
-        if calls:
+            return found
+        pieces = self._calls.read(text, is_last=True)
+        found["content"] = "".join(piece.text for piece in pieces if piece.index is None) or None
+        if calls := [_call(pieces, index) for index in range(self._calls.num_calls)]:
             found["tool_calls"] = calls
         return found
 
+    def _parted(self, answer: CompletionOutput, *, is_last: bool) -> tuple[str, str]:
+        """What is new of the reasoning, and of what follows it."""
+        if self._reasonings is None or self._reasonings.is_over:
+            return "", self.text(answer)
+        self._reasoning_offsets += self._reasoning_places.of_answer(answer.token_ids)
+        return self._reasonings.read(self.text(answer), is_last=is_last)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of its reasoning so far, the marks around it included."""
+        return 0 if self._reasonings is None else bisect_left(self._reasoning_offsets, self._reasonings.end)
+
     def deltas(self, answer: CompletionOutput) -> list[ChatDelta]:
         """What is new, if anything: of text, or of calls."""
-        text = self.text(answer)
+        is_last = answer.finish_reason is not None
+        reasoning, text = self._parted(answer, is_last=is_last)
+        found: list[ChatDelta] = [{"reasoning_content": reasoning}] if reasoning else []
         if self._calls is None:
-            return [{"content": text}] if text else []
-        return [_delta(piece) for piece in self._calls.read(text, is_last=answer.finish_reason is not None)]
+            return [*found, {"content": text}] if text else found
+        return [*found, *map(_delta, self._calls.read(text, is_last=is_last))]
 
     def finish_reason(self, answer: CompletionOutput) -> str | None:
         """OpenAI's word: a function that had to be called by name is no reason of its own."""

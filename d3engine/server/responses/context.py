@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from d3engine.depth import DepthPolicy
 from d3engine.depth.labels import policy_in_words
 from d3engine.request.engine_request import EngineRequest
-from d3engine.server.requests.tools import Calling
+from d3engine.server.requests.tools import Calling, Thinking
 from d3engine.server.schemas.requests import Common
 from d3engine.server.state import AppState
 from d3engine.server.tracing import RequestTrace
@@ -79,7 +79,8 @@ C = TypeVar("C", bound=Common)
 class RequestContext(Generic[C]):
     """One request over HTTP, with its prompts as the engine takes them.
 
-    `depth` is the request's own policy, None where it has the engine's. `calling` says how its answers call functions.
+    `depth` is the request's own policy, None where it has the engine's. `calling` says how its answers call functions,
+    and `thinking` how they mark reasoning.
     `trace` records its end. `id` is for the answer alone: no client can choose it.
     """
 
@@ -90,6 +91,7 @@ class RequestContext(Generic[C]):
     depth: DepthPolicy | None
     id_prefix: str
     calling: Calling | None = None
+    thinking: Thinking | None = None
     trace: RequestTrace | None = None
     id: str = field(init=False)
     created: int = field(init=False)
@@ -100,6 +102,11 @@ class RequestContext(Generic[C]):
         if self.trace is not None:
             num_layers = self.served.client.config.num_layers
             self.trace.asked(self.id, self.model, policy_in_words(self.policy), num_layers, self.prepared)
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether an answer is a text, without calls and reasoning."""
+        return self.calling is None and self.thinking is None
 
     @property
     def policy(self) -> DepthPolicy:

@@ -1,4 +1,4 @@
-"""The blocks of an Anthropic message, as they open, grow and close: a text, or calls of functions."""
+"""The blocks of an Anthropic message, as they open, grow and close: reasoning, a text, calls of functions."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class MessageBlocks:
             self._has_depths = True
             self._waiting["depths"] += told["depths"]
             self._waiting["token_offsets"] += told["token_offsets"]
+        if news.reasoning:
+            if self._kind != "thinking":
+                found += self._open("thinking", _thinking_block(""))
+            found.append(self._delta({"type": "thinking_delta", "thinking": news.reasoning}))
         if news.text:
             if self._kind != "text":
                 found += [*self.close(), *self._open("text", {"type": "text", "text": ""})]
@@ -57,8 +61,7 @@ class MessageBlocks:
                 found += [*self.close(), *self._open("tool_use", block)]
             found.append(self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]}))
         if self._has_depths and self._waiting["depths"] and self._kind is not None:
-            empty = {"text": {"type": "text_delta", "text": ""}}
-            found.append(self._delta(empty.get(self._kind, {"type": "input_json_delta", "partial_json": ""})))
+            found.append(self._delta(_NOTHING_NEW[self._kind]))
         return found
 
     def close(self) -> list[dict[str, Any]]:
@@ -79,9 +82,21 @@ class MessageBlocks:
         return event
 
 
+_NOTHING_NEW = {
+    "thinking": {"type": "thinking_delta", "thinking": ""},
+    "text": {"type": "text_delta", "text": ""},
+    "tool_use": {"type": "input_json_delta", "partial_json": ""},
+}
+
+
+def _thinking_block(reasoning: str) -> dict[str, Any]:
+    """Reasoning; its signature is empty, since the server checks none of those that come back."""
+    return {"type": "thinking", "thinking": reasoning, "signature": ""}
+
+
 def whole_blocks(news: Delta, *, begins_with_text: bool) -> list[dict[str, Any]]:
     """The blocks of a whole answer; a call that was cut off within its arguments is none."""
-    found: list[dict[str, Any]] = []
+    found = [_thinking_block(news.reasoning)] if news.reasoning else []
     if news.text or begins_with_text:
         found.append({"type": "text", "text": news.text})
     for call in news.calls:
@@ -123,13 +138,13 @@ class MessageAnswer:
     def __init__(self, job: RequestContext[ChatRequest]) -> None:
         self._job = job
         self._answer = SingleAnswer(job)
-        self._blocks = MessageBlocks(begins_with_text=job.calling is None)
+        self._blocks = MessageBlocks(begins_with_text=job.is_text_alone)
         self._has_begun = False
         self._has_calls = False
 
     async def whole(self) -> Message:
         news = await self._answer.whole()
-        content = whole_blocks(news, begins_with_text=self._job.calling is None)
+        content = whole_blocks(news, begins_with_text=self._job.is_text_alone)
         self._has_calls = bool(news.calls)
         return {**self._message(content, news), **self._answer.tally.depth()}  # type: ignore[typeddict-item]  # its own
 

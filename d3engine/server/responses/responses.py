@@ -1,4 +1,4 @@
-"""The items of a response's output, as they begin, grow and end: a message of one text, or calls of functions."""
+"""The items of a response's output, as they begin, grow and end: reasoning, a message of one text, calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from d3engine.server.errors import RequestError, shown_message
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.streams import OpenAIForm, StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer
-from d3engine.server.schemas.answers import ToolCallDelta
+from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
 from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.schemas.responses import (
     ModelResponse,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     OutputText,
     ResponsesRequest,
     ResponseUsage,
@@ -35,9 +36,11 @@ class OutputItems:
 
     def __init__(self, *, begins_with_text: bool) -> None:
         self.begins_with_text = begins_with_text
-        self.done: list[OutputMessage | OutputCall] = []
+        self.done: list[OutputReasoning | OutputMessage | OutputCall] = []
+        self._reasoning: OutputReasoning | None = None
         self._message: OutputMessage | None = None
         self._call: OutputCall | None = None
+        self._depths: DepthsOfTokens = {"depths": [], "token_offsets": []}
 
     def first_events(self) -> list[dict[str, Any]]:
         """Before anything is known of the answer."""
@@ -46,24 +49,77 @@ class OutputItems:
     def events(self, news: Delta) -> list[dict[str, Any]]:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
-        if news.text or (news.d3ext and self._call is None and not news.calls):
+        if news.reasoning:
+            found += [] if self._reasoning else self._begin_reasoning()
+            found.append(self._grow_reasoning(news.reasoning))
+        if news.text:
             found += [] if self._message else [*self.end("completed"), *self._begin_message()]
             found.append(self._grow_message(news.text))
         for call in news.calls:
             found += self._begin_call(call) if "id" in call else []
             found.append(self._grow_call(call["function"]["arguments"]))
-        if news.d3ext:
-            place = next((one for one in found if one["type"].endswith(".delta")), None)
-            if place is None:
-                found.append(place := self._grow_call(""))
-            place |= news.d3ext
-        return found
+        if (depths := news.d3ext.get("d3ext")) is not None:
+            self._depths["depths"] += depths["depths"]
+            self._depths["token_offsets"] += depths["token_offsets"]
+        return [*found, *self._with_depths(found, is_last=news.finish_reason is not None)]
+
+    def _with_depths(self, found: list[dict[str, Any]], *, is_last: bool) -> list[dict[str, Any]]:
+        """Put the depths of tokens that wait to the first delta; without one to one of nothing, which is returned.
+
+        They wait where no item has begun, since it is not known yet which it will be.
+        """
+        if not self._depths["depths"]:
+            return []
+        more = []
+        place = next((one for one in found if one["type"].endswith(".delta")), None)
+        if place is None:
+            is_begun = self._reasoning or self._message or self._call
+            if not is_begun and not is_last:
+                return []
+            more = [] if is_begun else self._begin_message()
+            grow = self._grow_reasoning if self._reasoning else self._grow_call if self._call else self._grow_message
+            more.append(place := grow(""))
+        place["d3ext"], self._depths = self._depths, {"depths": [], "token_offsets": []}
+        return more
 
     def end(self, status: Any) -> list[dict[str, Any]]:
         """The end of the item that is open, if one is."""
+        if self._reasoning is not None:
+            return self._end_reasoning(self._reasoning, status)
         if self._message is not None:
             return self._end_message(self._message, status)
         return [] if self._call is None else self._end_call(self._call, status)
+
+    # -- reasoning ---------------------------------------------------------------------------------------------------
+
+    def _begin_reasoning(self) -> list[dict[str, Any]]:
+        self._reasoning = {
+            "id": f"rs_{uuid.uuid4().hex}",
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": ""}],
+            "status": "in_progress",
+        }
+        added = {"part": {"type": "reasoning_text", "text": ""}}
+        begun = {**self._reasoning, "content": []}
+        return [self._of_item("added", begun), self._of_content("response.content_part.added", **added)]
+
+    def _grow_reasoning(self, text: str) -> dict[str, Any]:
+        assert self._reasoning is not None
+        self._reasoning["content"][0]["text"] += text
+        return self._of_content("response.reasoning_text.delta", delta=text)
+
+    def _end_reasoning(self, reasoning: OutputReasoning, status: Any) -> list[dict[str, Any]]:
+        reasoning["status"] = status
+        part = dict(reasoning["content"][0])
+        events = [
+            self._of_content("response.reasoning_text.done", text=part["text"]),
+            self._of_content("response.content_part.done", part=part),
+            self._of_item("done", reasoning),
+        ]
+        self.done.append(reasoning)
+        self._reasoning = None
+        return events
 
     # -- a message -------------------------------------------------------------------------------------------------
 
@@ -76,29 +132,29 @@ class OutputItems:
             "content": [_part("")],
         }
         begun = {**self._message, "content": []}
-        return [self._of_item("added", begun), self._of_part("response.content_part.added", part=_part(""))]
+        return [self._of_item("added", begun), self._of_content("response.content_part.added", part=_part(""))]
 
     def _grow_message(self, text: str) -> dict[str, Any]:
         assert self._message is not None
         self._message["content"][0]["text"] += text
-        return self._of_part("response.output_text.delta", delta=text, logprobs=[])
+        return self._of_content("response.output_text.delta", delta=text, logprobs=[])
 
     def _end_message(self, message: OutputMessage, status: Any) -> list[dict[str, Any]]:
         text = message["content"][0]["text"]
         message["status"] = status
         events = [
-            self._of_part("response.output_text.done", text=text, logprobs=[]),
-            self._of_part("response.content_part.done", part=_part(text)),
+            self._of_content("response.output_text.done", text=text, logprobs=[]),
+            self._of_content("response.content_part.done", part=_part(text)),
             self._of_item("done", message),
         ]
         self.done.append(message)
         self._message = None
         return events
 
-    def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._message is not None
-        place = {"item_id": self._message["id"], "output_index": len(self.done), "content_index": 0}
-        return {"type": kind, **place, **fields}
+    def _of_content(self, kind: str, **fields: Any) -> dict[str, Any]:
+        item = self._reasoning or self._message
+        assert item is not None
+        return {"type": kind, "item_id": item["id"], "output_index": len(self.done), "content_index": 0, **fields}
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +205,7 @@ class ResponseAnswer:
         self._job = job
         self._asked = asked
         self._answer = SingleAnswer(job)
-        self._items = OutputItems(begins_with_text=job.calling is None)
+        self._items = OutputItems(begins_with_text=job.is_text_alone)
         self._num_events = 0
 
     @property
@@ -247,7 +303,7 @@ class ResponseAnswer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

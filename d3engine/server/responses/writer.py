@@ -26,9 +26,10 @@ from d3engine.server.state import json_response
 class Delta:
     """What is new of the answer.
 
-    `calls` are pieces of the functions that it calls: of a whole answer each is whole, otherwise its id and its name
-    come first and then its arguments as they are written. `finish_reason` is None until it ends; `stop_reason` is then
-    the string or the token that ended it, if one did. `d3ext` is there where the request asks for it.
+    `reasoning` comes before `text`. `calls` are pieces of the functions that it calls: of a whole answer each is whole,
+    otherwise its id and its name come first and then its arguments as they are written. `finish_reason` is None until
+    it ends; `stop_reason` is then the string or the token that ended it, if one did. `d3ext` is there where the request
+    asks for it.
     """
 
     text: str
@@ -36,6 +37,7 @@ class Delta:
     stop_reason: str | int | None
     d3ext: dict[str, DepthsOfTokens]
     calls: Sequence[ToolCallDelta] = ()
+    reasoning: str = ""
 
 
 class SingleAnswer:
@@ -59,7 +61,9 @@ class SingleAnswer:
             {"index": index, "id": call["id"], "type": "function", "function": {**call["function"]}}
             for index, call in enumerate(choice["message"].get("tool_calls", ()))
         ]
-        return _news(choice["message"]["content"] or "", whole, found, _depths(choice.get("d3ext")))
+        message = choice["message"]
+        reasoning = message.get("reasoning_content", "")
+        return _news(message["content"] or "", whole, found, _depths(choice.get("d3ext")), reasoning)
 
     def news(self, output: RequestOutput) -> Delta | None:
         """What a delta brings, if that is worth telling."""
@@ -69,12 +73,20 @@ class SingleAnswer:
             return None
         text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
         calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
-        return _news(text, calls, output, _depths(chunks[-1].get("d3ext")))
+        reasoning = "".join(chunk["delta"].get("reasoning_content", "") for chunk in chunks)
+        return _news(text, calls, output, _depths(chunks[-1].get("d3ext")), reasoning)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of its reasoning so far."""
+        return self._writer.num_reasoning_tokens
 
 
-def _news(text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens]) -> Delta:
+def _news(
+    text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens], reasoning: str
+) -> Delta:
     (answer,) = output.outputs
-    return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls)
+    return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls, reasoning)
 
 
 def _depths(found: DepthsOfTokens | None) -> dict[str, DepthsOfTokens]:

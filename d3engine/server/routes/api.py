@@ -169,7 +169,7 @@ async def _token_ids(served: AppState, asked: TokenizeRequest) -> tuple[list[int
         raise invalid("add_special_tokens", "add_special_tokens must be absent or false with messages.")
     if asked.messages is not None:
         chat = ChatRequest(messages=asked.messages, tools=asked.tools, chat_template=asked.chat_template)
-        tools = await tool_use(served, chat)
+        tools, _ = await tool_use(served, chat)
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
         return prompt["prompt_token_ids"], tools.ignored if tools.shown is None else ()
     if asked.tools is not None:

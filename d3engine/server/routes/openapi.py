@@ -38,6 +38,7 @@ from d3engine.server.schemas.messages import (
     MessagesRequest,
     MessageTurn,
     TextBlock,
+    ThinkingBlock,
     TokenCount,
     ToolUseBlock,
 )
@@ -61,6 +62,7 @@ from d3engine.server.schemas.responses import (
     ModelResponse,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     ResponsesRequest,
 )
 from d3engine.server.state import AppState, Health, ModelCard, health, json_response, readiness, served_by
@@ -165,7 +167,9 @@ REFERRED = (
     NamedTool,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     TextBlock,
+    ThinkingBlock,
     Tool,
     ToolUseBlock,
     Turn,

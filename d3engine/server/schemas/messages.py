@@ -16,6 +16,7 @@ from d3engine.server.schemas.requests import (
     Seed,
     StopStrings,
     Temperature,
+    ThinkingBudget,
     TopK,
     TopP,
     described,
@@ -25,7 +26,8 @@ from d3engine.server.schemas.requests import (
 
 
 class MessageTurn(Struct, kw_only=True):
-    """One of the `messages`: a text, or blocks: text, tool_use (the assistant's) and tool_result (the user's)."""
+    """One of the `messages`: a text, or blocks: text, thinking and tool_use (the assistant's), tool_result (the
+    user's)."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[dict[str, Any]], described(minItems=1)]
@@ -51,6 +53,14 @@ class MessageToolChoice(Struct, kw_only=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class MessageThinking(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model thinks before it answers, and at most how long; "adaptive" leaves it to the model."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: ThinkingBudget | None = None
+    display: Literal["summarized"] | None = None
+
+
 class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     """What the answer must be; `effort` is no setting of the model and must be null."""
 
@@ -73,6 +83,8 @@ class CountTokensRequest(Struct, kw_only=True):
     system: str | list[Annotated[Any, shaped_as("TextPart")]] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
+    thinking: MessageThinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -110,6 +122,15 @@ class TextBlock(TypedDict):
     d3ext: NotRequired[DepthsOfTokens]
 
 
+class ThinkingBlock(TypedDict):
+    """Reasoning before the answer; its signature is empty."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    d3ext: NotRequired[DepthsOfTokens]
+
+
 class ToolUseBlock(TypedDict):
     """A call of a function."""
 
@@ -120,7 +141,7 @@ class ToolUseBlock(TypedDict):
     d3ext: NotRequired[DepthsOfTokens]
 
 
-Block = Annotated[dict[str, Any], one_of("TextBlock", "ToolUseBlock")]
+Block = Annotated[dict[str, Any], one_of("ThinkingBlock", "TextBlock", "ToolUseBlock")]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
 
 
@@ -160,7 +181,8 @@ class BlockStart(TypedDict):
 
 
 class BlockDelta(TypedDict):
-    """What is new of a block: {"type": "text_delta", "text"}, or {"type": "input_json_delta", "partial_json"}."""
+    """What is new of a block: {"type": "text_delta", "text"}, {"type": "thinking_delta", "thinking"}, or
+    {"type": "input_json_delta", "partial_json"}."""
 
     type: Literal["content_block_delta"]
     index: int

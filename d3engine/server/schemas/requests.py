@@ -58,6 +58,7 @@ TopK = Annotated[int, bounded("top_k")]
 MaxTokens = Annotated[int, bounded("max_tokens")]
 Seed = Annotated[int, bounded("seed")]
 Priority = Annotated[int, bounded(PRIORITIES)]
+ThinkingBudget = Annotated[int, bounded("max_tokens")]
 CacheSalt = Annotated[str, bounded("cache_salt")]
 TokenId = Annotated[int, bounded(TOKEN_IDS)]
 StopStrings = Annotated[list[Annotated[str, bounded(WORD)]], bounded("stop")]
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
         temperature: float | None = None
         stop: str | list[str] | None = None
         prompt_logprobs: int | None = None
+        truncate_prompt_tokens: int | None = None
 else:
     SamplingFields = defstruct(
         "SamplingFields", [(name, _kind(CHECKS[name]) | None, None) for name in SAME_NAMES], kw_only=True
@@ -161,6 +163,9 @@ class ChatRequest(Common, kw_only=True):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: ThinkingBudget | None = None
 
 
 class TextPart(Struct, kw_only=True):
@@ -223,6 +228,8 @@ class Constraint(Struct, kw_only=True, forbid_unknown_fields=True):
     json_object: bool | None = None
     whitespace_pattern: Text | None = None
     disable_any_whitespace: bool | None = None
+    reasoning: Annotated[list[str], described(minItems=2, maxItems=2)] | None = None
+    reasoning_tokens: Annotated[int, described(minimum=1)] | None = None
 
 
 class Function(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from d3engine.server.schemas.requests import (
     Priority,
     Seed,
     Temperature,
+    ThinkingBudget,
     TopK,
     TopP,
     described,
@@ -49,6 +50,12 @@ class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
+class ResponseReasoning(Struct, kw_only=True):
+    """How much the model thinks, where its chat template has a choice; its reasoning is never summarised."""
+
+    effort: str | None = None
+
+
 class ResponseText(Struct, kw_only=True, forbid_unknown_fields=True):
     """What the text must be; `verbosity` is no setting of the model and must be null."""
 
@@ -72,7 +79,11 @@ class ResponsesRequest(Struct, kw_only=True):
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ResponseReasoning | None = None
 
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: ThinkingBudget | None = None
     top_k: TopK | None = None
     seed: Seed | None = None
     priority: Priority | None = None
@@ -101,6 +112,24 @@ class OutputMessage(TypedDict):
     content: list[OutputText]
 
 
+class ReasoningText(TypedDict):
+    """Reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(TypedDict):
+    """What the model thinks before it answers."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningText]
+    status: Literal["in_progress", "completed", "incomplete"]
+    d3ext: NotRequired[DepthsOfTokens]
+
+
 class OutputCall(TypedDict):
     """A call of a function, its arguments as JSON."""
 
@@ -113,7 +142,7 @@ class OutputCall(TypedDict):
     d3ext: NotRequired[DepthsOfTokens]
 
 
-OutputItem = Annotated[dict[str, Any], one_of("OutputMessage", "OutputCall")]
+OutputItem = Annotated[dict[str, Any], one_of("OutputReasoning", "OutputMessage", "OutputCall")]
 
 
 class ReusedTokens(TypedDict):
@@ -124,7 +153,7 @@ class ReusedTokens(TypedDict):
 
 
 class ReasoningTokens(TypedDict):
-    """There are none."""
+    """How many of them were of reasoning."""
 
     reasoning_tokens: int
 
@@ -200,7 +229,7 @@ class PartEvent(_Numbered):
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText
+    part: Annotated[dict[str, Any], one_of("OutputText", "ReasoningText")]
 
 
 class TextDelta(_Numbered):
@@ -213,6 +242,27 @@ class TextDelta(_Numbered):
     delta: str
     logprobs: list[Any]
     d3ext: NotRequired[DepthsOfTokens]
+
+
+class ReasoningDelta(_Numbered):
+    """What is new of reasoning."""
+
+    type: Literal["response.reasoning_text.delta"]
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    d3ext: NotRequired[DepthsOfTokens]
+
+
+class ReasoningDone(_Numbered):
+    """Reasoning is whole."""
+
+    type: Literal["response.reasoning_text.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
 
 
 class TextDone(_Numbered):
@@ -250,6 +300,8 @@ RESPONSE_EVENTS: tuple[Any, ...] = (
     ResponseEvent,
     ItemEvent,
     PartEvent,
+    ReasoningDelta,
+    ReasoningDone,
     TextDelta,
     TextDone,
     ArgumentsDelta,

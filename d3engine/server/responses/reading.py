@@ -1,0 +1,310 @@
+"""Reasoning and calls of functions, read from the text of an answer as it comes.
+
+JSON arguments are passed on as the model writes them, letter by letter, so a stream of them is never behind;
+only where one call ends and the next begins is found out here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from d3engine.server.requests.formats import SPACE, Parts, PythonFormat, ReasoningFormat, ToolFormat
+from d3engine.server.requests.tools import Calling
+
+LONGEST_HEAD = 300
+"""Characters in which a bare call must have begun; otherwise the answer is text."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new: of the text, or of the call `index`; `name` comes once, with the `id` of the call."""
+
+    text: str
+    index: int | None = None
+    id: str | None = None
+    name: str | None = None
+
+
+class CallReader:
+    """Of one answer."""
+
+    def __init__(self, calling: Calling) -> None:
+        self._calling = calling
+        self._format = calling.format
+        self.num_calls = 0
+        self._waiting = ""
+        self._is_text = False
+        self._awaits_opening = self._may_be_bare = calling.kind == "auto"
+        self._arguments: _Arguments | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the arguments of the last call are incomplete, as a stop string may leave them."""
+        return self._arguments is not None
+
+    def read(self, text: str, *, is_last: bool) -> list[Piece]:
+        """Take what is new of the answer."""
+        if self._format is None:
+            begun = [] if self.num_calls else [self._begin(self._calling.names[0], "")]
+            return [*begun, *([Piece(text, 0)] if text else [])]
+        self._waiting += text
+        found: list[Piece] = []
+        while self._waiting and (new := self._next(self._format)) is not None:
+            found.append(new)
+        if is_last and self._calling.kind == "auto" and self._waiting and not self.num_calls and self._is_plain:
+            found += self._all_as_text()
+        return [piece for piece in found if piece.text or piece.name]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether what waits at the end of an answer is text, and not the beginning of a call that was cut."""
+        begins = any(opening[:6] in self._waiting for opening in self._openings)
+        return self._awaits_opening and not begins
+
+    @property
+    def _openings(self) -> tuple[str, ...]:
+        return () if self._format is None else self._format.openings
+
+    def _next(self, written: ToolFormat) -> Piece | None:
+        """The next piece of what waits; None where more must come first."""
+        if self._is_text:
+            return self._all_as_text()[0]
+        if self._may_be_bare:
+            is_bare = self._begins_bare(written)
+            if not is_bare and self._may_become_bare(written):
+                return None
+            self._may_be_bare, self._awaits_opening = False, not is_bare
+        if self._awaits_opening:
+            return self._before_opening()
+        if self._arguments is not None:
+            piece, used = self._arguments.take(self._waiting)
+            self._waiting = self._waiting[used:]
+            if self._arguments.is_over:
+                self._arguments = None
+            return Piece(piece, self.num_calls - 1) if piece or used else None
+        head = _head_pattern(written).match(self._waiting)
+        if head is not None and head["name"] in self._calling.names:
+            self._waiting = self._waiting[head.end() :]
+            self._arguments = _PythonArguments() if isinstance(written, PythonFormat) else _JsonArguments()
+            return self._begin(head["name"], "")
+        return None
+
+    def _begins_bare(self, written: ToolFormat) -> bool:
+        after = "" if isinstance(written, PythonFormat) else rf"{SPACE}\{{"
+        return any(_bare_pattern(written, name, after).match(self._waiting) for name in self._calling.names)
+
+    def _may_become_bare(self, written: ToolFormat) -> bool:
+        """Whether what waits can go on to be the beginning of a bare call."""
+        ends: Parts = [] if isinstance(written, PythonFormat) else [["{"]]
+        heads = written.bare_parts(self._calling.names)
+        return len(self._waiting) < LONGEST_HEAD and any(_may_become(self._waiting, [*one, *ends]) for one in heads)
+
+    def _before_opening(self) -> Piece | None:
+        """The text before a call; what may belong to an opening waits."""
+        places = [place for opening in self._openings if (place := self._waiting.find(opening)) >= 0]
+        self._awaits_opening = not places
+        end = min(places) if places else len(self._waiting) - max(map(self._overlap, self._openings), default=0)
+        text = self._waiting[:end].rstrip() if self._openings else self._waiting
+        self._waiting = self._waiting[end:] if places else self._waiting[len(text) :]
+        return Piece(text) if text or places else None
+
+    def _overlap(self, opening: str) -> int:
+        """How many characters at the end of what waits are a beginning of an opening."""
+        return next(size for size in reversed(range(len(opening))) if self._waiting.endswith(opening[:size]))
+
+    def _all_as_text(self) -> list[Piece]:
+        self._is_text = True
+        text, self._waiting = self._waiting, ""
+        return [Piece(text)]
+
+    def _begin(self, name: str, text: str) -> Piece:
+        self.num_calls += 1
+        id = (self._format or _ANY_FORMAT).new_id()
+        return Piece(text, self.num_calls - 1, id, name)
+
+
+_ANY_FORMAT = ToolFormat(name="json", seen="", openings=(), head="", tail="")
+
+
+@lru_cache(64)
+def _head_pattern(written: ToolFormat) -> re.Pattern[str]:
+    return written.head_pattern()
+
+
+@lru_cache(1024)
+def _bare_pattern(written: ToolFormat, name: str, after: str) -> re.Pattern[str]:
+    return re.compile(written.bare_pattern(name) + after) if written.bare_parts([name]) else re.compile("(?!)")
+
+
+def _may_become(text: str, parts: Parts) -> bool:
+    """Whether a text can go on to be these parts with space between them; each is one of several."""
+    for options in parts:
+        text = text.lstrip()
+        found = next((option for option in options if text.startswith(option)), None)
+        if found is None:
+            return any(option.startswith(text) for option in options)
+        text = text.removeprefix(found)
+    return False
+
+
+class _Arguments(Protocol):
+    """Of one call, on their way."""
+
+    is_over: bool
+
+    def take(self, text: str) -> tuple[str, int]:
+        """Go on with `text`: what of it is to be passed on, as JSON, and how many characters that takes."""
+
+
+class _JsonArguments:
+    """A JSON object, which is passed on as it is."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self.is_over = False
+
+    def take(self, text: str) -> tuple[str, int]:
+        end = self._end(text)
+        return text[:end], end
+
+    def _end(self, text: str) -> int:
+        for place, char in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.is_over = True
+                    return place + 1
+        return len(text)
+
+
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+
+class _PythonArguments:
+    """Named arguments up to a closing parenthesis, each passed on as JSON when it is whole."""
+
+    def __init__(self) -> None:
+        self._one = ""
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._num_written = 0
+        self.is_over = False
+
+    def take(self, text: str) -> tuple[str, int]:
+        found: list[str] = []
+        for place, char in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+            elif not self._depth and char in ",)":
+                found.append(self._written())
+                if char == ")":
+                    self.is_over = True
+                    found.append("}" if self._num_written else "{}")
+                    return "".join(found), place + 1
+                continue
+            self._one += char
+        return "".join(found), len(text)
+
+    def _written(self) -> str:
+        name, separator, value = self._one.partition("=")
+        self._one = ""
+        if not separator:
+            return ""
+        self._num_written += 1
+        value = _LITERALS.get(value.strip(), value.strip())
+        return ("{" if self._num_written == 1 else ", ") + f"{json.dumps(name.strip())}: {value}"
+
+
+class ReasoningReader:
+    """Parts an answer into its reasoning and what follows it.
+
+    Args:
+        written: how reasoning is marked.
+        is_open: whether the prompt has begun it.
+    """
+
+    def __init__(self, written: ReasoningFormat, *, is_open: bool) -> None:
+        self._format = written
+        self._waiting = ""
+        self._is_reasoning: bool | None = True if is_open else None
+        self._drops_space = is_open
+        self._num_characters = 0
+
+    @property
+    def end(self) -> float:
+        """Where the reasoning ends in the answer's text, behind its mark; 0 without one, infinity before its end."""
+        return math.inf if self._is_reasoning else self._num_characters
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of reasoning comes any more."""
+        return self._is_reasoning is False and not self._drops_space
+
+    def read(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """Take what is new of the answer: what is new of the reasoning, and of what follows it."""
+        if self.is_over:
+            return "", text
+        self._waiting += text
+        reasoning = ""
+        if self._is_reasoning is None and not self._decide(is_last):
+            return "", ""
+        if self._is_reasoning:
+            reasoning = self._read_reasoning(is_last)
+        if self._is_reasoning:
+            return reasoning, ""
+        rest, self._waiting = self._waiting, ""
+        if self._drops_space:
+            rest = rest.lstrip()
+            self._drops_space = not rest
+        return reasoning, rest
+
+    def _decide(self, is_last: bool) -> bool:
+        """Find out whether the answer begins with reasoning; False where more must come first."""
+        begins, opening = self._waiting.lstrip(), self._format.opening
+        if begins.startswith(opening):
+            self._num_characters = len(self._waiting) - len(begins) + len(opening)
+            self._waiting = begins.removeprefix(opening)
+            self._is_reasoning = self._drops_space = True
+        elif is_last or not opening.startswith(begins):
+            self._is_reasoning = False
+        return self._is_reasoning is not None
+
+    def _read_reasoning(self, is_last: bool) -> str:
+        """What is new of the reasoning; what may belong to its end waits, and so does space before it."""
+        if self._drops_space:
+            self._num_characters += len(self._waiting) - len(self._waiting.lstrip())
+            self._waiting = self._waiting.lstrip()
+            self._drops_space = not self._waiting
+        closing = self._format.closing
+        place = self._waiting.find(closing)
+        if place >= 0:
+            text = self._waiting[:place].rstrip()
+            self._num_characters += place + len(closing)
+            self._waiting = self._waiting[place + len(closing) :]
+            self._is_reasoning, self._drops_space = False, True
+            return text
+        held = next(size for size in reversed(range(len(closing))) if self._waiting.endswith(closing[:size]))
+        text = self._waiting if is_last else self._waiting[: len(self._waiting) - held].rstrip()
+        self._num_characters += len(text)
+        self._waiting = self._waiting[len(text) :]
+        return text

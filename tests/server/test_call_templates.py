@@ -1,0 +1,87 @@
+"""Calls by the chat templates of each family, over HTTP: found, forced, streamed, and back in the next turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from call_templates import TEMPLATES
+from openai import OpenAI
+from serving import serving
+
+if TYPE_CHECKING:
+    from d3engine import AsyncEngine
+
+COUNT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"many": {"enum": [5, 6]}, "new": {"type": "boolean"}},
+    "required": ["many"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "count", "description": "How many", "parameters": COUNT}}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Tom has 5 pens."}]
+
+
+@pytest.fixture(scope="module")
+def openai(client: AsyncEngine) -> Iterator[OpenAI]:
+    from d3engine.server.app import create_app
+    from d3engine.server.settings import ServerSettings
+
+    app = create_app(client, ServerSettings(model_names=("demo",), trust_request_chat_template=True))
+    with serving(app) as address, OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def asked(name: str, **changes: Any) -> dict[str, Any]:
+    beside = {"chat_template": TEMPLATES[name], "thinking_token_budget": 3}
+    if name not in ("deepseek_v3", "hermes", "granite"):
+        del beside["thinking_token_budget"]
+    common: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 400}
+    return common | {"extra_body": beside, "temperature": 0} | changes
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_style_of_a_template_is_found_by_rendering(client: AsyncEngine, name: str) -> None:
+    from d3engine.server.requests.tools import ChatStyles
+
+    style = asyncio.run(ChatStyles(client).of(TEMPLATES[name]))
+    assert style.calls is not None
+    assert style.calls.name == name
+    assert style.shows_tools == (name not in ("deepseek_v3", "phi4_mini_json"))
+    assert style.arguments_as_text == (name == "deepseek_v3")
+    thinks = {"hermes": "qwen3", "granite": "granite", "deepseek_v3": "qwen3"}
+    assert (style.reasoning.name if style.reasoning else None) == thinks.get(name)
+    other = asyncio.run(ChatStyles(client, "hermes", "granite").of(TEMPLATES[name]))
+    assert other.calls is not None
+    assert other.reasoning is not None
+    assert (other.calls.name, other.reasoning.name) == ("hermes", "granite")
+    none = asyncio.run(ChatStyles(client, "none", "none").of(TEMPLATES[name]))
+    assert (none.calls, none.reasoning) == (None, None)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_is_whole_and_streamed_and_part_of_the_next_turn(openai: OpenAI, name: str) -> None:
+    forced = asked(name, tool_choice="required", parallel_tool_calls=False)
+    whole = openai.chat.completions.create(**forced).choices[0]
+    (call,) = whole.message.tool_calls or []
+    assert json.loads(call.function.arguments)["many"] in (5, 6)  # type: ignore[union-attr]
+    assert whole.finish_reason == "tool_calls"
+    assert not whole.message.content
+    with openai.chat.completions.stream(**forced) as events:
+        streamed: Any = events.get_final_completion().choices[0].message
+    assert streamed.tool_calls[0].function.arguments == call.function.arguments  # type: ignore[union-attr]
+    if name == "phi4_mini_json":  # its template writes no calls
+        return
+    turns = [*MESSAGES, whole.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    last = openai.chat.completions.create(**asked(name, messages=turns, tool_choice="none", max_tokens=9))
+    assert last.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_stays_text_where_the_model_may_call(openai: OpenAI, name: str) -> None:
+    free = openai.chat.completions.create(**asked(name, max_tokens=12)).choices[0]
+    assert free.message.tool_calls is None
+    assert free.message.content or free.message.reasoning_content  # type: ignore[attr-defined]

@@ -1,0 +1,424 @@
+"""Each format of calls: what its grammar takes, what is read back, and how it is found from a chat template."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from d3engine.server.requests.formats import (
+    TOOL_FORMATS,
+    AskedCalls,
+    reasoning_format_named,
+    reasoning_format_of,
+    tool_format_named,
+    tool_format_of,
+)
+from d3engine.server.requests.tools import Calling, ChatStyle
+from d3engine.server.responses.reading import CallReader, ReasoningReader
+
+COUNT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "what": {"$ref": "#/$defs/thing"},
+        "many": {"type": "integer", "minimum": 0, "maximum": 9},
+        "new": {"type": "boolean"},
+    },
+    "required": ["what", "many"],
+    "additionalProperties": False,
+    "$defs": {"thing": {"enum": ['a "pen"', "{book}", "cup)"]}},
+}
+NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NAMES = ("count", "stop-it")
+GOOD = '{"what": "{book}", "many": 5}'
+D = tuple(
+    f"<\uff5ctool\u2581{word}\uff5c>"
+    for word in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+)
+ONE = f'{{"name": "count", "arguments": {GOOD}}}'
+TWO = '{"name": "stop-it", "arguments": {}}'
+"""By name: what one call reads as, and two of them."""
+WRITTEN: dict[str, tuple[str, str]] = {
+    "hermes": (
+        f"<tool_call>\n{ONE}\n</tool_call>",
+        f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>",
+    ),
+    "llama3_json": (
+        f'<|python_tag|>{{"name": "count", "parameters": {GOOD}}}',
+        f'<|python_tag|>{{"name": "count", "parameters": {GOOD}}}; {{"name": "stop-it", "parameters": {{}}}}',
+    ),
+    "pythonic": ('[count(what="{book}", many=5)]', '[count(what="{book}", many=5), stop-it()]'),
+    "mistral": (f"[TOOL_CALLS] [{ONE}]", f"[TOOL_CALLS] [{ONE}, {TWO}]"),
+    "mistral_v11": (
+        f"[TOOL_CALLS]count[ARGS]{GOOD}",
+        f"[TOOL_CALLS]count[ARGS]{GOOD}[TOOL_CALLS]stop-it[ARGS]{{}}",
+    ),
+    "granite": (f"<|tool_call|>[{ONE}]", f"<|tool_call|>[{ONE}, {TWO}]"),
+    "phi4_mini_json": (f"functools[{ONE}]", f"functools[{ONE}, {TWO}]"),
+    "deepseek_v3": (
+        f"{D[0]}{D[1]}function{D[2]}count\n```json\n{GOOD}\n```{D[3]}{D[4]}",
+        f"{D[0]}{D[1]}function{D[2]}count\n```json\n{GOOD}\n```{D[3]}\n"
+        f"{D[1]}function{D[2]}stop-it\n```json\n{{}}\n```{D[3]}{D[4]}",
+    ),
+    "deepseek_v31": (
+        f"{D[0]}{D[1]}count{D[2]}{GOOD}{D[3]}{D[4]}",
+        f"{D[0]}{D[1]}count{D[2]}{GOOD}{D[3]}{D[1]}stop-it{D[2]}{{}}{D[3]}{D[4]}",
+    ),
+}
+FORMATS = [pytest.param(name, id=name) for name in WRITTEN]
+
+
+def asked(**changes: Any) -> AskedCalls:
+    made = AskedCalls([COUNT, NONE], NAMES, several=True, is_auto=True, special_ids={})
+    return replace(made, **changes)
+
+
+def accepts(params: Any, text: str) -> bool:
+    """Whether a grammar takes a whole text, byte by byte."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    from d3engine.structured.source import grammar_of
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar_of(params), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    taken = matcher.try_consume_tokens(list(text.encode()))
+    return taken == len(text.encode()) and matcher.is_accepting()
+
+
+def read(name: str, text: str, size: int, kind: str = "auto") -> tuple[str, list[tuple[str, Any]]]:
+    """What comes of a text that arrives `size` characters at a time: the text, and the calls."""
+    written = tool_format_named(name)
+    reader = CallReader(Calling(kind, NAMES, written, written.grammar(asked())))  # type: ignore[arg-type]
+    parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
+    pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
+    calls = []
+    for index in range(reader.num_calls):
+        own = [piece for piece in pieces if piece.index == index]
+        calls.append((own[0].name or "", json.loads("".join(piece.text for piece in own))))
+    return "".join(piece.text for piece in pieces if piece.index is None), calls
+
+
+def test_every_format_is_tried_here() -> None:
+    assert {one.name for one in TOOL_FORMATS} == set(WRITTEN)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_grammar_takes_the_calls_of_its_format_alone(name: str) -> None:
+    one, two = WRITTEN[name]
+    written = tool_format_named(name)
+    auto, forced = written.grammar(asked()), written.grammar(asked(is_auto=False))
+    single = written.grammar(asked(several=False))
+    for text in (one, two):
+        assert accepts(auto, text)
+        assert accepts(forced, text)
+        for bad in (text.replace("5", "55"), text.replace("count", "other"), f"{text} and text"):
+            assert not accepts(forced, bad)
+            if name != "pythonic" or "other" not in bad:  # a list of other names is text
+                assert not accepts(auto, bad)
+    assert accepts(single, one)
+    assert not accepts(single, two)
+    assert accepts(auto, "Tom has 5 pens: {5} < [6].")
+    assert not accepts(forced, "Tom has 5 pens.")
+    if written.openings:
+        assert accepts(auto, f"I count. {one}")
+        assert not accepts(auto, f"I count. {written.openings[0]}")
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_back_however_they_are_cut(name: str, size: int) -> None:
+    one, two = WRITTEN[name]
+    called = [("count", {"what": "{book}", "many": 5}), ("stop-it", {})]
+    for kind in ("auto", "required"):
+        assert read(name, one, size, kind) == ("", called[:1])
+        assert read(name, two, size, kind) == ("", called)
+    assert read(name, "Tom has 5 pens: {5} < [6].\n", size) == ("Tom has 5 pens: {5} < [6].\n", [])
+    if tool_format_named(name).openings:
+        assert read(name, f"I count.\n\n{two}", size) == ("I count.", called)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ('what="cup)", many=0, new=True', True),
+        ('what="a \\"pen\\"", many=0, new=False', True),
+        ('what="cup)", many=0, new=true', False),
+        ('many=0, what="cup)"', False),
+        ('what="cup)"', False),
+        ("", False),
+    ],
+)
+def test_python_arguments_are_held_to_the_schema_and_read_as_json(arguments: str, fits: bool) -> None:
+    text = f"[count({arguments})]"
+    assert accepts(tool_format_named("pythonic").grammar(asked(is_auto=False)), text) is fits
+    if fits:
+        validate(read("pythonic", text, 1)[1][0][1])
+
+
+def validate(found: Any) -> None:
+    import jsonschema
+
+    jsonschema.Draft202012Validator(COUNT).validate(found)
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"```json\n{ONE}\n```"),
+        ("hermes", ONE),
+        ("llama3_json", f'{{"name": "count", "parameters": {GOOD}}}'),
+        ("llama3_json", f'{{"type": "function", "name": "count", "parameters": {GOOD}}}'),
+        ("phi4_mini_json", f"<|tool_call|>[{ONE}]"),
+        ("granite", f"<tool_call>[{ONE}]"),
+        ("mistral", f"[TOOL_CALLS][{ONE}]"),
+    ],
+)
+def test_what_models_write_instead_is_a_call_too(name: str, text: str, size: int) -> None:
+    assert accepts(tool_format_named(name).grammar(asked()), text)
+    assert read(name, text, size) == ("", [("count", {"what": "{book}", "many": 5})])
+
+
+def test_ids_have_the_length_that_templates_ask_for() -> None:
+    ids = {tool_format_named("mistral").new_id() for _ in range(9)}
+    assert len(ids) == 9
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+# -- special tokens ----------------------------------------------------------------------------------------------------
+
+
+def with_specials(name: str) -> tuple[Any, dict[str, int]]:
+    """A vocabulary of bytes whose marks of this format are special tokens, and their ids."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    marks = {
+        "mistral": ["[TOOL_CALLS]"],
+        "deepseek_v3": list(D),
+        "llama3_json": ["<|python_tag|>"],
+        "granite": ["<|tool_call|>"],
+    }
+
+    class Tokens:
+        bos_token_id = None
+
+        def __init__(self) -> None:
+            self.tokens = [bytes([i]) for i in range(256)] + [one.encode() for one in marks[name]] + [b"other", b"end"]
+            self.special_token_ids = list(range(256, len(self.tokens)))
+            self.eos_token_id = len(self.tokens) - 1
+
+        def __call__(self, text: object) -> list[int]:
+            return []
+
+    return LLTokenizer(TokenizerWrapper(Tokens())), {text: 256 + nth for nth, text in enumerate(marks[name])}
+
+
+@pytest.mark.parametrize("name", ["mistral", "deepseek_v3", "llama3_json", "granite"])
+def test_marks_that_are_special_tokens_are_taken_as_such_and_others_never(name: str) -> None:
+    from llguidance import LLMatcher
+
+    from d3engine.server.requests.formats import _Marks
+    from d3engine.structured.checker import answer
+    from d3engine.structured.source import grammar_of
+
+    vocabulary, ids = with_specials(name)
+    other = 256 + len(ids)
+
+    def tokens(text: str) -> list[int]:
+        found: list[int] = []
+        split = _Marks(ids)._split
+        assert split is not None
+        for part in split.split(text):
+            found += [ids[part]] if part in ids else list(part.encode())
+        return found
+
+    for is_auto in (True, False):
+        source = grammar_of(tool_format_named(name).grammar(asked(special_ids=ids, is_auto=is_auto)))
+        assert answer({"source": source}) == {}
+        for text in WRITTEN[name]:
+            matcher = LLMatcher(vocabulary, source, log_level=0)
+            given = [*(tokens("I count. ") if is_auto else []), *tokens(text)]
+            assert matcher.try_consume_tokens(given) == len(given)
+            assert matcher.is_accepting()
+        matcher = LLMatcher(vocabulary, source, log_level=0)
+        assert matcher.try_consume_tokens([other]) == 0
+
+
+# -- found from a template ---------------------------------------------------------------------------------------------
+
+SPECIALS = {"<|python_tag|>": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "rendered"),
+    [
+        ("hermes", '<tool_call>\n{"name": "shown_function", "arguments": {"value": 1}}\n</tool_call>'),
+        ("llama3_json", '<|start_header_id|>assistant{"name": "shown_function", "parameters": {"value": 1}}'),
+        ("pythonic", "[shown_function(value=1)]<|eot|>"),
+        ("mistral", '[TOOL_CALLS] [{"name": "shown_function", "arguments": {"value": 1}, "id": "shownCall"}]</s>'),
+        ("mistral_v11", '[TOOL_CALLS]shown_function[ARGS]{"value": 1}</s>'),
+        ("granite", '<|tool_call|>[{"name": "shown_function", "arguments": {"value": 1}}]'),
+        ("phi4_mini_json", '<|system|>A<|tool|>[{"name": "shown_function"}]<|/tool|><|end|><|assistant|>'),
+        ("deepseek_v3", f"{D[0]}{D[1]}function{D[2]}shown_function\n```json\n{{}}\n```{D[3]}{D[4]}"),
+        ("deepseek_v31", f"{D[0]}{D[1]}shown_function{D[2]}{{}}{D[3]}{D[4]}"),
+    ],
+)
+def test_the_format_is_that_of_a_rendered_call(name: str, rendered: str) -> None:
+    found = tool_format_of(rendered, "", {})
+    assert found is not None
+    assert found.name == name
+
+
+def test_without_a_rendered_call_the_source_or_a_special_token_shows_it() -> None:
+    qwen = '{{- \'\\n<tool_call>\\n{"name": "\' }}{{- tool_call.name }}'
+    assert getattr(tool_format_of("", qwen, {}), "name", None) == "hermes"
+    assert getattr(tool_format_of("", "", SPECIALS), "name", None) == "llama3_json"
+    assert tool_format_of("User: A question.", "", {}) is None
+
+
+def test_a_parser_is_named_as_in_vllm_and_others_are_refused() -> None:
+    from d3engine import InvalidValueError
+    from d3engine.server.settings import ServerSettings
+
+    for name in ("hermes", "llama3_json", "pythonic", "mistral", "granite", "phi4_mini_json", "deepseek_v3"):
+        assert ServerSettings(model_names=("m",), tool_call_parser=name).tool_call_parser == name
+    for name in ("qwen3", "deepseek_r1", "granite", "none"):
+        assert ServerSettings(model_names=("m",), reasoning_parser=name).reasoning_parser == name
+    for field in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(InvalidValueError, match="auto, none, or one of") as caught:
+            ServerSettings(model_names=("m",), **{field: "other"})  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+# -- reasoning ---------------------------------------------------------------------------------------------------------
+
+
+def parted(text: str, size: int, *, is_open: bool = False, name: str = "qwen3") -> tuple[str, str]:
+    reader = ReasoningReader(reasoning_format_named(name), is_open=is_open)
+    parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
+    found = [reader.read(part, is_last=nth == len(parts) - 1) for nth, part in enumerate(parts)]
+    return "".join(reasoning for reasoning, _ in found), "".join(rest for _, rest in found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10_000])
+@pytest.mark.parametrize(
+    ("text", "is_open", "found"),
+    [
+        ("<think>\nTom has 5.\n\nSo 5.\n</think>\n\nFive.\n", False, ("Tom has 5.\n\nSo 5.", "Five.\n")),
+        ("\nTom has 5.\n</think>\n\nFive.", True, ("Tom has 5.", "Five.")),
+        ("Five <think>.", False, ("", "Five <think>.")),
+        ("<thin", False, ("", "<thin")),
+        ("<think>\nTom has </thi", False, ("Tom has </thi", "")),
+        ("<think>\n\n</think>\n\nFive.", False, ("", "Five.")),
+        ("", False, ("", "")),
+    ],
+)
+def test_a_reasoning_is_parted_from_the_answer_however_it_is_cut(
+    text: str, is_open: bool, found: tuple[str, str], size: int
+) -> None:
+    assert parted(text, size, is_open=is_open) == found
+
+
+def test_granites_reasoning_has_words_for_marks() -> None:
+    text = "Here is my thought process:\n\nFive pens.\n\nHere is my response:\n\nFive."
+    assert parted(text, 3, name="granite") == ("Five pens.", "Five.")
+    assert reasoning_format_of("...Here is my response:...") == reasoning_format_named("granite")
+    assert reasoning_format_of("{% if '</think>' in content %}") == reasoning_format_named("deepseek_r1")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_stands_in_a_reasoning_opens_no_call(name: str) -> None:
+    written = tool_format_named(name)
+    one = WRITTEN[name][0]
+    form = replace(written.grammar(asked(reasoning_opening="<think>")), reasoning=("<think>", "</think>"))
+    begins = written.openings[0] if written.openings else "[count("
+    assert accepts(form, f"<think>\nI {begins} x\n</think>\n\nFive.")
+    assert accepts(form, f"<think>\nI {begins} x\n</think>\n\n{one}")
+    assert accepts(form, one)
+    assert not accepts(form, f"<think>\nI</think>\n\n{one.replace('5', '55')}")
+    must = replace(written.grammar(asked(is_auto=False)), reasoning=("", "</think>"))
+    assert accepts(must, f"I {begins} x\n</think>\n\n{one}")
+    assert not accepts(must, one)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"type": "object", "properties": {"start": {"const": 1}}, "required": ["start"]}},
+        {"grammar": 'start: "{" rest // start\nrest: "\\"start\\": 1}" | start'},
+        {"regex": r"\{.*\}"},
+        {"choice": ['{"start": 1}']},
+    ],
+)
+def test_every_form_may_begin_behind_a_reasoning(form: dict[str, Any]) -> None:
+    from d3engine import StructuredOutputsParams
+
+    may = StructuredOutputsParams(**form, reasoning=("<think>", "</think>"))
+    must = StructuredOutputsParams(**form, reasoning=("", "</think>"))
+    assert accepts(may, '{"start": 1}')
+    assert accepts(may, '<think>start "{"</think>\n{"start": 1}')
+    assert accepts(must, 'start "{"</think>{"start": 1}')
+    assert not accepts(must, '{"start": 1}')
+
+
+@dataclass
+class Sources:
+    """Chat templates, written after the real ones: how each asks for reasoning, and marks one."""
+
+    qwen3: str = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+        "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+        "{% endif %}"
+    )
+    r1: str = (
+        "{% for m in messages %}{% set content = m.content.split('</think>')[-1] %}{{ content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
+    )
+    plain: str = "{% for m in messages %}{{ m.thinking or m.content }}{% endfor %}"
+
+
+def style_of(source: str) -> ChatStyle:
+    from d3engine.server.requests.tools import _variables
+
+    return ChatStyle(reasoning=reasoning_format_of(source), variables=_variables(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "enabled", "effort", "found"),
+    [
+        ("qwen3", False, None, {"enable_thinking": False}),
+        ("qwen3", None, "none", {"enable_thinking": False}),
+        ("qwen3", None, "high", {"enable_thinking": True}),
+        ("qwen3", None, None, {}),
+        ("r1", True, "low", {}),
+        ("plain", False, "none", {}),
+        ("r1", False, None, "enable_thinking"),
+        ("r1", None, "none", "reasoning_effort"),
+        ("plain", True, None, "enable_thinking"),
+        ("plain", None, "low", "reasoning_effort"),
+        ("qwen3", True, "none", "reasoning_effort"),
+    ],
+)
+def test_reasonings_are_switched_by_the_template_or_refused_by_name(
+    source: str, enabled: bool | None, effort: str | None, found: Any
+) -> None:
+    from d3engine import InvalidValueError
+    from d3engine.server.requests.tools import thinking_variables
+
+    style = style_of(getattr(Sources(), source))
+    if isinstance(found, dict):
+        assert thinking_variables(enabled, effort, style) == found
+        return
+    with pytest.raises(InvalidValueError) as caught:
+        thinking_variables(enabled, effort, style)
+    assert caught.value.field == found
+
+
+def test_an_effort_reaches_a_template_that_reads_it() -> None:
+    from d3engine.server.requests.tools import thinking_variables
+
+    style = style_of("{{ 'Reasoning: ' + reasoning_effort }}")
+    assert thinking_variables(None, "low", style) == {"reasoning_effort": "low"}
