@@ -34,6 +34,7 @@ _PUBLIC = {
     "EngineConfig": "d3engine.loading.engine_config",
     "AsyncEngine": "d3engine.async_engine.async_engine",
     "LLM": "d3engine.integrations.llm",
+    "LoRARequest": "d3engine.executor.adapters",
     "SamplingParams": "d3engine.request.params",
     "StructuredOutputsParams": "d3engine.request.params",
     "RequestOutput": "d3engine.request.outputs",
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from d3engine.errors import EngineDeadError as EngineDeadError
     from d3engine.errors import InvalidValueError as InvalidValueError
     from d3engine.errors import ModelFormatError as ModelFormatError
+    from d3engine.executor.adapters import LoRARequest as LoRARequest
     from d3engine.integrations.llm import LLM as LLM
     from d3engine.loading.engine_config import EngineConfig as EngineConfig
     from d3engine.request.outputs import CompletionOutput as CompletionOutput

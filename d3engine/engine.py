@@ -6,6 +6,7 @@ what came. Text lives at the edge: prompts are encoded in `add_request`, answers
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
@@ -20,13 +21,13 @@ from tqdm import tqdm
 from d3engine.arguments import accepts
 from d3engine.calls.call_lock import CallLock, EngineState, Interrupt
 from d3engine.calls.chats import Chats
-from d3engine.calls.new_requests import NewRequests, params_of_each, refuse_others
+from d3engine.calls.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others
 from d3engine.calls.request_registry import RequestRegistry
 from d3engine.errors import EngineDeadError, require
 from d3engine.loading.assembly import assemble
 from d3engine.loading.depth import Certification
 from d3engine.loading.engine_config import RENAMED, EngineConfig
-from d3engine.loading.executors import bridge_store
+from d3engine.loading.executors import adapter_store, bridge_store
 from d3engine.loading.host import pytorch_threads, pytorch_threads_for
 from d3engine.loading.model_directory import default_sampling_params
 from d3engine.loading.resolve import check_policy, resolve_settings
@@ -70,6 +71,7 @@ class Engine(Chats, EngineProperties):
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(texts)
         with pytorch_threads(settings.num_threads):
             self.bridges = bridge_store(settings)
+            self.adapters = adapter_store(settings)
             self._requests = NewRequests(  # what does not fit the model is refused before the weights are loaded
                 settings.config,
                 self.tokenizer,
@@ -77,6 +79,7 @@ class Engine(Chats, EngineProperties):
                 settings.max_model_len,
                 seed=config.seed,
                 bridges=self.bridges,
+                adapters=self.adapters,
                 check=partial(check_policy, settings),
                 log=Certification(settings.directory, settings.config.num_layers).log,
             )
@@ -96,13 +99,15 @@ class Engine(Chats, EngineProperties):
         sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Any = None,
         **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Answer `prompts` and return their outputs in order.
 
         A prompt is a text, token ids (a list, or an array of numpy or torch), `{"prompt": text}` or
         `{"prompt_token_ids": ids}`; one prompt may stand alone. One `SamplingParams` serves all prompts, or one stands
-        for each; without, generation_config.json decides. Every prompt is checked before the first one runs. vLLM's
+        for each; without, generation_config.json decides. `lora_request` names the adapter of all, or is a list with
+        one, or None, for each (`LoRARequest`, or a name). Every prompt is checked before the first one runs. vLLM's
         other arguments are refused by name unless they ask for nothing.
         """
         refuse_others(of_vllm, "generate")
@@ -111,10 +116,11 @@ class Engine(Chats, EngineProperties):
             prompts = as_list(prompts)
             given = self.default_sampling_params if sampling_params is None else sampling_params
             params = params_of_each(len(prompts), given)
+            adapters = adapters_of_each(len(prompts), lora_request)
             ids = [self._in_flight.new_id() for _ in prompts]
             requests = []
-            for asked in zip(prompts, params, strict=True):
-                requests.append(self.prepare(*asked))
+            for prompt, own, adapter in zip(prompts, params, adapters, strict=True):
+                requests.append(self.prepare(prompt, own, lora_request=adapter))
                 interrupt.deliver()
             done: dict[str, RequestOutput] = {}
             try:
@@ -158,7 +164,9 @@ class Engine(Chats, EngineProperties):
         each = [embedding_of(output, normalize=normalize, dimensions=dimensions) for output in found]
         return np.stack(each) if each else np.empty((0, size), np.float32)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, lora_request: Any = None
+    ) -> Iterator[RequestOutput]:
         """Yield the output of one prompt as it grows, after every step; leaving the loop aborts the request.
 
         Each output holds all there is so far. With `output_kind=RequestOutputKind.DELTA` it holds what is new alone,
@@ -166,7 +174,7 @@ class Engine(Chats, EngineProperties):
         the engine between two outputs: none of the stream's is lost by it.
         """
         with self._call():
-            return self._stream(self._in_flight.new_id(), self.prepare(prompt, params))
+            return self._stream(self._in_flight.new_id(), self.prepare(prompt, params, lora_request=lora_request))
 
     def _stream(self, request_id: str, request: EngineRequest) -> Iterator[RequestOutput]:
         try:
@@ -194,6 +202,7 @@ class Engine(Chats, EngineProperties):
         prompt: Prompt,
         params: SamplingParams | None = None,
         priority: int = 0,
+        lora_request: Any = None,
         **of_vllm: Any,
     ) -> None:
         """Queue a request; `step()` will return its outputs, as its `output_kind` says. Lower `priority` runs first.
@@ -204,10 +213,16 @@ class Engine(Chats, EngineProperties):
         """
         refuse_others(of_vllm, "add_request")
         require(isinstance(request_id, str), "request_id", request_id, "a non-empty string")
-        self.add(self.prepare(prompt, params, request_id, priority))
+        self.add(self.prepare(prompt, params, request_id, priority, lora_request=lora_request))
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        lora_request: Any = None,
     ) -> EngineRequest:
         """Read and check a request for `add`, which is then quick; nothing is queued, and nothing is changed.
 
@@ -216,8 +231,8 @@ class Engine(Chats, EngineProperties):
         """
         self._life.check()
         given = self.default_sampling_params if params is None else params
-        with pytorch_threads(self._pytorch_threads):  # bridges are loaded for the first request that names them
-            prepared = self._requests.prepare(prompt, given, request_id, priority)
+        with pytorch_threads(self._pytorch_threads):  # bridges and adapters are loaded for the first request of them
+            prepared = self._requests.prepare(prompt, given, request_id, priority, lora_request)
         self.scheduler.fit(self._requests.probe(prepared))
         return prepared
 
@@ -283,6 +298,24 @@ class Engine(Chats, EngineProperties):
             self._life.check_open()
             nominal, timings = self._in_flight.nominal.mean(), self._in_flight.timings
             return engine_stats(self.scheduler, self.executor, self.settings.block_bytes, nominal, timings)
+
+    @property
+    def lora_adapters(self) -> dict[str, str]:
+        """Name -> path of the adapters that were loaded by name."""
+        return self.adapters.paths
+
+    def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load the adapter of a directory that PEFT has written; requests may name it from now on. Any thread may.
+
+        Raises `InvalidValueError` for a name that is taken, and for what is no LoRA adapter of this model.
+        """
+        self._life.check()
+        self.adapters.load(name, path)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Let no further request name an adapter; those that have begun keep it. Any thread may."""
+        self._life.check()
+        self.adapters.unload(name)
 
     def close(self) -> None:
         """Drop weights, cache and requests; calling it again does nothing."""

@@ -82,6 +82,12 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
         raise InvalidValueError(field, value, allowed)
 
 
+def require_name(field: str, name: object) -> None:
+    """Raise `InvalidValueError` unless `name` can stand in lists and logs: 1 to 256 printable characters."""
+    is_name = isinstance(name, str) and 0 < len(name) <= 256 and name.isprintable()
+    require(is_name, field, name, "1 to 256 printable characters")
+
+
 def require_integer(field: str, value: Any, low: int, high: int | None = None) -> int:
     """Return `value` if it is an int (never a bool) in [low, high]; raise `InvalidValueError` otherwise."""
     is_integer = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))

@@ -133,6 +133,7 @@ class MultiStep:
     cycles: bool = False
     opens: bool = False
     draft_model: DraftModelRows | None = None  # of cycles in which a second model may draft
+    history: IntArray | None = None  # of cycles: tokens of earlier answers where lookups may find continuations
     num_taken: int = 1  # with a course: steps that the host has taken
     num_passes: int = 1  # of cycles that the host has taken: the passes of their drafts and verifications
 

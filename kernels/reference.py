@@ -29,6 +29,7 @@ from d3engine.kernels import kv_pool
 from d3engine.kernels.blocks import StackedWeight, in_eight_bits
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
+from d3engine.kernels.low_rank import RowMaps, add_maps_
 from d3engine.kernels.matrices import Weight, tensors_of
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
 from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs
@@ -162,6 +163,11 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _linear_with_maps(x: Tensor, weight: Weight, bias: Tensor | None, maps: RowMaps | None) -> Tensor:
+    product = _linear(x, weight, bias)
+    return product if maps is None else add_maps_(product, x, maps)
+
+
 def _is_as_wide(weight: Weight, x: Tensor) -> TypeGuard[Tensor]:
     """Whether `weight` can meet `x` as it is."""
     return isinstance(weight, Tensor) and weight.dtype == x.dtype
@@ -212,6 +218,7 @@ def qkv(
     *,
     head_norms: Tensor | None = None,
     projection_norms: Tensor | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
@@ -220,15 +227,18 @@ def qkv(
     `pool` [num_blocks, 2, block_size, M, D] (written), `entries` [T, 2] int64: where each row's key and value go.
     `head_norms` [2, D]: weights of an RMSNorm with the same `eps` over each head before RoPE, the first for queries,
     the second for keys; None means none. `projection_norms` [(N + M) D]: the same over all queries of a row together,
-    and over all its keys. Without `norm_weight` `hidden` is projected as it is. Returns the queries [T, N, D], which
+    and over all its keys. Without `norm_weight` `hidden` is projected as it is. `maps` are
+    added to the projections of their rows. Returns the queries [T, N, D], which
     share memory with nothing that is kept.
     """
     if num_rows is not None:
         rows = live_rows(num_rows)
         live = hidden[rows], norm_weight, eps, weight, bias, rotations[rows], pool, entries[rows], num_heads
-        return undefined_beyond(qkv(*live, head_norms=head_norms, projection_norms=projection_norms), hidden)
+        own = None if maps is None else maps.rows(rows)
+        found = qkv(*live, head_norms=head_norms, projection_norms=projection_norms, maps=own)
+        return undefined_beyond(found, hidden)
     kv_heads, channels = pool.shape[3], pool.shape[4]
-    projected = _linear(_normed(hidden, norm_weight, eps), weight, bias)
+    projected = _linear_with_maps(_normed(hidden, norm_weight, eps), weight, bias, maps)
     sizes = [num_heads * channels, kv_heads * channels]
     if projection_norms is not None:
         parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)
@@ -245,11 +255,20 @@ def qkv(
 
 
 def linear_residual(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, *, num_rows: Tensor | None = None
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    maps: RowMaps | None = None,
+    num_rows: Tensor | None = None,
 ) -> None:
-    """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place."""
+    """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H], and `maps`) to `residual` [T, H], in place."""
     if num_rows is not None:
-        x, residual = x[live_rows(num_rows)], residual[live_rows(num_rows)]
+        rows = live_rows(num_rows)
+        x, residual, maps = x[rows], residual[rows], None if maps is None else maps.rows(rows)
+    if maps is not None:
+        add_maps_(residual, x, maps)
     if not _is_as_wide(weight, x):
         residual.add_(_linear(x, weight, bias))
         return
@@ -266,17 +285,21 @@ def gate_up(
     bias: Tensor | None,
     *,
     activation: str = "silu",
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I].
 
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's.
-    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is.
+    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is. `maps`
+    are added to the projections of their rows.
     """
     if num_rows is not None:
-        found = gate_up(hidden[live_rows(num_rows)], norm_weight, eps, weight, bias, activation=activation)
+        rows = live_rows(num_rows)
+        own = None if maps is None else maps.rows(rows)
+        found = gate_up(hidden[rows], norm_weight, eps, weight, bias, activation=activation, maps=own)
         return undefined_beyond(found, hidden)
-    gate, up = _linear(_normed(hidden, norm_weight, eps), weight, bias).chunk(2, dim=-1)
+    gate, up = _linear_with_maps(_normed(hidden, norm_weight, eps), weight, bias, maps).chunk(2, dim=-1)
     return activated(gate, activation).mul_(up)
 
 
@@ -292,15 +315,19 @@ def lm_head(
     weight: Weight,
     *,
     cap: float | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
 
-    With a soft `cap` above 0 each becomes cap * tanh(logit / cap).
+    With a soft `cap` above 0 each becomes cap * tanh(logit / cap), after `maps` are added.
     """
     if num_rows is not None:
-        return undefined_beyond(lm_head(hidden[live_rows(num_rows)], norm_weight, eps, weight, cap=cap), hidden)
-    return soft_capped(_linear(rms_norm(hidden, norm_weight, eps), weight, None), cap).float()
+        rows = live_rows(num_rows)
+        own = None if maps is None else maps.rows(rows)
+        return undefined_beyond(lm_head(hidden[rows], norm_weight, eps, weight, cap=cap, maps=own), hidden)
+    logits = _linear_with_maps(rms_norm(hidden, norm_weight, eps), weight, None, maps)
+    return soft_capped(logits, cap).float()
 
 
 def lm_head_argmax(
@@ -310,6 +337,7 @@ def lm_head_argmax(
     weight: Weight,
     *,
     cap: float | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The token of the largest logit of each row, int64 [T], and that logit, float32 [T]: `lm_head` and an argmax.
@@ -317,7 +345,7 @@ def lm_head_argmax(
     Of equal logits the lowest token wins. A row with a NaN has the score NaN, and one without any finite logit -inf or
     inf: whether a row's logits are sound can be read off its score.
     """
-    return _best(lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows), num_rows)
+    return _best(lm_head(hidden, norm_weight, eps, weight, cap=cap, maps=maps, num_rows=num_rows), num_rows)
 
 
 def lm_head_sample(
@@ -332,6 +360,7 @@ def lm_head_sample(
     *,
     first_token: int = 0,
     cap: float | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A draw from the softmax of logits / temperature in each row: `lm_head`, and `sample` without cuts and penalties.
@@ -339,7 +368,7 @@ def lm_head_sample(
     `temperature`, `seeds`, `indices`, `steps` and `first_token` as there. Returns tokens int64 [T], rows of `weight`,
     and scores float32 [T].
     """
-    logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows)
+    logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, maps=maps, num_rows=num_rows)
     rows = SamplingRows(temperature, seeds, indices)
     return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)
 

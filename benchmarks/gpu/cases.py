@@ -18,6 +18,7 @@ from benchmarks.gpu import torch_sampling
 from benchmarks.gpu.common import Round
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import FP8
+from d3engine.kernels.low_rank import LowRankMap, RowMaps
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight
 
@@ -97,6 +98,7 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
         (3 * rows + 1) * shape.hidden * width,
         written=lambda i: i["to"],
     )
+    yield _with_adapters(shape, rows, draw)
     for context in shape.contexts:
         pool, tables = _cache(shape, rows, context, draw)
         yield Case(
@@ -119,6 +121,43 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
     )
     yield from _choices(shape, rows, current)
     yield from _step_ends(shape, rows, current)
+
+
+ADAPTERS, RANK = 4, 16
+
+
+def _with_adapters(shape: Shape, rows: int, draw: Draw) -> Case:
+    """The output projection where each row has one of some LoRA adapters, or none."""
+    width, columns = draw.current.dtype.itemsize, shape.heads * shape.channels
+    weight = draw.matrix(shape.hidden, columns, "")
+    downs = draw.normal(ADAPTERS, RANK, columns, deviation=columns**-0.5)
+    ups = draw.normal(ADAPTERS, RANK, shape.hidden, deviation=RANK**-0.5)
+    used = min(rows, ADAPTERS)
+    return Case(
+        "linear_residual o, adapters",
+        {
+            "x": draw.normal(rows, columns),
+            "weight": weight,
+            "residual": draw.normal(rows, shape.hidden),
+            "downs": downs,
+            "ups": ups,
+        },
+        lambda kernels, i, maps: kernels.linear_residual(i["x"], i["weight"], None, i["residual"], maps=maps),
+        weight.nbytes + rows * (columns + 2 * shape.hidden) * width + used * (downs[0].nbytes + ups[0].nbytes),
+        rotated="weight",
+        written=lambda i: i["residual"],
+        prepare=lambda kernels, i: _row_maps(i["downs"], i["ups"], rows),
+    )
+
+
+def _row_maps(downs: Tensor, ups: Tensor, rows: int) -> RowMaps:
+    """The adapters in turn, and after the last of them a row without one."""
+    device = downs.device
+    maps = [LowRankMap(*pair).to(downs.dtype, device) for pair in zip(downs, ups, strict=True)]
+    table = torch.tensor([[[one.down.data_ptr(), one.up.data_ptr(), one.rank]] for one in maps], device=device)
+    numbers = torch.arange(rows, device=device) % (len(maps) + 1)
+    adapters = torch.where(numbers < len(maps), numbers, -1).int()
+    return RowMaps(adapters, [(one,) for one in maps], (ups.shape[2],), table, RANK)
 
 
 def quantized_cases(shape: Shape, rows: int, current: Round, scheme: str) -> Iterator[Case]:

@@ -26,6 +26,7 @@ from d3engine.async_engine.engine_thread import EngineThread
 from d3engine.calls.new_requests import refuse_others
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, MissingExtraError
+from d3engine.executor.adapters import AdapterStore
 from d3engine.loading.engine_config import RENAMED, EngineConfig
 from d3engine.loading.settings import EngineProperties, EngineSettings
 from d3engine.request.engine_request import EngineRequest
@@ -57,8 +58,16 @@ class Front(Protocol):
     default_sampling_params: SamplingParams
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        lora_request: Any = None,
     ) -> EngineRequest: ...
+
+    adapters: AdapterStore
 
     @property
     def chat_prompt(self) -> Callable[..., dict[str, list[int]]]: ...
@@ -149,16 +158,19 @@ class AsyncEngine(EngineProperties):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
     ) -> EngineRequest:
         """Read and check a request for `generate`, without side effects. Raises `InvalidValueError`.
 
         A short one is read here and now: to have a thread do it takes longer.
         """
         read, given = self._front.prepare, (prompt, params, request_id, priority)
-        if _is_short(prompt) and (params is None or _is_plain(params)):
-            short: EngineRequest = self._read(read, *given)
+        adapter = {} if lora_request is None else {"lora_request": lora_request}
+        is_quick = lora_request is None or isinstance(lora_request, str)  # others may have to be loaded
+        if is_quick and _is_short(prompt) and (params is None or _is_plain(params)):
+            short: EngineRequest = self._read(read, *given, **adapter)
             return short
-        prepared: EngineRequest = await self._in_pool(_kind_of(prompt, params), read, *given)
+        prepared: EngineRequest = await self._in_pool(_kind_of(prompt, params), read, *given, **adapter)
         return prepared
 
     def generate(
@@ -168,6 +180,7 @@ class AsyncEngine(EngineProperties):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
         **of_vllm: Any,
     ) -> AsyncAnswer:
         """The outputs of one request, to be read with `async for`; nothing happens before.
@@ -181,9 +194,10 @@ class AsyncEngine(EngineProperties):
         """
         refuse_others(of_vllm, "generate")
         if not isinstance(prompt, EngineRequest):
-            read = partial(self.prepare, prompt, params, request_id=request_id, priority=priority)
+            given = {"request_id": request_id, "priority": priority, "lora_request": lora_request}
+            read = partial(self.prepare, prompt, params, **given)
             return AsyncAnswer(self._dispatcher, self._notifier, read)
-        check_alone(params, request_id, priority)
+        check_alone(params, request_id, priority, lora_request)
 
         async def as_it_is() -> EngineRequest:
             return prompt
@@ -197,13 +211,15 @@ class AsyncEngine(EngineProperties):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
         **template_arguments: Any,
     ) -> AsyncAnswer:
         """The outputs that answer a conversation, as `generate` gives them; further arguments are `Engine.chat`'s."""
 
         async def read() -> EngineRequest:
             prompt = await self.chat_prompt(messages, **template_arguments)
-            return await self.prepare(prompt, params, request_id=request_id, priority=priority)
+            given = {"request_id": request_id, "priority": priority, "lora_request": lora_request}
+            return await self.prepare(prompt, params, **given)
 
         return AsyncAnswer(self._dispatcher, self._notifier, read)
 
@@ -245,6 +261,31 @@ class AsyncEngine(EngineProperties):
         """Forget all shared prompt blocks; running requests keep theirs."""
         await self._ask("reset_prefix_cache")
 
+    @property
+    def lora_adapters(self) -> dict[str, str]:
+        """Name -> path of the adapters that were loaded by name."""
+        return self._front.adapters.paths
+
+    async def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load the adapter of a directory that PEFT has written; requests may name it from then on.
+
+        Raises `InvalidValueError` for a name that is taken, and for what is no LoRA adapter of this model.
+        """
+        await self._in_pool("long", self._front.adapters.load, name, path)
+        if self.has_process:
+            try:
+                await self._ask("load_lora_adapter", name, os.fspath(path))
+            except BaseException:
+                self._front.adapters.unload(name)
+                raise
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Let no further request name an adapter; those that have begun keep it."""
+        self._dispatcher.check()
+        self._front.adapters.unload(name)
+        if self.has_process:
+            await self._ask("unload_lora_adapter", name)
+
     def heartbeat(self) -> Heartbeat:
         """Whether the engine still works, without asking it."""
         dispatcher = self._dispatcher
@@ -283,9 +324,9 @@ class AsyncEngine(EngineProperties):
             self._wakers[id(loop)] = notifier = LoopWaker(loop)
         return notifier
 
-    async def _ask(self, method: str) -> Any:
+    async def _ask(self, method: str, *arguments: str) -> Any:
         notifier = self._notifier()
-        slot = self._dispatcher.ask(method, notifier)
+        slot = self._dispatcher.ask(method, notifier, *arguments)
         try:
             return (await notifier.take(slot))[0]
         finally:

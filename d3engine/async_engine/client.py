@@ -74,6 +74,7 @@ class EngineClient(Protocol):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
     ) -> EngineRequest:
         """Read and check a request without side effects, a long one in a thread. Raises `InvalidValueError`."""
 
@@ -90,6 +91,7 @@ class EngineClient(Protocol):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, as its `output_kind` says; those that wait for their reader are merged.
 
@@ -101,6 +103,16 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began."""
+
+    @property
+    def lora_adapters(self) -> Mapping[str, str]:
+        """Name -> path of the adapters that were loaded by name."""
+
+    async def load_lora_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, which requests may name from then on. Raises `InvalidValueError`."""
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Let no further request name an adapter; those that have begun keep it. Raises `InvalidValueError`."""
 
     def heartbeat(self) -> Heartbeat:
         """Whether it still works, without asking it."""
@@ -266,11 +278,12 @@ class Answer(_Reading):
         self._close()
 
 
-def check_alone(params: object, request_id: object, priority: object) -> None:
+def check_alone(params: object, request_id: object, priority: object, lora_request: object = None) -> None:
     """Refuse what would stand beside a prepared request, which has all of it."""
-    if params is None and request_id is None and priority == 0:
+    if params is None and request_id is None and priority == 0 and lora_request is None:
         return
-    for name, value, default in (("params", params, None), ("request_id", request_id, None), ("priority", priority, 0)):
+    given = ("params", params, None), ("request_id", request_id, None), ("priority", priority, 0)
+    for name, value, default in (*given, ("lora_request", lora_request, None)):
         require(value == default, name, value, f"{default} beside a prepared request, which has its own")
 
 
@@ -296,9 +309,10 @@ class SyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
     ) -> EngineRequest:
         """Read and check a request for `generate`, without side effects. Raises `InvalidValueError`."""
-        return self._prepare(prompt, params, request_id, priority)
+        return self._prepare(prompt, params, request_id, priority, lora_request=lora_request)
 
     def generate(
         self,
@@ -307,13 +321,15 @@ class SyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
         **of_vllm: Any,
     ) -> Answer:
         """The outputs of one request, to be read with `for`; everything else as `AsyncEngine.generate` says."""
         refuse_others(of_vllm, "generate")
         if not isinstance(prompt, EngineRequest):
-            return Answer(self._dispatcher, partial(self._prepare, prompt, params, request_id, priority))
-        check_alone(params, request_id, priority)
+            given = prompt, params, request_id, priority
+            return Answer(self._dispatcher, partial(self._prepare, *given, lora_request=lora_request))
+        check_alone(params, request_id, priority, lora_request)
         return Answer(self._dispatcher, lambda: prompt)
 
     def chat(
@@ -323,12 +339,14 @@ class SyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: Any = None,
         **template_arguments: Any,
     ) -> Answer:
         """The outputs that answer a conversation, as `generate` gives them; further arguments are `Engine.chat`'s."""
 
         def read() -> EngineRequest:
-            return self._prepare(self.chat_prompt(messages, **template_arguments), params, request_id, priority)
+            prompt = self.chat_prompt(messages, **template_arguments)
+            return self._prepare(prompt, params, request_id, priority, lora_request=lora_request)
 
         return Answer(self._dispatcher, read)
 

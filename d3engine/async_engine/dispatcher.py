@@ -286,10 +286,10 @@ class Dispatcher:
         self._open(slot, Add(slot.key, prepared))
         return slot
 
-    def ask(self, method: str, notifier: Notifier) -> ReplyFuture:
+    def ask(self, method: str, notifier: Notifier, *arguments: str) -> ReplyFuture:
         """Have a method of the engine called; what it returns comes into the slot."""
         slot = ReplyFuture(next(self._keys), notifier)
-        self._open(slot, Ask(slot.key, method))
+        self._open(slot, Ask(slot.key, method, arguments))
         return slot
 
     def abort(self, request_id: str) -> None:

@@ -43,10 +43,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Call a method of the engine that takes no arguments; what it returns is for `key`."""
+    """Call a method of the engine, maybe with texts; what it returns is for `key`."""
 
     key: int
     method: str
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Stop:
     """End the loop."""
 
 
-ASKED: Final = frozenset({"stats", "reset_prefix_cache"})
+ASKED: Final = frozenset({"stats", "reset_prefix_cache", "load_lora_adapter", "unload_lora_adapter"})
 """The methods that may be asked for."""
 
 Message: TypeAlias = Add | Leave | Abort | Ask | Refuse | Stop
@@ -221,9 +222,9 @@ class EngineLoop:
             case Abort(request_id):
                 self._engine.abort_request(request_id)
                 self._has_aborted = True
-            case Ask(key, method):
+            case Ask(key, method, arguments):
                 assert method in ASKED
-                self._answer(key, lambda: self._batcher.put(key, getattr(self._engine, method)()))
+                self._answer(key, lambda: self._batcher.put(key, getattr(self._engine, method)(*arguments)))
             case Refuse(key, error):
                 self._batcher.put(key, error)
             case Stop():

@@ -32,7 +32,7 @@ from d3engine.calls.new_requests import NewRequests
 from d3engine.children import child_environment, main_command
 from d3engine.errors import EngineDeadError, require
 from d3engine.loading.depth import Certification
-from d3engine.loading.executors import NOWHERE, bridge_store, new_cache
+from d3engine.loading.executors import NOWHERE, adapter_store, bridge_store, new_cache
 from d3engine.loading.model_directory import default_sampling_params
 from d3engine.loading.settings import EngineProperties, settings_of_plain
 from d3engine.request.engine_request import EngineRequest
@@ -75,6 +75,7 @@ class ProcessFront(EngineProperties, WritesChatPrompts):
         tokenizer = Path(arguments.get("tokenizer") or self.settings.directory)
         self.tokenizer = None if arguments.get("skip_tokenizer_init") else load_tokenizer(tokenizer)
         self.bridges = bridge_store(self.settings, device=NOWHERE)
+        self.adapters = adapter_store(self.settings, device=NOWHERE)
         self._requests = NewRequests(
             self.config,
             self.tokenizer,
@@ -82,6 +83,7 @@ class ProcessFront(EngineProperties, WritesChatPrompts):
             self.max_model_len,
             seed=0,
             bridges=self.bridges,
+            adapters=self.adapters,
             log=Certification(self.directory, self.config.num_layers).log,
         )
         cache = new_cache(self.settings, self.config, ready.num_blocks)
@@ -89,11 +91,17 @@ class ProcessFront(EngineProperties, WritesChatPrompts):
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        lora_request: Any = None,
     ) -> EngineRequest:
         """As `Engine.prepare`."""
         given = self.default_sampling_params if params is None else params
-        prepared = self._requests.prepare(prompt, given, request_id, priority)
+        prepared = self._requests.prepare(prompt, given, request_id, priority, lora_request)
         self._scheduler.fit(self._requests.probe(prepared))
         wire.plain_params(given)
         return prepared
@@ -249,14 +257,15 @@ class EngineProcess:
                     params,
                     request.priority,
                     request.flow,
+                    None if request.adapter is None else (request.adapter.name, str(request.adapter.path)),
                 )
             case messages.Leave(key):
                 self._prompts.pop(key, None)
                 return wire.Leave(key)
             case messages.Abort(request_id):
                 return wire.Abort(request_id)
-            case messages.Ask(key, method):
-                return wire.Ask(key, method)
+            case messages.Ask(key, method, arguments):
+                return wire.Ask(key, method, arguments)
             case messages.Stop():
                 return wire.Stop()
         raise AssertionError(message)

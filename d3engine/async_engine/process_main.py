@@ -112,8 +112,8 @@ def _receive(context: Any, address: str, engine: Engine, loop: EngineLoop) -> No
                 inbox.leave(key)
             case wire.Abort(request_id):
                 inbox.abort(request_id)
-            case wire.Ask(key, method):
-                loop.inbox.put(messages.Ask(key, method))
+            case wire.Ask(key, method, arguments):
+                loop.inbox.put(messages.Ask(key, method, arguments))
             case wire.Stop():
                 loop.inbox.put(messages.Stop())
 
@@ -159,7 +159,8 @@ class _Inbox:
 def _prepared(engine: Engine, add: wire.Add) -> messages.Message:
     try:
         params = wire.params_of(add.params)
-        prepared = engine.prepare(add.token_ids, params, add.request_id, add.priority)
+        adapter = None if add.adapter is None else dict(zip(("lora_name", "lora_path"), add.adapter, strict=True))
+        prepared = engine.prepare(add.token_ids, params, add.request_id, add.priority, lora_request=adapter)
     except Exception as error:
         return messages.Refuse(add.key, error)
     return messages.Add(add.key, replace(prepared, prompt=add.prompt, flow=add.flow))

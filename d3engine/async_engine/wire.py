@@ -48,6 +48,7 @@ class Add(Struct, frozen=True):
     params: dict[str, Any]
     priority: int
     flow: tuple[str, str] | None = None
+    adapter: tuple[str, str] | None = None  # name and path
 
 
 class Leave(Struct, frozen=True):
@@ -61,6 +62,7 @@ class Abort(Struct, frozen=True):
 class Ask(Struct, frozen=True):
     key: int
     method: str
+    arguments: tuple[str, ...] = ()
 
 
 class Stop(Struct, frozen=True):

@@ -11,10 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from d3engine.cache.kv_cache import IntArray, KVCache
+
+Salt: TypeAlias = str | tuple[int, str | None] | None
+"""A request's `cache_salt`, or the number of its adapter and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keys(self, prompt: IntArray, salt: str | None = None) -> list[bytes]:
+    def keys(self, prompt: IntArray, salt: Salt = None) -> list[bytes]:
         """The keys of the prompt's full blocks, in order, in the chain of `salt`."""
         keys, parent = [], _root(salt)
         for tokens in _full_blocks(prompt, self._cache.block_size):
@@ -42,7 +46,7 @@ class PrefixCache:
             keys.append(parent)
         return keys
 
-    def match(self, prompt: IntArray, keys: list[bytes], salt: str | None = None) -> IntArray:
+    def match(self, prompt: IntArray, keys: list[bytes], salt: Salt = None) -> IntArray:
         """Blocks [n, L] of the longest prefix of `prompt` that is known, leaving at least one token to run."""
         size = self._cache.block_size
         found: list[IntArray] = []
@@ -56,9 +60,7 @@ class PrefixCache:
         self._touch(keys[: len(found)])
         return np.array(found, dtype=np.int32).reshape(len(found), self._cache.num_layers)
 
-    def insert(
-        self, prompt: IntArray, keys: list[bytes], slot: int, start: int, stop: int, salt: str | None = None
-    ) -> None:
+    def insert(self, prompt: IntArray, keys: list[bytes], slot: int, start: int, stop: int, salt: Salt = None) -> None:
         """Keep the logical blocks [start, stop) of `prompt`, as `slot` has just computed them at full depth."""
         size = self._cache.block_size
         for index in range(start, stop):
@@ -112,8 +114,11 @@ class PrefixCache:
         return counts
 
 
-def _root(salt: str | None) -> bytes:
+def _root(salt: Salt) -> bytes:
     """What the chain of a salt begins with; it is longer than nothing, so no chain begins like another."""
+    if isinstance(salt, tuple):
+        number, own = salt
+        return hashlib.sha256(hashlib.sha256(f"adapter {number}".encode()).digest() + _root(own)).digest()
     return b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -58,6 +58,7 @@ class Chats(WritesChatPrompts):
         sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Any = None,
         **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Answer `prompts`: see `Engine`."""
@@ -73,6 +74,7 @@ class Chats(WritesChatPrompts):
         continue_final_message: bool = False,
         tools: AnySequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
         **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}), or a list of them, by the model's chat template.
@@ -86,6 +88,7 @@ class Chats(WritesChatPrompts):
             continue_final_message: let the answer go on where the last message ends; not with `add_generation_prompt`.
             tools: JSON objects that describe what the model may call, for the template.
             chat_template_kwargs: further variables of the template.
+            lora_request: as for `generate`.
             of_vllm: vLLM's other arguments, refused by name unless they ask for nothing.
         """
         prompts = [
@@ -100,4 +103,4 @@ class Chats(WritesChatPrompts):
             )
             for conversation in as_conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)

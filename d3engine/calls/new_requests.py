@@ -11,6 +11,7 @@ from typing import Any
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import DraftRule
 from d3engine.errors import InvalidValueError, require
+from d3engine.executor.adapters import AdapterStore
 from d3engine.executor.bridging import BridgeStore
 from d3engine.model.config import ModelConfig
 from d3engine.request.engine_request import EngineRequest
@@ -23,12 +24,10 @@ from d3engine.text.tokenizer import Tokenizer
 Same = Mapping[str, tuple[tuple[Any, ...], str]]
 """By an argument's name: the values that ask for what happens anyway, and what is allowed in words."""
 
-_NO_ADAPTERS = "None, since there are no adapters"
 _PROMPTS = "None: name token ids as the prompt instead"
 
 OF_CALLS: Same = {
-    "lora_request": ((None,), _NO_ADAPTERS),
-    "prompt_adapter_request": ((None,), _NO_ADAPTERS),
+    "prompt_adapter_request": ((None,), "None, since adapters are LoRA's (lora_request)"),
     "priority": ((None, 0), "None: add_request and AsyncEngine.generate take the priority of a request"),
     "prompt_token_ids": ((None,), _PROMPTS),
     "prompt_text": ((None,), _PROMPTS),
@@ -65,7 +64,8 @@ class NewRequests:
     """Makes the sequences of requests, and knows how many there were.
 
     `depth` is the policy of requests that bring none; one that does not fit the model is refused at once. Requests
-    without a seed get `seed` and their place in the order of arrival. `bridges` has those that policies may name.
+    without a seed get `seed` and their place in the order of arrival. `bridges` has those that policies may name,
+    `adapters` those that requests may.
     `check` raises for a policy that the engine has not; `log` gets each policy that was accepted.
     """
 
@@ -78,9 +78,11 @@ class NewRequests:
         *,
         seed: int,
         bridges: BridgeStore | None = None,
+        adapters: AdapterStore | None = None,
         check: Callable[[DepthPolicy], None] | None = None,
         log: Callable[[DepthPolicy], None] | None = None,
     ) -> None:
+        self._adapters = adapters
         self._num_layers = config.num_layers
         self._prompts = PromptReader(config, tokenizer, max_model_len)
         self._forms = Forms(tokenizer, config.vocab_size)
@@ -93,7 +95,12 @@ class NewRequests:
         self._fit(depth)
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        lora_request: object = None,
     ) -> EngineRequest:
         """Read and check a request. Nothing but a memory of schedules changes, so any thread may do it at any time.
 
@@ -106,6 +113,11 @@ class NewRequests:
         text, token_ids = self._prompts.read(prompt, params)
         self._prompts.check_params(params)
         schedule, draft_rule = self._fit(params.depth or self._depth)
+        adapter = None
+        if lora_request is not None:
+            require(self._adapters is not None, "lora_request", lora_request, "None, since nobody here has any")
+            assert self._adapters is not None
+            adapter = self._adapters.of_request(lora_request)
         return EngineRequest(
             request_id=request_id,
             prompt=text,
@@ -117,6 +129,7 @@ class NewRequests:
             rules=self._prompts.rules(params),
             form=None if params.structured_outputs is None else self._forms.compile(params.structured_outputs),
             owner=self,
+            adapter=adapter,
         )
 
     def probe(self, prepared: EngineRequest) -> Sequence:
@@ -162,6 +175,7 @@ class NewRequests:
             and self._prompts.may_share(token_ids),
             exit_rule=(params.depth or self._depth).exit_rule(self._num_layers),
             draft=None if rule is None else Draft(rule),
+            adapter=prepared.adapter,
         )
 
 
@@ -207,4 +221,12 @@ def params_of_each(count: int, given: SamplingParams | AnySequence[SamplingParam
     require(len(given) == count, "sampling_params", f"{len(given)} of them", f"one, or {count}")
     for params in given:
         require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
+    return list(given)
+
+
+def adapters_of_each(count: int, given: object) -> list[object]:
+    """The `lora_request` of each of `count` prompts: one for all, or a list with one, or None, for each."""
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    require(len(given) == count, "lora_request", f"{len(given)} of them", f"one, or {count}")
     return list(given)

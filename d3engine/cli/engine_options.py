@@ -147,7 +147,12 @@ ENGINE: OptionTable = {
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
-UNLISTED = frozenset({"block_size", "max_num_batched_tokens", "weight_compression", "sse_keep_alive_seconds"})
+UNLISTED = frozenset(
+    {
+        *("block_size", "max_num_batched_tokens", "weight_compression"),
+        *("allow_lora_loading", "metrics_prefix", "sse_keep_alive_seconds"),
+    }
+)
 """Options that are taken and not listed: helps have room for fifty, and few ever change these."""
 
 PANELS = panels_of(EngineConfig) | {"admission": "Advanced", "threads": "Engine"}

@@ -56,6 +56,19 @@ StreamInterval: TypeAlias = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+LoRAModules: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora-modules",
+        help="A LoRA adapter to serve, NAME=PATH; repeatable.",
+        show_default=False,
+        rich_help_panel="Model and depth",
+    ),
+]
+MaxLoRARank: TypeAlias = Annotated[
+    int,
+    typer.Option("--max-lora-rank", help="Maximum rank of an adapter (16).", show_default=False, hidden=True),
+]
 
 FurtherNames: TypeAlias = Annotated[
     list[str] | None,
@@ -96,6 +109,8 @@ def serve(
     stream_interval: StreamInterval = 1,
     further: FurtherNames = None,
     model_ttl: ModelTtl = None,
+    lora_modules: LoRAModules = None,
+    max_lora_rank: MaxLoRARank = 16,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it; with --model further ones.
 
@@ -121,6 +136,8 @@ def serve(
 
         def load(name: str, max_model_len: int | None) -> AsyncEngine:
             arguments = engine_arguments(name, {**engine_options, "max_model_len": max_model_len}, LOOPS_CORE)
+            if name == model:  # adapters are of the first model
+                arguments |= {"lora_modules": lora_modules or None, "max_lora_rank": max_lora_rank}
             return AsyncEngine(name, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
 
         models, room = _further_models(model, further or [], settings, engine_options, load)
@@ -226,7 +243,7 @@ def _introduce(
 
     guards = settings.guards
     address = address_of(guards.host, bound.getsockname()[1])
-    ids = ", ".join([*settings.model_names, *settings.depth_aliases])
+    ids = ", ".join([*settings.model_names, *settings.depth_aliases, *engine.lora_adapters])
     dtype = str(engine.dtype).removeprefix("torch.")
     held = stats.kv_blocks_total // engine.config.num_layers * engine.settings.block_size
     who = "this machine" if guards.is_local else "everybody who reaches the port"

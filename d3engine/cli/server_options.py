@@ -40,6 +40,7 @@ WHAT: OptionTable = {
     "max_prompts": ("--max-prompts", int, "Prompts of a request at most (256)."),
     "max_logprobs": ("--max-logprobs", int, "Log-probabilities per token at most (20)."),
     "allow_priority": ("--allow-priority", bool, "Let requests choose their priority."),
+    "allow_lora_loading": ("--allow-lora-loading", bool, "Let requests load LoRA adapters by path."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
     "tool_call_parser": (
         "--tool-call-parser",

@@ -9,13 +9,14 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from d3engine.depth.policy import MAX_DRAFT_LENGTH, DepthPolicy, DraftRule, option, policy_from_dict
+from d3engine.depth.policy import MAX_DRAFT_LENGTH, MAX_HISTORY, DepthPolicy, DraftRule, option, policy_from_dict
 from d3engine.depth.schedule import Schedule, checked_layers, cutoffs_without
 from d3engine.depth.skips import D3, FullDepth
 from d3engine.errors import require, require_integer, require_number
 
 LENGTH = option("most tokens of a draft [default: 4; draft-and-verify: 8; speculative, lookup: as many as pay]")
 STOP = option("probability of a draft's best token below which it ends [default: 0; draft-and-verify: 0.8 at first]")
+HISTORY = option("tokens of earlier answers of the same engine that lookups see too, up to 1048576 [default: 0]")
 ADAPTIVE = option("true lets each answer adapt the length of its drafts [default: false]")
 
 
@@ -267,9 +268,13 @@ class PromptLookup(DepthPolicy):
     Args:
         draft_length: tokens of a draft at most, 1 to 32. None: as many as pay by the measured times of steps and by
             how often such drafts were right, or none at all.
+        history: tokens of earlier answers of the same engine, the newest, that are looked up too, 0 to 2^20; 0 keeps
+            a request's time free of what others asked. A match in the text itself goes before an equally long one.
+            In a batch the lookups of all rows see as many as the row that wants fewest.
     """
 
     draft_length: int | None = field(default=None, metadata=LENGTH)
+    history: int = field(default=0, metadata=HISTORY)
 
     name: ClassVar[str] = "lookup"
     label: ClassVar[str] = "Prompt lookup"
@@ -277,6 +282,7 @@ class PromptLookup(DepthPolicy):
 
     def __post_init__(self) -> None:
         check_open_length(self)
+        object.__setattr__(self, "history", require_integer("history", self.history, 0, MAX_HISTORY))
 
     def schedule(self, num_layers: int) -> Schedule:
         """Full depth: that is what every token of the answer has."""
@@ -284,4 +290,5 @@ class PromptLookup(DepthPolicy):
 
     def draft_rule(self, num_layers: int) -> DraftRule:
         is_open = self.draft_length is None
-        return DraftRule(AUTO_LENGTH if self.draft_length is None else self.draft_length, lookup=True, by_cost=is_open)
+        length = AUTO_LENGTH if self.draft_length is None else self.draft_length
+        return DraftRule(length, lookup=True, history=self.history, by_cost=is_open)

@@ -122,6 +122,9 @@ def _require_one_of(field: str, value: object, allowed: tuple[str, ...]) -> None
 MAX_DRAFT_LENGTH = 32
 """Tokens of a draft at most: beyond a few, hardly any is accepted."""
 
+MAX_HISTORY = 2**20
+"""Tokens of earlier answers at most: a lookup goes through them in a millisecond."""
+
 
 @dataclass(frozen=True)
 class DraftRule:
@@ -142,6 +145,7 @@ class DraftRule:
         target_acceptance: the part of its drafted tokens that a sequence is to have accepted: its own
             `stop_probability` moves towards that (`request/sequence.py` has how); None: it stays.
         lookup: whether drafts may also be what followed the last tokens where they stood before in the text.
+        history: tokens of earlier answers of the engine that lookups see too, the newest; 0 for this text alone.
         by_cost: whether the executor chooses who drafts, and how long, by measured times, where it can; elsewhere
             drafts are adaptive.
     """
@@ -155,6 +159,7 @@ class DraftRule:
     mlp_schedule: Schedule | None = None
     target_acceptance: float | None = None
     lookup: bool = False
+    history: int = 0
     by_cost: bool = False
 
     @property

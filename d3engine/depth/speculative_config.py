@@ -10,14 +10,17 @@ from d3engine.depth.drafts import PromptLookup, Speculative
 from d3engine.depth.policy import DepthPolicy
 from d3engine.errors import InvalidValueError, require
 
-METHODS = ("draft_model", "ngram")
+METHODS = ("draft_model", "ngram", "suffix")
 FIELD = "speculative_config"
+HISTORY_OF_SUFFIX = 65_536
+"""Tokens of earlier answers that "suffix" looks up: some hundred answers, gone through in a tenth of a millisecond."""
 
 
 def policy_of_config(given: Mapping[str, Any] | str) -> DepthPolicy:
     """The policy of `{"method": "draft_model", "model": ..., "num_speculative_tokens": ...}`, or of its JSON text.
 
-    "method" is "draft_model", also where only "model" is given, or "ngram". Without "num_speculative_tokens" each draft
+    "method" is "draft_model", also where only "model" is given; "ngram", which looks up the text; or "suffix", which
+    looks up earlier answers of the engine too. Without "num_speculative_tokens" each draft
     is as long as pays. Raises `InvalidValueError` for anything else, by the name of the key.
     """
     config = _as_mapping(given)
@@ -28,9 +31,9 @@ def policy_of_config(given: Mapping[str, Any] | str) -> DepthPolicy:
     method = config.get("method", "draft_model" if model is not None else None)
     require(method in METHODS, f'{FIELD}["method"]', method, f"one of {', '.join(map(repr, METHODS))}")
     try:
-        if method == "ngram":
-            require(model is None, f'{FIELD}["model"]', model, 'absent with "ngram", which drafts without a model')
-            return PromptLookup(length)
+        if method != "draft_model":
+            require(model is None, f'{FIELD}["model"]', model, f'absent with "{method}", which drafts without a model')
+            return PromptLookup(length, HISTORY_OF_SUFFIX if method == "suffix" else 0)
         require(model is not None, f'{FIELD}["model"]', model, 'the draft model, with "draft_model"')
         return Speculative(str(model), length)
     except InvalidValueError as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
+from d3engine.model.adapters import RowAdapters
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, Plan
 from d3engine.request.sampling_mode import SamplingMode, choice_of
@@ -57,17 +58,21 @@ class DeviceChoice:
         self._integers = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._tokens_seen: tuple[Tensor, Tensor] | None = None
 
-    def choose(self, hidden: Tensor, rows: DecodeRows, kind: SamplingMode) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, hidden: Tensor, rows: DecodeRows, kind: SamplingMode, adapters: RowAdapters | None = None
+    ) -> tuple[Tensor, Tensor]:
         """A token int64 [B] and its score float32 [B] for final `hidden` [B, H]; it may be captured."""
         if kind is SamplingMode.GREEDY:
-            return self._model.likeliest(hidden, rows.num_rows)
+            return self._model.likeliest(hidden, rows.num_rows, adapters)
         if kind is SamplingMode.DRAW:
-            return self.draw(hidden, rows.steps, rows.num_rows)
-        return self.from_logits(self._model.logits(hidden, rows.num_rows), rows.steps, kind, rows.num_rows)
+            return self.draw(hidden, rows.steps, rows.num_rows, adapters)
+        return self.from_logits(self._model.logits(hidden, rows.num_rows, adapters), rows.steps, kind, rows.num_rows)
 
-    def draw(self, hidden: Tensor, steps: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, hidden: Tensor, steps: Tensor, num_rows: Tensor | None = None, adapters: RowAdapters | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The same where every row draws, or takes the likeliest, for the steps int64 [B]."""
-        return self._model.draw(hidden, self._rows(hidden.shape[0], SamplingMode.DRAW), steps, num_rows)
+        return self._model.draw(hidden, self._rows(hidden.shape[0], SamplingMode.DRAW), steps, num_rows, adapters)
 
     def from_logits(
         self, logits: Tensor, steps: Tensor, kind: SamplingMode, num_rows: Tensor | None = None

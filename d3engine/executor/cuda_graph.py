@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from d3engine.depth.schedule import Schedule
+from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import (
@@ -36,6 +37,7 @@ from d3engine.executor.interface import Computed, DeviceBlockTables
 from d3engine.executor.streaming import HostTokens, StreamingRun
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
+from d3engine.model.adapters import RowAdapters
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
 from d3engine.request.sampling_mode import SamplingMode
@@ -81,6 +83,7 @@ class GraphExecutor:
         self._expected: Iterator[GraphShape] = iter(())
         self.max_steps = max_steps
         self._bridges = GraphBridges(eager.bridges, eager.kernels, self._sizes[-1], eager.device)
+        self._adapters = torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=eager.device)
         self.capabilities = ExecutorCapabilities(bridges=True)
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
@@ -109,7 +112,9 @@ class GraphExecutor:
     def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Chosen:
         control = multi_step.control
         if self._followed is None or self._followed.control is not control:
-            steps = [self._graph(shape) for shape in self._shapes(multi_step)]  # all before the rows are there
+            adapted = self._write_adapters(plan)
+            shapes = self._shapes(multi_step, adapted)
+            steps = [self._graph(shape) for shape in shapes]  # all before the rows are there
             self._upload(plan, multi_step)
             if control is None:
                 for step in steps:
@@ -117,6 +122,15 @@ class GraphExecutor:
                 return self._download(multi_step)
             self._followed = StreamingRun(control, steps, plan.num_rows, self._host_tokens)
         return self._followed.next_step()
+
+    def _write_adapters(self, plan: Plan) -> tuple[str, ...]:
+        """Put the adapters of a plan's rows where graphs read them; the matrices that they have maps for."""
+        slots, own = self._eager.slots, adapters_of(plan.sequences)
+        if slots is None or own is None:
+            return ()
+        numbers = slots.numbers_of(own)
+        self._adapters[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+        return slots.matrices(numbers)
 
     def take_largest(self) -> None:
         """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits and more.
@@ -140,13 +154,13 @@ class GraphExecutor:
 
     # -- graphs ------------------------------------------------------------------------------------------------
 
-    def _shapes(self, multi_step: MultiStep) -> list[GraphShape]:
+    def _shapes(self, multi_step: MultiStep, adapted: tuple[str, ...] = ()) -> list[GraphShape]:
         """Rows and layers of each step of a run; its first row is the one that runs most."""
         rows = next(size for size in self._sizes if size >= multi_step.steps.size)
         runs = (multi_step.steps[0] + np.arange(multi_step.num_steps))[:, None] < multi_step.cutoffs[0]
         layers = [tuple(active.nonzero()[0].tolist()) for active in runs]
         return [
-            GraphShape(rows, those, multi_step.choice, crossed_at(multi_step, taken))
+            GraphShape(rows, those, multi_step.choice, crossed_at(multi_step, taken), adapted)
             for taken, those in enumerate(layers)
         ]
 
@@ -177,14 +191,18 @@ class GraphExecutor:
         )
         rotations = rope.of_layers(rows.rotations)
         crossings = self._bridges.begin(shape.crossed, rows)
+        adapters, slots = None, self._eager.slots
+        if shape.adapted and slots is not None:
+            adapters = RowAdapters(slots, self._adapters[: rows.tokens.shape[0]], shape.adapted)
         for layer in shape.layers:
             if crossings is not None:
                 crossings.up_to(layer, hidden)
             active = rows.active_rows[layer : layer + 1]
-            model.layer(layer, hidden, rotations[layer], self.pool, rows.entries[layer], attention[layer], active)
+            entries = rows.entries[layer]
+            model.layer(layer, hidden, rotations[layer], self.pool, entries, attention[layer], active, adapters)
         if crossings is not None:
             crossings.up_to(model.config.num_layers, hidden)
-        kernels.end_step(rows, *self._choice.choose(hidden, rows, shape.choice))
+        kernels.end_step(rows, *self._choice.choose(hidden, rows, shape.choice, adapters))
 
     # -- what goes to the device, and comes from it --------------------------------------------------------------
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
+from d3engine.executor.adapters import adapters_of
 from d3engine.executor.bridging import BridgeStore, Crossings
 from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.hidden_states import HiddenStateCache
 from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
+from d3engine.model.adapters import AdapterSlots, RowAdapters
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama, Rope
 from d3engine.model.shard import Ranks
@@ -59,11 +61,13 @@ class EagerExecutor:
         ranks: Ranks | None = None,
         bridges: BridgeStore | None = None,
         tells_prompts: bool = False,
+        adapter_slots: tuple[int, int] | None = None,
     ) -> None:
         """`config` and `weights` are those of this rank's part where there are `ranks`.
 
         `kv_dtype` is that of the pool: None that of activations, `dtype`, or else float8_e4m3fn. `bridges` has what
-        plans name. With `tells_prompts` the kernels get the rows of prompts.
+        plans name. With `tells_prompts` the kernels get the rows of prompts. `adapter_slots`: adapters in a step at
+        most, and their largest rank; None: rows run without adapters, as those of a draft model do.
         """
         self.device = device
         self.block_size = block_size
@@ -78,6 +82,7 @@ class EagerExecutor:
         self._tells_prompts = tells_prompts
         if bridges is not None:
             bridges.count_in(self.stats)
+        self.slots = None if adapter_slots is None else AdapterSlots(config, *adapter_slots, device)
         self.kept_states = HiddenStateCache(config.hidden_size, dtype, device)
 
     def take_largest(self) -> None:
@@ -97,13 +102,14 @@ class EagerExecutor:
         self.copy_entries(plan.copies_before)
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
+        adapters = self._adapters(plan)
         kept = self.kept_states.follow(plan.drafts, hidden)
         crossings = Crossings(self.bridges, plan.bridged, hidden, self.kernels)
-        exits = EarlyExits(plan, self.model, hidden) if plan.exits else None
+        exits = EarlyExits(plan, self.model, hidden, adapters) if plan.exits else None
         for span in plan.spans if exits is None else exits.spans():
             kept.up_to(span.layers.start)
             crossings.up_to(span.layers.start)
-            self._run_span(span, plan, inputs, hidden)
+            self._run_span(span, plan, inputs, hidden, adapters)
         kept.up_to(self.model.config.num_layers)
         crossings.up_to(self.model.config.num_layers)
         self.copy_entries(plan.copies_after)
@@ -113,16 +119,24 @@ class EagerExecutor:
         if exits is not None:
             exits.copy_entries(self.pool, inputs.entries)
             return replace(exits.computed(), states=states)
-        return Computed(self._logits(plan, hidden), states=states)
+        return Computed(self._logits(plan, hidden, adapters), states=states)
 
-    def _logits(self, plan: Plan, hidden: Tensor) -> Tensor | Chosen:
+    def _logits(self, plan: Plan, hidden: Tensor, adapters: RowAdapters | None) -> Tensor | Chosen:
         """The logits of the plan's rows, or the tokens that ranks have chosen among themselves."""
         rows = plan.logit_rows
         if self.model.ranks is not None and (kind := choice_of_step(plan)) is not SamplingMode.HOST:
             return choose_across_ranks(self.model, hidden[self._tensor(rows)], plan, kind)
         if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
-            return self.model.logits(hidden)
-        return self.model.logits(hidden[self._tensor(rows)])
+            return self.model.logits(hidden, adapters=adapters)
+        chosen = self._tensor(rows)
+        return self.model.logits(hidden[chosen], adapters=None if adapters is None else adapters.of(chosen))
+
+    def _adapters(self, plan: Plan) -> RowAdapters | None:
+        """Those of a plan's rows; None where no row has one."""
+        own = adapters_of(plan.sequences)
+        if own is None or self.slots is None:
+            return None
+        return self.slots.of_rows(np.array(self.slots.numbers_of(own))[plan.row_chunks])
 
     def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
         """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""
@@ -145,9 +159,9 @@ class EagerExecutor:
         )
         return _Inputs(rotations, self._tensor(entries), self._tensor(tables))
 
-    def _run_span(self, span: Span, plan: Plan, inputs: _Inputs, hidden: Tensor) -> None:
+    def _run_span(self, span: Span, plan: Plan, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:
         if span.projected_rows is not None:
-            self._project(span, inputs, hidden)
+            self._project(span, inputs, hidden, adapters)
         if span.num_rows == 0:
             return
         if span.rows is None or span.chunks is None:
@@ -161,10 +175,12 @@ class EagerExecutor:
             starts = np.concatenate(([0], np.cumsum(sizes)))
             which = span.chunks
         state = hidden[rows]  # a view of a prefix, a copy of scattered rows
+        own = None if adapters is None else adapters.of(rows)
         if span.part == "mlp":
-            self.model.mlp(span.layers.start, state)
+            self.model.mlp(span.layers.start, state, adapters=own)
         else:
-            self._run_layers(span, chunks, rows, starts, plan.stops[which], plan.prompt_lengths[which], inputs, state)
+            lengths, prompts = plan.stops[which], plan.prompt_lengths[which]
+            self._run_layers(span, chunks, rows, starts, lengths, prompts, inputs, state, own)
         if span.rows is not None:
             hidden[rows] = state
 
@@ -178,6 +194,7 @@ class EagerExecutor:
         prompt_lengths: IntArray,
         inputs: _Inputs,
         state: Tensor,
+        adapters: RowAdapters | None,
     ) -> None:
         """Run a span's layers, or the attention of its one, over `state`, its rows."""
         layers = slice(span.layers.start, span.layers.stop)
@@ -189,14 +206,16 @@ class EagerExecutor:
         entries = inputs.entries[layers, rows].unbind()
         rotations = self.rope.of_layers(inputs.rotations[rows])
         for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
-            run(layer, state, rotations[layer], self.pool, own_entries, own_attention)
+            run(layer, state, rotations[layer], self.pool, own_entries, own_attention, adapters=adapters)
 
-    def _project(self, span: Span, inputs: _Inputs, hidden: Tensor) -> None:
+    def _project(self, span: Span, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:
         assert span.projected_rows is not None
         rows = self._tensor(span.projected_rows)
         rotations = self.rope.of_layers(inputs.rotations[rows])
+        own = None if adapters is None else adapters.of(rows)
         for layer in span.layers:
-            self.model.project(layer, hidden[rows], rotations[layer], self.pool, inputs.entries[layer, rows])
+            entries = inputs.entries[layer, rows]
+            self.model.project(layer, hidden[rows], rotations[layer], self.pool, entries, adapters=own)
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.interface import Computed
 from d3engine.kernels.kv_pool import KVPool
+from d3engine.model.adapters import RowAdapters
 from d3engine.model.llama import Llama
 from d3engine.plan import BoolArray, ExitingChunks, Plan, Span, rows_of
 
@@ -29,10 +30,11 @@ class EarlyExits:
     `hidden` [R, H] is what the executor's layers work on in place. A row that has left keeps its last state there.
     """
 
-    def __init__(self, plan: Plan, model: Llama, hidden: Tensor) -> None:
+    def __init__(self, plan: Plan, model: Llama, hidden: Tensor, adapters: RowAdapters | None = None) -> None:
         self._plan = plan
         self._model = model
         self._hidden = hidden
+        self._adapters = adapters
         self._depths = plan.depths.copy()
         self._gone = np.zeros(len(plan.sequences), dtype=bool)
         self._known: list[tuple[IntArray, Tensor]] = []  # places among plan.sampled, and the logits [n, V] found there
@@ -71,15 +73,20 @@ class EarlyExits:
         """The logits: of rows that left those found there, of the others those after their last layer."""
         rows = self._plan.logit_rows
         if not self._known:
-            return Computed(self._model.logits(self._hidden[self._tensor(rows)]), self._depths)
+            return Computed(self._logits(rows), self._depths)
         places = np.concatenate([places for places, _ in self._known])
         found = torch.cat([logits for _, logits in self._known])
         logits = found.new_empty((rows.size, found.shape[1]))
         logits[self._tensor(places)] = found
         others = np.setdiff1d(np.arange(rows.size), places)
         if others.size:
-            logits[self._tensor(others)] = self._model.logits(self._hidden[self._tensor(rows[others])])
+            logits[self._tensor(others)] = self._logits(rows[others])
         return Computed(logits, self._depths)
+
+    def _logits(self, rows: IntArray) -> Tensor:
+        where = self._tensor(rows)
+        own = None if self._adapters is None else self._adapters.of(where)
+        return self._model.logits(self._hidden[where], adapters=own)
 
     # -- who runs ----------------------------------------------------------------------------------------------
 
@@ -132,12 +139,13 @@ class EarlyExits:
         """Let the rows of a group leave after `layer` that are confident enough; `before` is what `_input` gave."""
         here = ~self._gone[group.chunks]
         chunks = group.chunks[here]
-        after = self._hidden[self._tensor(self._rows(chunks))]
+        rows = self._rows(chunks)
+        after = self._hidden[self._tensor(rows)]
         logits = None
         if before is not None:
             confidence = F.cosine_similarity(before.float(), after.float(), dim=-1)
         else:
-            logits = self._model.logits(after)
+            logits = self._logits(rows)
             confidence = _SOFTMAX[group.rule.confidence](logits)
         if self._model.ranks is not None:  # ranks must never part over a rounding
             self._model.ranks.collectives.agree_(confidence)

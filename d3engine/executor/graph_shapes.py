@@ -31,12 +31,14 @@ class Crossed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """A graph's rows, its layers, how it chooses its tokens, and the windows that its rows may cross."""
+    """A graph's rows, its layers, how it chooses its tokens, the windows that its rows may cross, and the matrices to
+    whose products adapters add."""
 
     rows: int
     layers: tuple[int, ...]
     choice: SamplingMode
     crossed: tuple[Crossed, ...] = ()
+    adapted: tuple[str, ...] = ()
 
 
 def crossed_at(multi_step: MultiStep, taken: int) -> tuple[Crossed, ...]:

@@ -9,6 +9,7 @@ stay here.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
+from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import choice_of_step
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.interface import Computed
@@ -38,12 +40,14 @@ from d3engine.executor.shares import joined, share_of
 from d3engine.executor.streaming import GoingOn
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.library import Decoder
-from d3engine.kernels.native.model import NativeBridges
+from d3engine.kernels.native.model import NativeBridges, NativeMaps
 from d3engine.kernels.native.runs import HiddenStates, Rows
 from d3engine.kernels.native.speculative_loop import DraftCosts, LoopLogits
+from d3engine.model.adapters import Adapter
 from d3engine.model.llama import Llama
 from d3engine.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.request.sampling_mode import SamplingMode
+from d3engine.request.sequence import Sequence
 
 MAX_ROWS = 512
 """Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened
@@ -107,6 +111,7 @@ class NativeExecutor:
         self._draft_model: NativeExecutor | None = None
         self._costs: DraftCosts | None = None
         self._bridges: dict[str, NativeBridges] = {}
+        self._maps: weakref.WeakKeyDictionary[Adapter, NativeMaps] = weakref.WeakKeyDictionary()
         self._followed: _Followed | None = None
         self.stats = eager.stats
         self.stats.backend = "native"
@@ -226,6 +231,7 @@ class NativeExecutor:
             multi_step.cutoffs[chunks],
             plan.tables,
             own,
+            self._maps_of(going_on.sequences),
         )
 
     def _follow(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> Chosen | Cycled:
@@ -268,14 +274,33 @@ class NativeExecutor:
             "states": self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy(),
             "ends": ends_of(sequences),
             "draws": draws_of(sequences, multi_step.choice, FormsOfRun({}), self._vocab),
-            "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), costs, multi_step.draft_model),
+            "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), costs, multi_step),
             "draft_model": self._draft_model._decoder if has_model and self._draft_model is not None else None,
             "logits": logits,
         }
 
     def _rows(self, plan: Plan, multi_step: MultiStep) -> Rows:
         own = [self._native(name) for name in multi_step.bridges] or None
-        return Rows(plan.token_ids, plan.positions, multi_step.steps, plan.slots, multi_step.cutoffs, plan.tables, own)
+        return Rows(
+            plan.token_ids,
+            plan.positions,
+            multi_step.steps,
+            plan.slots,
+            multi_step.cutoffs,
+            plan.tables,
+            own,
+            self._maps_of(plan.sequences),
+        )
+
+    def _maps_of(self, sequences: list[Sequence]) -> list[NativeMaps | None] | None:
+        """The maps of each sequence's adapter; None where none has one, or rows run without, as a draft model's do."""
+        own = None if self._eager.slots is None else adapters_of(sequences)
+        if own is None:
+            return None
+        for adapter in own:
+            if adapter is not None and adapter not in self._maps:
+                self._maps[adapter] = NativeMaps(adapter.maps)
+        return [None if adapter is None else self._maps[adapter] for adapter in own]
 
     def _native(self, name: str | None) -> NativeBridges | None:
         """The bridges of this name as the library reads them."""
@@ -365,7 +390,8 @@ class NativeExecutor:
         for span in plan.spans:
             awake = slice(0, span.num_rows) if span.rows is None else span.rows
             cutoffs[awake, span.layers.start : span.layers.stop] = NEVER
-        bridges = self._bridges_of_rows(plan)
+        bridges, of_chunks = self._bridges_of_rows(plan), self._maps_of(plan.sequences)
+        maps = None if of_chunks is None else [of_chunks[chunk] for chunk in plan.row_chunks.tolist()]
         for start in range(0, plan.num_rows, self._max_rows):
             part = slice(start, min(start + self._max_rows, plan.num_rows))
             yield (
@@ -378,6 +404,7 @@ class NativeExecutor:
                     cutoffs[part],
                     plan.tables,
                     bridges and bridges[part],
+                    maps and maps[part],
                 ),
             )
 

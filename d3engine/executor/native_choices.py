@@ -19,7 +19,7 @@ from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.executor.choosing import sampled_steps
 from d3engine.kernels.native.runs import Draws, GrammarMask, LogitMask, Mask, RowSampling, TokenCounts
 from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts, TextDrafts
-from d3engine.plan import Chosen, DraftModelRows, Plan
+from d3engine.plan import Chosen, MultiStep, Plan
 from d3engine.request.constraint import Constraint
 from d3engine.request.sampling_mode import SamplingMode, is_restricted
 from d3engine.request.sequence import Sequence
@@ -228,14 +228,11 @@ def drafts_of(sequences: AnySequence[Sequence], *, by_cost: bool) -> Drafts:
     return Drafts(np.array(begun), *np.array(numbers, np.int64).T)
 
 
-NO_TEXT = np.empty(0, np.int64)
-
-
 def text_drafts_of(
-    sequences: AnySequence[Sequence], num_tokens: int, costs: DraftCosts | None, draft_model: DraftModelRows | None
+    sequences: AnySequence[Sequence], num_tokens: int, costs: DraftCosts | None, multi_step: MultiStep
 ) -> TextDrafts | None:
     """How the rows draft that do so by their text, with room for `num_tokens` more each; None where none does."""
-    rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]
+    rules, draft_model = [s.draft.rule for s in sequences if s.draft is not None], multi_step.draft_model
     if not any(rule.is_by_text for rule in rules):
         return None
     drafters = [
@@ -245,11 +242,12 @@ def text_drafts_of(
     texts = np.zeros((len(sequences), max(s.num_tokens + min(num_tokens, s.room) for s in sequences) + 1), np.int64)
     for text, sequence in zip(texts, sequences, strict=True):
         text[: sequence.num_tokens] = sequence.all_token_ids()
+    history = np.empty(0) if multi_step.history is None else multi_step.history
     stops = [sequence.draft.stop_probability for sequence in sequences if sequence.draft is not None]
     return TextDrafts(
         np.array(drafters, np.int64),
         texts,
-        NO_TEXT,
+        history.astype(np.int64, copy=False),
         np.array(stops, np.float32) if any(stops) else None,
         costs,
         None if draft_model is None else draft_model.tables,

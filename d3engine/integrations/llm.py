@@ -37,7 +37,7 @@ SAME: Same = {
     "cpu_offload_gb": ((0,), "0, since weights stay where they are computed with"),
     "swap_space": ((0,), "0, since preempted requests are computed again"),
     "enable_chunked_prefill": ((None, True), "True, since long prompts are always computed in pieces"),
-    "enable_lora": ((False,), "False, since there are no adapters"),
+    "enable_lora": ((False, True), "True or False: adapters are loaded when they are named"),
     "scheduling_policy": (("fcfs", "priority"), "'fcfs' or 'priority', which are one here"),
     "logprobs_mode": (("raw_logprobs",), "'raw_logprobs', since log-probabilities are of the raw distribution"),
     "disable_log_stats": ((True,), "True, since stats() tells instead"),

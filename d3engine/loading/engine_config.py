@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from d3engine.arguments import KW_ONLY, Integers, Numbers, OneOf, Switch, Unchecked, argument, check_arguments
+from d3engine.arguments import KW_ONLY, Check, Integers, Numbers, OneOf, Switch, Unchecked, argument, check_arguments
+from d3engine.errors import require, require_name
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,27 @@ RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     "pack_weights": ("weight_compression", {True: "bf12", False: "none"}),
 }
 """Arguments of the release before, as `d3engine.arguments.accepts` takes them. They go with the next release."""
+
+
+class LoRAModules(Check):
+    """Adapters by name: a mapping of names and directories, or "NAME=PATH" each."""
+
+    kind: type = list[str]
+
+    def check(self, field: str, value: object) -> None:
+        allowed = 'a mapping of names and directories, or a list of "NAME=PATH"'
+        require(isinstance(value, Mapping | list | tuple), field, value, allowed)
+        assert isinstance(value, Mapping | list | tuple)
+        pairs = list(value.items()) if isinstance(value, Mapping) else [str(one).partition("=")[::2] for one in value]
+        for name, path in pairs:
+            require_name(field, name)
+            require(isinstance(path, str | os.PathLike) and os.fspath(path) != "", field, value, allowed)
+        names = [name for name, _ in pairs]
+        require(len(set(names)) == len(names), field, value, "names that differ from each other")
+
+    def kept(self, value: Any) -> dict[str, str]:
+        pairs = value.items() if isinstance(value, Mapping) else (one.split("=", 1) for one in value)
+        return {name: os.fspath(path) for name, path in pairs}
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,12 @@ class EngineConfig:
             and prefix hits; slower on a GPU, refused where it cannot be had.
         backend: What computes: "native" (the C++ library, CPU), "torch" (plain PyTorch), "triton" (a GPU, or
             Triton's interpreter), or "auto" (triton on a GPU, native on a CPU where its library is built).
+        lora_modules: LoRA adapters to load, each as NAME=PATH of a directory that PEFT has written; None: none. Or a
+            mapping. Requests name them; `Engine.load_lora_adapter` loads further ones.
+        max_lora_rank: Maximum rank of an adapter.
+        max_loras: Maximum adapters that are loaded at once.
+        lora_dtype: Type of adapters' values: "auto" (as stored, but in 16 bits where matrices have at most as many),
+            "float32", "bfloat16" or "float16". Triton's kernels take that of activations.
         stream_interval: Tokens between two outputs of a request; its first and its last come at once.
         seed: Seed from which requests without one get theirs.
         tokenizer: A directory or a GGUF file to take the tokenizer from; None: the model's.
@@ -111,6 +139,10 @@ class EngineConfig:
     tensor_parallel_size: int = argument(1, Integers(1, MOST_RANKS), panel="Engine")
     batch_invariant: bool = argument(False, Switch(), panel="Advanced")
     backend: str = argument("auto", OneOf(*BACKENDS), panel="Engine")
+    lora_modules: Mapping[str, str] | list[str] | None = argument(None, LoRAModules())
+    max_lora_rank: int = argument(16, Integers(1, 512))
+    max_loras: int = argument(64, Integers(1, 4096))
+    lora_dtype: str = argument("auto", OneOf("auto", "float32", "bfloat16", "float16"))
     stream_interval: int = argument(1, Integers(1))
     seed: int = argument(0, Integers(0, 2**63 - 1), panel="Engine")
     tokenizer: str | os.PathLike[str] | None = argument(None)

@@ -7,7 +7,7 @@ for depends on the answer, and when the weights are there, which the native libr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial, reduce
 
 import torch
@@ -17,6 +17,7 @@ from d3engine.cache.kv_cache import KVCache
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.environment import NATIVE_ISA
 from d3engine.errors import require
+from d3engine.executor.adapters import AdapterStore
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
@@ -52,6 +53,37 @@ def bridge_store(settings: EngineSettings, device: torch.device | None = None) -
         device=settings.device if device is None else device,
         allowed=allowed,
     )
+
+
+def adapter_store(settings: EngineSettings, device: torch.device | None = None) -> AdapterStore:
+    """The LoRA adapters of an engine, those of its arguments loaded, on `device` or where the weights are."""
+    absent = None if settings.tensor_parallel_size == 1 else "tensor_parallel_size is above 1"
+    store = AdapterStore(
+        settings.config,
+        dtype=_dtype_of_maps(settings),
+        device=settings.device if device is None else device,
+        max_rank=settings.max_lora_rank,
+        most=settings.max_loras,
+        absent=absent,
+    )
+    modules = settings.lora_modules or {}
+    assert isinstance(modules, Mapping), "its check keeps a mapping"
+    for name, path in modules.items():
+        store.load(name, path)
+    return store
+
+
+def _dtype_of_maps(settings: EngineSettings) -> torch.dtype | None:
+    """The dtype of adapters' values; None: as stored."""
+    asked = settings.lora_dtype
+    if settings.kernels == "triton":
+        own = str(settings.dtype).removeprefix("torch.")
+        require(asked in ("auto", own), "lora_dtype", asked, f"auto or {own}, as activations are on this backend")
+        return settings.dtype
+    if asked != "auto":
+        return getattr(torch, asked)  # type: ignore[no-any-return]
+    is_narrow = settings.keeps_blocks or settings.config.quantization or settings.weight_dtype != torch.float32
+    return torch.float16 if is_narrow and settings.dtype == torch.float32 else None
 
 
 def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
@@ -109,7 +141,7 @@ def build_executor(
 
     `bridges` has those that plans name.
     """
-    eager = eager_executor(settings, settings.config, weights, num_blocks, ranks, bridges)
+    eager = eager_executor(settings, settings.config, weights, num_blocks, ranks, bridges, takes_adapters=ranks is None)
     eager.stats.backend = settings.kernels
     if settings.executor == "native":
         return _native(settings, eager)
@@ -181,6 +213,8 @@ def eager_executor(
     num_blocks: int,
     ranks: Ranks | None = None,
     bridges: BridgeStore | None = None,
+    *,
+    takes_adapters: bool = False,
 ) -> EagerExecutor:
     """What runs a model of `config`, or with `ranks` a part of one, step by step, over a pool of `num_blocks`."""
     # The native library runs everything by itself there, and its sums have one order.
@@ -198,4 +232,5 @@ def eager_executor(
         tells_prompts=by_kernels,
         ranks=ranks,
         bridges=bridges,
+        adapter_slots=(settings.max_num_seqs, settings.max_lora_rank) if takes_adapters else None,
     )

@@ -148,6 +148,17 @@ def open_safetensors(directory: str | Path) -> Iterator[Checkpoint]:
         sources.clear()  # a mapping ends with the last tensor that lies in it
 
 
+@contextmanager
+def open_safetensors_file(file: Path) -> Iterator[Checkpoint]:
+    """Open one safetensors file that is no model's own; raises as `open_safetensors`."""
+    header, source = _opened(file)
+    sources: dict[Path, TensorFile] = {file: source}
+    try:
+        yield Checkpoint({entry.name: entry for entry in header}, sources)
+    finally:
+        sources.clear()
+
+
 def _read_index(directory: Path) -> dict[str, str] | None:
     """Return the index's map from tensor name to shard name; None when a single file holds everything.
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import NO_WINDOW, KVPool
+from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.kernels.reference import rms_norm
 from d3engine.kernels.sampling import SamplingRows
+from d3engine.model.adapters import RowAdapters
 from d3engine.model.config import ModelConfig, RopeConfig
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
@@ -49,14 +51,15 @@ class Llama:
         entries: Tensor,
         attention: Any,
         num_rows: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """Run layer `index` over `hidden` [T, H] in place, and write the rows' KV entries into `pool`.
 
         `rotations` [T, D / 2], `entries` [T, 2]; `attention` is what the kernels prepared for this layer. `num_rows`
-        int32 [1] on the device: later rows are left unchanged.
+        int32 [1] on the device: later rows are left unchanged. `adapters` are those of the rows.
         """
-        self.attention(index, hidden, rotations, pool, entries, attention, num_rows)
-        self.mlp(index, hidden, num_rows)
+        self.attention(index, hidden, rotations, pool, entries, attention, num_rows, adapters)
+        self.mlp(index, hidden, num_rows, adapters)
 
     def attention(
         self,
@@ -67,10 +70,11 @@ class Llama:
         entries: Tensor,
         attention: Any,
         num_rows: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """The attention block of `layer`, with its arguments."""
         weights = self.weights.layers[index]
-        queries = self._qkv(index, hidden, rotations, pool, entries, num_rows)
+        queries = self._qkv(index, hidden, rotations, pool, entries, num_rows, adapters)
         attended = self.kernels.paged_attention(
             queries,
             pool,
@@ -80,9 +84,13 @@ class Llama:
             cap=self._caps.attention,
             num_rows=num_rows,
         )
-        self._add(attended, weights.output, weights.output_bias, weights.attention_post_norm, hidden, num_rows)
+        maps = _maps(adapters, index, "output")
+        norm = weights.attention_post_norm
+        self._add(attended, weights.output, weights.output_bias, norm, hidden, num_rows, maps)
 
-    def mlp(self, index: int, hidden: Tensor, num_rows: Tensor | None = None) -> None:
+    def mlp(
+        self, index: int, hidden: Tensor, num_rows: Tensor | None = None, adapters: RowAdapters | None = None
+    ) -> None:
         """The MLP block of `layer`, over `hidden` [T, H] in place."""
         weights, eps = self.weights.layers[index], self.config.rms_norm_eps
         gated = self.kernels.gate_up(
@@ -93,8 +101,10 @@ class Llama:
             weights.gate_up_bias,
             activation=self.config.activation,
             num_rows=num_rows,
+            **_named(_maps(adapters, index, "gate_up")),
         )
-        self._add(gated, weights.down, weights.down_bias, weights.mlp_post_norm, hidden, num_rows)
+        maps = _maps(adapters, index, "down")
+        self._add(gated, weights.down, weights.down_bias, weights.mlp_post_norm, hidden, num_rows, maps)
 
     def _add(
         self,
@@ -104,6 +114,7 @@ class Llama:
         post_norm: Tensor | None,
         hidden: Tensor,
         num_rows: Tensor | None,
+        maps: RowMaps | None,
     ) -> None:
         """Add `x` [T, K] times `weight` [H, K] transposed, of all ranks, to the residual stream `hidden` [T, H].
 
@@ -111,21 +122,29 @@ class Llama:
         """
         if post_norm is not None:
             product = torch.zeros_like(hidden)
-            self.kernels.linear_residual(x, weight, bias, product, num_rows=num_rows)
+            self.kernels.linear_residual(x, weight, bias, product, num_rows=num_rows, **_named(maps))
             if self.ranks is not None:
                 self.ranks.collectives.sum_(product)
             self.kernels.add_norm(product, post_norm, self.config.rms_norm_eps, hidden, num_rows=num_rows)
             return
         if self.ranks is None:
-            self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows)
+            self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows, **_named(maps))
             return
         self.ranks.begin_term_(hidden)
         self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows)
         self.ranks.collectives.sum_(hidden)
 
-    def project(self, index: int, hidden: Tensor, rotations: Tensor, pool: KVPool, entries: Tensor) -> None:
+    def project(
+        self,
+        index: int,
+        hidden: Tensor,
+        rotations: Tensor,
+        pool: KVPool,
+        entries: Tensor,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         """Write only the KV entries of layer `index` for `hidden` [T, H] (CALM's rule for an exit)."""
-        self._qkv(index, hidden, rotations, pool, entries)
+        self._qkv(index, hidden, rotations, pool, entries, adapters=adapters)
 
     def _qkv(
         self,
@@ -135,6 +154,7 @@ class Llama:
         pool: KVPool,
         entries: Tensor,
         num_rows: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         """A layer's queries [T, N, D]; writes its keys and values into `pool`."""
         weights = self.weights.layers[index]
@@ -151,19 +171,33 @@ class Llama:
             head_norms=weights.head_norms,
             projection_norms=weights.projection_norms,
             num_rows=num_rows,
+            **_named(_maps(adapters, index, "qkv")),
         )
         return queries
 
-    def likeliest(self, hidden: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def likeliest(
+        self, hidden: Tensor, num_rows: Tensor | None = None, adapters: RowAdapters | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The most likely token int64 [T] of final hidden states [T, H], and its logit float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         best: tuple[Tensor, Tensor] = self.kernels.lm_head_argmax(
-            hidden, weights.final_norm, eps, weights.lm_head, cap=self._caps.logits, num_rows=num_rows
+            hidden,
+            weights.final_norm,
+            eps,
+            weights.lm_head,
+            cap=self._caps.logits,
+            num_rows=num_rows,
+            **_named(None if adapters is None else adapters.at_head),
         )
         return best if self.ranks is None else self.ranks.best(*best)
 
     def draw(
-        self, hidden: Tensor, rows: SamplingRows, steps: Tensor, num_rows: Tensor | None = None
+        self,
+        hidden: Tensor,
+        rows: SamplingRows,
+        steps: Tensor,
+        num_rows: Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A sample int64 [T] at each row's temperature for its step, and its winning score float32 [T]."""
         weights, eps = self.weights, self.config.rms_norm_eps
@@ -179,6 +213,7 @@ class Llama:
             first_token=0 if self.ranks is None else self.ranks.shard.tokens.start,
             cap=self._caps.logits,
             num_rows=num_rows,
+            **_named(None if adapters is None else adapters.at_head),
         )
         return drawn if self.ranks is None else self.ranks.best(*drawn)
 
@@ -186,13 +221,28 @@ class Llama:
         """Float32 [T, H]: final hidden states [T, H] after the final norm, as a sentence embedding pools them."""
         return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps).float()
 
-    def logits(self, hidden: Tensor, num_rows: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, num_rows: Tensor | None = None, adapters: RowAdapters | None = None) -> Tensor:
         """Float32 logits [T, V] of final hidden states [T, H]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         logits: Tensor = self.kernels.lm_head(
-            hidden, weights.final_norm, eps, weights.lm_head, cap=self._caps.logits, num_rows=num_rows
+            hidden,
+            weights.final_norm,
+            eps,
+            weights.lm_head,
+            cap=self._caps.logits,
+            num_rows=num_rows,
+            **_named(None if adapters is None else adapters.at_head),
         )
         return logits if self.ranks is None else self.ranks.logits(logits)
+
+
+def _maps(adapters: RowAdapters | None, layer: int, matrix: str) -> RowMaps | None:
+    return None if adapters is None else adapters.at(layer, matrix)
+
+
+def _named(maps: RowMaps | None) -> dict[str, RowMaps]:
+    """The argument of an operation, where there is one: observers stand in an operation's place and know no others."""
+    return {} if maps is None else {"maps": maps}
 
 
 def scaled_embedding_(states: Tensor, config: ModelConfig) -> Tensor:

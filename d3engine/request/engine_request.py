@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from d3engine.depth import Schedule
 from d3engine.depth.policy import DraftRule
@@ -10,6 +11,9 @@ from d3engine.request.constraint import Form
 from d3engine.request.params import SamplingParams
 from d3engine.request.sequence import Flow
 from d3engine.request.token_rules import TokenRules
+
+if TYPE_CHECKING:
+    from d3engine.model.adapters import Adapter  # which needs torch
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class EngineRequest:
         form: what its answers must be, compiled; None: anything.
         owner: whose engine's limits it was checked against.
         flow: what it takes turns as with other flows; None: as a request of its own.
+        adapter: whose maps its rows add to products; it stays loaded as long as this refers to it.
     """
 
     request_id: str | None
@@ -44,3 +49,4 @@ class EngineRequest:
     form: Form | None = field(repr=False)
     owner: object = field(repr=False, compare=False)
     flow: Flow | None = None
+    adapter: Adapter | None = field(default=None, repr=False)

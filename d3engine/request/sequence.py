@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from d3engine.cache.kv_cache import IntArray
+from d3engine.cache.prefix_cache import Salt
 from d3engine.depth import ExitRule, Schedule
 from d3engine.depth.policy import DraftRule
 from d3engine.depth.schedule import BoolArray
@@ -21,6 +22,9 @@ from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
 from d3engine.request.outputs import FinishReason, Logprob
 from d3engine.request.params import SamplingParams
 from d3engine.request.token_rules import TokenRules, names_tokens
+
+if TYPE_CHECKING:
+    from d3engine.model.adapters import Adapter  # which needs torch
 
 STOP_CHANGE = 0.001
 """By which a stop probability moves after a verification: the authors' step of 0.01, of which a tenth is taken."""
@@ -209,6 +213,7 @@ class Sequence:
         constraint: what form its answer must have, and how far it has come in it; None: any.
         rules: which tokens its request allows, where it says so; shared by the request's sequences.
         flow: what it takes turns as with other flows.
+        adapter: whose maps its rows add to products; None: those of the model alone.
 
     Attributes:
         depths: how many layers each generated token took.
@@ -233,6 +238,7 @@ class Sequence:
     constraint: Constraint | None = None
     rules: TokenRules | None = None
     flow: Flow = ("", "")
+    adapter: Adapter | None = None
 
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -247,6 +253,12 @@ class Sequence:
     def __post_init__(self) -> None:
         if self.rules is None and names_tokens(self.params):
             self.rules = TokenRules(self.params)
+
+    @property
+    def cache_salt(self) -> Salt:
+        """Sequences of other salts share no prompt blocks with it."""
+        salt = self.params.cache_salt
+        return salt if self.adapter is None else (self.adapter.number, salt)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from d3engine.request.outputs import FinishReason
 from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.allocator import Allocator, longest_that_fits, peak_blocks
 from d3engine.scheduling.draft_model import DraftModelBatch
+from d3engine.scheduling.lookup import AnswerHistory
 from d3engine.scheduling.multi_step import (
     ActiveRun,
     longest_run,
@@ -75,7 +76,9 @@ class Scheduler:
         self.counters = Counters(token_layers=[0] * (cache.num_layers + 1))
         self._table = RunningTable(config.max_num_seqs, cache.num_layers, config.max_model_len)
         self._allocator = Allocator(cache, self._table)
-        self._drafting = Drafting(self._table, self.counters, in_loops=config.capabilities.text_drafts)
+        self._answers = AnswerHistory()
+        in_loops = config.capabilities.text_drafts
+        self._drafting = Drafting(self._table, self.counters, self._answers, in_loops=in_loops)
         self._under_way = ActiveRun()
         self._second = None if second_cache is None else DraftModelBatch(second_cache, self._table)
         self._growing = OutputUpdater(self._table, self.counters, self._drafting, self._second, self.finish)
@@ -172,6 +175,8 @@ class Scheduler:
             self._allocator.free_sleeping_layers(np.array([sequence.slot]))
             self.counters.blocks_saved += self._allocator.saved(sequence.slot)
             self._leave(sequence)
+        if sequence.draft is not None and sequence.draft.rule.history and reason is not FinishReason.ABORT:
+            self._answers.add(sequence.all_token_ids()[len(sequence.prompt_token_ids) :], sequence.draft.rule.history)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -344,6 +349,8 @@ class Scheduler:
             multi_step = run_ahead(chunks, self._table, limit, self.config.capabilities)
             if multi_step is None or (multi_step.num_steps == 1 and not multi_step.cycles):
                 break
+            if multi_step.cycles:
+                multi_step = replace(multi_step, history=self._history(chunks))
             if multi_step.cycles and self._second is not None:
                 reach = reaching(chunks, multi_step, self._table)
                 rows = self._second.rows_of(chunks.slots, reach.stops)
@@ -355,6 +362,12 @@ class Scheduler:
             yield None
         else:
             yield replace(multi_step, num_steps=1, control=None)
+
+    def _history(self, chunks: Chunks) -> IntArray:
+        """Earlier answers that all sequences which look up may see."""
+        drafts = [self._table.sequence(slot).draft for slot in chunks.slots.tolist()]
+        asked = [draft.rule.history for draft in drafts if draft is not None and draft.rule.lookup]
+        return self._answers.newest(min(asked, default=0))
 
     # -- what holds --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.plan import DraftWork, HiddenRows
 from d3engine.request.sequence import Cycle, Draft, Proposal, Sequence
-from d3engine.scheduling.lookup import continuation
+from d3engine.scheduling.lookup import AnswerHistory, continuation
 from d3engine.scheduling.running import Chunks, Counters, RunningTable, Trait
 
 
@@ -27,9 +27,10 @@ class Drafting:
     With `in_loops` sequences that draft by their text do so in multi-step plans alone, where the executor drafts.
     """
 
-    def __init__(self, table: RunningTable, counters: Counters, *, in_loops: bool) -> None:
+    def __init__(self, table: RunningTable, counters: Counters, answers: AnswerHistory, *, in_loops: bool) -> None:
         self._table = table
         self._counters = counters
+        self._answers = answers
         self._in_loops = in_loops
 
     def begin(self, slots: IntArray) -> None:
@@ -56,7 +57,8 @@ class Drafting:
 
     def _look_up(self, sequence: Sequence, draft: Draft) -> None:
         """Draft what followed the last tokens earlier in the text, as far as that is of use."""
-        for token in continuation(self._table.tokens[sequence.slot, : sequence.num_tokens], draft.most):
+        text, history = self._table.tokens[sequence.slot, : sequence.num_tokens], draft.rule.history
+        for token in continuation(text, draft.most, self._answers.newest(history)):
             self._propose(sequence, draft, Proposal(token))
             if draft.ended:
                 return

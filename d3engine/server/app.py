@@ -32,9 +32,11 @@ from d3engine.server.routes.api import (
     create_response,
     detokenize,
     list_models,
+    load_lora_adapter,
     show_model,
     tokenize,
     tokenizer_info,
+    unload_lora_adapter,
 )
 from d3engine.server.routes.embeddings import create_embeddings
 from d3engine.server.routes.llama_cpp import (
@@ -68,6 +70,8 @@ ROUTES = (
     Route("/v1/embeddings", create_embeddings, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{name:path}", show_model, methods=["GET"]),
+    Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),

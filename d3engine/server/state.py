@@ -1,4 +1,5 @@
-"""The ids under which one model is served: its own, and one for each depth that the server's owner gave a name."""
+"""The ids under which one model is served: its own, one for each depth that the server's owner gave a name, and one for
+each LoRA adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.async_engine.client import EngineClient, Heartbeat
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.errors import require
 from d3engine.loading.depth import Certification
 from d3engine.request.params import SamplingParams
 from d3engine.server.errors import RequestError
@@ -65,7 +67,9 @@ class ModelIds:
         max_model_len: int,
         certification: Certification,
         created: int,
+        adapters: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        self._adapters = adapters
         self.default = settings.model_names[0]
         self.aliases = dict(settings.depth_aliases)
         self._names = settings.model_names
@@ -76,7 +80,7 @@ class ModelIds:
         self._created = created
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names or name in self.aliases
+        return self.is_own(name) or name in self._adapters()
 
     def check(self, name: str | None) -> str:
         """The id of a request, which may leave it out. Raises `RequestError` for one that is not served."""
@@ -86,26 +90,36 @@ class ModelIds:
             return name
         raise no_such_model(name)
 
+    def adapter(self, name: str) -> str | None:
+        """The LoRA adapter that an id stands for, None for the model alone."""
+        return name if name in self._adapters() else None
+
+    def is_own(self, name: str) -> bool:
+        """Whether an id is the model's, at one depth or another, so that no adapter may have it."""
+        return name in self._names or name in self.aliases
+
     def cards(self) -> list[ModelCard]:
-        return [self.card(name) for name in (*self._names, *self.aliases)]
+        return [self.card(name) for name in (*self._names, *self.aliases, *self._adapters())]
 
     def card(self, name: str) -> ModelCard:
         """The entry of one id; raises `RequestError` for one that is not served."""
         self.check(name)
         policy = self.aliases.get(name, self._own)
+        # What was measured is the model alone: an adapter is certified for full depth, which needs no measurement.
+        is_measured = self.adapter(name) is None or isinstance(policy, FullDepth)
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "d3engine",
             "root": self.default,
-            "parent": self.default if name in self.aliases else None,
+            "parent": None if name in self._names else self.default,
             "max_model_len": self._max_model_len,
             "d3ext": {
                 "num_layers": self._num_layers,
                 "depth": policy.describe(),
-                "calibrated": self._certification.is_calibrated(policy),
-                "certified": self._certification.covers(policy),
+                "calibrated": is_measured and self._certification.is_calibrated(policy),
+                "certified": is_measured and self._certification.covers(policy),
             },
         }
 
@@ -192,7 +206,10 @@ class AppState:
             max_model_len=client.max_model_len,
             certification=self.certification,
             created=int(time.time()),
+            adapters=lambda: client.lora_adapters,
         )
+        for name in client.lora_adapters:
+            require(not self.models.is_own(name), "lora_modules", name, "a name that is no id of the model")
         self.depths = DepthPolicies(settings, client.depth)
         self.ignored = IgnoredFields()
         self.chat_styles = ChatStyles(client, settings.tool_call_parser, settings.reasoning_parser)

@@ -42,6 +42,7 @@ enum D3Status : int32_t {
     D3_BAD_BRIDGE = 11,  // a row skips layers without a bridge over them, or with one of other sizes
     D3_BAD_DRAFT = 12,   // a draft is longer than the longest, or than its answer's room
     D3_BAD_TEXT = 13,    // the tokens of an answer, or the tables of the draft model, are too few
+    D3_BAD_MAP = 14,     // a map of an adapter has other sizes than its matrix, or a rank above D3_MAX_RANK
 };
 
 // The exponent below that of code 1, and the outliers (bfloat16, by row, then by column): see kernels/bf12.py.
@@ -107,6 +108,22 @@ struct D3Bridge {
 struct D3Bridges {
     const D3Bridge* bridges;
     int64_t count;
+};
+
+// A low-rank map (LoRA) that is added to a matmul of x: (x down^T) up. Rows of `down` [rank, columns] and `up` [rank,
+// outputs] are `down_stride` and `up_stride` values apart: behind the columns stand zeros up to a multiple of 16, and 16
+// values may be read from any output on. A rank of 0 is no map.
+struct D3LowRank {
+    int32_t kind, rank, columns, outputs;  // D3_FLOAT32, D3_BFLOAT16 or D3_FLOAT16
+    int64_t down_stride, up_stride;
+    const void *down, *up;
+};
+constexpr int32_t D3_MAX_RANK = 512;
+
+// The maps of a layer, in this order; those of an adapter are [num_layers, D3_LAYER_MAPS], and that of the LM head.
+enum D3Map : int32_t {
+    D3_MAP_Q = 0, D3_MAP_K = 1, D3_MAP_V = 2, D3_MAP_OUTPUT = 3, D3_MAP_GATE = 4, D3_MAP_UP = 5, D3_MAP_DOWN = 6,
+    D3_LAYER_MAPS = 7
 };
 
 // The distinct tokens of a prompt and its answer, and how often each is in the answer. The arrays have room for one
@@ -185,6 +202,7 @@ struct D3Run {
     const D3Bridges* const* bridges;
     // [steps, rows] written, or null: the probability of the likeliest token at the row's temperature.
     float* confidences;
+    const D3LowRank* const* adapters;  // [rows], or null: the maps of each row's adapter, null for a row without one
 };
 
 // What drafts cost and how often they are right, for `DraftCosts` in draft_costs.h. The loop reads and updates it.
@@ -258,6 +276,7 @@ struct D3SpeculativeLoop {
     // null.
     float* logits;
     const uint8_t* reports;
+    const D3LowRank* const* adapters;  // [rows], as in a run; the draft model has none
 };
 
 // The number of instruction sets in this library, best first; their names; whether this machine runs one.

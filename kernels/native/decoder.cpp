@@ -40,6 +40,27 @@ bool fits(const D3Bridge& bridge, int hidden) {
            is_matrix(bridge.down, rank, hidden, nullptr);
 }
 
+// Of a map for outputs of `outputs` channels.
+bool is_map(const D3LowRank& map, int columns, int outputs) {
+    const auto is_padded = [](int64_t stride, int count) {
+        return stride >= (count + MAX_LANES - 1) / MAX_LANES * MAX_LANES;
+    };
+    const bool is_float = map.kind == D3_FLOAT32 || map.kind == D3_BFLOAT16 || map.kind == D3_FLOAT16;
+    return map.rank == 0 || (map.rank >= 1 && map.rank <= D3_MAX_RANK && is_float && map.columns == columns &&
+                             map.outputs == outputs && map.down && map.up && is_padded(map.down_stride, columns) &&
+                             is_padded(map.up_stride, outputs));
+}
+
+MapArgs map_args(const D3LowRank& map) {
+    return {map.kind, map.rank, map.columns, map.down_stride, map.up_stride, static_cast<const char*>(map.down),
+            static_cast<const char*>(map.up)};
+}
+
+constexpr int MAX_MAP_PARTS = 3;
+
+// Multiplications of maps: with fewer of them handing over to other threads takes longer.
+constexpr int64_t MIN_PARALLEL_MAPS = 32 * 1024;
+
 // Multiplications of attention: with fewer of them handing over to other threads takes longer.
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 24 * 1024;
 
@@ -122,6 +143,7 @@ D3Status Decoder::check(const D3Run& run) const {
             if (!has_blocks(Step{run, 0}.table(row, layer, model_), deepest)) return D3_BAD_BLOCK;
         }
     }
+    if (run.adapters && !has_fitting_maps(run.adapters, run.rows)) return D3_BAD_MAP;
     return run.bridges && !has_bridges(run) ? D3_BAD_BRIDGE : D3_OK;
 }
 
@@ -175,10 +197,12 @@ void Decoder::step(const Step& step) {
         if (active_.empty()) break;
         attention(step, layer);
         expect(weights.gate_up, 2);
+        begin_maps(step, layer_map(layer, D3_MAP_OUTPUT), 1, attended_);
         add_product(weights.output, attended_, weights.attention_post_norm);
         expect(weights.down);
-        gate_up(weights);
+        gate_up(step, layer);
         expect(next_matrix(step, layer));
+        begin_maps(step, layer_map(layer, D3_MAP_DOWN), 1, gated_);
         add_product(weights.down, gated_, weights.mlp_post_norm);
     }
     if (step.run.states) save_states(step, model_.num_layers);
@@ -244,8 +268,10 @@ void Decoder::norm(const float* weight) {
 void Decoder::qkv(const Step& step, int layer) {
     const D3Layer& weights = layers_[layer];
     norm(weights.attention_norm);
+    begin_maps(step, layer_map(layer, D3_MAP_Q), 3, normed_);
     if (!weights.head_norms && !weights.projection_norms && !has_8bit_kv()) {
-        multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, const float* values) {
+        multiply(weights.qkv, normed_, [&](int, int nth, int start, int stop, float* values) {
+            if (has_maps_) add_maps(nth, start, stop, values);
             for (int channel = start; channel < stop;) {  // by heads, of which a tile may hold parts
                 const int count = std::min(stop - channel, model_.head_dim - channel % model_.head_dim);
                 store_qkv(step, layer, nth, channel, values + (channel - start), count);
@@ -289,13 +315,15 @@ void Decoder::keep_yielding(const Step& step) {
 }
 
 void Decoder::multiply_into(const D3Matrix& matrix, const Rows& x, const Rows& to) {
-    multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
+    multiply(matrix, x, [&](int, int nth, int start, int stop, float* values) {
+        if (has_maps_) add_maps(nth, start, stop, values);
         memcpy(to.row(nth) + start, values, (stop - start) * sizeof(float));
     });
 }
 
 void Decoder::multiply_and_add(const D3Matrix& matrix, const Rows& x) {
-    multiply(matrix, x, [&](int, int nth, int start, int stop, const float* values) {
+    multiply(matrix, x, [&](int, int nth, int start, int stop, float* values) {
+        if (has_maps_) add_maps(nth, start, stop, values);
         kernels_.add(hidden_.row(active_[nth]) + start, values, stop - start);
     });
 }
@@ -312,12 +340,14 @@ void Decoder::add_product(const D3Matrix& matrix, const Rows& x, const float* po
 }
 
 // The rows of gate and up lie half a matrix apart; a tile takes some of both.
-void Decoder::gate_up(const D3Layer& layer) {
-    norm(layer.mlp_norm);
-    const auto use = [&](int, int nth, int start, int stop, const float* gate, const float* up) {
+void Decoder::gate_up(const Step& step, int layer) {
+    norm(layers_[layer].mlp_norm);
+    begin_maps(step, layer_map(layer, D3_MAP_GATE), 2, normed_);
+    const auto use = [&](int, int nth, int start, int stop, float* gate, float* up) {
+        if (has_maps_) add_map(nth, 0, start, stop, gate), add_map(nth, 1, start, stop, up);
         activate_(gated_.row(nth) + start, gate, up, stop - start);
     };
-    matmul_.multiply_bands<2>(layer.gate_up, normed_, int(active_.size()), use);
+    matmul_.multiply_bands<2>(layers_[layer].gate_up, normed_, int(active_.size()), use);
 }
 
 void Decoder::head(const Step& step) {
@@ -327,6 +357,7 @@ void Decoder::head(const Step& step) {
         if (!run.yields || run.yields[row]) active_.push_back(row);
     if (active_.empty()) return;
     norm(model_.final_norm);
+    begin_maps(step, model_.num_layers * D3_LAYER_MAPS, 1, normed_);
     if (run.sampling) {  // allocate here: inside `parallel_for` nothing may throw
         if (!all_logits_.at(0)) all_logits_ = Floats(int64_t(model_.max_rows) * model_.vocab);
         orders_.resize(threads_.size());
@@ -338,6 +369,7 @@ void Decoder::head(const Step& step) {
         const int row = active_[nth];
         const DrawParams how = draw_params(step, row);
         const size_t place = size_t(worker) * model_.max_rows + row;
+        if (has_maps_) add_maps(nth, start, stop, values);
         if (model_.logit_cap > 0) kernels_.soft_cap(values, model_.logit_cap, stop - start);
         if (run.confidences) masses_[place].update(values, stop - start, how.temperature);
         const int64_t index = run.logit_places ? run.logit_places[row] : row;
@@ -457,6 +489,7 @@ void Decoder::apply_bridges(const Step& step, int layer) {
 
 // For the active rows. It multiplies a copy, because other threads add to the rows meanwhile.
 void Decoder::apply_bridge(const D3Bridge& bridge) {
+    has_maps_ = false;
     for (size_t nth = 0; nth < active_.size(); nth++)
         memcpy(normed_.row(int(nth)), hidden_.row(active_[nth]), model_.hidden * sizeof(float));
     if (!bridge.down.values) return multiply_and_add(bridge.weight, normed_);
@@ -464,6 +497,72 @@ void Decoder::apply_bridge(const D3Bridge& bridge) {
         std::fill(inner_.row(int(nth)) + bridge.down.rows, inner_.row(int(nth)) + inner_.stride(), 0.0f);
     multiply_into(bridge.down, normed_, inner_);
     multiply_and_add(bridge.weight, inner_);
+}
+
+// -- adapters ----------------------------------------------------------------------------------------------------
+
+bool Decoder::has_fitting_maps(const D3LowRank* const* adapters, int rows) const {
+    const int hidden = model_.hidden;
+    const int sizes[D3_LAYER_MAPS][2] = {{hidden, q_size_}, {hidden, kv_size_}, {hidden, kv_size_}, {q_size_, hidden},
+                                         {hidden, model_.intermediate}, {hidden, model_.intermediate},
+                                         {model_.intermediate, hidden}};
+    for (int row = 0; row < rows; row++) {
+        const D3LowRank* maps = adapters[row];
+        if (!maps || (row && maps == adapters[row - 1])) continue;
+        for (int nth = 0; nth < model_.num_layers * D3_LAYER_MAPS; nth++)
+            if (!is_map(maps[nth], sizes[nth % D3_LAYER_MAPS][0], sizes[nth % D3_LAYER_MAPS][1])) return false;
+        if (!is_map(maps[model_.num_layers * D3_LAYER_MAPS], hidden, model_.vocab)) return false;
+    }
+    return true;
+}
+
+void Decoder::begin_maps(const Step& step, int first, int parts, const Rows& x) {
+    has_maps_ = false;
+    if (!step.run.adapters) return;
+    map_parts_ = parts;
+    maps_.assign(active_.size(), nullptr);
+    int64_t products = 0;
+    for (size_t nth = 0; nth < active_.size(); nth++) {
+        const D3LowRank* maps = step.run.adapters[active_[nth]];
+        if (!maps) continue;
+        maps_[nth] = maps + first;
+        for (int part = 0; part < parts; part++)
+            products += int64_t(maps[first + part].rank) * maps[first + part].columns;
+    }
+    has_maps_ = products > 0;
+    if (!has_maps_) return;
+    if (!mapped_.stride()) mapped_ = Rows(model_.max_rows, MAX_MAP_PARTS * D3_MAX_RANK);
+    const int count = int(active_.size()), num_threads = threads_.size();
+    // The ranks of few rows are shared out among threads.
+    const int shares = count >= 2 * num_threads ? 1 : num_threads;
+    auto work = [&](int, int tile) {
+        const int nth = tile / shares, share = tile % shares;
+        if (!maps_[nth]) return;
+        for (int part = 0; part < map_parts_; part++) {
+            const D3LowRank& map = maps_[nth][part];
+            const int start = map.rank * share / shares, stop = map.rank * (share + 1) / shares;
+            if (start < stop)
+                kernels_.map_down(map_args(map), x.row(nth), start, stop, mapped_.row(nth) + part * D3_MAX_RANK);
+        }
+    };
+    if (products >= MIN_PARALLEL_MAPS) return threads_.parallel_for(count * shares, work);
+    for (int tile = 0; tile < count * shares; tile++) work(0, tile);
+}
+
+void Decoder::add_map(int nth, int part, int start, int stop, float* values) const {
+    if (!maps_[nth] || !maps_[nth][part].rank) return;
+    kernels_.map_up(map_args(maps_[nth][part]), mapped_.row(nth) + part * D3_MAX_RANK, start, stop - start, values);
+}
+
+void Decoder::add_maps(int nth, int start, int stop, float* values) const {
+    if (!maps_[nth]) return;
+    for (int part = 0, before = 0; part < map_parts_ && before < stop; part++) {
+        // A part without a map has its size all the same.
+        const int size = map_parts_ == 1 ? stop : part ? kv_size_ : q_size_;
+        const int from = std::max(start, before), end = std::min(stop, before + size);
+        if (from < end) add_map(nth, part, from - before, end - before, values + (from - start));
+        before += size;
+    }
 }
 
 // -- attention ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ public:
     bool has_blocks(const int32_t* table, int64_t last) const;
     // Whether the bridges of a run cover all windows of layers that its rows skip.
     bool has_bridges(const D3Run& run) const;
+    // Whether the maps of these rows' adapters have the sizes of their matrices.
+    bool has_fitting_maps(const D3LowRank* const* adapters, int rows) const;
 
     // Run all steps, or fewer if every row has ended.
     void run(const D3Run& run);
@@ -74,6 +76,13 @@ private:
 
     template <class Body> void each_row(Body body);
     void norm(const float* weight);
+
+    // Maps of adapters at one matmul, one for each part of its outputs: `begin_maps` makes the inner numbers of the
+    // active rows of `x`, `add_maps` adds what outputs [start, stop) of the nth of them, or of one part, gain.
+    void begin_maps(const Step& step, int first, int parts, const Rows& x);
+    void add_maps(int nth, int start, int stop, float* values) const;
+    void add_map(int nth, int part, int start, int stop, float* values) const;
+    int layer_map(int layer, D3Map map) const { return layer * D3_LAYER_MAPS + map; }
     void expect(const D3Matrix& matrix, int bands = 1) { matmul_.expect(matrix, int(active_.size()), bands); }
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, Use use) {
         matmul_.multiply(matrix, x, int(active_.size()), use);
@@ -82,7 +91,7 @@ private:
     void multiply_and_add(const D3Matrix& matrix, const Rows& x);
     void add_product(const D3Matrix& matrix, const Rows& x, const float* post_norm);
     void qkv(const Step& step, int layer);
-    void gate_up(const D3Layer& layer);
+    void gate_up(const Step& step, int layer);
     void keep_yielding(const Step& step);
 
     bool has_8bit_kv() const { return model_.pool_scales; }
@@ -126,4 +135,9 @@ private:
     std::vector<std::vector<uint64_t>> orders_;   // [threads]: scratch of `sample`
     std::vector<bool> ended_;                     // [rows] of a run
     std::vector<const uint8_t*> grammar_masks_;  // [rows] of a step
+    // Of the current matmul: the active rows' maps, [rows] pointers to its first, and how many parts it has.
+    std::vector<const D3LowRank*> maps_;
+    int map_parts_ = 0;
+    bool has_maps_ = false;
+    Rows mapped_;  // the inner numbers, part by part, for rows with maps; made when the first adapter comes
 };

@@ -67,6 +67,7 @@ _REFUSALS = {
     11: "a row leaves out layers for which it has no bridge, or one of other sizes than the model's",
     12: "a draft is longer than the longest, or than the room of its answer",
     13: "the texts that drafts follow, or what the draft model needs, is missing or too short",
+    14: "a map of an adapter has other sizes than its matrix, or too high a rank",
 }
 
 
@@ -233,7 +234,7 @@ class Decoder:
         made, given = structure_of(self._checked(rows, states), iterations, drafts, states, control, asked)
         if draft_model is not None:
             made.draft_model = draft_model._handle
-        given["held"] = (rows, draft_model)  # the rows hold the bridges
+        given["held"] = (rows, draft_model)  # the rows hold bridges and adapters
         return made, given
 
     def take(self, *, all_done: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
@@ -286,8 +287,9 @@ class Decoder:
 
     def _check_tables(self, rows: Rows) -> None:
         count, shape = len(rows.tokens), rows.tables.shape
-        if rows.bridges is not None and len(rows.bridges) != count:
-            raise NativeError(f"there must be bridges, or None, for each of {count} rows; got {len(rows.bridges)}")
+        for name, given in (("bridges", rows.bridges), ("adapters", rows.adapters)):
+            if given is not None and len(given) != count:
+                raise NativeError(f"there must be {name}, or None, for each of {count} rows; got {len(given)}")
         if shape != self.table_shape or rows.cutoffs.shape != (count, self.table_shape[1]):
             raise NativeError(f"tables must have the shape {self.table_shape}; got {shape}")
 
@@ -322,7 +324,7 @@ class Decoder:
             given["indices"] = np.ascontiguousarray(draws.indices, np.int64)
         held: dict[str, Any] = {name: array for name, array in given.items() if array is not None}
         run = RunStructure(count, steps, **{name: array.ctypes.data for name, array in held.items()})
-        held["rows"] = rows  # they hold the bridges
+        held["rows"] = rows  # they hold bridges and adapters
         if "logit_places" in held:
             run.num_logits = held["logits"].shape[1]
         if draws is not None and draws.asked is not None:

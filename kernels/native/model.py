@@ -14,6 +14,7 @@ from torch import Tensor
 from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.blocks import StackedWeight
 from d3engine.kernels.kv_pool import FP8, NO_WINDOW, KVPool, values_and_scales
+from d3engine.kernels.low_rank import LowRankMap, Maps
 from d3engine.kernels.matrices import Table, Weight
 
 _FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 9}
@@ -205,6 +206,39 @@ class NativeBridge:
     def structure(self) -> BridgeStructure:
         down = MatrixStructure() if self.down is None else self.down.structure()
         return BridgeStructure(self.first, self.stop, self.weight.structure(), down)
+
+
+class LowRankStructure(Structure):
+    """`D3LowRank`."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "rank", "columns", "outputs")),
+        *((name, c_int64) for name in ("down_stride", "up_stride")),
+        *((name, c_void_p) for name in ("down", "up")),
+    )
+
+
+class NativeMaps:
+    """The maps of an adapter, [layers, `LAYER_MAPS`] and the LM head's; `address` is that of their `D3LowRank`s."""
+
+    def __init__(self, maps: Maps) -> None:
+        self.maps = maps  # every step reads their memory
+        self._array = (LowRankStructure * len(maps))(*(_low_rank_structure(one) for one in maps))
+
+    @property
+    def address(self) -> int:
+        return addressof(self._array)
+
+
+def _low_rank_structure(one: LowRankMap | None) -> LowRankStructure:
+    if one is None:
+        return LowRankStructure()
+    for matrix in (one.down, one.up):
+        if matrix.device.type != "cpu" or matrix.stride(1) != 1 or matrix.dtype not in _FLOAT_KINDS:
+            raise NativeError(f"a map of {matrix.dtype} on {matrix.device} is not rows of floats on the CPU")
+    kind, sizes = _FLOAT_KINDS[one.down.dtype], (one.rank, one.down.shape[1], one.up.shape[1])
+    strides = one.down.stride(0), one.up.stride(0)
+    return LowRankStructure(kind, *sizes, *strides, one.down.data_ptr(), one.up.data_ptr())
 
 
 class NativeBridges:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from d3engine.kernels.native.model import NativeBridges, NativeError
+from d3engine.kernels.native.model import NativeBridges, NativeError, NativeMaps
 
 GRAMMAR = CFUNCTYPE(c_void_p, c_int32, c_int32, c_int64)
 Mask: TypeAlias = npt.NDArray[np.uint8]
@@ -50,6 +50,7 @@ class RunStructure(Structure):
         ("grammar", GRAMMAR),
         ("bridges", c_void_p),
         ("confidences", c_void_p),
+        ("adapters", c_void_p),
     )
 
 
@@ -86,7 +87,7 @@ class Rows:
     """The rows of a run, [rows] integers each; `cutoffs` [rows, L], `tables` int32 [slots, L, blocks].
 
     `bridges` holds each row's bridges over the layers that it skips, None for a row whose state passes unchanged; it is
-    None if all rows' states do.
+    None if all rows' states do. `adapters` holds the maps of each row's adapter in the same way.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -96,10 +97,12 @@ class Rows:
     cutoffs: npt.NDArray[np.integer]
     tables: npt.NDArray[np.integer]
     bridges: Sequence[NativeBridges | None] | None = None
+    adapters: Sequence[NativeMaps | None] | None = None
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays as the library reads them."""
-        own = {} if self.bridges is None else {"bridges": _addresses(self.bridges)}
+        pointers = {"bridges": self.bridges, "adapters": self.adapters}
+        own = {name: _addresses(given) for name, given in pointers.items() if given is not None}
         return {
             **{name: np.ascontiguousarray(getattr(self, name), np.int64) for name in _INTEGERS},
             "cutoffs": np.ascontiguousarray(self.cutoffs, np.int32),
@@ -267,8 +270,8 @@ class _GrammarMasks:
         return mask.dtype == np.uint8 and mask.size >= self._num_bytes and mask.flags.c_contiguous
 
 
-def _addresses(bridges: Sequence[NativeBridges | None]) -> npt.NDArray[np.uintp]:
-    return np.array([0 if own is None else own.address for own in bridges], np.uintp)
+def _addresses(given: Sequence[NativeBridges | NativeMaps | None]) -> npt.NDArray[np.uintp]:
+    return np.array([0 if own is None else own.address for own in given], np.uintp)
 
 
 # The names by which the executor imports these.

@@ -162,7 +162,7 @@ class SpeculativeLoopStructure(Structure):
         ("text_room", c_int64),
         *((name, c_void_p) for name in ("drafters", "draft_model", "draft_tables", "draft_positions", "history")),
         ("history_length", c_int64),
-        *((name, c_void_p) for name in ("stops", "costs", "logits", "reports")),
+        *((name, c_void_p) for name in ("stops", "costs", "logits", "reports", "adapters")),
     )
 
 

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
@@ -25,6 +27,7 @@ from d3engine.kernels.triton.product_kernels import (
     wait_for_previous,
 )
 from d3engine.kernels.triton.product_rows import labelled, product_launches
+from d3engine.kernels.triton.product_sums import sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import normed_or_not
 
@@ -38,12 +41,14 @@ def gate_up(
     bias: Tensor | None,
     *,
     activation: str = "silu",
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
     """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I].
 
-    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is.
+    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is. `maps`
+    are added to the projections of their rows, and have their dtype.
 
     `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
     but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned;
@@ -55,11 +60,18 @@ def gate_up(
     rows, outputs = hidden.shape[0], weight.shape[0]
     out = torch.empty(rows, outputs // 2, dtype=hidden.dtype, device=hidden.device)
     tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
-    if tile is not None:
+    if tile is not None and maps is None:
         return out, gate_up_launches(tile, hidden, norm_weight, eps, weight, bias, out, num_rows, activation)
     x, norm = normed_or_not(hidden, norm_weight, eps, num_rows)
-    projected, steps = matmul_steps(x, weight, bias)
-    return out, [*norm, *steps, gates_launch(projected, out, num_rows, activation)]
+    steps: list[Step]
+    if tile is None:
+        projected, steps = matmul_steps(x, weight, bias)
+    else:
+        sums, product = sums_launches(tile, hidden, weight, num_rows, norm=(norm_weight, eps))
+        projected, steps = sums[0], [*product]
+    added = [] if maps is None else maps_launches(x, maps, projected, num_rows)
+    gates = gates_launch(projected, out, num_rows, activation, None if tile is None else bias)
+    return out, [*norm, *steps, *added, gates]
 
 
 def gate_up_launches(
@@ -78,12 +90,15 @@ def gate_up_launches(
     return product_launches(_product_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
 
 
-def gates_launch(projected: Tensor, out: Tensor, num_rows: Tensor | None, activation: str) -> Launch:
-    """The gates alone, after a product [T, 2 I] made elsewhere."""
+def gates_launch(
+    projected: Tensor, out: Tensor, num_rows: Tensor | None, activation: str, bias: Tensor | None = None
+) -> Launch:
+    """The gates alone, after a product [T, 2 I] made elsewhere, to which `bias` is added."""
     rows, gates = out.shape
     arguments = {
         "projected_ptr": projected,
         "projected_stride": projected.stride(0),
+        "bias_ptr": bias,
         "out_ptr": out,
         "num_rows_ptr": num_rows,
         "total_rows": rows,
@@ -171,6 +186,7 @@ def _product_kernel(
 def _swiglu_kernel(
     projected_ptr,
     projected_stride,
+    bias_ptr,
     out_ptr,
     num_rows_ptr,
     total_rows,
@@ -188,5 +204,8 @@ def _swiglu_kernel(
     pointers = projected_ptr + row * projected_stride + columns
     gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(pointers + GATES, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + GATES + columns, mask=mask, other=0.0).to(tl.float32)
     out = _activated(gate, GELU) * up
     tl.store(out_ptr + row * GATES + columns, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -33,6 +33,7 @@ MODULES = (
     "linear_residual",
     "gate_up",
     "lm_head",
+    "low_rank",
     "unpack",
     "sample",
     "copy_entries",

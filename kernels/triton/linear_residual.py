@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import add_matmul_steps, matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
@@ -37,10 +39,11 @@ def linear_residual(
     bias: Tensor | None,
     residual: Tensor,
     *,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[None, Sequence[Step]]:
-    """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H]) to `residual` [T, H], in place.
+    """Add `x` [T, K] times `weight` [H, K] transposed (and `bias` [H], and `maps`) to `residual` [T, H], in place.
 
     All but a quantized weight of one dtype, last dimensions contiguous; sums are float32, rounded once with the
     residual. `num_rows` int32 [1]: rows at or beyond it keep their residual; None means all rows. `batch_invariant`: as
@@ -48,12 +51,13 @@ def linear_residual(
     """
     need_unit_stride(x=x, weight=weight, bias=bias, residual=residual)
     tile = product_tile(x.shape[0], weight, x.dtype, may_split=True, batch_invariant=batch_invariant)
+    added = [] if maps is None else maps_launches(x, maps, residual, num_rows)
     if tile is not None:
-        return None, residual_launches(tile, x, weight, bias, residual, num_rows)
+        return None, [*residual_launches(tile, x, weight, bias, residual, num_rows), *added]
     if num_rows is None:
-        return None, add_matmul_steps(residual, x, weight, bias)
+        return None, [*add_matmul_steps(residual, x, weight, bias), *added]
     product, steps = matmul_steps(x, weight)
-    return None, [*steps, add_launch(product[None], bias, residual, num_rows)]
+    return None, [*steps, add_launch(product[None], bias, residual, num_rows), *added]
 
 
 def residual_launches(

@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.reference_attention import soft_capped
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, hyperbolic_tangent, prologue, tile_product
 from d3engine.kernels.triton.product_rows import labelled, product_launches
@@ -38,19 +40,27 @@ def lm_head(
     weight: Weight,
     *,
     cap: float | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
 
-    With a soft `cap` above 0 each becomes cap * tanh(logit / cap). The logits are the float32 sums; `reference.py`, and
-    the path of many rows, round them to the weights' dtype first.
+    With a soft `cap` above 0 each becomes cap * tanh(logit / cap), after `maps` are added, which have the dtype of
+    `hidden`. The logits are the float32 sums; `reference.py`, and the path of many rows, round them to the weights'
+    dtype first.
     `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
     `batch_invariant`: as for `product_tile`; then the three operations here have the same logits.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
     rows, vocab = hidden.shape[0], weight.shape[0]
     tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
+    if maps is not None:
+        given = hidden, norm_weight, eps, weight
+        logits = lm_head(*given, num_rows=num_rows, batch_invariant=batch_invariant)
+        for launch in maps_launches(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), maps, logits, num_rows):
+            launch.run()
+        return soft_capped(logits, cap)
     if tile is None:
         return soft_capped(matmul(rms_norm(hidden, norm_weight, eps, num_rows=num_rows), weight), cap).float()
     logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
@@ -66,6 +76,7 @@ def lm_head_argmax(
     weight: Weight,
     *,
     cap: float | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -76,8 +87,9 @@ def lm_head_argmax(
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight)
     rows, vocab = hidden.shape[0], weight.shape[0]
     tile = product_tile(rows, weight, hidden.dtype, batch_invariant=batch_invariant)
-    if tile is None:
-        logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows)
+    if tile is None or maps is not None:
+        invariant = {"batch_invariant": batch_invariant}
+        logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, maps=maps, num_rows=num_rows, **invariant)
         tokens = logits.argmax(dim=-1)
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     candidates = torch.empty(rows, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
@@ -98,6 +110,7 @@ def lm_head_sample(
     *,
     first_token: int = 0,
     cap: float | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -112,8 +125,9 @@ def lm_head_sample(
     rows = SamplingRows(temperature, seeds, indices)
     need_unit_strides(rows)
     tile = product_tile(count, weight, hidden.dtype, batch_invariant=batch_invariant)
-    if tile is None or tile.rows > DRAWN_ROWS:
-        logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, num_rows=num_rows)
+    if tile is None or tile.rows > DRAWN_ROWS or maps is not None:
+        invariant = {"batch_invariant": batch_invariant}
+        logits = lm_head(hidden, norm_weight, eps, weight, cap=cap, maps=maps, num_rows=num_rows, **invariant)
         return sample(logits, rows, steps, first_token=first_token, num_rows=num_rows)
     candidates = torch.empty(count, triton.cdiv(vocab, tile.outputs), dtype=torch.int64, device=hidden.device)
     given = (tile, hidden, norm_weight, eps, weight, rows, steps, candidates, num_rows, first_token, cap)

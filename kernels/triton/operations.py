@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import Fp8Pool
+from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.weight_format import WeightFormat
@@ -104,7 +105,7 @@ def _parts(describe: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[li
     return key, tensors
 
 
-_COMPOSED = (WeightFormat, Fp8Pool)
+_COMPOSED = (WeightFormat, Fp8Pool, RowMaps)
 """Arguments that consist of tensors; what these do not say follows from the type and the shape."""
 
 

@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, LARGEST, SMALLEST, KVPool, values_and_scales
+from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_fp8_pool, meta_weight
+from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
@@ -280,6 +282,7 @@ def qkv(
     *,
     head_norms: Tensor | None = None,
     projection_norms: Tensor | None = None,
+    maps: RowMaps | None = None,
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
@@ -290,7 +293,8 @@ def qkv(
     row's key and value go. `head_norms` [2, D] contiguous: weights of an RMSNorm with the same `eps` over each head
     before RoPE, the first for queries, the second for keys; None means none. `projection_norms` [(N + M) D]
     contiguous: the same over all queries of a row together, and over all its keys; never with `head_norms`. Without
-    `norm_weight` `hidden` is projected as it is. Returns the queries [T, N, D]. All but rotations, entries, a
+    `norm_weight` `hidden` is projected as it is. `maps` are added to the projections of their rows, and have their
+    dtype. Returns the queries [T, N, D]. All but rotations, entries, a
     quantized weight and a pool in 8 bits are of one dtype.
     `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
     `batch_invariant`: as for `product_tile`.
@@ -307,12 +311,13 @@ def qkv(
     tile = product_tile(rows, weight, hidden.dtype, may_split=may_split, batch_invariant=batch_invariant)
     if tile is not None:
         return queries, qkv_launches(
-            tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, head_norms, projection_norms
+            tile, hidden, norm_weight, eps, weight, bias, targets, num_rows, head_norms, projection_norms, maps
         )
     x, norm = normed_or_not(hidden, norm_weight, eps, num_rows)
     projected, steps = matmul_steps(x, weight, bias)
+    added = [] if maps is None else maps_launches(x, maps, projected, num_rows)
     ends = finish_launches(projected[None], None, targets, num_rows, head_norms, projection_norms, eps)
-    return queries, [*norm, *steps, *ends]
+    return queries, [*norm, *steps, *added, *ends]
 
 
 def qkv_launches(
@@ -326,18 +331,22 @@ def qkv_launches(
     num_rows: Tensor | None,
     head_norms: Tensor | None,
     projection_norms: Tensor | None,
+    maps: RowMaps | None = None,
 ) -> list[Launch]:
     """Everything in one kernel, or in two if the tile has parts or heads have norms; and what its rows need before.
 
-    Norms of whole projections take a kernel more.
+    Norms of whole projections take a kernel more, and maps two or three.
     """
     norm = norm_weight, eps
     has_norms = head_norms is not None or projection_norms is not None
-    if tile.parts == 1 and not has_norms and targets["pool_scales_ptr"] is None:
+    if tile.parts == 1 and not has_norms and maps is None and targets["pool_scales_ptr"] is None:
         return product_launches(
             _product_kernel, tile, hidden, weight, num_rows, norm=norm, bias_ptr=bias, **targets
         )  # fmt: skip
     sums, launches = sums_launches(tile, hidden, weight, num_rows, norm=norm)
+    if maps is not None:
+        x, before = normed_or_not(hidden, norm_weight, eps, num_rows)
+        launches += [*before, *maps_launches(x, maps, sums[0], num_rows)]
     return [*launches, *finish_launches(sums, bias, targets, num_rows, head_norms, projection_norms, eps)]
 
 

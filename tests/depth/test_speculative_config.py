@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, PromptLookup, SamplingParams, Speculative
-from d3engine.depth.speculative_config import policy_of_config
+from d3engine.depth.speculative_config import HISTORY_OF_SUFFIX, policy_of_config
 
 ENGINE: dict[str, Any] = {"device": "cpu", "max_model_len": 128}
 
@@ -19,6 +19,7 @@ ENGINE: dict[str, Any] = {"device": "cpu", "max_model_len": 128}
         ({"method": "draft_model", "model": "small"}, Speculative("small")),
         ({"model": Path("small"), "num_speculative_tokens": 3}, Speculative("small", 3)),
         ({"method": "ngram"}, PromptLookup()),
+        ({"method": "suffix", "num_speculative_tokens": 8}, PromptLookup(8, HISTORY_OF_SUFFIX)),
         ('{"method": "ngram", "num_speculative_tokens": 8}', PromptLookup(8)),
     ],
 )
@@ -31,7 +32,7 @@ def test_config_names_the_policy(config: Any, policy: Any) -> None:
     [
         (
             {"method": "eagle3", "model": "x"},
-            r"""speculative_config\["method"\] must be one of 'draft_model', 'ngram'""",
+            r"""speculative_config\["method"\] must be one of 'draft_model', 'ngram', 'suffix'""",
         ),
         ({}, r"""speculative_config\["method"\] must be one of"""),
         ({"method": "draft_model"}, r"""speculative_config\["model"\] must be the draft model"""),

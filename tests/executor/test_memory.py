@@ -132,7 +132,7 @@ def test_the_largest_graph_is_one_that_needs_to_know_all_tokens_before(
     monkeypatch.setattr(
         executor._choice,
         "choose",
-        lambda hidden, rows, kind: kinds.append((len(hidden), kind)) or (rows.tokens, rows.scores[0]),
+        lambda hidden, rows, kind, adapters: kinds.append((len(hidden), kind)) or (rows.tokens, rows.scores[0]),
     )
     executor.take_largest()
     assert kinds == [(8, SamplingMode.PENALISE)]

@@ -132,7 +132,6 @@ def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
         ("tensor_parallel_size", 0),
         ("trust_remote_code", True),
         ("quantization", "awq"),
-        ("enable_lora", True),
         ("swap_space", 4),
         ("limit_mm_per_prompt", {"image": 1}),
         ("max_seq_len", 3),
@@ -145,7 +144,6 @@ def test_an_argument_without_a_counterpart_is_refused_by_its_name(argument: str,
 
 
 OTHERS: list[tuple[str, Any]] = [
-    ("lora_request", object()),
     ("prompt_adapter_request", object()),
     ("tokenization_kwargs", {"truncation": True}),
     ("mm_processor_kwargs", {"crops": 4}),

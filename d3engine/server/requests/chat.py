@@ -195,13 +195,13 @@ async def job_of(
         limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
         try:
             whole = _behind_reasoning(params, form, thinking, asked.thinking_token_budget)
-            prepared = await prepare_all(request, [prompt], whole, **limits)
+            prepared = await prepare_all(request, [prompt], whole, model=model, **limits)
         except InvalidValueError as error:
             if error.field != "grammar" or calling is None or calling.best_effort is None:
                 raise
             ignored = (*ignored, "tools.parameters")
             params = _behind_reasoning(params, calling.best_effort, thinking, asked.thinking_token_budget)
-            prepared = await prepare_all(request, [prompt], params, **limits)
+            prepared = await prepare_all(request, [prompt], params, model=model, **limits)
     trace = trace_of(request.scope)
     job = RequestContext(
         served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, thinking=thinking, trace=trace

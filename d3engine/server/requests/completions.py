@@ -78,6 +78,7 @@ async def prepare_all(
     *,
     priority: int | None,
     max_tokens: int | None,
+    model: str,
 ) -> list[EngineRequest]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 
@@ -85,12 +86,13 @@ async def prepare_all(
     refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
     served, found = served_by(request), list[EngineRequest]()
+    adapter = served.models.adapter(model)
     flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
     try:
         for prompt in prompts:
             if found:
                 await asyncio.sleep(0)  # short ones are read here: others have a turn
-            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens)
+            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens, adapter)
             found.append(replace(prepared, flow=flow))
         return found
     except InvalidValueError as error:
@@ -119,9 +121,10 @@ def _check_room(served: AppState, num_prompts: int, n: int, n_field: str) -> Non
 
 
 async def _prepare(
-    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None
+    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None, adapter: str | None
 ) -> EngineRequest:
-    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority)
+    named_adapter = {} if adapter is None else {"lora_request": adapter}
+    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority, **named_adapter)
     length, most = len(prepared.prompt_token_ids), served.client.max_model_len
     if max_tokens is not None and length + max_tokens > most:
         message = (
@@ -205,7 +208,7 @@ async def completion_job_of(
         prompts = await without_special_tokens(served, prompts)
     limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
     with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
-        prepared = await prepare_all(request, prompts, params, **limits)
+        prepared = await prepare_all(request, prompts, params, model=model, **limits)
     trace = trace_of(request.scope)
     return RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, trace=trace)
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from d3engine.errors import InvalidValueError, TokenizerError, must_be, require
-from d3engine.server.errors import invalid
+from d3engine.server.errors import RequestError, invalid
 from d3engine.server.models import FurtherModels
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_job, chat_prompt, tool_use
@@ -25,10 +25,16 @@ from d3engine.server.responses.messages import MessageAnswer
 from d3engine.server.responses.responses import ResponseAnswer
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.writer import answer, respond
-from d3engine.server.schemas.answers import Text, TokenizerInfo, Tokens
+from d3engine.server.schemas.answers import Text, TokenizerInfo, Tokens, Unloaded
 from d3engine.server.schemas.messages import TokenCount
-from d3engine.server.schemas.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
-from d3engine.server.state import AppState, json_response, served_by
+from d3engine.server.schemas.requests import (
+    ChatRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from d3engine.server.state import AppState, json_response, no_such_model, served_by
 from d3engine.text.tokenizer import Tokenizer
 
 
@@ -91,6 +97,35 @@ def further_models(request: Request) -> FurtherModels | None:
     """The models of the app beside its first; None where there is but one."""
     found: FurtherModels | None = request.app.state.further
     return found
+
+
+async def load_lora_adapter(request: Request) -> Response:
+    """Load an adapter, whose name is an id of the model from then on; its card."""
+    served = served_by(request)
+    _check_may_load(served)
+    asked, headers = await read_body(request, LoadAdapterRequest)
+    if served.models.is_own(asked.lora_name):
+        raise invalid("lora_name", must_be("lora_name", asked.lora_name, "a name that is no id of the model") + ".")
+    await served.client.load_lora_adapter(asked.lora_name, asked.lora_path)
+    return json_response(served.models.card(asked.lora_name), headers)
+
+
+async def unload_lora_adapter(request: Request) -> Response:
+    """Let no further request name an adapter; those in progress keep it."""
+    served = served_by(request)
+    _check_may_load(served)
+    asked, headers = await read_body(request, UnloadAdapterRequest)
+    if served.models.adapter(asked.lora_name) is None:
+        raise no_such_model(asked.lora_name)
+    await served.client.unload_lora_adapter(asked.lora_name)
+    found: Unloaded = {"id": asked.lora_name, "object": "model", "deleted": True}
+    return json_response(found, headers)
+
+
+def _check_may_load(served: AppState) -> None:
+    if not served.settings.allow_lora_loading:
+        message = "Adapters are loaded and unloaded only where the server was started with --allow-lora-loading."
+        raise RequestError(403, message, code="lora_loading_not_allowed")
 
 
 async def tokenize(request: Request) -> Response:

@@ -50,6 +50,7 @@ async def create_embeddings(request: Request) -> Response:
     work = embedded(
         request,
         asked.input,
+        model,
         field="input",
         pooling=asked.pooling,
         normalize=asked.normalize is not False,
@@ -80,6 +81,7 @@ def _encoded(vector: FloatArray, encoding: str) -> list[float] | str:
 async def embedded(
     request: Request,
     given: Prompt,
+    model: str,
     *,
     field: str,
     pooling: str | None = None,
@@ -89,7 +91,7 @@ async def embedded(
     truncate: bool = False,
     priority: int | None = None,
 ) -> Embedded:
-    """The embeddings of what stands in this field, with `truncate` of its beginning where it is too long.
+    """The embeddings of what stands in this field; with `truncate` of its beginning where it is too long.
 
     Raises `RequestError` and `InvalidValueError` naming the field.
 
@@ -108,7 +110,8 @@ async def embedded(
             prompts = await without_special_tokens(served, prompts)
         if truncate:
             prompts = [await served.in_thread(_cut, served, prompt) for prompt in prompts]
-        prepared = await prepare_all(request, prompts, pooling_params(kind), priority=priority, max_tokens=None)
+        limits = {"priority": priority, "max_tokens": None}
+        prepared = await prepare_all(request, prompts, pooling_params(kind), model=model, **limits)
     place, traffic = request.scope["state"]["place"], served.traffic
     side_by_side = min(len(prepared), 1 + max(0, traffic.places - traffic.taken))
     place.take(side_by_side - 1)

@@ -70,10 +70,9 @@ async def ollama_embed(request: Request) -> Response:
     """Embeddings of length 1. A text that is too long is cut, unless `truncate` is false."""
     began = time.monotonic()
     asked, headers = await read_body(request, OllamaEmbedRequest)
-    model_of(served_by(request), asked.model)
-    work = embedded(
-        request, asked.input, field="input", dimensions=asked.dimensions, truncate=asked.truncate is not False
-    )
+    model = model_of(served_by(request), asked.model)
+    cut = asked.truncate is not False
+    work = embedded(request, asked.input, model, field="input", dimensions=asked.dimensions, truncate=cut)
     found = await while_connected(request.scope, request.receive, work)
     answer: OllamaEmbedAnswer = {
         "model": asked.model,
@@ -87,9 +86,9 @@ async def ollama_embed(request: Request) -> Response:
 
 async def ollama_embeddings(request: Request) -> Response:
     asked, headers = await read_body(request, OllamaEmbeddingsRequest)
-    model_of(served_by(request), asked.model)
+    model = model_of(served_by(request), asked.model)
     require(bool(asked.prompt), "prompt", asked.prompt, "a text of at least one character")
-    work = embedded(request, asked.prompt or "", field="prompt", normalize=False, truncate=True)
+    work = embedded(request, asked.prompt or "", model, field="prompt", normalize=False, truncate=True)
     found = await while_connected(request.scope, request.receive, work)
     answer: OllamaEmbeddingsAnswer = {"embedding": found.vectors[0].tolist()}
     return json_response(answer, headers)

@@ -29,6 +29,7 @@ from d3engine.server.schemas.answers import (
     Text,
     TokenizerInfo,
     Tokens,
+    Unloaded,
 )
 from d3engine.server.schemas.embeddings import EmbeddingList, EmbeddingRequest
 from d3engine.server.schemas.llama_cpp import (
@@ -75,10 +76,12 @@ from d3engine.server.schemas.requests import (
     CompletionRequest,
     Constraint,
     DetokenizeRequest,
+    LoadAdapterRequest,
     NamedTool,
     TokenizeRequest,
     Tool,
     Turn,
+    UnloadAdapterRequest,
     described,
 )
 from d3engine.server.schemas.responses import (
@@ -218,6 +221,7 @@ class Described:
         takes_depth: whether the header names a depth.
         error: the body of every error.
         unwell: the body of a 503 where that is no error but the answer.
+        loads: whether it is forbidden unless the server's owner allows it.
     """
 
     says: str
@@ -230,6 +234,7 @@ class Described:
     takes_depth: bool = False
     error: Any = Error
     unwell: Any = None
+    loads: bool = False
 
 
 _COMPLETION = Described(
@@ -278,6 +283,12 @@ DESCRIBED = {
     "/v1/embeddings": Described("Embed texts.", EmbeddingRequest, EmbeddingList),
     "/v1/models": Described("The ids of the model.", answer=ModelList),
     "/v1/models/{name}": Described("One id of the model.", answer=ModelCard),
+    "/v1/load_lora_adapter": Described(
+        "Load a LoRA adapter, where the server allows it.", LoadAdapterRequest, ModelCard, loads=True
+    ),
+    "/v1/unload_lora_adapter": Described(
+        "Unload a LoRA adapter, where the server allows it.", UnloadAdapterRequest, Unloaded, loads=True
+    ),
     "/tokenize": Described("The token ids of a text or a conversation.", TokenizeRequest, Tokens),
     "/detokenize": Described("The text of token ids.", DetokenizeRequest, Text),
     "/tokenizer_info": Described("Special tokens and chat template.", answer=TokenizerInfo),
@@ -472,7 +483,8 @@ def _event(known: Described) -> dict[str, Any]:
 def _errors(known: Described) -> dict[str, dict[str, Any]]:
     """What each status means."""
     found = {}
-    for status in sorted((*ALWAYS, *(WITH_BODY if known.body is not None else ()))):
+    own = (*(WITH_BODY if known.body is not None else ()), *((403,) if known.loads else ()))
+    for status in sorted((*ALWAYS, *own)):
         is_unwell = status == 503 and known.unwell is not None
         names = ["X-Request-Id", *(["Retry-After"] if status in RETRY and not is_unwell else [])]
         found[str(status)] = {

@@ -221,6 +221,14 @@ class Text(TypedDict):
     content: str
 
 
+class Unloaded(TypedDict):
+    """POST /v1/unload_lora_adapter."""
+
+    id: str
+    object: Literal["model"]
+    deleted: bool
+
+
 class TokenizerInfo(TypedDict):
     """GET /tokenizer_info, which lm-eval's remote tokenizer reads."""
 

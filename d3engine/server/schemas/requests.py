@@ -289,6 +289,19 @@ class TokenizeRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class LoadAdapterRequest(Struct, kw_only=True):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class DetokenizeRequest(Struct, kw_only=True):
     """POST /detokenize."""
 

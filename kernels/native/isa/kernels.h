@@ -79,6 +79,13 @@ struct AttentionArgs {
     int32_t next_length;  // its positions
 };
 
+// A map of an adapter (D3LowRank).
+struct MapArgs {
+    int32_t kind, rank, columns;
+    int64_t down_stride, up_stride;
+    const char *down, *up;
+};
+
 // A chunk: positions that are scored before their values are added. A span: positions that one thread handles at once.
 constexpr int ATTENTION_CHUNK = 64;
 constexpr int ATTENTION_SPAN = 256;
@@ -185,6 +192,10 @@ struct Kernels {
     void (*geglu)(float* out, const float* gate, const float* up, int n);
     void (*add)(float* out, const float* x, int n);
     void (*soft_cap)(float* values, float cap, int n);  // each becomes cap * tanh(value / cap)
+    // The two halves of a map for one row: inner[j] for j in [start, stop) of its rank, from `x`, which is padded with
+    // zeros as `down` is; and what outputs [first, first + n) add to `values`.
+    void (*map_down)(const MapArgs&, const float* x, int start, int stop, float* inner);
+    void (*map_up)(const MapArgs&, const float* inner, int first, int n, float* values);
 };
 
 // Best first. A build may lack some.

@@ -42,7 +42,7 @@ public:
     // Multiplies the first `rows` rows of x, and calls use(worker, nth row, first channel, last channel, their values)
     // for every row and tile.
     template <class Use> void multiply(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
-        multiply_bands<1>(matrix, x, rows, [&](int worker, int nth, int start, int stop, float* values, const float*) {
+        multiply_bands<1>(matrix, x, rows, [&](int worker, int nth, int start, int stop, float* values, float*) {
             use(worker, nth, start, stop, values);
         });
     }
@@ -53,7 +53,7 @@ public:
         int before = 0;
         for (const D3Matrix* part = &matrix; part; before += part->rows, part = part->below)
             multiply_part<BANDS>(*part, x, rows, [&](int worker, int nth, int start, int stop, float* values,
-                                                     const float* others) {
+                                                     float* others) {
                 use(worker, nth, before + start, before + stop, values, others);
             });
     }

@@ -71,6 +71,7 @@ D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& de
         if (args.slots[row] >= second.num_slots || args.rows > second.max_rows) return D3_BAD_SLOT;
         if (!has_all_blocks(*draft_model, args.draft_tables)) return D3_BAD_BLOCK;
     }
+    if (args.adapters && !decoder.has_fitting_maps(args.adapters, args.rows)) return D3_BAD_MAP;
     if (!args.bridges) return D3_OK;
     D3Run drafts{};  // drafts may begin at any of these steps
     drafts.rows = args.rows;
@@ -402,6 +403,7 @@ void SpeculativeLoop::add_row(int row, int64_t place, bool is_draft, int nth) {
     batch_.kept_layers.push_back(skipped);
     batch_.kept_places.push_back(has_state && is_draft ? args_.places[row] + place : -1);
     batch_.resumed_places.push_back(has_state && !is_draft ? args_.places[row] + place : -1);
+    if (args_.adapters) batch_.adapters.push_back(args_.adapters[row]);
     // Verification skips only layers whose states it has.
     batch_.bridges.push_back(is_draft && args_.bridges ? args_.bridges[row] : nullptr);
     const bool is_reported = !is_draft && reports(row);
@@ -443,6 +445,7 @@ void SpeculativeLoop::run_batch(Decoder& decoder, const int32_t* tables) {
         run.logits = args_.logits;
         run.logit_places = b.logit_places.data();
         run.num_logits = int64_t(args_.iterations) * args_.rows * (args_.most + 1);
+        if (!b.adapters.empty()) run.adapters = b.adapters.data();
     }
     decoder.take(run, 0);
 }
@@ -457,4 +460,5 @@ void SpeculativeLoop::Batch::clear() {
     confidences.clear();
     sampling.clear();
     bridges.clear();
+    adapters.clear();
 }

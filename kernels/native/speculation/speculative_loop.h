@@ -44,6 +44,7 @@ private:
         std::vector<float> scores, temperatures, confidences;
         std::vector<D3Sampling> sampling;
         std::vector<const D3Bridges*> bridges;
+        std::vector<const D3LowRank*> adapters;
         void clear();
     };
 

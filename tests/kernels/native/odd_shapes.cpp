@@ -173,6 +173,7 @@ public:
             if (kind == D3_BF12) layer.attention_norm = layer.mlp_norm = nullptr;
             if (kind == D3_BF12) layer.projection_norms = projection_norms.data();
         }
+        add_maps(queries, entries);
         embedding = matrix(kind == D3_BFLOAT16 ? D3_BFLOAT16 : D3_FLOAT32, s.vocab, s.hidden, false);
         head = matrix(kind, s.vocab, s.hidden, false);
         // Other instruction sets round sums differently, which 8 bits may magnify: here keys and values are biases.
@@ -242,8 +243,12 @@ public:
         }
         const Pool kept = found.pool;
         prompt(decoder, isa);
-        speculate(decoder, isa);
-        speculate_by_text(decoder, draft_model, isa);
+        refuse_maps(decoder, isa, found);
+        // The loop of drafts is the same for all kinds of blocks, which are most of the cases, and takes longest.
+        if (!is_in_blocks(embedding.kind) || embedding.kind == D3_Q4_0) {
+            speculate(decoder, isa);
+            speculate_by_text(decoder, draft_model, isa);
+        }
         std::copy(kept.floats.begin(), kept.floats.end(), found.pool.floats.begin());
         std::copy(kept.scales.begin(), kept.scales.end(), found.pool.scales.begin());
         std::copy(kept.bytes.begin(), kept.bytes.end(), found.pool.bytes.begin());
@@ -301,8 +306,33 @@ private:
         run.slots = &slots[start], run.cutoffs = &cutoffs[start * LAYERS], run.tables = tables.data();
         run.temperatures = &temperatures[start], run.seeds = &seeds[start], run.indices = &indices[start];
         run.chosen = found.chosen.data(), run.scores = found.scores.data(), run.logits = found.logits.data();
-        run.control = control, run.sampling = &sampling[start];
+        run.control = control, run.sampling = &sampling[start], run.adapters = &adapters[start];
         return run;
+    }
+
+    // An adapter for some of the rows, with maps of every kind of values and several ranks. Keys and values of an 8-bit
+    // cache have none: see above.
+    void add_maps(int queries, int entries) {
+        const int sizes[D3_LAYER_MAPS][2] = {{s.hidden, queries}, {s.hidden, entries}, {s.hidden, entries},
+                                             {queries, s.hidden}, {s.hidden, s.intermediate},
+                                             {s.hidden, s.intermediate}, {s.intermediate, s.hidden}};
+        const int kinds[] = {D3_FLOAT32, D3_BFLOAT16, D3_FLOAT16}, ranks[] = {1, 5, 16};
+        const auto add = [&](int columns, int outputs, int nth) {
+            const int kind = kinds[nth % 3], rank = ranks[nth / 2 % 3], stride = (columns + 15) / 16 * 16;
+            const int up_stride = (outputs + 15) / 16 * 16 + 16;
+            of_maps.emplace_back(kind, rank, stride, false), of_maps.emplace_back(kind, rank, up_stride, false);
+            const Matrix *down = &of_maps[of_maps.size() - 2], *up = &of_maps.back();
+            maps.push_back({kind, rank, columns, outputs, stride, up_stride, down->view.values, up->view.values});
+        };
+        of_maps.reserve(2 * (LAYERS * D3_LAYER_MAPS + 1));
+        for (int nth = 0; nth < LAYERS * D3_LAYER_MAPS; nth++) {
+            const int map = nth % D3_LAYER_MAPS;
+            const bool is_left_out = nth % 5 == 4 || (bias && (map == D3_MAP_K || map == D3_MAP_V));
+            if (is_left_out) maps.push_back({});
+            else add(sizes[map][0], sizes[map][1], nth);
+        }
+        add(s.hidden, s.vocab, 1);
+        for (int row = 0; row < s.rows; row++) adapters[row] = row % 3 == 1 ? maps.data() : nullptr;
     }
 
     // Rows of the first sequence in one chunk of many rows, and in two of fewer. With one kind of weights they are the
@@ -311,6 +341,7 @@ private:
         const int chunks[][2] = {{0, PROMPT}, {0, 21}, {21, PROMPT}};
         std::vector<int64_t> ids(PROMPT), places(PROMPT), zeros(PROMPT), chosen(PROMPT);
         std::vector<int32_t> all(PROMPT * LAYERS, 1);
+        const std::vector<const D3LowRank*> own(PROMPT, maps.data());
         std::vector<float> scores(PROMPT), whole(size_t(PROMPT) * s.vocab), parts(whole);
         const int before = head.kind == D3_FLOAT32 ? LENGTH - PROMPT : 0;
         for (int row = 0; row < PROMPT; row++) ids[row] = row % s.vocab, places[row] = before + row;
@@ -321,6 +352,7 @@ private:
             run.cutoffs = all.data(), run.tables = tables.data();
             run.chosen = chosen.data(), run.scores = scores.data();
             run.logits = (stop - start == PROMPT ? whole : parts).data() + size_t(start) * s.vocab;
+            run.adapters = &own[start];
             if (d3_run(decoder, &run) != D3_OK) fail("a prompt that was refused", isa);
         }
         if (memcmp(whole.data(), parts.data(), whole.size() * sizeof(float))) fail("other bits in a chunk", isa);
@@ -346,6 +378,7 @@ private:
         asked.ends = tokens.data(), asked.most_ends = 1;
         asked.states = states.data(), asked.num_states = s.rows * most, asked.places = places.data();
         asked.drafted = drafted.data(), asked.counts = counts.data(), asked.control = control, asked.taken = &taken;
+        asked.adapters = adapters.data();
         if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that were refused", isa);
         const std::vector<int64_t> found(counts.begin(), counts.begin() + taken * s.rows * D3_LOOP_COUNTS);
         if (d3_begin_speculative_loop(decoder, &asked) != D3_OK) fail("iterations that do not begin", isa);
@@ -389,12 +422,30 @@ private:
         asked.texts = texts.data(), asked.text_room = room, asked.drafters = drafters.data();
         asked.draft_model = draft_model, asked.draft_tables = tables.data(), asked.draft_positions = computed.data();
         asked.history = history.data(), asked.history_length = int64_t(history.size());
+        asked.adapters = adapters.data();
         asked.stops = stops.data(), asked.costs = &costs, asked.logits = logits.data(), asked.reports = reports.data();
         if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("drafts by text that were refused", isa);
         for (int row = 0; row < s.rows; row++)
             if (counts[row * D3_LOOP_COUNTS] > most) fail("a draft longer than the longest", isa);
         asked.text_room--;
         if (d3_run_speculative_loop(decoder, &asked) != D3_BAD_TEXT) fail("a text without room that was taken", isa);
+    }
+
+    // Adapters of other sizes, or ranks, than the model's are refused.
+    void refuse_maps(D3Decoder* decoder, int isa, Found& found) const {
+        for (int wrong = 0; wrong < 4; wrong++) {
+            std::vector<D3LowRank> other = maps;
+            D3LowRank& last = other.back();
+            if (wrong == 0) last.rank = D3_MAX_RANK + 1;
+            if (wrong == 1) last.columns++;
+            if (wrong == 2) last.outputs++;
+            if (wrong == 3) last.down_stride = s.hidden - 1;
+            const std::vector<const D3LowRank*> own(s.rows, other.data());
+            int32_t control[2] = {0, 0};
+            D3Run run = run_of(found, 0, s.rows, control);
+            run.adapters = own.data();
+            if (d3_run(decoder, &run) != D3_BAD_MAP) fail("a map that was not refused", isa);
+        }
     }
 
     // The difference of a row relative to its length: sums of thousands of products are rounded in another order.
@@ -416,6 +467,9 @@ private:
     const bool bias;  // and an 8-bit KV cache
     const Pool pool{size_t(count + 1) * 2 * s.block_size * s.kv_heads * s.head_dim, s.head_dim, bias};
     D3Layer layers[LAYERS]{};
+    std::vector<Matrix> of_maps;
+    std::vector<D3LowRank> maps;
+    std::vector<const D3LowRank*> adapters = std::vector<const D3LowRank*>(s.rows);
     D3Matrix embedding, head;
     std::vector<int64_t> tokens = numbers_for_rows(0), positions = tokens, slots = tokens, indices = tokens;
     std::vector<int64_t> generation = numbers_for_rows(1), seeds = numbers_for_rows(-1);

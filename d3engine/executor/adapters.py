@@ -1,0 +1,190 @@
+"""The adapters of an engine: those that are loaded, by name, and those that requests ask for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer, require_name
+from d3engine.model.adapters import Adapter, read_adapter
+from d3engine.model.config import ModelConfig
+from d3engine.request.sequence import Sequence as EngineSequence
+
+_ABSENT = "None here: {why}"
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a request runs with, as vLLM names it.
+
+    Args:
+        lora_name: its name; requests of one name run with one adapter.
+        lora_int_id: a number of at least 1 that no other name has; None: none.
+        lora_path: the directory that PEFT has written; "" for an adapter that is loaded already.
+    """
+
+    lora_name: str
+    lora_int_id: int | None = None
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        require_name("lora_name", self.lora_name)
+        if self.lora_int_id is not None:
+            require_integer("lora_int_id", self.lora_int_id, 1)
+        require(isinstance(self.lora_path, str), "lora_path", self.lora_path, "a directory")
+
+
+class AdapterStore:
+    """The adapters of one engine by name. Any thread may load and unload them, while another steps the engine.
+
+    An adapter that is unloaded goes when the last of its requests has ended. `device` "meta" reads and checks files
+    and keeps no values: for the process of an engine's callers.
+
+    Args:
+        max_rank: of a map.
+        most: adapters that are loaded at once.
+        dtype: of maps; None: as stored.
+        absent: why there can be none, in words; None: there can be.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        max_rank: int,
+        most: int,
+        absent: str | None = None,
+    ) -> None:
+        self._config = config
+        self._kind: dict[str, Any] = {"dtype": dtype, "device": device, "max_rank": max_rank}
+        self._most = most
+        self._absent = absent
+        self._lock = threading.Lock()
+        self._by_name: OrderedDict[str, Adapter] = OrderedDict()  # the one used last stands last
+        self._ids: dict[str, int] = {}
+        self._passing: set[str] = set()  # those that a request has brought
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Name -> directory of those that were loaded by name, and not by a request."""
+        with self._lock:
+            return {name: str(one.path) for name, one in self._by_name.items() if name not in self._passing}
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(adapter.nbytes for adapter in self._by_name.values())
+
+    def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
+        """Load an adapter to stay until `unload`; raises `InvalidValueError` for a name that is taken."""
+        require_name("lora_name", name)
+        with self._lock:
+            known = self._by_name.get(name)
+            if known is not None and name in self._passing and known.path == _absolute(path):
+                self._passing.discard(name)
+                return known
+            require(known is None, "lora_name", name, "the name of no adapter that is loaded (unload it first)")
+            return self._load(name, _absolute(path))
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; requests that have begun keep it. Raises `InvalidValueError` for an unknown name."""
+        with self._lock:
+            require(name in self._by_name, "lora_name", name, f"one of the loaded adapters ({self._shown()})")
+            self._forget(name)
+
+    def of_request(self, asked: object) -> Adapter | None:
+        """The adapter of a `lora_request`: None, a name, a path, or an object with vLLM's attributes.
+
+        One that is named with its path is loaded now, and makes room for others when it is used no more.
+        """
+        if asked is None:
+            return None
+        name, number, path = _read_request(asked)
+        with self._lock:
+            adapter = self._by_name.get(name)
+            if adapter is None:
+                if path is None and isinstance(asked, str) and Path(asked).is_dir():
+                    path = asked
+                allowed = f"the name of a loaded adapter ({self._shown()}), or one with its lora_path"
+                require(bool(path), "lora_request", name, allowed)
+                assert path is not None
+                adapter = self._load(name, _absolute(path))
+                self._passing.add(name)
+            elif path:
+                is_same = adapter.path == _absolute(path)
+                require(is_same, "lora_path", path, f"{str(adapter.path)!r}, from which {name!r} is loaded")
+            if number is not None:
+                self._check_number(name, number)
+            self._by_name.move_to_end(name)
+            return adapter
+
+    def _check_number(self, name: str, number: int) -> None:
+        other = next((one for one, its in self._ids.items() if its == number and one != name), None)
+        known = self._ids.setdefault(name, number)
+        allowed = f"a number of {name!r} alone ({other!r} has it)" if other else f"{known}, which {name!r} has"
+        require(other is None and known == number, "lora_int_id", number, allowed)
+
+    def _load(self, name: str, path: Path) -> Adapter:
+        if self._absent is not None:
+            raise InvalidValueError("lora_request", name, _ABSENT.format(why=self._absent))
+        if len(self._by_name) >= self._most:
+            oldest = next((one for one in self._by_name if one in self._passing), None)
+            allowed = f"absent: {self._most} adapters are loaded, max_loras at once (unload one)"
+            require(oldest is not None, "lora_name", name, allowed)
+            assert oldest is not None
+            self._forget(oldest)
+        try:
+            adapter = read_adapter(name, path, self._config, **self._kind)
+        except ModelFormatError as error:
+            raise InvalidValueError("lora_path", str(path), f"an adapter of this model ({error})") from None
+        self._by_name[name] = adapter
+        return adapter
+
+    def _forget(self, name: str) -> None:
+        del self._by_name[name]
+        self._passing.discard(name)
+        self._ids.pop(name, None)
+
+    def _shown(self) -> str:
+        names = [name for name in self._by_name if name not in self._passing]
+        return ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "") if names else "there is none"
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    is_path = isinstance(path, str | os.PathLike) and os.fspath(path) != "" and "\0" not in os.fspath(path)
+    require(is_path, "lora_path", path, "a directory")
+    return Path(os.path.abspath(path))
+
+
+def _read_request(asked: object) -> tuple[str, int | None, str | None]:
+    """Name, number and path of a `lora_request`."""
+    if isinstance(asked, str):
+        require_name("lora_request", asked)
+        return asked, None, None
+    named = asked if isinstance(asked, Mapping) else None
+    allowed = "None, the name of an adapter, a path, or LoRARequest(lora_name, lora_int_id, lora_path)"
+    values: list[Any] = []
+    for field, otherwise in (("lora_name", None), ("lora_int_id", None), ("lora_path", "")):
+        value = named.get(field, otherwise) if named is not None else getattr(asked, field, otherwise)
+        values.append(value)
+    name, number, path = values
+    require(isinstance(name, str) and isinstance(path, str | None), "lora_request", asked, allowed)
+    require_name("lora_name", name)
+    if number is not None:
+        require_integer("lora_int_id", number, 1)
+    return str(name), number, path
+
+
+def adapters_of(sequences: Sequence[EngineSequence]) -> list[Adapter | None] | None:
+    """The adapter of each sequence; None where none has one."""
+    own = [sequence.adapter for sequence in sequences]
+    return None if all(adapter is None for adapter in own) else own

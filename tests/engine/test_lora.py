@@ -1,0 +1,316 @@
+"""LoRA adapters: answers are those of PEFT's merged model, and nothing depends on who shares a batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft_adapters import ADAPTERS, Adapted, save_adapter, save_all
+from tiny_models import TINY, random_prompts, save_random, save_tiny_llama
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from d3engine import (
+    D3,
+    AsyncEngine,
+    EarlyExit,
+    Engine,
+    InvalidValueError,
+    LayerTable,
+    LoRARequest,
+    Lossless,
+    PromptLookup,
+    RequestOutput,
+    SamplingParams,
+    Speculative,
+)
+from d3engine.depth import DepthPolicy
+
+NAMES = [None, *ADAPTERS]
+TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+REPORTING = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3)
+PROMPTS = random_prompts([5, 37, 9], seed=3)
+PROMPTS[2] *= 2  # lookups find a draft in it
+MIX = [(prompt, name) for prompt in PROMPTS for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return save_all(tmp_path_factory.mktemp("adapted"))
+
+
+def engine_of(adapted: Adapted, **changes: Any) -> Engine:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+    options |= {"kv_cache_memory_bytes": 2**22, "lora_modules": adapted.paths, "num_threads": 2}
+    return Engine(adapted.model, **(options | changes))
+
+
+@pytest.fixture(scope="module")
+def native(adapted: Adapted, native_library: None) -> Iterator[Engine]:
+    with engine_of(adapted) as engine:
+        assert engine.stats().executor.startswith("native")
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(native: Engine) -> list[RequestOutput]:
+    """Each of `MIX` by itself, its prompt computed anew."""
+    found = []
+    for prompt, name in MIX:
+        native.reset_prefix_cache()
+        found += native.generate([prompt], REPORTING, use_tqdm=False, lora_request=name)
+    return found
+
+
+def together(engine: Engine, params: SamplingParams = REPORTING) -> list[RequestOutput]:
+    prompts, names = [prompt for prompt, _ in MIX], [name for _, name in MIX]
+    return engine.generate(prompts, params, use_tqdm=False, lora_request=names)
+
+
+def assert_equal(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """To the last bit of every log-probability."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_mixed_batch_answers_as_pefts_merged_models(adapted: Adapted, backend: str, native_library: None) -> None:
+    with engine_of(adapted, backend=backend) as engine:
+        found = [output.outputs[0].token_ids for output in together(engine, GREEDY)]
+    expected = [adapted.answer(name, prompt, TOKENS) for prompt, name in MIX]
+    assert found == expected
+    assert len(set(map(tuple, found))) == len(MIX), "equal answers of two adapters would prove little"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_num_batched_tokens": 12, "max_num_seqs": 12}, {"num_scheduler_steps": 1}, {"num_threads": 1}],
+    ids=["as it is", "chunked prompts", "single steps", "one thread"],
+)
+def test_mixed_batch_equals_each_request_alone_to_the_bit(
+    adapted: Adapted, alone: list[RequestOutput], changes: dict[str, Any]
+) -> None:
+    with engine_of(adapted, **changes) as engine:
+        assert_equal(together(engine), alone)
+
+
+def test_preempted_requests_keep_their_adapters(adapted: Adapted, alone: list[RequestOutput]) -> None:
+    with engine_of(adapted) as probe:
+        block = probe.settings.block_bytes
+    with engine_of(adapted, kv_cache_memory_bytes=3 * 6 * block, max_model_len=64) as engine:
+        assert_equal(together(engine), alone)
+        assert engine.stats().num_preemptions > 0
+
+
+def test_streams_and_long_runs_equal_whole_answers(native: Engine, alone: list[RequestOutput]) -> None:
+    for (prompt, name), expected in zip(MIX, alone, strict=True):
+        *_, last = native.stream(prompt, REPORTING, lora_request=name)
+        assert_equal([last], [expected])
+
+
+def test_graphs_serve_any_adapters(
+    adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.executor.cuda_graph import GraphExecutor
+    from d3engine.loading import resolve
+
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
+    with engine_of(adapted) as engine:
+        assert isinstance(engine.executor, GraphExecutor)
+        found = together(engine, GREEDY)
+        captured = engine.stats().graphs_captured
+        # Other adapters with maps for the same matrices, on the same rows: the graphs that are there serve them.
+        names = ["some" if name == "patterns" else "all" if name == "some" else name for _, name in MIX]
+        engine.generate([prompt for prompt, _ in MIX], GREEDY, use_tqdm=False, lora_request=names)
+        assert engine.stats().graphs_captured == captured
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in alone]
+
+
+def test_prompt_blocks_are_shared_within_an_adapter_alone(native: Engine) -> None:
+    native.reset_prefix_cache()
+    prompt = random_prompts([40], seed=9)[0]
+    cached = []
+    for name in ("all", "some", None, "all", "some", None):
+        (output,) = native.generate([prompt], GREEDY, use_tqdm=False, lora_request=name)
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 0, 0, 32, 32, 32]
+
+
+@pytest.mark.parametrize("kind", ["second model", "lookup", "own layers"])
+def test_drafts_change_no_token_of_an_adapted_answer(
+    adapted: Adapted, alone: list[RequestOutput], tmp_path: Path, kind: str
+) -> None:
+    depth = {
+        "second model": lambda: Speculative(str(save_tiny_llama(tmp_path, num_hidden_layers=1).directory), 3),
+        "lookup": lambda: PromptLookup(draft_length=3),
+        "own layers": lambda: Lossless(D3(0.8, 0.4), 3),
+    }[kind]()
+    with engine_of(adapted, depth=depth) as engine:
+        assert_equal(together(engine), alone)
+        assert engine.stats().drafted_tokens > 0
+
+
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Mistral with a window": (MistralConfig, {"sliding_window": 12}),
+    "Qwen2": (Qwen2Config, {}),
+    "Qwen3": (Qwen3Config, {}),
+    "Phi-3, whose matrices are fused": (Phi3Config, {"pad_token_id": None}),
+    "Granite": (GraniteConfig, {"residual_multiplier": 0.22, "attention_multiplier": 0.11, "logits_scaling": 5.0}),
+    "Gemma 2": (Gemma2Config, {"sliding_window": 12, "query_pre_attn_scalar": 16}),
+    "OLMo 2": (Olmo2Config, {"pad_token_id": None}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_other_families_answer_as_pefts_merged_models(
+    family: str, tmp_path: Path, native_library: None
+) -> None:
+    kind, changes = FAMILIES[family]
+    own = {} if kind in (Qwen3Config, Gemma2Config) else {"head_dim": None}
+    torch.manual_seed(0)
+    config = kind(
+        **{name: value for name, value in (TINY | own | changes).items() if value is not None or name in changes}
+    )
+    save_random(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    made = save_adapter(tmp_path / "model", tmp_path / "own", 1, r=4, lora_alpha=8, target_modules="all-linear")
+    adapted = Adapted(tmp_path / "model", {"own": tmp_path / "own"}, {"own": made.merge_and_unload()})
+    prompts = PROMPTS[:2]
+    expected = [adapted.answer("own", prompt, TOKENS) for prompt in prompts]
+    for backend in ("native", "torch"):
+        with engine_of(adapted, backend=backend) as engine:
+            with_it = engine.generate(prompts, GREEDY, use_tqdm=False, lora_request="own")
+            without = engine.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in with_it] == expected
+        assert [output.outputs[0].token_ids for output in without] != expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": "fp8"},
+        {"weight_dtype": "bfloat16"},
+        {"weight_dtype": "bfloat16", "weight_compression": "bf12"},
+    ],
+    ids=["8-bit cache", "16 bits", "12 bits"],
+)
+def test_adapters_stand_beside_any_weights_and_cache(
+    adapted: Adapted, native_library: None, changes: dict[str, Any]
+) -> None:
+    with engine_of(adapted, **changes) as engine:
+        alone = [engine.generate([prompt], REPORTING, use_tqdm=False, lora_request=name)[0] for prompt, name in MIX]
+        engine.reset_prefix_cache()
+        assert_equal(together(engine), alone)
+        assert len({tuple(output.outputs[0].token_ids) for output in alone}) == len(MIX)
+
+
+@pytest.mark.parametrize(
+    "depth",
+    [
+        D3(0.8, 0.4),
+        D3(0.8, 0.4, on_skip="copy"),
+        LayerTable([[0, 1, 2], [0, 2], [0, 1, 2]], on_skip="project"),
+        EarlyExit(0.5),
+    ],
+    ids=["D3", "copied entries", "projected entries", "early exit"],
+)
+def test_adapters_follow_any_depth(adapted: Adapted, native_library: None, depth: DepthPolicy) -> None:
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, depth=depth)
+    answers = []
+    for backend in ("native", "torch"):
+        with engine_of(adapted, backend=backend) as engine:
+            answers.append([output.outputs[0].token_ids for output in together(engine, params)])
+    assert answers[0] == answers[1]
+    assert len(set(map(tuple, answers[0]))) == len(MIX)
+
+
+def test_a_request_finishes_with_the_adapter_it_began_with(adapted: Adapted, tmp_path: Path) -> None:
+    other = save_adapter(adapted.model, tmp_path / "other", seed=9, **ADAPTERS["all"]).merge_and_unload()
+    prompt = PROMPTS[1]
+    with engine_of(adapted) as engine:
+        engine.add_request("first", prompt, GREEDY, lora_request="all")
+        engine.step()
+        engine.unload_lora_adapter("all")
+        with pytest.raises(InvalidValueError, match="lora_request must be the name of a loaded adapter"):
+            engine.add_request("late", prompt, GREEDY, lora_request="all")
+        engine.load_lora_adapter("all", tmp_path / "other")
+        engine.add_request("second", prompt, GREEDY, lora_request="all")
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.step()}
+    assert done["first"].outputs[0].token_ids == adapted.answer("all", prompt, TOKENS)
+    expected = Adapted(adapted.model, {}, {"other": other}).answer("other", prompt, TOKENS)
+    assert done["second"].outputs[0].token_ids == expected
+
+
+def test_adapters_named_by_path_are_loaded_and_make_room(adapted: Adapted, alone: list[RequestOutput]) -> None:
+    expected = {name: output.outputs[0].token_ids for (_, name), output in zip(MIX[:4], alone[:4], strict=True)}
+    with engine_of(adapted, lora_modules=None, max_loras=1) as engine:
+        for number, name in enumerate(ADAPTERS, 1):
+            asked = LoRARequest(name, number, str(adapted.paths[name]))
+            (output,) = engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=asked)
+            assert output.outputs[0].token_ids == expected[name]
+        assert engine.lora_adapters == {}
+        engine.load_lora_adapter("kept", adapted.paths["all"])
+        with pytest.raises(InvalidValueError, match="1 adapters are loaded, max_loras at once"):
+            engine.load_lora_adapter("more", adapted.paths["some"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("unknown", "lora_request must be the name of a loaded adapter"),
+        (5, "lora_request must be None, the name of an adapter, a path, or LoRARequest"),
+        ({"lora_name": "all", "lora_path": "/elsewhere"}, "lora_path must be"),
+        ({"lora_name": "new", "lora_path": "/nowhere"}, "lora_path must be an adapter of this model"),
+        (["all"], "lora_request must be one, or 2"),
+    ],
+)
+def test_what_names_no_adapter_is_refused(native: Engine, asked: Any, said: str) -> None:
+    with pytest.raises(InvalidValueError, match=said):
+        native.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=asked)
+
+
+@pytest.mark.parametrize("transport", ["thread", "process"])
+def test_async_engine_loads_and_unloads_under_load(
+    adapted: Adapted, alone: list[RequestOutput], transport: str
+) -> None:
+    expected = {(len(prompt), name): one.outputs[0].token_ids for (prompt, name), one in zip(MIX, alone, strict=True)}
+
+    async def answer(engine: AsyncEngine, prompt: list[int], name: str | None) -> None:
+        *_, last = [output async for output in engine.generate(prompt, GREEDY, lora_request=name)]
+        assert last.outputs[0].token_ids == expected[len(prompt), name]
+
+    async def run() -> None:
+        options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
+        modules = {name: str(adapted.paths[name]) for name in ("all", "some")}
+        engine = AsyncEngine(adapted.model, device="cpu", transport=transport, lora_modules=modules, **options)
+        async with engine:
+            others = [asyncio.create_task(answer(engine, *one)) for one in MIX if one[1] != "patterns"]
+            await engine.load_lora_adapter("patterns", adapted.paths["patterns"])
+            assert set(engine.lora_adapters) == set(ADAPTERS)
+            for prompt in PROMPTS:
+                await answer(engine, prompt, "patterns")
+            await asyncio.gather(*others)
+            await engine.unload_lora_adapter("patterns")
+            brought = LoRARequest("brought", 7, str(adapted.paths["patterns"]))
+            *_, last = [output async for output in engine.generate(PROMPTS[0], GREEDY, lora_request=brought)]
+            assert last.outputs[0].token_ids == expected[len(PROMPTS[0]), "patterns"]
+            with pytest.raises(InvalidValueError, match="lora_request must be"):
+                await answer(engine, PROMPTS[0], "patterns")
+
+    asyncio.run(run())

@@ -1,0 +1,143 @@
+"""LoRA adapters as ids of the model: listed, named by requests, loaded and unloaded while others are answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from d3engine import AsyncEngine, Engine
+
+BODY = {"prompt": "Question: Tom has 5 pens.", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two adapters of the bundled model."""
+    from benchmarks.lora import write_random_adapter
+    from d3engine.model.config import ModelConfig
+
+    config, found = ModelConfig.from_directory("d3engine/demo_model"), {}
+    for seed, name in enumerate(("first", "second")):
+        found[name] = tmp_path_factory.mktemp(name)
+        write_random_adapter(found[name], config, 8, seed=seed, size=0.3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(paths: dict[str, Path]) -> Iterator[AsyncEngine]:
+    from d3engine import AsyncEngine
+
+    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**25, lora_modules=[f"first={paths['first']}"])
+    yield engine
+    asyncio.run(engine.close())
+
+
+def http_of(engine: AsyncEngine, **settings: Any) -> httpx.Client:
+    from starlette.testclient import TestClient
+
+    from d3engine.server.app import create_app
+    from d3engine.server.settings import ServerSettings
+
+    app = create_app(engine, ServerSettings(model_names=("demo",), **settings))
+    return TestClient(app, base_url="http://127.0.0.1:8000")
+
+
+@pytest.fixture(scope="module")
+def http(engine: AsyncEngine) -> httpx.Client:
+    return http_of(engine, allow_lora_loading=True)
+
+
+@pytest.fixture(scope="module")
+def own(paths: dict[str, Path]) -> Iterator[Engine]:
+    from d3engine import Engine
+
+    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**25, lora_modules=paths) as engine:
+        yield engine
+
+
+def text_of(http: httpx.Client, model: str, **more: Any) -> str:
+    answer = http.post("/v1/completions", json={**BODY, "model": model, **more})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def expected(own: Engine, adapter: str | None) -> str:
+    from d3engine import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (output,) = own.generate([BODY["prompt"]], params, use_tqdm=False, lora_request=adapter)
+    text: str = output.outputs[0].text
+    return text
+
+
+def test_an_adapter_is_an_id_of_the_model(http: httpx.Client, own: Engine) -> None:
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert list(cards) == ["demo", "first"]
+    assert (cards["first"]["parent"], cards["first"]["root"]) == ("demo", "demo")
+    assert http.get("/v1/models/first").json() == cards["first"]
+    assert [card["d3ext"]["certified"] for card in cards.values()] == [True, False]
+    assert text_of(http, "first") == expected(own, "first") != expected(own, None) == text_of(http, "demo")
+
+
+def test_chats_name_adapters_too(http: httpx.Client) -> None:
+    found = []
+    for model in ("demo", "first"):
+        body = {"model": model, "messages": [{"role": "user", "content": "Tom has 5 pens."}], "temperature": 0}
+        answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 12, "ignore_eos": True})
+        assert answer.status_code == 200, answer.text
+        found.append(answer.json()["choices"][0]["message"]["content"])
+    assert found[0] != found[1]
+
+
+def test_adapters_are_loaded_and_unloaded(http: httpx.Client, own: Engine, paths: dict[str, Path]) -> None:
+    assert http.post("/v1/completions", json={**BODY, "model": "second"}).status_code == 404
+    loaded = http.post("/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": str(paths["second"])})
+    assert (loaded.status_code, loaded.json()["id"]) == (200, "second")
+    assert str(paths["second"]) not in http.get("/v1/models").text
+    assert text_of(http, "second") == expected(own, "second") != text_of(http, "first")
+    again = http.post("/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": str(paths["second"])})
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
+    gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "second"})
+    assert (gone.status_code, gone.json()) == (200, {"id": "second", "object": "model", "deleted": True})
+    assert http.post("/v1/completions", json={**BODY, "model": "second"}).json()["error"]["code"] == "model_not_found"
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"lora_name": "demo", "lora_path": "/nowhere"}, "lora_name"),
+        ({"lora_name": "new", "lora_path": "/nowhere"}, "lora_path"),
+        ({"lora_name": "a\nb", "lora_path": "/nowhere"}, "lora_name"),
+        ({"lora_name": "new"}, "lora_path"),
+        ({"lora_name": "new", "lora_path": ""}, "lora_path"),
+        ({"lora_name": "new", "lora_path": "a\0b"}, "lora_path"),
+        ({"lora_name": 5, "lora_path": "/nowhere"}, "lora_name"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_field(http: httpx.Client, body: dict[str, Any], field: str) -> None:
+    answer = http.post("/v1/load_lora_adapter", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_nobody_loads_unless_the_owner_allows_it(engine: AsyncEngine, paths: dict[str, Path]) -> None:
+    closed = http_of(engine)
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        answer = closed.post(path, json={"lora_name": "first", "lora_path": str(paths["first"])})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "lora_loading_not_allowed")
+    assert [card["id"] for card in closed.get("/v1/models").json()["data"]] == ["demo", "first"]
+
+
+def test_an_adapter_cannot_have_the_models_own_id(engine: AsyncEngine) -> None:
+    from d3engine import FullDepth, InvalidValueError
+
+    with pytest.raises(InvalidValueError, match="lora_modules must be a name that is no id of the model; got 'first'"):
+        http_of(engine, depth_aliases={"first": FullDepth()})
