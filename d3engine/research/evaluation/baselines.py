@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from d3engine.depth import D3, DepthPolicy, EarlyExit, FixedSkip, Nested, SkipDecode, TailSkip, UnifiedSkip
-from d3engine.depth.policy import named_bridges
+from d3engine.depth.policy import named_bridges, named_student
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, SHORTGPT_ORDER, ModelShape, mean_depth
 from d3engine.errors import require_integer
 from d3engine.files import sha256_of
@@ -27,7 +27,8 @@ def open_bridges(engine: Engine, policies: Iterable[DepthPolicy]) -> None:
     Raises `InvalidValueError` for a file that is not there, belongs to other weights, or lacks a window that is needed.
     """
     for policy in policies:
-        engine.bridges.allow(named_bridges(policy))
+        student = named_student(policy)
+        engine.bridges.allow(named_bridges(policy) | (frozenset() if student is None else {student}))
         rule = policy.draft_rule(engine.config.num_layers)
         for schedule in (policy.schedule(engine.config.num_layers), None if rule is None else rule.schedule):
             if schedule is not None:

@@ -174,15 +174,16 @@ def further_notes() -> list[str]:
         f"In Table 9, 7B at full depth has {full} on validation and the setting that was chosen {chosen}: below it.",
         f"Of the {len(compared)} printed FLOPs ratios {as_printed} are ours to both digits, "
         f"{within} to within {FLOPS_RATIO_TOLERANCE}.",
-        f"The introduction promises 1.07x to 1.94x; the least ratio of D3 in Table 6 is {min(printed):.2f}x (70B, GSM8K).",
-        f"Section 4 counts 23 tasks of BBH and Table 8 averages {len(TABLE_8)} rows: logical deduction and tracking have "
-        "three sizes each.",
+        f"The introduction promises 1.07x to 1.94x; the least ratio of D3 in Table 6 is {min(printed):.2f}x "
+        "(70B, GSM8K).",
+        f"Section 4 counts 23 tasks of BBH and Table 8 averages {len(TABLE_8)} rows: logical deduction and tracking "
+        "have three sizes each.",
         'The two rows that Table 8 prints as "(2 objects)" are three_objects; BBH has three, five and seven.',
         *_middle_starts(),
         "Figure 5 is cited with Table 6 for exact match; its data are in no table of their own. Table 6's differences "
         f"are {' '.join(f'{gain.points:+.2f}' for gain in gains())} points (7B, 13B, 70B on BBH, then on GSM8K).",
-        "Figure 3 runs over pre-training steps; Llama-2's checkpoints of these are not public, so d3engine analyze flow "
-        "shows its layers at the end of training alone.",
+        "Figure 3 runs over pre-training steps; Llama-2's checkpoints of these are not public, so d3engine analyze "
+        "flow shows its layers at the end of training alone.",
     ]
 
 
