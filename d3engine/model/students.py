@@ -65,6 +65,14 @@ class Student:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensors in self.layers.values() for tensor in tensors.values())
 
+    def narrower(self, config: ModelConfig) -> float:
+        """Layers' worth of matrices that its narrower layers save a token; layers left out are not counted."""
+        width, saved = config.intermediate_size, 0
+        for tensors in self.layers.values():
+            own = tensors["down"].shape[1] if "down" in tensors else width
+            saved += 3 * config.hidden_size * (width - own)
+        return saved / config.layer_parameters
+
 
 def write_student(student: Student, path: str | Path) -> None:
     """Write a file whole or not at all; raises `OSError`."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import BRIDGES
+from d3engine.depth.policy import BRIDGES, named_student
 from d3engine.research.evaluation.accuracy import measure, wilson_interval
 from d3engine.research.evaluation.report import commonest, right_by_constant, told_answer
 
@@ -79,7 +79,10 @@ class Scorer(Protocol):
 
 
 class EngineScorer:
-    """The engine at a task's questions; `bridges` are those that settings name."""
+    """The engine at a task's questions; `bridges` are those that settings name.
+
+    `student_saves` are the layers' worth that narrower layers of the settings' student save a generated token.
+    """
 
     def __init__(
         self,
@@ -87,11 +90,13 @@ class EngineScorer:
         params: SamplingParams,
         problems: Mapping[Part, Sequence[Question]],
         bridges: Mapping[str, BridgeChoice] | None = None,
+        student_saves: float = 0.0,
     ) -> None:
         self._engine = engine
         self._params = params
         self._problems = problems
         self._bridges = bridges or {}
+        self._student_saves = student_saves
 
     @property
     def num_layers(self) -> int:
@@ -114,6 +119,8 @@ class EngineScorer:
         layers: float = score.work.layers
         if choice is not None:
             layers += score.work.crossings * choice.share * score.shape.hidden_size**2 / score.shape.layer_parameters
+        if named_student(policy) is not None:  # of each answer the first token is the prompt's
+            layers -= self._student_saves * (score.tokens - len(score.right))
         return Answers(score.right, score.tokens, layers, score.seconds)
 
 
