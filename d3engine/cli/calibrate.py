@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, measures_depths, new_app, note
+from d3engine.cli.commands import ExitCode, check_output, measures_depths, new_app, note
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
 from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested
@@ -211,6 +211,17 @@ def calibrate_command(
     num_fewshot: Annotated[
         int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask a chat model in its own form, as d3engine eval has it; with --data.")
+    ] = False,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            "--answers",
+            help="Keep every answer in this file, and ask only what is not in it: so a calibration can be ended and "
+            "begun again.",
+        ),
+    ] = None,
     tolerance: Annotated[
         str,
         typer.Option(
@@ -303,6 +314,7 @@ def calibrate_command(
     directory = model_directory(model)
     target = _target(model, directory, out)
     _check_plot(plot)
+    check_output("--answers", answers)
     seed = engine_options.get("seed", 0)
     measures_depths()
 
@@ -313,7 +325,7 @@ def calibrate_command(
     from d3engine.research.calibration.tasks import calibration_task
     from d3engine.research.evaluation.baselines import open_bridges
 
-    asked = calibration_task(task, data, seed=seed, shots=num_fewshot)
+    asked = calibration_task(task, data, seed=seed, shots=num_fewshot, chat=chat)
     grids: Options = {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
     grids |= {"--bridges": bridges, "--bridge-rank": ranks, "--window-width": widths, "--windows-from": windows_from}
     if draft is not None:
@@ -353,11 +365,16 @@ def calibrate_command(
         params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
         open_bridges(engine, [_as_run(one, choices) for one in _settings(candidates)])
         saves = _student_saves(engine, given)
-        scorer = EngineScorer(engine, params, parts, choices, saves)
+        run = [_as_run(one, choices) for one in _settings(candidates)]
+        from d3engine.cli.eval import kept_answers
+
+        kept = None if answers is None else kept_answers(answers, engine, [FullDepth(), *run])
+        scorer = EngineScorer(engine, params, parts, choices, saves, kept)
         result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
         ran = {"dtype": str(engine.dtype).removeprefix("torch."), "device": engine.device.type}
         about: Options = {"task": task, "seed": seed, "max_tokens": most, **ran}
         about |= {} if num_fewshot is None else {"shots": num_fewshot}
+        about |= {"chat": True} if chat else {}
         report = _report(result, {"model": model, "fingerprint": name, **about})
         # First of all, so that nothing after it can lose the work, and while the maps that were cut are there.
         if result.chosen is not None:

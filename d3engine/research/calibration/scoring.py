@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from d3engine.request.params import SamplingParams
     from d3engine.research.calibration.bridge_choices import BridgeChoice
     from d3engine.research.evaluation.benchmark import Question
+    from d3engine.research.evaluation.kept import KeptAnswers
 
 
 class Part(StrEnum):
@@ -81,7 +82,8 @@ class Scorer(Protocol):
 class EngineScorer:
     """The engine at a task's questions; `bridges` are those that settings name.
 
-    `student_saves` are the layers' worth that narrower layers of the settings' student save a generated token.
+    `student_saves` are the layers' worth that narrower layers of the settings' student save a generated token. What is
+    in `kept` is not asked again.
     """
 
     def __init__(
@@ -91,12 +93,14 @@ class EngineScorer:
         problems: Mapping[Part, Sequence[Question]],
         bridges: Mapping[str, BridgeChoice] | None = None,
         student_saves: float = 0.0,
+        kept: KeptAnswers | None = None,
     ) -> None:
         self._engine = engine
         self._params = params
         self._problems = problems
         self._bridges = bridges or {}
         self._student_saves = student_saves
+        self._kept = kept
 
     @property
     def num_layers(self) -> int:
@@ -115,7 +119,8 @@ class EngineScorer:
         """One batch through the engine."""
         choice = self._bridges.get(getattr(policy, BRIDGES, None) or "")
         run = policy if choice is None else choice.policy(policy)
-        score = measure(self._engine, self._problems[part][first : first + count], run, self._params)
+        asked = self._problems[part][first : first + count]
+        score = measure(self._engine, asked, run, self._params, kept=self._kept)
         layers: float = score.work.layers
         if choice is not None:
             layers += score.work.crossings * choice.share * score.shape.hidden_size**2 / score.shape.layer_parameters

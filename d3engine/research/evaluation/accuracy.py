@@ -19,7 +19,8 @@ from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.statistics import ModelShape, mean_depth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 from d3engine.research.evaluation.benchmark import Benchmark, Question
-from d3engine.research.evaluation.kept import Answer, KeptAnswers
+from d3engine.research.evaluation.chat_form import prompt_of
+from d3engine.research.evaluation.kept import Answer, KeptAnswers, Prompt
 from d3engine.research.evaluation.word_problems import Problem, Split, problems
 from d3engine.research.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
@@ -115,7 +116,7 @@ def measure(
     if not shares_prompts:
         engine.reset_prefix_cache()
     ask = partial(_ask, engine, params=params, first_alone=shares_prompts, progress=progress)
-    prompts = [question.prompt for question in given]
+    prompts = [prompt_of(engine, question) for question in given]
     answers = ask(prompts) if kept is None else _complete(kept, prompts, params, ask)
     is_known = is_known_beforehand(policy, num_layers)
     return Score(
@@ -132,7 +133,7 @@ def measure(
 
 
 def _ask(
-    engine: Engine, prompts: Sequence[str], params: SamplingParams, first_alone: bool, progress: bool
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, first_alone: bool, progress: bool
 ) -> list[Answer]:
     """The answers to all prompts as one batch; with `first_alone` the first prompt is in the cache before it runs."""
     assert params.depth is not None
@@ -158,10 +159,14 @@ def _ask(
 
 
 def _complete(
-    kept: KeptAnswers, prompts: Sequence[str], params: SamplingParams, ask: Callable[[Sequence[str]], list[Answer]]
+    kept: KeptAnswers,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    ask: Callable[[Sequence[Prompt]], list[Answer]],
 ) -> list[Answer]:
     """The answers that are kept, and those that have to be asked for, kept after each few."""
-    missing = [prompt for prompt in dict.fromkeys(prompts) if kept.find(prompt, params) is None]
+    different = {repr(prompt): prompt for prompt in prompts}.values()
+    missing = [prompt for prompt in different if kept.find(prompt, params) is None]
     for first in range(0, len(missing), SHARING):
         asked = missing[first : first + SHARING]
         kept.keep(asked, params, ask(asked))

@@ -52,13 +52,18 @@ def bridged_rivals(engine: Engine, policy: D3, max_tokens: int) -> list[DepthPol
     return [replace(policy, bridges=None), *nested_for_mean(order, policy, mean, **given)]
 
 
-def bridge_hashes(engine: Engine, policies: Iterable[DepthPolicy]) -> dict[str, str]:
-    """The SHA-256 of each file of bridges that policies name, by its name there; all of them have been opened."""
+def bridge_hashes(engine: Engine, policies: Sequence[DepthPolicy]) -> dict[str, str]:
+    """The SHA-256 of each file that policies name, by its name there, of a student behind "student"; all of them have
+    been opened."""
     names = frozenset[str]().union(*map(named_bridges, policies))
+    from d3engine.loading.depth import STUDENT_BYTES
     from d3engine.model.bridges import most_bytes
 
     most = most_bytes(engine.config.num_layers, engine.config.hidden_size)
-    return {name: sha256_of(engine.bridges.path(name), most) for name in sorted(names)}
+    found = {name: sha256_of(engine.bridges.path(name), most) for name in sorted(names)}
+    for student in filter(None, map(named_student, policies)):
+        found[f"student {student}"] = sha256_of(engine.bridges.student_path(student), STUDENT_BYTES)
+    return found
 
 
 BISECTIONS = 8
