@@ -96,6 +96,11 @@ class TextOptions:
         return self.task or [path.name for path in (*self.files, *([self.prompts] if self.prompts else []))]
 
     @property
+    def are_answers(self) -> bool:
+        """Whether they are the model's own answers, whose generated positions alone are to be learnt from."""
+        return (self.task is not None or self.prompts is not None) and self.prompt_tokens is None
+
+    @property
     def are_chats(self) -> bool:
         """Whether they are the model's answers in a conversation."""
         return self.prompts is not None or self.task == CHAT
