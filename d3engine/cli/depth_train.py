@@ -260,7 +260,7 @@ def measure_command(
         found = judge(run, held_out, wanted, answer_tokens, lambda: bar.update() and None)
     table = agreement_table(wanted, found, run.config, answer_tokens)
     described = {
-        "model": model,
+        "model": Path(model).name,
         "texts": len(held_out),
         "policies": [
             {"policy": one.name, "layers_saved": one.saved(run.config, answer_tokens), **agreement.as_dict()}
@@ -464,7 +464,7 @@ def _in_words(seconds: float) -> str:
 def _judged(
     run: AnswerPass, training: Distillation, held_out: Sequence[OwnAnswer], fingerprint: str, answer_tokens: int
 ) -> tuple[Any, dict[str, Any]]:
-    """The student to write, and what is told of it: beside it stands its window left out, or nothing trained."""
+    """The student to write, and its report: beside it stands its window left out."""
     import torch
 
     from d3engine.model.students import NEURONS, Student

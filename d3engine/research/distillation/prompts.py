@@ -32,7 +32,7 @@ INSTRUCTIONS = (
     "Which jobs have to do with {topic}? Name four and say what they do.",
     "Write a quiz with three questions about {topic} and give the answers.",
     "Why does {topic} matter for everyday life?",
-    "Give step by step advice for somebody who wants to learn about {topic}.",
+    "Give step by step advice for a beginner who wants to learn about {topic}.",
     "Write a poem of eight lines about {topic}.",
     "What could go wrong with {topic}, and how can it be avoided?",
     "Translate into French: I have read a good book about {topic} last week.",

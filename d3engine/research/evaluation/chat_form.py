@@ -40,7 +40,7 @@ class ChatQuestion:
 
     @property
     def prompt(self) -> str:
-        """The messages for people, and by which two questions are told apart."""
+        """The messages for people, which also distinguish two questions."""
         return "\n\n".join(f"{role}: {content}" for role, content in self.messages)
 
     def is_right(self, answer: str) -> bool:
