@@ -19,6 +19,7 @@ from d3engine.cli.bridge_texts import (
     HeldOutFile,
     HeldOutTexts,
     MaxTokens,
+    OwnAnswers,
     Prompts,
     PromptTokens,
     Task,
@@ -185,6 +186,7 @@ def fit_command(
     text: Text = None,
     task: Task = None,
     prompts: Prompts = None,
+    answers: OwnAnswers = None,
     data: Data = None,
     held_out: HeldOutFile = None,
     starts: Starts = None,
@@ -230,8 +232,19 @@ def fit_command(
         check_picture("--png", png)
     reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
     asked = TextOptions(
-        text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens, held_out, held_out_texts
+        text or [],
+        task,
+        prompts,
+        data,
+        texts,
+        text_tokens,
+        prompt_tokens,
+        max_tokens,
+        held_out,
+        held_out_texts,
+        answers,
     )
+    require(answers is None or held_out is None, "--held-out", held_out, "absent beside --answers, which has its own")
     asked.check(fewest=CHOOSING_EVERY)
 
     from d3engine.research.bridges.fitting import Fit, measure_held_out, shrink

@@ -194,6 +194,20 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert student.about["layers_saved"] == pytest.approx(found["layers_saved"])
 
 
+def test_bridges_are_fitted_to_the_same_answers_and_measured_beside_students(answers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bridges.safetensors"
+    words = ["bridge", "fit", "demo", "--answers", str(answers), "--window", "12:14", "--rank", "4", "--even-if-worse"]
+    result = invoke([*words, "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["held_out"]["texts"] == 6
+    policies = ["--depth", f"fixed skip-layers=12,13 bridges={out}", "--depth", "fixed skip-layers=12,13"]
+    measured = invoke(["depth", "measure", "demo", "--answers", str(answers), *policies, "--json"])
+    assert measured.exit_code == 0, measured.stderr
+    bridged, skipped = json.loads(measured.stdout)["policies"]
+    assert bridged["all"]["kl"] != skipped["all"]["kl"]
+    assert 1.9 < bridged["layers_saved"] < skipped["layers_saved"] == 2
+
+
 def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path) -> None:
     base = ["depth", "train", "demo", "--answers", str(answers), "--out", str(tmp_path / "s")]
     for words, said in (
