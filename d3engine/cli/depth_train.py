@@ -191,10 +191,18 @@ def train_command(
     key = _key(fingerprint, shape, options, own)
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with progress_bar("train", "step", options.all_steps) as bar:
+        begun, first = time.monotonic(), -1
 
         def advance(taken: int, words: str) -> None:
+            nonlocal first
             bar.set_postfix_str(words, refresh=False)
             bar.update(taken)
+            curve = training.curve
+            first = curve.num_steps if first < 0 else first
+            if bar.disable and words and curve.points[-1]["step"] == curve.num_steps:  # a log has no bar
+                each = (time.monotonic() - begun) / max(1, curve.num_steps - first)
+                left = _in_words(each * (options.all_steps - curve.num_steps))
+                note(f"step {curve.num_steps} of {options.all_steps}: {words}; {left} left")
 
         training.train(own, held_out[:curve_texts], state, key, advance, until)
     student, told = _judged(run, training, held_out, fingerprint, answer_tokens)

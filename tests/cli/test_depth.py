@@ -171,6 +171,7 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     result = invoke([*words, "--out", str(out), "--report", str(report), "--seed", "1"])
     assert result.exit_code == 0, result.stderr
     assert "GiB of memory" in result.stderr
+    assert "step 3 of 7: loss" in result.stderr
     found = json.loads(report.read_text())
     assert found["finished"]
     assert [point["step"] for point in found["curve"]] == [0, 3, 6, 7]
