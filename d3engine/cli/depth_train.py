@@ -139,9 +139,7 @@ def train_command(
     minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after so many, and judge.")] = None,
     texts: Annotated[int, typer.Option("--texts", help="Answers of a step.")] = 4,
     rows: Annotated[int, typer.Option("--rows", help="Positions of an answer that get logits.")] = 64,
-    rate: Annotated[
-        float, typer.Option("--rate", help="Adam's rate of the hidden steps; a quarter of the others.")
-    ] = 3e-4,
+    rate: Annotated[float, typer.Option("--rate", help="Adam's rate of the hidden steps; others have a tenth.")] = 3e-4,
     judge_every: Annotated[
         int, typer.Option("--judge-every", help="Steps from one point of the curve to the next.")
     ] = 100,

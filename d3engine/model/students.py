@@ -26,6 +26,7 @@ from d3engine.kernels.blocks import (
     StackedWeight,
     blocks_in_lanes,
     quantize_q5,
+    stacked,
 )
 from d3engine.kernels.interleaved import LanesWeight, in_lanes
 from d3engine.kernels.matrices import Weight
@@ -203,6 +204,8 @@ def narrowed(layer: LayerWeights, neurons: Tensor, like: Weight | None = None) -
         return whole[rows.to(whole.device)].contiguous()
     if isinstance(whole, BlockWeight | Int8Weight):
         return _laid_out(whole.at(rows), like)
+    if isinstance(whole, StackedWeight) and all(isinstance(part, BlockWeight) for part in whole.parts):
+        return _laid_out(stacked(_rows_of_parts(whole, rows)), like)
     values = whole.dequantize(torch.float32)[rows]
     return values if like is None else _like(like, values)
 
@@ -219,9 +222,20 @@ def _like(own: Weight, values: Tensor) -> Weight:
     return _laid_out(quantize_int8(there), own)
 
 
-def _laid_out(matrix: BlockWeight | Int8Weight, own: Weight | None) -> Weight:
+def _rows_of_parts(whole: StackedWeight, rows: Tensor) -> list[BlockWeight]:
+    """The ascending `rows` of matrices in blocks on top of each other, part by part."""
+    found, before = [], 0
+    for part in whole.parts:
+        inside = rows[(rows >= before) & (rows < before + part.shape[0])] - before
+        assert isinstance(part, BlockWeight)
+        found.append(part.at(inside))
+        before += part.shape[0]
+    return found
+
+
+def _laid_out(matrix: Weight, own: Weight | None) -> Weight:
     """A matrix in lanes where the one that it replaces is."""
-    if isinstance(matrix, BlockWeight):
+    if isinstance(matrix, BlockWeight | StackedWeight):
         parts = own.parts if isinstance(own, StackedWeight) else (own,)
         return blocks_in_lanes(matrix) if any(isinstance(part, BlockLanesWeight) for part in parts) else matrix
     return in_lanes(matrix) if isinstance(own, LanesWeight) else matrix

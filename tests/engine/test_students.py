@@ -15,6 +15,7 @@ import pytest
 import torch
 from batches import Request, kv_is_back, run_together
 from depth_oracle import DepthAnswer, greedy_at_depth
+from gguf_files import SMALL, bpe_keys, write_gguf
 from tiny_models import TinyLlama
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -23,10 +24,12 @@ from transformers_oracle import assert_same_tokens
 from d3engine import D3, Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.kernels.blocks import quantize_q5
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_q5
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
+from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, write_student
+from d3engine.model.weights import load_weights
 
 LAYERS, SIZE, TOKENS, HEADS, KV_HEADS = 6, 32, 14, 4, 2
 BLOCK_LAYER, SKIPPED = 2, (3, 4)
@@ -177,7 +180,6 @@ def test_skipped_layers_give_back_their_memory(make_engine: Callable[..., Engine
 
 
 def test_the_file_comes_back_as_it_was_and_others_are_refused(made: Made, tmp_path: Path) -> None:
-    from d3engine.model.config import ModelConfig
 
     config = ModelConfig.from_directory(made.directory)
     found = read_student(made.directory / STUDENT_FILE, config)
@@ -238,6 +240,40 @@ def test_auto_takes_the_certified_student_beside_the_weights(made: Made, make_en
             make_engine(depth="auto")
     finally:
         path.unlink()
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
+def test_rows_of_a_quantized_file_stay_as_they_are_and_answers_are_those_of_all_its_neurons(
+    tmp_path: Path, kind: str
+) -> None:
+    """A student of which every neuron stays, with the file's own down matrix, answers as the model does."""
+    sizes = {**SMALL, "types": (kind,), "intermediate": 64, "layers": 2, "vocab_size": 420}
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes)
+    config = ModelConfig.from_directory(path)
+    weights = load_weights(path, config, dtype=torch.float32, device="cpu")
+    down = weights.layers[1].down
+    assert isinstance(down, torch.Tensor)
+    given = {"device": "cpu", "max_model_len": 64, "activations": "float32"}
+    prompts = [{"prompt_token_ids": [3, 4, 5 + nth]} for nth in range(3)]
+    for neurons, same in ((torch.arange(64), True), (torch.arange(32), False)):
+        own = {NEURONS: neurons, "down": down[:, neurons].contiguous()}
+        write_student(Student(fingerprint(path), 2, 32, (), {1: own}), tmp_path / STUDENT_FILE)
+        with Engine(str(path), **given) as engine:  # type: ignore[arg-type]
+            full, found = (
+                [one.outputs[0].token_ids for one in engine.generate(prompts, asked(policy), use_tqdm=False)]
+                for policy in (FullDepth(), Distilled())
+            )
+            students = engine.executor._students.made()  # type: ignore[attr-defined]
+            held = students[0].model.weights.layers[1]
+            assert engine.stats().eager_steps == 0
+        assert isinstance(held.gate_up, BlockWeight | BlockLanesWeight)
+        assert held.gate_up.type_name == kind
+        assert tuple(held.gate_up.shape) == (2 * neurons.numel(), 32)
+        rows = torch.cat((neurons, neurons + 64))
+        assert torch.equal(held.gate_up.dequantize(torch.float32), weights.layers[1].gate_up[rows])  # type: ignore[index]
+        if same and kind == "Q5_0":  # of another type the down matrix becomes 5 bits too
+            assert found == full
 
 
 def test_five_bits_of_a_matrix_are_ggmls_and_near() -> None:

@@ -32,6 +32,9 @@ from d3engine.research.distillation.passes import AnswerPass, FullAnswer, replac
 SAVE_EVERY = 20
 """Steps from one saved state to the next."""
 
+SLOWER = 10
+"""Adam's rate by the state over that by the distribution."""
+
 CACHE_BYTES = 4 * 2**30
 """Texts at full depth that are kept, at most; others are computed again when they come."""
 
@@ -64,8 +67,8 @@ class Shape:
 class TrainingOptions:
     """`hidden_steps` with the loss of the state, then `steps` with that of the distribution, `texts` a step.
 
-    `rate` is Adam's for the first, a quarter of it for the second; each rises over a twentieth of its steps and falls
-    as a cosine to a tenth. `rows` positions of a text get logits.
+    `rate` is Adam's for the first, a tenth of it for the second; each rises over a twentieth of its steps, or ten, and
+    falls as a cosine to a tenth. `rows` positions of a text get logits.
     """
 
     hidden_steps: int = 0
@@ -201,6 +204,8 @@ class Distillation:
         number, options = self.curve.num_steps, self.options
         rng = random.Random(f"distill-{options.seed}-{number}")
         by_state = number < options.hidden_steps
+        if number == options.hidden_steps:  # the other loss has gradients of another size
+            self._adam.state.clear()
         for group in self._adam.param_groups:
             group["lr"] = self._rate(number)
         self._adam.zero_grad()
@@ -224,8 +229,8 @@ class Distillation:
         options = self.options
         by_state = number < options.hidden_steps
         steps, at = (options.hidden_steps, number) if by_state else (options.steps, number - options.hidden_steps)
-        most = options.rate if by_state else options.rate / 4
-        rising = min(1.0, (at + 1) / max(1, steps // 20))
+        most = options.rate if by_state else options.rate / SLOWER
+        rising = min(1.0, (at + 1) / max(1, min(steps // 4, max(10, steps // 20))))
         return most * rising * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * at / steps)))
 
     def _full(self, text: OwnAnswer) -> FullAnswer:
@@ -289,7 +294,8 @@ class Distillation:
             with torch.no_grad():
                 tensor.copy_(now)
             if moments and self._adam is not None:
-                step = torch.tensor(float(self.curve.num_steps))
+                number, first = self.curve.num_steps, self.options.hidden_steps
+                step = torch.tensor(float(number - first if number > first else number))
                 self._adam.state[tensor] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 
