@@ -364,12 +364,11 @@ def calibrate_command(
         engine = open_engine(model, engine_options, FullDepth())
         params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
         open_bridges(engine, [_as_run(one, choices) for one in _settings(candidates)])
-        saves = _student_saves(engine, given)
         run = [_as_run(one, choices) for one in _settings(candidates)]
         from d3engine.cli.eval import kept_answers
 
         kept = None if answers is None else kept_answers(answers, engine, [FullDepth(), *run])
-        scorer = EngineScorer(engine, params, parts, choices, saves, kept)
+        scorer = EngineScorer(engine, params, parts, choices, kept)
         result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
         ran = {"dtype": str(engine.dtype).removeprefix("torch."), "device": engine.device.type}
         about: Options = {"task": task, "seed": seed, "max_tokens": most, **ran}
@@ -506,16 +505,6 @@ def _measured(report: Path) -> dict[tuple[int, int], float]:
         raise InvalidValueError("--windows-from", str(report), f"{allowed} ({error})") from None
     require(len(found) > 0, "--windows-from", str(report), allowed)
     return found
-
-
-def _student_saves(engine: Any, given: Candidate | None) -> float:
-    """Layers' worth that the narrower layers of a given setting's student save a token."""
-    from d3engine.model.students import read_student
-
-    name = None if given is None else named_student(given.policy)
-    return (
-        0.0 if name is None else read_student(engine.bridges.student_path(name), engine.config).narrower(engine.config)
-    )
 
 
 def _check_windows(choices: Mapping[str, BridgeChoice], candidates: Sequence[Candidate]) -> None:

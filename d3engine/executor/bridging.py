@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.depth import Schedule
+from d3engine.depth import DepthPolicy, Schedule
+from d3engine.depth.policy import named_student
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.interface import ExecutorStats
@@ -120,6 +121,13 @@ class BridgeStore:
     def has_students(self) -> bool:
         """Whether any schedule that was checked named one."""
         return bool(self._students)
+
+    def student_saves(self, policy: DepthPolicy) -> float:
+        """Layers' worth that the narrower layers of a policy's student save a token; 0 without one."""
+        name = named_student(policy)
+        if name is None:
+            return 0.0
+        return (self._students.get(name) or self._read_student(name)).narrower(self._config)
 
     def student_weights(self, name: str, own: LlamaWeights) -> LlamaWeights:
         """A student's weights in the layouts of the model's `own`, for a schedule that was checked."""

@@ -189,6 +189,13 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert described[0]["layers_saved"] == pytest.approx(found["layers_saved"])
     answer = invoke(["generate", "demo", "Question: Tom has 5 pens.", "--depth", policy, "--max-tokens", "8"])
     assert answer.exit_code == 0, answer.stderr
+    scored = invoke(["eval", "demo", "--depth", policy, "--limit", "2", "--max-tokens", "20", "--json"])
+    assert scored.exit_code == 0, scored.stderr
+    (cost,) = json.loads(scored.stdout)["benchmarks"][0]["scores"]
+    tokens = cost["tokens"]
+    wanted = 16 - found["layers_saved"] * (tokens - 2) / tokens  # of each answer the first token is the prompt's
+    assert cost["realised_mean_layers"] == pytest.approx(wanted, abs=1e-6)
+    assert cost["realised_flops_ratio"] > 1.1
     shown = invoke(["depth", "inspect", str(out)])
     assert "skipped: " + ", ".join(skip.split(",")) in shown.stdout
     student = read_student(out, ModelConfig.from_directory(model_directory("demo")))

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import BRIDGES, named_student
+from d3engine.depth.policy import BRIDGES
 from d3engine.research.evaluation.accuracy import measure, wilson_interval
 from d3engine.research.evaluation.report import commonest, right_by_constant, told_answer
 
@@ -80,11 +80,8 @@ class Scorer(Protocol):
 
 
 class EngineScorer:
-    """The engine at a task's questions; `bridges` are those that settings name.
-
-    `student_saves` are the layers' worth that narrower layers of the settings' student save a generated token. What is
-    in `kept` is not asked again.
-    """
+    """The engine at a task's questions; `bridges` are those that settings name, and what is in `kept` is not asked
+    again."""
 
     def __init__(
         self,
@@ -92,14 +89,12 @@ class EngineScorer:
         params: SamplingParams,
         problems: Mapping[Part, Sequence[Question]],
         bridges: Mapping[str, BridgeChoice] | None = None,
-        student_saves: float = 0.0,
         kept: KeptAnswers | None = None,
     ) -> None:
         self._engine = engine
         self._params = params
         self._problems = problems
         self._bridges = bridges or {}
-        self._student_saves = student_saves
         self._kept = kept
 
     @property
@@ -121,11 +116,9 @@ class EngineScorer:
         run = policy if choice is None else choice.policy(policy)
         asked = self._problems[part][first : first + count]
         score = measure(self._engine, asked, run, self._params, kept=self._kept)
-        layers: float = score.work.layers
+        layers: float = score.work.layers - score.work.narrower
         if choice is not None:
             layers += score.work.crossings * choice.share * score.shape.hidden_size**2 / score.shape.layer_parameters
-        if named_student(policy) is not None:  # of each answer the first token is the prompt's
-            layers -= self._student_saves * (score.tokens - len(score.right))
         return Answers(score.right, score.tokens, layers, score.seconds)
 
 

@@ -124,12 +124,18 @@ def measure(
         shape=shape_of(engine.config),
         work=sum((answer.work for answer in answers), Work()),
         unfinished=sum(answer.cut_off for answer in answers),
-        nominal_mean_layers=mean_depth(policy.schedule(num_layers), max_tokens) if is_known else None,
+        nominal_mean_layers=_nominal(engine, policy, max_tokens) if is_known else None,
         seconds=sum(answer.seconds for answer in answers),
         right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
     )
+
+
+def _nominal(engine: Engine, policy: DepthPolicy, max_tokens: int) -> float:
+    """The mean depth over the longest answer, with a narrower layer as the part of a layer that it is."""
+    mean = mean_depth(policy.schedule(engine.config.num_layers), max_tokens)
+    return mean - engine.bridges.student_saves(policy) * (max_tokens - 1) / max_tokens
 
 
 def _ask(
@@ -143,11 +149,12 @@ def _ask(
         one = replace(params, max_tokens=1, min_tokens=0, depth=FullDepth())
         found = engine.generate(prompts[:1], one, use_tqdm=False)[0].num_cached_tokens or 0
     outputs = engine.generate(list(prompts), params, use_tqdm=progress)
+    saves = engine.bridges.student_saves(params.depth)
     seconds = time.perf_counter() - began
     answers = [
         Answer(
             text=output.outputs[0].text,
-            work=work_of(output, params.depth, engine.config.num_layers),
+            work=_narrower(work_of(output, params.depth, engine.config.num_layers), saves),
             cut_off=output.outputs[0].finish_reason == "length",
             prompt_tokens=len(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
@@ -156,6 +163,11 @@ def _ask(
         for output in outputs
     ]
     return answers if found is None else [replace(answers[0], cached_tokens=found), *answers[1:]]
+
+
+def _narrower(work: Work, saves: float) -> Work:
+    """The work of an answer of which all tokens but the first, which the prompt yields, saved so many layers' worth."""
+    return work if not saves else replace(work, narrower=saves * (work.tokens - 1))
 
 
 def _complete(
