@@ -127,9 +127,9 @@ class TextOptions:
         from d3engine.research.bridges.texts import parted, shuffled
 
         if self.answers is not None:
-            first, other = (self._kept_answers(engine, held_out) for held_out in (False, True))
-            picked = shuffled(first, self.texts, seed), shuffled(other, self.held_out_texts, seed + 1)
-            return [self._answer(one) for one in picked[0]], [self._answer(one) for one in picked[1]]
+            kept = shuffled(self._kept_answers(engine, False), self.texts, seed)
+            judged = shuffled(self._kept_answers(engine, True), self.held_out_texts, seed + 1)
+            return [self._answer(one) for one in kept], [self._answer(one) for one in judged]
         found = self._found(engine, 2 * seed, self.texts + (0 if self.held_out else self.held_out_texts))
         first, other = parted(found) if self.held_out is None else (found, self._lines(engine, self.held_out))
         picked = shuffled(first, self.texts, seed), shuffled(other, self.held_out_texts, seed + 1)
