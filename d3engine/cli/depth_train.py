@@ -131,6 +131,10 @@ def train_command(
     narrowed: Annotated[
         str | None, typer.Option("--narrowed", metavar="A:B", help="The layers that --width narrows (all).")
     ] = None,
+    begin: Annotated[
+        Path | None,
+        typer.Option("--begin", metavar="FILE", help="Or a student to train further, such as on more answers."),
+    ] = None,
     refit_texts: Annotated[int, typer.Option("--refit-texts", help="Answers that order and refit neurons.")] = 48,
     hidden_steps: Annotated[
         int, typer.Option("--hidden-steps", help="Steps by the hidden state behind the window, which are quick.")
@@ -172,7 +176,11 @@ def train_command(
         require_integer(flag, value, least)
     for flag, value in (("--rows", rows), ("--judge-every", judge_every), ("--refit-texts", refit_texts)):
         require_integer(flag, value, 1)
-    require(window is not None or width is not None, "--window", NOTHING, "given, or --width, or both")
+    if begin is not None:
+        for flag, value in (("--window", window), ("--width", width)):
+            require(value is None, flag, value, "absent beside --begin, whose layers are trained further")
+    else:
+        require(window is not None or width is not None, "--window", NOTHING, "given, or --width, or both")
     require(width is not None or narrowed is None, "--narrowed", narrowed, "absent without --width")
     if width is not None:
         require_number("--width", width, 0, 1, open_low=True)
@@ -182,11 +190,14 @@ def train_command(
     options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens)
     run, fingerprint = _open(directory, threads, dtype)
     own, held_out = _read(answers, fingerprint, held_out_texts)
-    shape = _shape(run, window, keep, width, narrowed, own[:refit_texts])
+    if begin is None:
+        shape = _shape(run, window, keep, width, narrowed, own[:refit_texts])
+    else:
+        shape = _shape_of(run, begin, fingerprint)
     training = Distillation(run, shape, options)
     _tell(training, own, held_out[:curve_texts])
     state = target.with_name(f"{target.name}.part")
-    key = _key(fingerprint, shape, options, own)
+    key = _key(fingerprint, shape, options, own, begin)
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with progress_bar("train", "step", options.all_steps) as bar:
         begun, first = time.monotonic(), -1
@@ -438,12 +449,36 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
     return out if out is not None else beside(directory, STUDENT_FILE)
 
 
-def _key(fingerprint: str, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer]) -> str:
+def _shape_of(run: AnswerPass, begin: Path, fingerprint: str) -> Shape:
+    """A student of a file, to be trained further."""
+    from d3engine.model.students import NEURONS, read_student
+    from d3engine.research.distillation.training import Shape
+
+    student = read_student(begin, run.config)
+    require(student.fingerprint == fingerprint, "--begin", str(begin), "a student of these weights")
+    start = {
+        layer: {name: t if name == NEURONS else t.float() for name, t in own.items()}
+        for layer, own in student.layers.items()
+    }
+    return Shape(student.skip_layers, start)
+
+
+def _key(fingerprint: str, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer], begin: Path | None) -> str:
     """By which a saved state is known to be of this very run."""
+    from hashlib import sha256
+
     from d3engine.research.bridges.fitting import text_hash
 
     sizes = {layer: {name: list(t.shape) for name, t in named.items()} for layer, named in shape.start.items()}
-    said = [fingerprint, list(shape.skip_layers), sizes, vars(options), text_hash([one.token_ids for one in own])]
+    begun = None if begin is None else sha256(begin.read_bytes()).hexdigest()
+    said = [
+        fingerprint,
+        begun,
+        list(shape.skip_layers),
+        sizes,
+        vars(options),
+        text_hash([one.token_ids for one in own]),
+    ]
     return json.dumps(said, sort_keys=True)
 
 

@@ -196,6 +196,12 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     wanted = 16 - found["layers_saved"] * (tokens - 2) / tokens  # of each answer the first token is the prompt's
     assert cost["realised_mean_layers"] == pytest.approx(wanted, abs=1e-6)
     assert cost["realised_flops_ratio"] > 1.1
+    further = ["depth", "train", "demo", "--answers", str(answers), "--begin", str(out), "--steps", "2"]
+    again = invoke([*further, "--out", str(tmp_path / "more.safetensors"), "--json"])
+    assert again.exit_code == 0, again.stderr
+    more = json.loads(again.stdout)
+    assert (more["skip_layers"], more["own_layers"]) == (found["skip_layers"], found["own_layers"])
+    assert more["curve"][0]["kl"] == pytest.approx(found["curve"][-1]["kl"], rel=0.05)  # what the file rounds
     shown = invoke(["depth", "inspect", str(out)])
     assert "skipped: " + ", ".join(skip.split(",")) in shown.stdout
     student = read_student(out, ModelConfig.from_directory(model_directory("demo")))
@@ -225,6 +231,7 @@ def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path
         (["--width", "0"], "--width"),
         (["--window", "3:6", "--keep", "7"], "layers of 3 to 5"),
         (["--window", "3:6", "--dtype", "int8"], "--dtype"),
+        (["--window", "3:6", "--begin", "s"], "absent beside --begin"),
         (["--window", "3:6", "--narrowed", "1:2"], "absent without --width"),
     ):
         result = invoke([*base, *words])
