@@ -177,8 +177,8 @@ def train_command(
     for flag, value in (("--rows", rows), ("--judge-every", judge_every), ("--refit-texts", refit_texts)):
         require_integer(flag, value, 1)
     if begin is not None:
-        for flag, value in (("--window", window), ("--width", width)):
-            require(value is None, flag, value, "absent beside --begin, whose layers are trained further")
+        for flag, given in (("--window", window), ("--width", width)):
+            require(given is None, flag, given, "absent beside --begin, whose layers are trained further")
     else:
         require(window is not None or width is not None, "--window", NOTHING, "given, or --width, or both")
     require(width is not None or narrowed is None, "--narrowed", narrowed, "absent without --width")
