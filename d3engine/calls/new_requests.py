@@ -118,6 +118,8 @@ class NewRequests:
             require(self._adapters is not None, "lora_request", lora_request, "None, since nobody here has any")
             assert self._adapters is not None
             adapter = self._adapters.of_request(lora_request)
+            without = "None beside a student, whose layers an adapter was not trained for"
+            require(schedule.student is None, "lora_request", lora_request, without)
         return EngineRequest(
             request_id=request_id,
             prompt=text,
