@@ -46,6 +46,7 @@ _PUBLIC = {
     "UnifiedSkip": "d3engine.depth",
     "EvenSkip": "d3engine.depth",
     "FixedSkip": "d3engine.depth",
+    "Distilled": "d3engine.depth",
     "TailSkip": "d3engine.depth",
     "EarlyExit": "d3engine.depth",
     "LayerTable": "d3engine.depth",
@@ -72,6 +73,7 @@ __all__ = ["__version__", *_PUBLIC]
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine as AsyncEngine
     from d3engine.depth import D3 as D3
+    from d3engine.depth import Distilled as Distilled
     from d3engine.depth import DraftAndVerify as DraftAndVerify
     from d3engine.depth import EarlyExit as EarlyExit
     from d3engine.depth import EvenSkip as EvenSkip

@@ -146,7 +146,8 @@ class ExecutorCapabilities:
     logits in one run. `drafts` says whether the steps may be those of drafts: it keeps their hidden states then.
     `bridges` says whether rows may cross by maps the layers that they leave out. `openings` says whether a run may
     follow a step of prompts without the host. `text_drafts` says whether the drafts of such steps may also be those of
-    a second model and of lookups: sequences that draft so then draft nowhere else.
+    a second model and of lookups: sequences that draft so then draft nowhere else. `students` says whether all rows may
+    run the weights of one student.
     """
 
     choice: SamplingMode = SamplingMode.PENALISE
@@ -155,6 +156,7 @@ class ExecutorCapabilities:
     bridges: bool = False
     openings: bool = False
     text_drafts: bool = False
+    students: bool = False
 
 
 @dataclass(frozen=True, slots=True)

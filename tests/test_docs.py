@@ -161,11 +161,11 @@ KEEPS_ANSWERS = ("auto", "full", "lossless", "self-speculative", "draft-and-veri
 
 @pytest.mark.parametrize("line", [one for one in sorted(set(commands("d3engine"))) if one.split()[1] in RUNS_A_MODEL])
 def test_a_command_of_the_pages_skips_layers_of_no_model_but_the_bundled_one(line: str) -> None:
-    """Whoever tries it on a model of their own gets that model's answers; bridges are fitted to their model."""
+    """Whoever tries it on a model of their own gets that model's answers; bridges and students are made for a model."""
     words = shlex.split(line, comments=True)
     depth = words[words.index("--depth") + 1] if "--depth" in words else "auto"
     is_bundled = not any(word in FETCHED or "path/to" in word or "owner/" in word for word in words)
-    assert is_bundled or depth.split()[0] in KEEPS_ANSWERS or "bridges=" in depth
+    assert is_bundled or depth.split()[0] in KEEPS_ANSWERS or "bridges=" in depth or "distilled" in depth
 
 
 def test_the_python_of_pages_and_examples_skips_layers_of_no_model_but_the_bundled_one() -> None:

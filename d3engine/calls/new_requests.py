@@ -118,6 +118,8 @@ class NewRequests:
             require(self._adapters is not None, "lora_request", lora_request, "None, since nobody here has any")
             assert self._adapters is not None
             adapter = self._adapters.of_request(lora_request)
+            without = "None beside a student, whose layers an adapter was not trained for"
+            require(schedule.student is None, "lora_request", lora_request, without)
         return EngineRequest(
             request_id=request_id,
             prompt=text,
@@ -203,8 +205,11 @@ def _fit(
     model = None if own_rule is None else own_rule.model
     loaded = f"the engine's own draft model, {model!r} (Engine(depth=Speculative(draft_model)) loads it)"
     require(rule is None or rule.model in (None, model), "draft_model", rule and rule.model, loaded)
+    if rule is not None and rule.schedule is not None:
+        student = rule.schedule.student
+        require(student is None, "student", student, "absent in a draft, whose layers are the model's own")
     for skipping in (schedule, None if rule is None else rule.schedule):
-        if skipping is not None and skipping.bridges is not None:
+        if skipping is not None and (skipping.bridges is not None or skipping.student is not None):
             require(bridges is not None, "bridges", skipping.bridges, "absent, since nobody here has any")
             assert bridges is not None
             bridges.check(skipping)

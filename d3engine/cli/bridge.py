@@ -19,6 +19,7 @@ from d3engine.cli.bridge_texts import (
     HeldOutFile,
     HeldOutTexts,
     MaxTokens,
+    OwnAnswers,
     Prompts,
     PromptTokens,
     Task,
@@ -30,7 +31,7 @@ from d3engine.cli.bridge_texts import (
     progress_bar,
     write_own_bridges,
 )
-from d3engine.cli.commands import check_output, new_app, note, printing_last, write_output
+from d3engine.cli.commands import ExitCode, check_output, new_app, note, printing_last, write_output
 from d3engine.cli.depth_options import number
 from d3engine.cli.engine_options import Model, Options, engine_arguments, model_directory, takes_engine
 from d3engine.depth.schedule import exact_fraction
@@ -159,6 +160,10 @@ app = new_app(help="Fit affine maps that stand in for skipped layers, and inspec
 CHOOSING_EVERY = 5
 """The same of that file's: fewer texts cannot be fitted on."""
 
+SHRINK_TEXTS = 6
+ENOUGH_TO_SHRINK = 40
+"""Texts to fit on of which the last `SHRINK_TEXTS` say how far maps are shrunk, and are not fitted on."""
+
 app.command("chats")(chats_command)
 app.command("nest")(nest_command)
 app.command("tune")(tune_command)
@@ -181,6 +186,7 @@ def fit_command(
     text: Text = None,
     task: Task = None,
     prompts: Prompts = None,
+    answers: OwnAnswers = None,
     data: Data = None,
     held_out: HeldOutFile = None,
     starts: Starts = None,
@@ -196,6 +202,12 @@ def fit_command(
     bridge_dtype: Annotated[
         BridgeDtype, typer.Option("--bridge-dtype", help="What the maps are written in.")
     ] = BridgeDtype.float32,
+    even_if_worse: Annotated[
+        bool,
+        typer.Option(
+            "--even-if-worse", help="Write maps too that held-out text says are worse than leaving layers out."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="The file to write (bridges.safetensors beside the weights).")
     ] = None,
@@ -203,6 +215,10 @@ def fit_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
     """Fit a bridge for every window from a start, in one pass over a text, and measure all of them on held-out text.
+
+    Of the model's own answers the generated positions count. Of many texts a few say how far each map is shrunk
+    towards a state that passes as it is. A map that is worse than none on held-out text is not written; exit code 3
+    says that no map was.
 
     A fit that was cut off goes on where its saved state (OUT.part) ends.
     """
@@ -216,25 +232,50 @@ def fit_command(
         check_picture("--png", png)
     reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
     asked = TextOptions(
-        text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens, held_out, held_out_texts
+        text or [],
+        task,
+        prompts,
+        data,
+        texts,
+        text_tokens,
+        prompt_tokens,
+        max_tokens,
+        held_out,
+        held_out_texts,
+        answers,
     )
+    require(answers is None or held_out is None, "--held-out", held_out, "absent beside --answers, which has its own")
     asked.check(fewest=CHOOSING_EVERY)
 
-    from d3engine.research.bridges.fitting import Fit, measure_held_out
+    from d3engine.research.bridges.fitting import Fit, measure_held_out, shrink
 
     engine, passage = open_passage(model, engine_options)
     size = engine.config.hidden_size
     require(rank is None or 1 <= rank < size, "--rank", rank, f"an integer from 1 to {size - 1}")
     seed = engine_options.get("seed", 0)
     readings, judge_on = asked.read(engine, seed)
+    shrink_on = readings[-SHRINK_TEXTS:] if len(readings) >= ENOUGH_TO_SHRINK else []
+    readings = readings[: len(readings) - len(shrink_on)]
     fit_on = [one.token_ids for one in readings]
+    firsts = [one.prompt_length for one in readings] if asked.are_answers else None
     about = {"source": asked.source, "seed": seed}
     fit = Fit(passage, wanted)
     state = target.with_name(f"{target.name}.part")
     with progress_bar("fit", "text", len(fit_on)) as bar:
-        fit.gather_all(fit_on, state, _key(directory, wanted, fit_on), lambda: bar.update() and None)
+        key = _key(directory, wanted, fit_on)
+        fit.gather_all(fit_on, state, key, lambda: bar.update() and None, firsts)
     found = fit.solve(rank)
-    bridges = _bridges(engine, found, fit, fit_on, about)
+    shares: dict[str, float] = {}
+    if shrink_on:
+        measured = [one for one in found if one.bridge.window in reported]
+        with progress_bar("shrink", "text", len(shrink_on)) as bar:
+            shrunk = {
+                one.bridge.window: (one, share)
+                for one, share in shrink(passage, measured, shrink_on, lambda: bar.update() and None)
+            }
+        found = [shrunk[one.bridge.window][0] if one.bridge.window in shrunk else one for one in found]
+        shares = {f"{first}:{stop}": share for (first, stop), (_, share) in shrunk.items()}
+    bridges = _bridges(engine, found, fit, fit_on, {**about, "shrunk": shares})
     with progress_bar("held out", "text", len(judge_on)) as bar:
         result = measure_held_out(
             passage,
@@ -242,13 +283,20 @@ def fit_command(
             judge_on,
             lambda: bar.update() and None,
         )
-    with printing_last(partial(_show, result, found, target, as_json)):
-        _write(bridges, result, bridge_dtype.value, target)
+    bridges, worse = _without_worse(bridges, result, even_if_worse)
+    with printing_last(partial(_show, result, found, target if bridges.by_window else None, as_json)):
+        if worse:
+            shown = ", ".join(f"[{first}, {stop})" for first, stop in worse)
+            note(f"not written, since held-out text says that leaving the layers out costs no more: {shown}")
+        if bridges.by_window:
+            _write(bridges, result, bridge_dtype.value, target)
         state.unlink(missing_ok=True)
         if png is not None:
             from d3engine.research.bridges.nesting import plot_held_out
 
             plot_held_out(result, png, f"{Path(model).name}: windows skipped and bridged")
+    if not bridges.by_window:
+        raise typer.Exit(ExitCode.NO_SAFE_SETTING)
 
 
 @app.command("inspect")
@@ -331,6 +379,15 @@ def _bridges(
     )
 
 
+def _without_worse(bridges: Bridges, result: HeldOut, even_if_worse: bool) -> tuple[Bridges, list[Window]]:
+    """The bridges without those that are worse than none on held-out text, and the windows of these."""
+    from dataclasses import replace
+
+    worse = [] if even_if_worse or not result.num_texts else result.worse_than_none()
+    kept = {window: one for window, one in bridges.by_window.items() if window not in worse}
+    return replace(bridges, by_window=kept), worse
+
+
 # -- what is said ----------------------------------------------------------------------------------------------
 
 
@@ -346,12 +403,12 @@ def _write(bridges: Bridges, result: HeldOut, dtype: str, target: Path) -> None:
     note(f"{len(bridges.by_window)} bridges written to {target}")
 
 
-def _show(result: HeldOut, found: Sequence[Fitted], target: Path, as_json: bool) -> None:
+def _show(result: HeldOut, found: Sequence[Fitted], target: Path | None, as_json: bool) -> None:
     if as_json:
         fits = [
             {"window": list(one.bridge.window), "ridge": one.ridge, "unexplained": one.unexplained} for one in found
         ]
-        typer.echo(json.dumps({"out": str(target), "fits": fits, "held_out": result.as_dict()}, indent=2))
+        typer.echo(json.dumps({"out": target and str(target), "fits": fits, "held_out": result.as_dict()}, indent=2))
         return
     from d3engine.cli.terminal import print_table
 

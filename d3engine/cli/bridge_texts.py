@@ -51,6 +51,9 @@ Task: TypeAlias = Annotated[
 Prompts: TypeAlias = Annotated[
     Path | None, typer.Option("--prompts", help="Or its answers to these, a line each, asked by its chat template.")
 ]
+OwnAnswers: TypeAlias = Annotated[
+    Path | None, typer.Option("--answers", help="Or a file of d3engine depth answers, with what it holds out.")
+]
 MaxTokens: TypeAlias = Annotated[
     int, typer.Option("--max-tokens", help="Tokens of an answer at most, to --prompts or of --task chat.")
 ]
@@ -89,11 +92,18 @@ class TextOptions:
     max_tokens: int
     held_out: Path | None = None
     held_out_texts: int = 1
+    answers: Path | None = None
 
     @property
     def source(self) -> str | list[str]:
         """Where the texts are from, for people."""
-        return self.task or [path.name for path in (*self.files, *([self.prompts] if self.prompts else []))]
+        return self.task or [path.name for path in (*self.files, self.prompts, self.answers) if path is not None]
+
+    @property
+    def are_answers(self) -> bool:
+        """Whether they are the model's own answers, whose generated positions alone are to be learnt from."""
+        asked = self.task is not None or self.prompts is not None or self.answers is not None
+        return asked and self.prompt_tokens is None
 
     @property
     def are_chats(self) -> bool:
@@ -107,7 +117,7 @@ class TextOptions:
         require_integer("--max-tokens", self.max_tokens, 2)
         fewest_tokens = 2 + require_integer("--prompt-tokens", self._prompt_tokens, 1)
         require_integer("--text-tokens", self.text_tokens, fewest_tokens)
-        sources = bool(self.files) + (self.task is not None) + (self.prompts is not None)
+        sources = bool(self.files) + sum(one is not None for one in (self.task, self.prompts, self.answers))
         require(sources == 1, "--text", NOTHING, "given, or --task or --prompts in its place")
         reads_files = self.task not in (None, CHAT)
         require(reads_files or self.data is None, "--data", self.data, "absent without a --task of its files")
@@ -116,6 +126,10 @@ class TextOptions:
         """The texts, and others to measure on."""
         from d3engine.research.bridges.texts import parted, shuffled
 
+        if self.answers is not None:
+            kept = shuffled(self._kept_answers(engine, False), self.texts, seed)
+            judged = shuffled(self._kept_answers(engine, True), self.held_out_texts, seed + 1)
+            return [self._answer(one) for one in kept], [self._answer(one) for one in judged]
         found = self._found(engine, 2 * seed, self.texts + (0 if self.held_out else self.held_out_texts))
         first, other = parted(found) if self.held_out is None else (found, self._lines(engine, self.held_out))
         picked = shuffled(first, self.texts, seed), shuffled(other, self.held_out_texts, seed + 1)
@@ -141,6 +155,17 @@ class TextOptions:
             assert self.task is not None
             answers = _own_answers(engine, self.task, self.data, seed // 2, self.text_tokens, count)
         return [partial(self._answer, one) for one in answers]
+
+    def _kept_answers(self, engine: Engine, held_out: bool) -> list[Reading]:
+        """Those of a file of `d3engine depth answers` that belong to one part."""
+        from d3engine.model.expected_tensors import fingerprint
+        from d3engine.research.bridges.judging import Reading
+        from d3engine.research.distillation.corpus import read_corpus
+
+        assert self.answers is not None
+        found = [one for one in read_corpus(self.answers, fingerprint(engine.directory)) if one.held_out is held_out]
+        require(len(found) > 0, "--answers", str(self.answers), "a file with answers to train on, and held out")
+        return [Reading([*one.prompt_ids, *one.token_ids][: self.text_tokens], len(one.prompt_ids)) for one in found]
 
     def _answer(self, answer: Reading) -> Reading:
         return answer if self.prompt_tokens is None else replace(answer, prompt_length=self.prompt_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, measures_depths, new_app, note
+from d3engine.cli.commands import ExitCode, check_output, measures_depths, new_app, note
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
-from d3engine.depth import D3, FullDepth
-from d3engine.depth.policy import POLICY_FILE
+from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested
+from d3engine.depth.labels import policy_in_words
+from d3engine.depth.policy import BRIDGES, POLICY_FILE, named_student
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.files import beside
+from d3engine.files import UnreadableFileError, beside, read_text
+from d3engine.files import as_json as as_json_text
 from d3engine.model.config import ModelConfig
 from d3engine.progress import bar_columns, hides_bars
 from d3engine.research.calibration.outcome import Outcome, outcome, reason
@@ -28,6 +31,7 @@ from d3engine.research.calibration.search import (
     PAPER_ALPHAS,
     STARTS,
     USUAL_CERTIFICATION,
+    WIDTHS,
     Calibration,
     Candidate,
     Check,
@@ -40,6 +44,7 @@ from d3engine.research.calibration.search import (
     make_candidates,
     plan_budget,
     plan_check,
+    window_candidates,
 )
 from d3engine.research.calibration.statistics import FLOOR, Tolerance
 from d3engine.research.evaluation.accuracy import wilson_interval
@@ -50,8 +55,10 @@ if TYPE_CHECKING:
     from d3engine.research.calibration.search import Budget
 
 
-def setting(policy: D3) -> str:
-    """A setting in words: "alpha 0.9, start 0.7"."""
+def setting(policy: DepthPolicy) -> str:
+    """A setting in words: "alpha 0.9, start 0.7"; of other policies than D3 with its name."""
+    if not isinstance(policy, D3):
+        return policy_in_words(policy)
     tail = f", tail {policy.tail}" if policy.tail else ""
     return f"alpha {policy.alpha:g}, start {policy.start}{tail}" + (f", {policy.bridges}" if policy.bridges else "")
 
@@ -62,7 +69,7 @@ def grid(result: Calibration, tail: int, bridges: str | None = None) -> tuple[li
         (p.alpha, float(p.start)): t
         for t in result.trials
         for p in t.candidate.alike
-        if (p.tail, p.bridges) == (tail, bridges)
+        if isinstance(p, D3) and (p.tail, p.bridges) == (tail, bridges)
     }
     starts = sorted({start for _, start in cells})
     rows = []
@@ -75,7 +82,8 @@ def grid(result: Calibration, tail: int, bridges: str | None = None) -> tuple[li
 def _cell(trial: Trial | None, place: tuple[float, float]) -> str:
     if trial is None:
         return "-"
-    tried = (trial.policy.alpha, float(trial.policy.start))
+    own = trial.policy
+    tried = (own.alpha, float(own.start)) if isinstance(own, D3) else None
     mark = {Fate.CHOSEN: " *", Fate.CERTIFIED: " +", Fate.FAILED: " x"}.get(trial.fate, "") if tried == place else " ="
     return f"{100 * trial.screened.exact_match:.1f} / {trial.screened.mean_layers:.1f}{mark}"
 
@@ -105,6 +113,10 @@ def _show_tables(result: Calibration, full: Answers) -> None:
         words = (f", tail {tail}" if tail else "") + (f", bridged by {bridges}" if bridges else "")
         print_table(title + words, *grid(result, tail, bridges))
         sys.stdout.flush()
+    fixed = [_fixed_row(trial) for trial in result.trials if not isinstance(trial.policy, D3)]
+    if fixed:
+        header = ("setting", "layers", "exact match", "problems", "")
+        print_table("Screening: fixed windows, those that promise most first", header, fixed)
     answered = f"{min(rounds)} to {max(rounds)} problems, more the further it came"
     typer.echo(
         f"Full depth: {100 * full.exact_match:.1f} / {result.num_layers}. "
@@ -124,6 +136,12 @@ def _show_certificates(result: Calibration) -> None:
     problems = result.budget.certification
     print_table(f"Certificates on {problems} problems of the test split, the slowest setting first", header, rows)
     typer.echo(f"p: of the hypothesis that {result.tolerance} or more are lost.\n")
+
+
+def _fixed_row(trial: Trial) -> tuple[str, ...]:
+    answers = trial.screened
+    cells = (f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}", f"{len(answers.right)}", trial.fate.value)
+    return (setting(trial.policy), *cells)
 
 
 def _speed_row(trial: Trial) -> tuple[str, ...]:
@@ -163,6 +181,7 @@ class GridName(StrEnum):
 
     ours = "ours"
     paper = "paper"
+    windows = "windows"
 
 
 EXIT_CODES = {
@@ -191,6 +210,17 @@ def calibrate_command(
     ] = None,
     num_fewshot: Annotated[
         int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask a chat model in its own form, as d3engine eval has it; with --data.")
+    ] = False,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            "--answers",
+            help="Keep every answer in this file, and ask only what is not in it: so a calibration can be ended and "
+            "begun again.",
+        ),
     ] = None,
     tolerance: Annotated[
         str,
@@ -235,11 +265,28 @@ def calibrate_command(
         typer.Option("--bridge-rank", metavar="R", help="Also try their maps cut to this rank; may be repeated."),
     ] = None,
     grid: Annotated[
-        GridName, typer.Option("--grid", help="Which settings without --start and --alpha: ours, or the paper's 28.")
+        GridName,
+        typer.Option(
+            "--grid",
+            help="Which settings without --start and --alpha: ours, which has fixed windows of low layers too; these "
+            "windows alone; or the paper's 28.",
+        ),
     ] = GridName.ours,
+    widths: Annotated[
+        list[int] | None,
+        typer.Option("--window-width", metavar="N", help="Layers of a fixed window; may be repeated (1, 2, 3, 4, 6)."),
+    ] = None,
+    windows_from: Annotated[
+        Path | None,
+        typer.Option("--windows-from", metavar="REPORT", help="Of d3engine depth measure: its best windows are tried."),
+    ] = None,
     check: Annotated[
         str | None,
-        typer.Option("--check", help='Certify this setting alone, such as "d3 alpha=A start=S", and search none.'),
+        typer.Option(
+            "--check",
+            help='Certify this setting alone, "d3 alpha=A start=S" or "distilled skip-layers=5-9 student=FILE" say, '
+            "and search none.",
+        ),
     ] = None,
     draft: Annotated[
         int | None,
@@ -267,6 +314,7 @@ def calibrate_command(
     directory = model_directory(model)
     target = _target(model, directory, out)
     _check_plot(plot)
+    check_output("--answers", answers)
     seed = engine_options.get("seed", 0)
     measures_depths()
 
@@ -277,9 +325,9 @@ def calibrate_command(
     from d3engine.research.calibration.tasks import calibration_task
     from d3engine.research.evaluation.baselines import open_bridges
 
-    asked = calibration_task(task, data, seed=seed, shots=num_fewshot)
+    asked = calibration_task(task, data, seed=seed, shots=num_fewshot, chat=chat)
     grids: Options = {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
-    grids |= {"--bridges": bridges, "--bridge-rank": ranks}
+    grids |= {"--bridges": bridges, "--bridge-rank": ranks, "--window-width": widths, "--windows-from": windows_from}
     if draft is not None:
         grids = {"--check": check, **grids}
         wanted: Options = {"trials": draft, "score": draft_by, "limit": limit, "max_tokens": max_tokens}
@@ -294,9 +342,16 @@ def calibrate_command(
         check_target(choices, target.with_name(BRIDGES_FILE))
         usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
         held = {choice.name: choice.windows for choice in choices.values()}
-        candidates = (
-            [given] if given else make_candidates(layers, most, starts or STARTS, alphas or usual, tails or (0,), held)
-        )
+        candidates = [given] if given else []
+        if not given and grid is not GridName.windows:
+            candidates = make_candidates(layers, most, starts or STARTS, alphas or usual, tails or (0,), held)
+        has_windows = grid is GridName.windows or (grid is GridName.ours and not (starts or alphas or tails))
+        asks_windows = bool(widths) or windows_from is not None
+        require(has_windows or not asks_windows, "--window-width", widths, "absent beside --start, --alpha and --tail")
+        if not given and has_windows:
+            known = None if windows_from is None else _measured(windows_from)
+            usual_widths = [one for one in WIDTHS if one < layers]
+            candidates += window_candidates(layers, widths or usual_widths, known, held)
         skips = "such that a setting skips something"
         require(len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), skips)
         _check_windows(choices, candidates)
@@ -308,17 +363,22 @@ def calibrate_command(
         _tell_plan(plan, accepted, len(candidates))
         engine = open_engine(model, engine_options, FullDepth())
         params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
-        open_bridges(engine, [choices[one.bridges].policy(one) for one in _settings(candidates) if one.bridges])
-        scorer = EngineScorer(engine, params, parts, choices)
+        open_bridges(engine, [_as_run(one, choices) for one in _settings(candidates)])
+        run = [_as_run(one, choices) for one in _settings(candidates)]
+        from d3engine.cli.eval import kept_answers
+
+        kept = None if answers is None else kept_answers(answers, engine, [FullDepth(), *run])
+        scorer = EngineScorer(engine, params, parts, choices, kept)
         result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
         ran = {"dtype": str(engine.dtype).removeprefix("torch."), "device": engine.device.type}
         about: Options = {"task": task, "seed": seed, "max_tokens": most, **ran}
         about |= {} if num_fewshot is None else {"shots": num_fewshot}
+        about |= {"chat": True} if chat else {}
         report = _report(result, {"model": model, "fingerprint": name, **about})
         # First of all, so that nothing after it can lose the work, and while the maps that were cut are there.
         if result.chosen is not None:
             try:
-                _write(result, choices, about, name, target)
+                _write(result, choices, about, name, target, engine)
             except InvalidValueError:
                 typer.echo(json.dumps({**report, "written": None}, indent=2))  # all that is left of the work
                 raise
@@ -393,9 +453,10 @@ def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: 
     for flag, value in others.items():
         require(value is None or value == [], flag, value, "absent beside --check, which tries one setting")
     policy = parse_depth(words, "--check")
-    if not isinstance(policy, D3):
-        raise InvalidValueError("--check", words, 'a setting of d3, such as "d3 alpha=A start=S"')
-    skips = policy.schedule(num_layers).first_skipping_step < max_tokens
+    if not isinstance(policy, D3 | FixedSkip | Nested | Distilled):
+        allowed = 'a setting of d3, fixed, nested or distilled, such as "d3 alpha=A start=S"'
+        raise InvalidValueError("--check", words, allowed)
+    skips = policy.schedule(num_layers).first_skipping_step < max_tokens or isinstance(policy, Distilled)
     require(skips, "--check", words, f"a setting that skips something within {max_tokens} tokens")
     return Candidate(policy, (policy,))
 
@@ -410,8 +471,9 @@ def _bridge_choices(
 ) -> Mapping[str, BridgeChoice]:
     """What --bridges names, or the setting of --check; cut maps are written into `cut_to`."""
     require(bool(files) or not ranks, "--bridge-rank", ranks, "given beside --bridges, whose maps it cuts")
-    if given is not None and given.policy.bridges is not None:
-        files = [given.policy.bridges]
+    own = None if given is None else getattr(given.policy, BRIDGES, None)
+    if own is not None:
+        files = [own]
     if not files:
         return {}
     from d3engine.research.calibration.bridge_choices import bridge_choices
@@ -420,26 +482,54 @@ def _bridge_choices(
     return bridge_choices(files, ranks or (), directory, weights, cut_to)
 
 
-def _settings(candidates: Sequence[Candidate]) -> list[D3]:
+def _settings(candidates: Sequence[Candidate]) -> list[DepthPolicy]:
     return [one.policy for one in candidates]
+
+
+def _as_run(policy: DepthPolicy, choices: Mapping[str, BridgeChoice]) -> DepthPolicy:
+    """A setting with the file of the bridges that it names."""
+    bridges = getattr(policy, BRIDGES, None)
+    return policy if bridges is None else choices[bridges].policy(policy)
+
+
+def _measured(report: Path) -> dict[tuple[int, int], float]:
+    """The windows of a report of `d3engine depth measure --windows`, with the KL divergence that each costs."""
+    allowed = "a JSON report of d3engine depth measure --windows N"
+    found: dict[tuple[int, int], float] = {}
+    try:
+        for one in as_json_text(read_text(report), report)["policies"]:
+            match = re.fullmatch(r"\[(\d+), (\d+)\)", one["policy"])
+            if match:
+                found[int(match[1]), int(match[2])] = float(one["all"]["kl"])
+    except (UnreadableFileError, ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError("--windows-from", str(report), f"{allowed} ({error})") from None
+    require(len(found) > 0, "--windows-from", str(report), allowed)
+    return found
 
 
 def _check_windows(choices: Mapping[str, BridgeChoice], candidates: Sequence[Candidate]) -> None:
     """That each choice serves some setting; those that it does not serve are tried without it."""
     for choice in choices.values():
-        served = sum(policy.bridges == choice.name for policy in _settings(candidates))
+        served = sum(getattr(policy, BRIDGES, None) == choice.name for policy in _settings(candidates))
         require(served > 0, "--bridges", choice.name, "a file with all windows of at least one setting that is tried")
 
 
-def _write(result: Any, choices: Mapping[str, BridgeChoice], about: Options, weights: str, target: Path) -> None:
-    """Write the setting that was chosen to `target`, and the bridges that it crosses by beside it."""
+def _write(
+    result: Any, choices: Mapping[str, BridgeChoice], about: Options, weights: str, target: Path, engine: Any
+) -> None:
+    """Write the setting that was chosen to `target`, and its bridges or its student beside it."""
     from d3engine.model.bridges import BRIDGES_FILE
-    from d3engine.research.calibration.bridge_choices import write_chosen
+    from d3engine.model.students import STUDENT_FILE
+    from d3engine.research.calibration.bridge_choices import write_chosen, write_copy
     from d3engine.research.calibration.report import policy_file, write_policy_file
 
-    crossed = choices.get(result.chosen.bridges or "")
+    crossed = choices.get(getattr(result.chosen, BRIDGES, None) or "")
     bridges = None if crossed is None else write_chosen(crossed, target.with_name(BRIDGES_FILE))
-    write_policy_file(policy_file(result, about, weights, bridges), target)
+    name = named_student(result.chosen)
+    student = None
+    if name is not None:
+        student = write_copy(engine.bridges.student_path(name), target.with_name(STUDENT_FILE), name)
+    write_policy_file(policy_file(result, about, weights, bridges, student), target)
 
 
 def _search(

@@ -402,6 +402,7 @@ COMMANDS = {
     "eval": "d3engine.cli.eval",
     "calibrate": "d3engine.cli.calibrate",
     "bridge": "d3engine.cli.bridge",
+    "depth": "d3engine.cli.depth_train",
     "analyze": "d3engine.cli.analyze",
     "paper": "d3engine.cli.paper",
     "weights": "d3engine.cli.weights",

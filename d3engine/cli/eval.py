@@ -40,6 +40,7 @@ from d3engine.research.evaluation.baselines import (
     published_order,
 )
 from d3engine.research.evaluation.benchmark import Benchmark, Question, check_prompts
+from d3engine.research.evaluation.chat_form import length_of
 from d3engine.research.evaluation.kept import KeptAnswers
 from d3engine.research.evaluation.report import (
     Chart,
@@ -125,8 +126,7 @@ class Run:
         With `depth_questions`, the baselines at each D3's depth too; by those questions that of early exit is set.
         Whatever would end the run halfway is refused before it begins: prompts too long, policies that do not fit.
         """
-        assert engine.tokenizer is not None
-        check_prompts(benchmarks, engine.tokenizer.encode, engine.max_model_len)
+        check_prompts(benchmarks, length_of(engine), engine.max_model_len)
         baselines = depth_questions is not None
         planned = [_plan(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
         kept = None if self._answers is None else _kept_answers(self._answers, engine, planned)
@@ -209,16 +209,21 @@ def _plan(
 def _kept_answers(
     path: Path, engine: Engine, planned: Sequence[tuple[Sequence[DepthPolicy], SamplingParams]]
 ) -> KeptAnswers:
-    """The answers of earlier runs of the same weights; refused where an answer depends on more than its prompt."""
-    from d3engine.model.expected_tensors import fingerprint
-
+    """As `kept_answers`; refused where an answer depends on more than its prompt."""
     for policies, params in planned:
         require(params.temperature == 0, "--answers", str(path), "absent unless answers are greedy (--temperature 0)")
         for policy in policies:
             rule = policy.exit_rule(engine.config.num_layers)
             alone = rule is None or rule.batch == "per_row"
             require(alone, "--answers", str(path), "absent where company changes answers (exit-batch=batch_min)")
-    bridges = bridge_hashes(engine, [policy for policies, _ in planned for policy in policies])
+    return kept_answers(path, engine, [policy for policies, _ in planned for policy in policies])
+
+
+def kept_answers(path: Path, engine: Engine, policies: Sequence[DepthPolicy]) -> KeptAnswers:
+    """The answers of earlier runs of the same weights, and of the files that `policies` name."""
+    from d3engine.model.expected_tensors import fingerprint
+
+    bridges = bridge_hashes(engine, policies)
     kept = KeptAnswers(path, {"weights": fingerprint(engine.directory), **_machine(engine)}, bridges)
     note(f"{path} has {len(kept)} answers.")
     return kept
@@ -323,6 +328,14 @@ def evaluate(
         int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
     ] = None,
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Ask a chat model in its own form: by its chat template, examples as earlier turns (none), 512 tokens "
+            "of an answer, of which the last box or number counts. With gsm8k and bbh of --data.",
+        ),
+    ] = False,
     baselines: Annotated[
         bool,
         typer.Option(
@@ -397,8 +410,10 @@ def evaluate(
         return
     check_sampling(sampling)
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
-    benchmarks = catalogue.from_files(names, data, **given) if data else catalogue.generated(names, **given)
+    require(data is not None or not chat, "--chat", NOTHING, "given with --data")
+    files = partial(catalogue.from_files, chat=chat)
+    benchmarks = files(names, data, **given) if data else catalogue.generated(names, **given)
     engine = open_engine(model, engine_options, AUTO if AUTO in depths else None)
     more = {"seed": seed, "shots": num_fewshot, "most": exit_questions}
-    depth_questions = partial(catalogue.depth_questions, folder=data, **more) if baselines else None
+    depth_questions = partial(catalogue.depth_questions, folder=data, chat=chat, **more) if baselines else None
     run.with_benchmarks(engine, benchmarks, depths, sampling, compare_full, depth_questions)

@@ -5,6 +5,7 @@ from d3engine.depth.policy import DepthPolicy, ExitRule, policy_from_dict, polic
 from d3engine.depth.schedule import NEVER, Schedule
 from d3engine.depth.skips import (
     D3,
+    Distilled,
     EarlyExit,
     EvenSkip,
     FixedSkip,
@@ -20,6 +21,7 @@ __all__ = [
     "D3",
     "NEVER",
     "DepthPolicy",
+    "Distilled",
     "DraftAndVerify",
     "EarlyExit",
     "EvenSkip",

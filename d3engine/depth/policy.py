@@ -192,6 +192,9 @@ POLICY_FILE = "d3.json"
 BRIDGES = "bridges"
 """The option that names what stands in for skipped layers."""
 
+STUDENT = "student"
+"""The option that names the weights of generated tokens."""
+
 POLICIES: dict[str, type[DepthPolicy]] = {}
 """Name -> class of d3engine's own policies, in the order of their definition: each registers itself.
 
@@ -265,6 +268,11 @@ def named_bridges(policy: DepthPolicy) -> frozenset[str]:
     """What the policy calls its bridges, and that by which it drafts its own; empty where neither has any."""
     policies = (policy, getattr(policy, "draft", None))
     return frozenset(name for one in policies if (name := getattr(one, BRIDGES, None)) is not None)
+
+
+def named_student(policy: DepthPolicy) -> str | None:
+    """What the policy calls its student; None where it has none."""
+    return getattr(policy, STUDENT, None)
 
 
 def policy_names() -> list[str]:
@@ -381,6 +389,15 @@ def calibrated_bridges(directory: str | Path) -> str | None:
         return None
     with _reading(path, 'has no text under "sha256" of "bridges"'):
         return _text(read_json(path).get(BRIDGES, {}).get("sha256"))
+
+
+def calibrated_student(directory: str | Path) -> str | None:
+    """The SHA-256 of the student that the setting in `d3.json` was found with, as `calibrated_bridges`."""
+    path = beside(directory, POLICY_FILE)
+    if not is_there(path):
+        return None
+    with _reading(path, 'has no text under "sha256" of "student"'):
+        return _text(read_json(path).get(STUDENT, {}).get("sha256"))
 
 
 def _text(found: object) -> str | None:

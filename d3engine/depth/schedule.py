@@ -121,6 +121,12 @@ def check_bridges(bridges: Any) -> None:
     require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
 
 
+def check_student(student: Any) -> None:
+    """Refuse anything but None, and text that names a student."""
+    is_name = isinstance(student, str) and student != ""
+    require(student is None or is_name, "student", student, f'a file of a student, "{AUTO_BRIDGES}", or None')
+
+
 def check_on_skip(on_skip: Any) -> None:
     """Refuse anything but the three rules for the entries of skipped layers."""
     require(isinstance(on_skip, str) and on_skip in ON_SKIP, "on_skip", on_skip, f"one of {', '.join(ON_SKIP)}")
@@ -141,16 +147,20 @@ class Schedule:
         on_skip: what the cache holds at a skipped layer.
         bridges: the maps that stand in for each window of skipped layers: a file, or "auto" for the one beside the
             weights. None: a hidden state passes skipped layers as it is.
+        student: the weights that generated tokens run from step 1 on: a file, or "auto" for the one beside the
+            model's. None: the model's own.
     """
 
     cutoffs: Int32Array
     table: BoolArray | None = None
     on_skip: OnSkip = "none"
     bridges: str | None = None
+    student: str | None = None
 
     def __post_init__(self) -> None:
         check_on_skip(self.on_skip)
         check_bridges(self.bridges)
+        check_student(self.student)
         projects = self.bridges is not None and self.on_skip == "project"
         require(
             not projects, "on_skip", "project", "'none' or 'copy' beside bridges, which change what would be projected"
@@ -189,10 +199,14 @@ class Schedule:
 
     @classmethod
     def nested(
-        cls, cutoffs: Sequence[int] | npt.NDArray[Any], on_skip: OnSkip = "none", bridges: str | None = None
+        cls,
+        cutoffs: Sequence[int] | npt.NDArray[Any],
+        on_skip: OnSkip = "none",
+        bridges: str | None = None,
+        student: str | None = None,
     ) -> Schedule:
         """The schedule in which layer l runs at step i while `i < cutoffs[l]`."""
-        return cls(_as_array("cutoffs", cutoffs), None, on_skip, bridges)
+        return cls(_as_array("cutoffs", cutoffs), None, on_skip, bridges, student)
 
     @classmethod
     def from_table(
@@ -297,7 +311,7 @@ class Schedule:
 
     def _identity(self) -> tuple[object, ...]:
         table = None if self.table is None else (self.table.shape, self.table.tobytes())
-        return (self.on_skip, self.bridges, self.cutoffs.tobytes(), table)
+        return (self.on_skip, self.bridges, self.student, self.cutoffs.tobytes(), table)
 
     def _row(self, step: int) -> int:
         assert self.table is not None

@@ -14,12 +14,14 @@ import numpy as np
 
 from d3engine.depth.policy import BatchRule, Confidence, DepthPolicy, ExitRule, option
 from d3engine.depth.schedule import (
+    AUTO_BRIDGES,
     NEVER,
     BoolArray,
     OnSkip,
     Schedule,
     check_bridges,
     check_on_skip,
+    check_student,
     checked_layers,
     cutoffs_without,
     exact_fraction,
@@ -326,6 +328,44 @@ class FixedSkip(DepthPolicy):
     def preset(cls, method: str, num_layers: int) -> FixedSkip:
         """The layers that ShortGPT ("shortgpt") removes from Llama-2 of 32 or 40 layers, a quarter of them or more."""
         return cls(of_layers(SHORTGPT_ORDER, method, num_layers))
+
+
+@dataclass(frozen=True)
+class Distilled(DepthPolicy):
+    """A student's weights at every step >= 1, without the layers that it leaves out (ours).
+
+    `d3engine depth train` makes students: narrower MLPs, or a layer trained to stand for a window. The prompt pass,
+    which yields step 0, runs the model's own weights, and each layer of a student goes on with the KV cache of that
+    layer. Nothing is left out of the cache but what skipped layers have.
+
+    Args:
+        skip_layers: ids of the layers that the student leaves out, from 0: those of its file.
+        student: a file of `d3engine depth train`, or "auto" for the one beside the weights.
+        on_skip: what the cache holds at a skipped layer; "none" is enough, since nothing reads it.
+    """
+
+    skip_layers: Sequence[int] = field(default=(), metadata=option("layers left out, such as 3,5,8-11"))
+    student: str = field(default=AUTO_BRIDGES, metadata=option("file of `d3engine depth train`, or auto"))
+    on_skip: OnSkip = field(default="none", metadata=ON_SKIP)
+
+    name: ClassVar[str] = "distilled"
+    label: ClassVar[str] = "Distilled"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip_layers", checked_layers("skip_layers", self.skip_layers))
+        require(self.student is not None, "student", None, f'a file of a student, or "{AUTO_BRIDGES}"')
+        check_student(self.student)
+        check_on_skip(self.on_skip)
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """The nested schedule: cutoff 1 for the layers left out; refuses a layer that the model has not."""
+        require_integer("num_layers", num_layers, 1)
+        cutoffs = cutoffs_without("skip_layers", list(self.skip_layers), num_layers)
+        return Schedule.nested(cutoffs, self.on_skip, student=self.student)
+
+    def describe(self) -> dict[str, Any]:
+        """The policy as JSON-ready values."""
+        return {**super().describe(), "skip_layers": list(self.skip_layers)}
 
 
 @dataclass(frozen=True)

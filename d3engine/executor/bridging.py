@@ -15,14 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.depth import Schedule
+from d3engine.depth import DepthPolicy, Schedule
+from d3engine.depth.policy import named_student
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.interface import ExecutorStats
 from d3engine.files import beside
+from d3engine.kernels.weight_format import WeightFormat
 from d3engine.model.bridges import BRIDGES_FILE, BridgeWeights, Window, held, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
+from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, with_student
+from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.plan import BridgedRows
 
 
@@ -48,6 +52,7 @@ class BridgeStore:
         self._kind: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype, "device": device}
         self._allowed = allowed
         self._loaded: dict[str, dict[Window, BridgeWeights]] = {}
+        self._students: dict[str, Student] = {}
         self._stats = ExecutorStats()
         self._lock = threading.Lock()
 
@@ -66,6 +71,8 @@ class BridgeStore:
         Raises `InvalidValueError` that names `bridges` where the file is not to be had, belongs to other weights or
         lacks a window that the schedule leaves out.
         """
+        if schedule.student is not None:
+            self._check_student(schedule)
         name = schedule.bridges
         if name is None:
             return
@@ -83,6 +90,55 @@ class BridgeStore:
             f"a file with each window that the policy leaves out; {shown} {'are' * (len(missing) > 1) or 'is'} not"
         )
         require(not missing, "bridges", name, f"{allowed} in it")
+
+    def _check_student(self, schedule: Schedule) -> None:
+        """Read the student of a schedule. Raises `InvalidValueError` that names `student` where it cannot be had."""
+        name = schedule.student
+        assert name is not None
+        require(bool(self._allowed), "student", name, "absent beside a tensor_parallel_size above 1")
+        allowed = f'"{AUTO_BRIDGES}", or what the engine\'s own policy names'
+        require(name in self._allowed, "student", name, allowed)
+        with self._lock:
+            if name not in self._students:
+                self._students[name] = self._read_student(name)
+        skipped, wanted = np.flatnonzero(schedule.cutoffs == 1).tolist(), list(self._students[name].skip_layers)
+        require(skipped == wanted, "skip_layers", skipped, f"those that the student was trained without, {wanted}")
+
+    def student_path(self, name: str) -> Path:
+        """The file of a student that a policy calls so, whether it is there or not."""
+        return beside(self._directory, STUDENT_FILE) if name == AUTO_BRIDGES else Path(name)
+
+    def _read_student(self, name: str) -> Student:
+        try:
+            found = read_student(self.student_path(name), self._config)
+            is_ours = found.fingerprint == fingerprint(self._directory)
+        except ModelFormatError as error:
+            raise InvalidValueError("student", name, f"what d3engine depth train has written ({error})") from None
+        require(is_ours, "student", name, "trained for these weights, not for others (d3engine depth train)")
+        return found
+
+    @property
+    def has_students(self) -> bool:
+        """Whether any schedule that was checked named one."""
+        return bool(self._students)
+
+    def student_saves(self, policy: DepthPolicy) -> float:
+        """Layers' worth that the narrower layers of a policy's student save a token; 0 without one."""
+        name = named_student(policy)
+        if name is None:
+            return 0.0
+        return (self._students.get(name) or self._read_student(name)).narrower(self._config)
+
+    def student_weights(self, name: str, own: LlamaWeights) -> LlamaWeights:
+        """A student's weights in the layouts of the model's `own`, for a schedule that was checked."""
+        student = self._students[name]
+        gates = own.layers[next(iter(student.layers), 0)].gate_up
+        plain = None
+        if isinstance(gates, WeightFormat) and any(NEURONS in one for one in student.layers.values()):
+            # Single rows are taken from the file's own format, of which the engine may hold another layout.
+            kind = {name: self._kind[name] for name in ("dtype", "weight_dtype", "device")}
+            plain = load_weights(self._directory, self._config, keeps_blocks=True, show_progress=False, **kind)
+        return with_student(own, student, plain)
 
     def bridges(self, name: str) -> Mapping[Window, BridgeWeights]:
         """Those that were loaded for a schedule that was checked."""

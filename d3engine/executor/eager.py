@@ -7,6 +7,7 @@ prefix of the batch, so a skipped layer costs nothing, not even a branch.
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.hidden_states import HiddenStateCache
 from d3engine.executor.interface import Computed, ExecutorStats
+from d3engine.executor.students import StudentExecutors
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
 from d3engine.model.adapters import AdapterSlots, RowAdapters
 from d3engine.model.config import ModelConfig
@@ -79,11 +81,20 @@ class EagerExecutor:
         self.pool = _new_pool(shape, kv_dtype or dtype, device)
         self.stats = ExecutorStats()
         self.bridges = bridges
+        self.students: BridgeStore | None = bridges  # whose students plans name; None of one itself
+        self._students = StudentExecutors(bridges, weights, self.with_weights)
         self._tells_prompts = tells_prompts
         if bridges is not None:
             bridges.count_in(self.stats)
         self.slots = None if adapter_slots is None else AdapterSlots(config, *adapter_slots, device)
         self.kept_states = HiddenStateCache(config.hidden_size, dtype, device)
+
+    def with_weights(self, weights: LlamaWeights) -> EagerExecutor:
+        """The same over the same pool with other weights of such a model: a student's."""
+        other = copy(self)
+        other.model = Llama(self.model.config, weights, self.kernels, self.model.ranks)
+        other.students, other._students = None, StudentExecutors(None, weights, other.with_weights)
+        return other
 
     def take_largest(self) -> None:
         """Nothing: what a step needs is gone after it."""
@@ -95,9 +106,19 @@ class EagerExecutor:
     def close(self) -> None:
         """Nothing: all that there is goes with this object."""
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""
+        if (names := self._students.named(plan)) is not None:
+            return self._students.run(plan, names, self, self.copy_of_step)
+        return self.run_share(plan)
+
+    def copy_of_step(self, plan: Plan, is_done: bool) -> None:
+        """Copy the entries that a plan has before its step, or after it."""
+        self.copy_entries(plan.copies_after if is_done else plan.copies_before)
+
+    @torch.inference_mode()
+    def run_share(self, plan: Plan) -> Computed:
+        """Run one step of which all rows run these weights."""
         self.stats.eager_steps += 1
         self.copy_entries(plan.copies_before)
         inputs = self._inputs(plan)

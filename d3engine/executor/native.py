@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from d3engine.executor.native_choices import (
 from d3engine.executor.native_weights import native_bridges, native_model
 from d3engine.executor.shares import joined, share_of
 from d3engine.executor.streaming import GoingOn
+from d3engine.executor.students import StudentExecutors
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeBridges, NativeMaps
@@ -45,6 +47,7 @@ from d3engine.kernels.native.runs import HiddenStates, Rows
 from d3engine.kernels.native.speculative_loop import DraftCosts, LoopLogits
 from d3engine.model.adapters import Adapter
 from d3engine.model.llama import Llama
+from d3engine.model.weights import LlamaWeights
 from d3engine.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.request.sampling_mode import SamplingMode
 from d3engine.request.sequence import Sequence
@@ -89,6 +92,9 @@ class NativeExecutor:
         head_tokens: Tensor | None = None,
     ) -> None:
         self._eager = eager
+        given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_steps": max_steps}
+        make = partial(self._of_student, **given, num_threads=num_threads, isa=isa)
+        self._students: StudentExecutors[NativeExecutor] = StudentExecutors(eager.students, eager.model.weights, make)
         self.max_steps = max_steps
         self._max_rows = max(max_num_seqs, MAX_ROWS)
         self._decoder = Decoder(
@@ -106,6 +112,7 @@ class NativeExecutor:
             drafts=True,
             text_drafts=True,
             bridges=True,
+            students=True,
             openings=not eager.rope.depends_on_length,  # prompts are left to the eager executor otherwise
         )
         self._draft_model: NativeExecutor | None = None
@@ -166,6 +173,27 @@ class NativeExecutor:
 
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
+        if (names := self._students.named(plan)) is not None:
+            self._end_course()
+            return self._students.run(plan, names, self, self._eager.copy_of_step)
+        for other in self._students.made():
+            other._end_course()  # its run goes on by itself, and the pool is this one's now
+        return self._run(plan)
+
+    def run_share(self, plan: Plan) -> Computed:
+        """The logits of a single step of which all rows run these weights; its copies are the caller's."""
+        self._end_course()
+        left = self._left_to_eager(plan)
+        if left.all():
+            return self._eager.run_share(plan)
+        self.stats.native_steps += not left.any()
+        return self._shared(plan, left) if left.any() else Computed(self._logits_of_step(plan))
+
+    def _of_student(self, weights: LlamaWeights, **given: Any) -> NativeExecutor:
+        """An executor of a student's weights over the same pool."""
+        return NativeExecutor(self._eager.with_weights(weights), **given)
+
+    def _run(self, plan: Plan) -> Computed:
         if plan.multi_step is not None:
             found = (
                 self._open(plan, plan.multi_step) if plan.multi_step.opens else self._run_ahead(plan, plan.multi_step)

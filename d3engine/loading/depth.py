@@ -13,7 +13,9 @@ from d3engine.depth.policy import (
     POLICY_FILE,
     calibrated_bridges,
     calibrated_for,
+    calibrated_student,
     calibrated_task,
+    named_student,
     policy_from_directory,
 )
 from d3engine.depth.schedule import AUTO_BRIDGES
@@ -23,6 +25,7 @@ from d3engine.model.bridges import BRIDGES_FILE, most_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.fields import of_a_model
+from d3engine.model.students import STUDENT_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class Certification:
         try:
             found = policy_from_directory(self._directory)
             check_bridges(self._directory)
+            check_student(self._directory)
             return found if calibrated_for(self._directory) == fingerprint(self._directory) else None
         except ModelFormatError:  # `depth="auto"` reports what is wrong with the file
             return None
@@ -103,6 +107,11 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
             f"{beside(directory, POLICY_FILE)} was calibrated on other weights than those beside it; run d3engine "
             "calibrate on these, delete the file, or name a depth"
         )
+    if (student := named_student(policy)) is not None:
+        if student != AUTO_BRIDGES:
+            path = beside(directory, POLICY_FILE)
+            raise ModelFormatError(f'{path}: student must be "{AUTO_BRIDGES}" there; got {policy.describe()}')
+        check_student(directory)
     if AUTO_BRIDGES in own:
         check_bridges(directory)
     if (found := own_setting(policy, directory)) is not None:
@@ -122,6 +131,24 @@ def check_bridges(directory: Path) -> None:
         raise ModelFormatError(
             f"{beside(directory, POLICY_FILE)} was calibrated with other bridges than those in {path}; run d3engine "
             "calibrate with these, put those back, or name a depth"
+        )
+
+
+STUDENT_BYTES = 64 * 2**30
+"""Of a student's file at most."""
+
+
+def check_student(directory: Path) -> None:
+    """That the student beside the weights is the one that the setting was found with, where `d3.json` names it."""
+    path, expected = beside(directory, STUDENT_FILE), calibrated_student(directory)
+    if expected is None or not is_there(path):  # loading it reports that it is missing
+        return
+    with of_a_model():
+        found = sha256_of(path, STUDENT_BYTES)
+    if found != expected:
+        raise ModelFormatError(
+            f"{beside(directory, POLICY_FILE)} was calibrated with another student than that in {path}; run d3engine "
+            "calibrate with this one, put that back, or name a depth"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from d3engine.depth import DepthPolicy, policy_from_dict
-from d3engine.depth.policy import named_bridges
+from d3engine.depth.policy import named_bridges, named_student
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.loading.engine_config import EngineConfig
@@ -61,8 +61,9 @@ class EngineSettings(EngineConfig):
 
     @property
     def own_bridges(self) -> frozenset[str]:
-        """The bridges that the engine's policy names, or that by which it drafts."""
-        return named_bridges(self.depth)
+        """The bridges that the engine's policy names, or that by which it drafts, and its student."""
+        student = named_student(self.depth)
+        return named_bridges(self.depth) | (frozenset() if student is None else {student})
 
     @property
     def scheduler_config(self) -> SchedulerConfig:

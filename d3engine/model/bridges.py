@@ -74,6 +74,10 @@ class Bridge:
         """A bridge of the same shapes that changes no state; gradient descent can still move it, as `down` stays."""
         return replace(self, weight=torch.zeros_like(self.weight), offset=torch.zeros_like(self.offset))
 
+    def shrunk(self, share: float) -> Bridge:
+        """A bridge that changes a state by this share of what it did: 0 leaves it as it is."""
+        return replace(self, weight=self.weight * share, offset=self.offset * share)
+
     def cut(self, rank: int) -> Bridge:
         """Its `rank` largest singular values, float32: the nearest map of that rank if all states weigh the same."""
         whole = self.weight.double() if self.down is None else self.weight.double() @ self.down.double()

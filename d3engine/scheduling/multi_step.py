@@ -143,6 +143,8 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     bridged = chunks.traits & Trait.BRIDGED
     if bridged and not capabilities.bridges:
         return None  # only the host's own executor has the maps
+    if chunks.traits & Trait.STUDENT and not _have_one_student(chunks, table, capabilities):
+        return None
     drafts = table.having(Trait.DRAFTS, slots)
     if drafts.all() and (cycles := cycles_ahead(chunks, table, limit, capabilities)) is not None:
         return cycles
@@ -172,6 +174,12 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     control = RunControl() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
     return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
+
+
+def _have_one_student(chunks: Chunks, table: RunningTable, capabilities: ExecutorCapabilities) -> bool:
+    """Whether all chunks are decoded tokens that run the weights of the same student, or all the model's own."""
+    students = {table.sequence(slot).schedule.student for slot in chunks.slots.tolist()}
+    return students == {None} or (capabilities.students and len(students) == 1 and bool((chunks.steps >= 1).all()))
 
 
 def _may_open(chunks: Chunks, table: RunningTable, choice: SamplingMode) -> bool:

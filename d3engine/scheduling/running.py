@@ -30,6 +30,7 @@ class Trait(IntEnum):
     BRIDGED = 128  # some of its rows may cross skipped layers by a map
     GUIDED = 256  # its answer must have a form
     LOOKUP = 512  # drafts are looked up in its text
+    STUDENT = 1024  # its generated tokens run other weights than its prompt
 
 
 class RunningTable:
@@ -163,6 +164,8 @@ def traits_of(sequence: Sequence) -> int:
         traits |= Trait.EXITS
     if schedule.bridges is not None:
         traits |= Trait.BRIDGED
+    if schedule.student is not None:
+        traits |= Trait.STUDENT
     return traits if rule is None else traits | _traits_of_drafts(rule)
 
 

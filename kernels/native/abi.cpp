@@ -57,9 +57,10 @@ bool is_model(const D3Model& m, const Kernels& kernels) {
     if (!fits(m.lm_head, head_rows, m.hidden) || !has_head_tokens(m)) return false;
     for (int32_t l = 0; l < m.num_layers; l++) {
         const D3Layer& layer = m.layers[l];
+        const int width = layer.down.columns;  // a student's MLP may be narrower
         const bool is_layer = fits(layer.qkv, q_size + 2 * kv_size, m.hidden) && fits(layer.output, m.hidden, q_size) &&
-                              fits(layer.gate_up, 2 * m.intermediate, m.hidden) && !layer.gate_up.below &&
-                              fits(layer.down, m.hidden, m.intermediate) && layer.window >= 1;
+                              width >= 1 && width <= m.intermediate && fits(layer.gate_up, 2 * width, m.hidden) &&
+                              !layer.gate_up.below && fits(layer.down, m.hidden, width) && layer.window >= 1;
         if (!is_layer) return false;
     }
     const bool is_activation = m.activation == D3_SILU || m.activation == D3_GELU_TANH;

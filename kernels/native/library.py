@@ -88,8 +88,9 @@ class Decoder:
         self.isa = _best_isa(model) if isa == "auto" else isa
         num_blocks, _, block_size, kv_heads, head_dim = model.pool.shape
         layers = (LayerStructure * len(model.layers))(*(layer.structure() for layer in model.layers))
+        widest = max(layer.down.weight.shape[1] for layer in model.layers)
         sizes = (
-            *(len(model.layers), model.embedding.shape[1], model.layers[0].down.weight.shape[1], model.num_heads),
+            *(len(model.layers), model.embedding.shape[1], widest, model.num_heads),
             *(kv_heads, head_dim, self._vocab, block_size, max_blocks, num_blocks, num_slots),
             *(model.max_positions, max_rows, num_threads, _all_isas().index(self.isa)),
         )

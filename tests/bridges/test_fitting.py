@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from d3engine.errors import InvalidValueError
 from d3engine.model.bridges import Bridge
 from d3engine.research.bridges import fitting
-from d3engine.research.bridges.fitting import CHOOSING_EVERY, Fit, measure_held_out, windows_from
+from d3engine.research.bridges.fitting import CHOOSING_EVERY, Fit, measure_held_out, shrink, windows_from
 from d3engine.research.bridges.judging import Reading
 from d3engine.research.bridges.passage import Passage
 
@@ -169,3 +170,25 @@ def test_windows_are_judged_as_transformers_runs_them(model: Any, texts: list[li
 def test_a_window_of_other_layers_than_the_models_is_refused(model: Any) -> None:
     with pytest.raises(InvalidValueError, match=r"window must be layers \[first, stop\) of 4; got '2:5'"):
         Fit(Passage(observer_of(model.directory)), [(2, 5)])
+
+
+def test_a_map_is_shrunk_as_far_as_it_helps(model: Any, make_prompts: Callable[..., list[list[int]]]) -> None:
+    """A map that does twice what the layers do is shrunk, and one that does the contrary as far as can be."""
+    passage = Passage(observer_of(model.directory))
+    texts = make_prompts([30] * 10, seed=7)
+    fit = Fit(passage, [(1, 3)])
+    for text in texts:
+        fit.gather(text, 5)
+    assert fit.num_positions == 10 * 25
+    (found,) = fit.solve()
+    readings = [Reading(text, 4) for text in texts[:3]]
+    doubled = replace(found, bridge=found.bridge.shrunk(2.0))
+    contrary = replace(found, bridge=found.bridge.shrunk(-1.0))
+    ((plain, share),) = shrink(passage, [found], readings)
+    assert share == 1.0
+    assert torch.equal(plain.bridge.weight, found.bridge.weight)
+    assert shrink(passage, [doubled], readings)[0][1] < 1.0
+    assert shrink(passage, [contrary], readings)[0][1] == 0.25
+    result = measure_held_out(passage, [found.bridge], readings)
+    assert result.worse_than_none() == []
+    assert measure_held_out(passage, [contrary.bridge], readings).worse_than_none() == [(1, 3)]

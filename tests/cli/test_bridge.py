@@ -73,7 +73,11 @@ def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_
     out, prompts = tmp_path / "b.safetensors", tmp_path / "prompts.txt"
     prompts.write_text("Tom has 2 pens and finds 3. How many?\nAnn buys 3 cups. Ann sells 1. How many?\n")
     fit = ("fit", "demo", *SMALL, "--task", "chat", "--max-tokens", "12", "--window", "3:6", "--out", str(out))
-    assert run(*fit, "--rank", "8").exit_code == 0
+    refused = run(*fit, "--rank", "8")
+    assert refused.exit_code == 3, refused.output
+    assert "leaving the layers out costs no more: [3, 6)" in refused.stderr.replace("\n", " ")
+    assert not out.exists()
+    assert run(*fit, "--rank", "8", "--even-if-worse").exit_code == 0
     assert read_bridges(out).about["source"] == "chat"
     policy = "nested alpha=0.9 windows=3:6"
     asked = (*SMALL[:4], "--prompts", str(prompts), "--max-tokens", "12", "--depth", policy)
@@ -97,7 +101,7 @@ def test_conversations_that_a_model_makes_up_are_written_to_be_read_as_texts(tmp
     assert asked["content"].endswith("?")
     assert re.search(r"\d", answered["content"])
     fit = ("--text", str(chats), "--prompt-tokens", "4", "--window", "3:6", "--out", str(tmp_path / "b"))
-    assert run("fit", "demo", *SMALL, *fit).exit_code == 0
+    assert run("fit", "demo", *SMALL, *fit, "--even-if-worse").exit_code == 0
     refused = run("chats", "demo", *few, "--out", str(tmp_path / "chats.txt"))
     assert re.search(r"--out must be a file whose name ends in \.jsonl", refused.stderr)
 

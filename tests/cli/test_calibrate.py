@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from invoking import invoke
 
 from d3engine.depth import D3
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.expected_tensors import fingerprint
-from d3engine.research.calibration.search import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates
+from d3engine.research.calibration.search import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates, window_candidates
 from d3engine.research.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS
 
 # Few problems prove little, so the tolerance is wide: 16 points.
@@ -149,3 +151,49 @@ def test_the_commands_say_on_stderr_for_which_task_auto_was_found(arguments: lis
     assert result.exit_code == 0, result.output
     assert ("(found safe for word-problems, for no other task)" in result.stderr) == told
     assert "found safe" not in result.stdout
+
+
+def test_fixed_windows_are_tried_best_first(tmp_path: Path) -> None:
+    """Around a quarter of the depth, or as a report of what each costs has them."""
+    assert [one.policy.skip_layers for one in window_candidates(24, (1, 3))] == [  # type: ignore[attr-defined]
+        *((6,), (5,), (7,)),
+        *((6, 7, 8), (5, 6, 7), (7, 8, 9)),
+    ]
+    small = ("--tolerance", "16", "--limit", "23", "--budget", "400", "--max-tokens", "8", "--device", "cpu")
+    report = tmp_path / "report.json"
+    costs = {(2, 3): 0.5, (14, 15): 0.1, (13, 14): 0.2, (1, 2): 0.9}
+    described = [{"policy": f"[{first}, {stop})", "all": {"kl": kl}} for (first, stop), kl in costs.items()]
+    report.write_text(json.dumps({"policies": described}))
+    out = tmp_path / "d3.json"
+    words = (*small, "--grid", "windows", "--window-width", "1", "--windows-from", str(report), "--out", str(out))
+    result = run("demo", *words, "--json")
+    assert result.exit_code in (0, 3, 4), result.output
+    assert "3 settings" in result.stderr
+    found = json.loads(result.stdout)
+    assert [one["depth"]["skip_layers"] for one in found["settings"]] in ([[14], [13], [2]], [])
+    wrong = run("demo", *words[:-4], "--windows-from", str(out), "--out", str(out))
+    assert "a JSON report of d3engine depth measure" in wrong.stderr.replace("\n", " ")
+
+
+def test_a_student_is_certified_and_written_beside_its_setting(tmp_path: Path) -> None:
+    from d3engine.model.config import ModelConfig
+    from d3engine.model.students import STUDENT_FILE, Student, write_student
+    from d3engine.model.weights import load_weights
+
+    directory = model_directory("demo")
+    config = ModelConfig.from_directory(directory)
+    down = load_weights(directory, config, dtype=torch.float32, device="cpu").layers[9].down
+    assert isinstance(down, torch.Tensor)
+    student = Student(fingerprint(directory), config.num_layers, config.hidden_size, (15,), {9: {"down": down}})
+    write_student(student, tmp_path / "own.safetensors")
+    out = tmp_path / "out" / "d3.json"
+    out.parent.mkdir()
+    small = ("--tolerance", "16", "--limit", "23", "--max-tokens", "64", "--device", "cpu")
+    policy = f"distilled skip-layers=15 student={tmp_path / 'own.safetensors'}"
+    result = run("demo", *small, "--check", policy, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["depth"] == {"policy": "distilled", "skip_layers": [15], "student": "auto", "on_skip": "none"}
+    content = (out.parent / STUDENT_FILE).read_bytes()
+    assert content == (tmp_path / "own.safetensors").read_bytes()
+    assert written["student"]["sha256"] == sha256(content).hexdigest()

@@ -27,7 +27,7 @@ def test_a_fault_of_a_command_line_is_one_line_that_names_it_and_the_help(words:
     assert end == ""
     fault, _, help_at = line.removeprefix("error: ").partition("; see ")
     assert fault == said
-    command = words[:2] if words[0] in ("weights", "bridge") else words[:1]
+    command = words[:2] if words[0] in ("weights", "bridge", "depth") else words[:1]
     assert help_at.endswith(f" {' '.join(command)} --help")
 
 

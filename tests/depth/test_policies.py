@@ -16,6 +16,7 @@ from d3engine.depth import (
     D3,
     NEVER,
     DepthPolicy,
+    Distilled,
     EarlyExit,
     EvenSkip,
     FixedSkip,
@@ -316,6 +317,7 @@ EXAMPLES: list[DepthPolicy] = [
     UnifiedSkip(speedup="4/3"),  # type: ignore[arg-type]
     EvenSkip(speedup=1.5),
     FixedSkip([5, 2]),
+    Distilled([4, 3], "own.safetensors"),
     TailSkip(mean_layers=5.5, max_tokens=20),
     TailSkip(mean_layers="16/3", max_tokens=7, on_skip="copy"),  # type: ignore[arg-type]
     Nested(alpha=0.9, windows=[[5, 7], [2, 3]]),
@@ -349,6 +351,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "unified",
         "even",
         "fixed",
+        "distilled",
         "tail-skip",
         "nested",
         "early-exit",
@@ -369,7 +372,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
     [
         (
             {"policy": "d4", "alpha": 0.9},
-            "policy must be one of full, d3, skipdecode, unified, even, fixed, tail-skip, nested, .*; got 'd4'",
+            "policy must be one of full, d3, skipdecode, unified, even, fixed, distilled, tail-skip, .*; got 'd4'",
         ),
         ({"policy": ["d3"]}, "policy must be "),
         (

@@ -143,6 +143,16 @@ def test_tables_1_to_5_are_printed_with_what_does_not_agree(shown: str, as_json:
     assert "11.76 on validation and the setting that was chosen 11.36" in shown
 
 
+def test_what_text_and_tables_of_the_paper_say_differently_is_named(as_json: dict[str, Any]) -> None:
+    notes = " ".join(as_json["further_notes"])
+    assert "1.07x to 1.94x; the least ratio of D3 in Table 6 is 1.05x" in notes
+    assert "23 tasks of BBH and Table 8 averages 27 rows" in notes
+    assert '"(2 objects)" are three_objects' in notes
+    assert "7B, alpha 0.9999, the start 0.4 near the middle has the lowest test score (10.46, 8.49, 6.44" in notes
+    assert "13B, alpha 0.9999, the start 0.4 near the middle" in notes
+    assert "+0.66 +1.30 +0.52 +1.44 +0.76 +1.60" in notes  # Figure 5's, from Table 6
+
+
 def test_ratios_over_reference_answers_are_those_of_their_depths_step_by_step() -> None:
     lengths = [1, 1, 3]
     found = reference("bbh", lengths)

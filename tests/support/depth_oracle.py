@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -131,8 +131,9 @@ def greedy_at_depth(
     on_skip: str = "none",
     maps: Maps | None = None,
     kept: Callable[[Tensor], Tensor] = lambda heads: heads,
+    student: LlamaForCausalLM | None = None,
 ) -> DepthAnswer:
-    """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone.
+    """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone, those of `student` if given.
 
     With `maps`, what it left out between two layers that ran was crossed by the map of just these layers. `kept` is
     what caches hold of keys and values `[1, kv_heads, entries, head_dim]`.
@@ -141,6 +142,8 @@ def greedy_at_depth(
     everything = set(range(num_layers))
     run = _Run(model, on_skip, [_Entries(kept, window_of(layer)) for layer in model.model.layers], maps or {})
     rows, depths = [run.tokens(prompt, 0, everything)], [num_layers]
+    if student is not None:
+        run = replace(run, model=student)
     for step in range(1, num_tokens):
         layers = active(step)
         rows.append(run.tokens([int(rows[-1].argmax())], len(prompt) + step - 1, layers))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -207,6 +207,10 @@ class HeldOut:
         about = f"{counted(self.num_texts, 'text')}, {self.full.count:,} positions"
         return Table(f"Held out: {about}, full depth's perplexity {self.full.perplexity:.2f}", header, rows)
 
+    def worse_than_none(self) -> list[Window]:
+        """The windows whose map costs no less than leaving them out does."""
+        return sorted(window for window, one in self.bridged.items() if one.kl >= self.skipped[window].kl)
+
     def as_dict(self) -> dict[str, Any]:
         """The same for machines."""
         windows = [
@@ -248,6 +252,33 @@ def measure_held_out(
         found.num_texts += 1
         progress()
     return found
+
+
+SHRINKAGES = (1.0, 0.75, 0.5, 0.25)
+"""Shares of a map's change that are tried, towards a state that passes as it is."""
+
+
+def shrink(
+    passage: Passage, fitted: Sequence[Fitted], readings: Sequence[Reading], progress: Callable[[], None] = lambda: None
+) -> list[tuple[Fitted, float]]:
+    """Each map with the share of its change that costs the least KL divergence on these texts, and that share.
+
+    What a map changes in vain costs more behind it than ridge regression knows.
+    """
+    costs = {(one.bridge.window, share): 0.0 for one in fitted for share in SHRINKAGES}
+    firsts = {one.bridge.first for one in fitted}
+    for reading in long_enough(readings):
+        full = FullText(passage, reading, firsts)
+        for one in fitted:
+            schedule = window_schedule([one.bridge.window], passage.config.num_layers)
+            for share in SHRINKAGES:
+                judged = full.judge(schedule, {one.bridge.window: one.bridge.shrunk(share)})
+                costs[one.bridge.window, share] += float(judged[0].sum())
+        progress()
+    best = {one.bridge.window: min(SHRINKAGES, key=lambda share: costs[one.bridge.window, share]) for one in fitted}
+    return [
+        (replace(one, bridge=one.bridge.shrunk(best[one.bridge.window])), best[one.bridge.window]) for one in fitted
+    ]
 
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -322,27 +353,37 @@ class Fit:
         return sum(int(self._sums[part, first].count) for part in _PARTS)
 
     @torch.inference_mode()
-    def gather(self, text: Sequence[int]) -> None:
-        """Let one text pass at full depth, and count its positions but the first."""
+    def gather(self, text: Sequence[int], first_position: int = 1) -> None:
+        """Let one text pass at full depth, and count its positions from the given one on."""
         wanted = {layer for first, stops in self._stops.items() for layer in (first, *stops)}
         states = self._passage.at_full_depth(text, len(text), wanted)
         part = _PARTS[self.num_texts % CHOOSING_EVERY == CHOOSING_EVERY - 1]
         for first, stops in self._stops.items():
-            self._sums[part, first].add(states[first][1:], [states[stop][1:] for stop in stops])
+            among = slice(first_position, None)
+            self._sums[part, first].add(states[first][among], [states[stop][among] for stop in stops])
         self.num_texts += 1
 
     def gather_all(
-        self, texts: Sequence[Sequence[int]], state: Path | None, key: str, progress: Callable[[], None]
+        self,
+        texts: Sequence[Sequence[int]],
+        state: Path | None,
+        key: str,
+        progress: Callable[[], None],
+        first_positions: Sequence[int] | None = None,
     ) -> None:
         """Gather all texts, of which those that a `state` of the same `key` holds are not read again.
 
-        The state is written now and then, and is the caller's to delete.
+        Of each text the positions from that of `first_positions` on count: of an answer those that were generated. The
+        state is written now and then, and is the caller's to delete.
         """
         if state is not None:
             self._load(state, key)
         for number, text in enumerate(texts):
             if number >= self.num_texts:
-                self.gather(text)
+                if first_positions is None:
+                    self.gather(text)
+                else:
+                    self.gather(text, first_positions[number])
                 if state is not None and self.num_texts % SAVE_EVERY == 0:
                     self._save(state, key)
             progress()

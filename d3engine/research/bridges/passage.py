@@ -21,6 +21,7 @@ from d3engine.kernels import reference
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.reference_attention import attended, soft_capped
 from d3engine.model.bridges import Bridge, Window
+from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights
 from d3engine.research.analysis.observer import Observer
@@ -74,7 +75,7 @@ class Passage:
         for layer in range(first, self.config.num_layers if stop is None else stop):
             for rows, window in crossings.get(layer, ()):
                 assert bridges is not None
-                hidden = _crossed(hidden, rows, bridges[window])
+                hidden = crossed_rows(hidden, rows, bridges[window])
             live = min(hidden.shape[0], prompt_length - 1 + int(schedule.cutoffs[layer]))
             ran = self._layer(layer, hidden[:live], rotations[layer][:live])
             hidden = torch.cat((ran, hidden[live:])) if live < hidden.shape[0] else ran
@@ -83,7 +84,7 @@ class Passage:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [T, V]."""
         normed = self._norm(hidden, self._weights.final_norm)
-        logits = F.linear(normed, _matrix(self._weights.lm_head, hidden.dtype))
+        logits = F.linear(normed, matrix_of(self._weights.lm_head, hidden.dtype))
         return soft_capped(logits, self.config.soft_caps.logits).float()
 
     def _rotations(self, length: int, prompt_length: int, device: torch.device) -> list[Tensor]:
@@ -96,28 +97,17 @@ class Passage:
         weights = self._weights.layers[layer]
         normed = self._norm(hidden, weights.attention_norm)
         heads = self._attended(weights, normed, rotations, self.config.windows[layer])
-        hidden = hidden + self._norm(_linear(heads, weights.output, weights.output_bias), weights.attention_post_norm)
+        hidden = hidden + self._norm(linear(heads, weights.output, weights.output_bias), weights.attention_post_norm)
         normed = self._norm(hidden, weights.mlp_norm)
-        gate, up = _linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+        gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
         gated = reference.activated(gate, self.config.activation) * up
-        return hidden + self._norm(_linear(gated, weights.down, weights.down_bias), weights.mlp_post_norm)
+        return hidden + self._norm(linear(gated, weights.down, weights.down_bias), weights.mlp_post_norm)
 
     def _attended(self, weights: LayerWeights, normed: Tensor, rotations: Tensor, window: int | None) -> Tensor:
         """Causal attention [T, Q] before its output matrix, of a sliding window at most."""
         config, rows = self.config, normed.shape[0]
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        projected = _linear(normed, weights.qkv, weights.qkv_bias)
-        if weights.projection_norms is not None:
-            whole = [config.q_size, config.kv_size]
-            parts = torch.split(projected, [*whole, config.kv_size], dim=1)
-            norms = [*torch.split(weights.projection_norms, whole), None]
-            projected = torch.cat([self._norm(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
-        heads = projected.view(rows, -1, config.head_dim)
-        queries, keys, values = torch.split(heads, sizes, dim=1)
-        if weights.head_norms is not None:
-            queries, keys = self._norm(queries, weights.head_norms[0]), self._norm(keys, weights.head_norms[1])
-        turned = (_turned(queries, rotations), _turned(keys, rotations), values)
-        query, key, value = (part.transpose(0, 1)[None] for part in turned)
+        parts = attention_rows(config, weights, normed, rotations)
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
         behind = rows if window is None else min(window, rows)
         mask = torch.ones(rows, rows, dtype=torch.bool, device=normed.device).tril().triu(1 - behind)
         cap = config.soft_caps.attention
@@ -136,12 +126,36 @@ class Passage:
         return found[0].transpose(0, 1).reshape(rows, -1)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """`x` itself where there is no norm."""
-        if weight is None:
-            return x
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return scaled.to(x.dtype) * weight
+        return normed_rows(x, weight, self.config.rms_norm_eps)
+
+
+def attention_rows(
+    config: ModelConfig, weights: LayerWeights, normed: Tensor, rotations: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [T, heads, D] of normed rows [T, H], the first two behind RoPE."""
+    sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    projected = linear(normed, weights.qkv, weights.qkv_bias)
+    if weights.projection_norms is not None:
+        whole = [config.q_size, config.kv_size]
+        parts = torch.split(projected, [*whole, config.kv_size], dim=1)
+        norms = [*torch.split(weights.projection_norms, whole), None]
+        eps = config.rms_norm_eps
+        projected = torch.cat([normed_rows(part, norm, eps) for part, norm in zip(parts, norms, strict=True)], dim=1)
+    heads = projected.view(normed.shape[0], -1, config.head_dim)
+    queries, keys, values = torch.split(heads, sizes, dim=1)
+    if weights.head_norms is not None:
+        queries = normed_rows(queries, weights.head_norms[0], config.rms_norm_eps)
+        keys = normed_rows(keys, weights.head_norms[1], config.rms_norm_eps)
+    return turned(queries, rotations), turned(keys, rotations), values
+
+
+def normed_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of `x`; `x` itself where there is no norm."""
+    if weight is None:
+        return x
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(x.dtype) * weight
 
 
 def crossings_of(schedule: Schedule, prompt_length: int, num_rows: int) -> Crossings:
@@ -154,21 +168,21 @@ def crossings_of(schedule: Schedule, prompt_length: int, num_rows: int) -> Cross
     return found
 
 
-def _crossed(hidden: Tensor, rows: slice, bridge: Bridge) -> Tensor:
+def crossed_rows(hidden: Tensor, rows: slice, bridge: Bridge) -> Tensor:
     """`hidden` with some of its rows behind a bridge, which computes in its own dtype."""
     crossed = bridge.crossed(hidden[rows].to(bridge.weight.dtype)).to(hidden.dtype)
     return torch.cat((hidden[: rows.start], crossed, hidden[rows.stop :]))
 
 
-def _turned(heads: Tensor, rotations: Tensor) -> Tensor:
+def turned(heads: Tensor, rotations: Tensor) -> Tensor:
     """Heads [T, N, D] turned by `rotations` [T, D / 2], in float32."""
     pairs = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations[:, None]).flatten(-2).to(heads.dtype)
 
 
-def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    return F.linear(x, _matrix(weight, x.dtype), bias)
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    return F.linear(x, matrix_of(weight, x.dtype), bias)
 
 
-def _matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+def matrix_of(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)

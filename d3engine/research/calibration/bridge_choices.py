@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from d3engine.depth import D3, DepthPolicy
+from d3engine.depth import D3, DepthPolicy, FixedSkip
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
 from d3engine.files import UnreadableFileError, beside, read_bytes, write_whole
@@ -30,7 +30,7 @@ class BridgeChoice:
 
     def policy(self, setting: DepthPolicy) -> DepthPolicy:
         """The setting with this very file, as an engine runs it."""
-        assert isinstance(setting, D3)
+        assert isinstance(setting, D3 | FixedSkip)
         return replace(setting, bridges=str(self.path))
 
 
@@ -59,13 +59,18 @@ def write_chosen(choice: BridgeChoice, target: Path) -> dict[str, Any]:
 
     Raises `InvalidValueError` where that cannot be done.
     """
+    return write_copy(choice.path, target, choice.name)
+
+
+def write_copy(source: Path, target: Path, name: str) -> dict[str, Any]:
+    """Copy what is called `name` to `target`, as `write_chosen`."""
     try:
-        content = read_bytes(choice.path, choice.path.stat().st_size)
-        if not (target.exists() and target.samefile(choice.path)):
+        content = read_bytes(source, source.stat().st_size)
+        if not (target.exists() and target.samefile(source)):
             write_whole(target, content)
     except (OSError, UnreadableFileError) as error:
         raise InvalidValueError("--out", str(target), f"beside a file that can be written ({error})") from error
-    return {"file": target.name, "sha256": sha256(content).hexdigest(), "from": choice.name}
+    return {"file": target.name, "sha256": sha256(content).hexdigest(), "from": name}
 
 
 def check_target(choices: Mapping[str, BridgeChoice], target: Path) -> None:

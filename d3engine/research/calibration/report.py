@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from d3engine.depth import D3
+from d3engine.depth import D3, DepthPolicy
+from d3engine.depth.policy import BRIDGES, STUDENT
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, require
 from d3engine.files import write_whole
@@ -102,16 +103,22 @@ def check_as_dict(check: Check) -> dict[str, Any]:
 
 
 def policy_file(
-    result: Calibration, about: dict[str, Any], fingerprint: str, bridges: dict[str, Any] | None = None
+    result: Calibration,
+    about: dict[str, Any],
+    fingerprint: str,
+    bridges: dict[str, Any] | None = None,
+    student: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `d3.json` holds for a calibration that chose a setting; `bridges` says which file it crosses by."""
+    """What `d3.json` holds for a calibration that chose a setting; `bridges` says which file it crosses by, `student`
+    which weights generated tokens run."""
     assert result.chosen is not None
     assert result.certificate is not None
     return {
         "depth": as_written(result.chosen).describe(),
         "task": about["task"],
         "fingerprint": fingerprint,
-        **({} if bridges is None else {"bridges": bridges}),
+        **({} if bridges is None else {BRIDGES: bridges}),
+        **({} if student is None else {STUDENT: student}),
         "evidence": {
             **about,
             "written_by": f"d3engine {__version__}",
@@ -128,9 +135,13 @@ def policy_file(
     }
 
 
-def as_written(setting: D3) -> D3:
-    """A setting as `d3.json` has it: its bridges are those beside the weights."""
-    return setting if setting.bridges is None else replace(setting, bridges=AUTO_BRIDGES)
+def as_written(setting: DepthPolicy) -> DepthPolicy:
+    """A setting as `d3.json` has it: its bridges, or its student, are those beside the weights."""
+    told: Any = setting
+    for name in (BRIDGES, STUDENT):
+        if getattr(told, name, None) is not None:
+            told = replace(told, **{name: AUTO_BRIDGES})
+    return cast(DepthPolicy, told)
 
 
 def _evidence(check: Check) -> dict[str, Any]:
@@ -174,11 +185,13 @@ def plot_calibration(result: Calibration, title: str, path: str | Path) -> None:
     require(result.full is not None, "calibration", outcome(result).value, "one that has tried settings")
     assert result.full is not None
     places = grids(result)
-    columns = min(len(places), GRIDS_IN_A_ROW)
+    columns = max(1, min(len(places), GRIDS_IN_A_ROW))
     rows = -(-len(places) // columns)
     figure = new_figure(width=11, height=0.6 + 3.2 * rows + 4)
-    upper, lower = figure.subfigures(2, 1, height_ratios=[3.2 * rows + 0.3, 4])
-    _draw_grids(upper, result, places, rows, columns)
+    lower = figure
+    if places:  # fixed windows have no grid
+        upper, lower = figure.subfigures(2, 1, height_ratios=[3.2 * rows + 0.3, 4])
+        _draw_grids(upper, result, places, rows, columns)
     _draw_curves(lower, result, result.full)
     figure.suptitle(title, fontsize="medium")
     save_figure(figure, Path(path))
@@ -211,7 +224,7 @@ def _draw_grid(axes: Any, result: Calibration, tail: int, bridges: str | None) -
         (p.alpha, float(p.start)): (p, t)
         for t in result.trials
         for p in t.candidate.alike
-        if (p.tail, p.bridges) == (tail, bridges)
+        if isinstance(p, D3) and (p.tail, p.bridges) == (tail, bridges)
     }
     alphas = sorted({alpha for alpha, _ in cells})  # from the top, as in the printed grid
     starts = sorted({start for _, start in cells})
@@ -228,7 +241,7 @@ def _draw_grid(axes: Any, result: Calibration, tail: int, bridges: str | None) -
     return image
 
 
-def _write_cell(axes: Any, image: Any, policy: D3, trial: Trial, x: int, y: int) -> None:
+def _write_cell(axes: Any, image: Any, policy: DepthPolicy, trial: Trial, x: int, y: int) -> None:
     mark = CELL.get(trial.fate, "") if policy == trial.policy else "="
     text = f"{100 * trial.screened.exact_match:.1f} {mark}".rstrip() + f"\n{trial.screened.mean_layers:.1f}"
     colour = letters_on(*image.cmap(image.norm(100 * trial.screened.exact_match), bytes=True)[:3])

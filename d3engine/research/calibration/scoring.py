@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from d3engine.request.params import SamplingParams
     from d3engine.research.calibration.bridge_choices import BridgeChoice
     from d3engine.research.evaluation.benchmark import Question
+    from d3engine.research.evaluation.kept import KeptAnswers
 
 
 class Part(StrEnum):
@@ -79,7 +80,8 @@ class Scorer(Protocol):
 
 
 class EngineScorer:
-    """The engine at a task's questions; `bridges` are those that settings name."""
+    """The engine at a task's questions; `bridges` are those that settings name, and what is in `kept` is not asked
+    again."""
 
     def __init__(
         self,
@@ -87,11 +89,13 @@ class EngineScorer:
         params: SamplingParams,
         problems: Mapping[Part, Sequence[Question]],
         bridges: Mapping[str, BridgeChoice] | None = None,
+        kept: KeptAnswers | None = None,
     ) -> None:
         self._engine = engine
         self._params = params
         self._problems = problems
         self._bridges = bridges or {}
+        self._kept = kept
 
     @property
     def num_layers(self) -> int:
@@ -110,8 +114,9 @@ class EngineScorer:
         """One batch through the engine."""
         choice = self._bridges.get(getattr(policy, BRIDGES, None) or "")
         run = policy if choice is None else choice.policy(policy)
-        score = measure(self._engine, self._problems[part][first : first + count], run, self._params)
-        layers: float = score.work.layers
+        asked = self._problems[part][first : first + count]
+        score = measure(self._engine, asked, run, self._params, kept=self._kept)
+        layers: float = score.work.layers - score.work.narrower
         if choice is not None:
             layers += score.work.crossings * choice.share * score.shape.hidden_size**2 / score.shape.layer_parameters
         return Answers(score.right, score.tokens, layers, score.seconds)

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from d3engine.depth import D3, FullDepth, Schedule
+from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, Schedule
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 from d3engine.research.calibration import statistics as floor
 from d3engine.research.calibration.scoring import Answers, Part, Scorer
@@ -157,8 +157,8 @@ PAPER_ALPHAS = tuple(alpha for alpha in ALPHAS if alpha != 0.99)
 class Candidate:
     """One setting; `alike` are those of the grid, itself included, that run the same layers."""
 
-    policy: D3
-    alike: tuple[D3, ...]
+    policy: DepthPolicy
+    alike: tuple[DepthPolicy, ...]
 
 
 def make_candidates(
@@ -187,6 +187,41 @@ def make_candidates(
             for name in (None, *_with_all_windows(schedule, bridges or {})):
                 by_effect.setdefault((name, effect.tobytes()), []).append(replace(policy, bridges=name))
     return [Candidate(alike[0], tuple(alike)) for alike in by_effect.values()]
+
+
+WIDTHS = (1, 2, 3, 4, 6)
+"""Layers of the windows that are tried."""
+
+WINDOWS_OF_A_WIDTH = 3
+
+
+def window_candidates(
+    num_layers: int,
+    widths: Sequence[int] = WIDTHS,
+    measured: Mapping[tuple[int, int], float] | None = None,
+    bridges: Mapping[str, AbstractSet[tuple[int, int]]] | None = None,
+) -> list[Candidate]:
+    """Fixed windows of these many layers, `WINDOWS_OF_A_WIDTH` of each, those that promise most first.
+
+    That is by what `measured` says of a window, the KL divergence that it costs, where it knows some of the width; else
+    those around a quarter of the depth, where untrained models lose least (docs/results.md). `bridges`
+    are as `make_candidates` has them.
+    """
+    found = []
+    for width in widths:
+        require_integer("--window-width", width, 1, num_layers - 1)
+        known = {first: kl for (first, stop), kl in (measured or {}).items() if stop - first == width}
+        firsts = sorted(known, key=lambda first: known[first])
+        if not known:
+            middle, step = num_layers // 4, max(1, width // 2)
+            near = [middle, middle - step, middle + step]
+            firsts = [first for first in near if 1 <= first <= num_layers - width] or [num_layers - width]
+        for first in firsts[:WINDOWS_OF_A_WIDTH]:
+            window = (first, first + width)
+            for name in (None, *(name for name, windows in (bridges or {}).items() if window in windows)):
+                policy = FixedSkip(range(*window), bridges=name)
+                found.append(Candidate(policy, (policy,)))
+    return found
 
 
 def _with_all_windows(schedule: Schedule, bridges: Mapping[str, AbstractSet[tuple[int, int]]]) -> Iterator[str]:
@@ -227,7 +262,7 @@ class Trial:
     fate: Fate = Fate.SCREENING
 
     @property
-    def policy(self) -> D3:
+    def policy(self) -> DepthPolicy:
         return self.candidate.policy
 
 
@@ -235,7 +270,7 @@ class Trial:
 class Check:
     """A setting and full depth on the same problems, and the p-value of "it loses the tolerance or more"."""
 
-    policy: D3
+    policy: DepthPolicy
     full: Answers
     answers: Answers
     p_value: float
@@ -271,7 +306,7 @@ class Calibration:
         return next((check for check in reversed(self.certificates) if check.passed), None)
 
     @property
-    def chosen(self) -> D3 | None:
+    def chosen(self) -> DepthPolicy | None:
         return self.certificate.policy if self.certificate is not None else None
 
 
@@ -304,7 +339,7 @@ def calibrate(
 
 def check_setting(
     scorer: Scorer,
-    policy: D3,
+    policy: DepthPolicy,
     budget: Budget,
     tolerance: Tolerance,
     progress: Callable[[str, int], None] = lambda step, answers: None,
@@ -336,7 +371,8 @@ def best_at_each_speed(trials: Sequence[Trial]) -> list[Trial]:
 
 def grids(result: Calibration) -> list[tuple[int, str | None]]:
     """Tail and bridges of each grid of start and alpha that was tried, those without bridges first."""
-    found = {(policy.tail, policy.bridges) for trial in result.trials for policy in trial.candidate.alike}
+    every = (policy for trial in result.trials for policy in trial.candidate.alike)
+    found = {(policy.tail, policy.bridges) for policy in every if isinstance(policy, D3)}
     return sorted(found, key=lambda place: (place[1] is not None, place[1] or "", place[0]))
 
 
@@ -348,7 +384,7 @@ class _Search:
     least_saving: float
     progress: Callable[[str, int], None]
 
-    def score(self, policy: D3 | FullDepth, part: Part, first: int, count: int) -> Answers:
+    def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
         answers = self.scorer.score(policy, part, first, count)
         self.progress(part.value, count)
         return answers
@@ -437,7 +473,7 @@ class _Search:
             trial.fate = Fate.NOT_REACHED if trial in chosen else Fate.BEATEN
         return chosen
 
-    def certify(self, policies: Sequence[D3], result: Calibration) -> None:
+    def certify(self, policies: Sequence[DepthPolicy], result: Calibration) -> None:
         """The fixed sequence of tests, until one fails."""
         count = self.budget.certification
         for policy in policies:

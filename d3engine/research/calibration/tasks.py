@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from d3engine.errors import require
+from d3engine.errors import NOTHING, require
 from d3engine.research.calibration.scoring import Part
 from d3engine.research.calibration.search import Has
 from d3engine.research.evaluation import catalogue, procedural
@@ -46,8 +46,14 @@ class CalibrationTask:
         return {Part.SCREENING: validation[:screening], Part.CERTIFICATION: test[:certification]}
 
 
-def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | None) -> CalibrationTask:
-    """A generated task, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before each."""
+def calibration_task(
+    name: str, folder: Path | None, *, seed: int, shots: int | None, chat: bool = False
+) -> CalibrationTask:
+    """A generated task, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before each.
+
+    With `chat` a task of files is asked as chat models are.
+    """
+    require(folder is not None or not chat, "--chat", NOTHING, "given with --data")
     if folder is None:
         require(procedural.is_generated(name), "--task", name, f"{procedural.KNOWN}; others need --data")
 
@@ -61,7 +67,7 @@ def calibration_task(name: str, folder: Path | None, *, seed: int, shots: int | 
     require(known, "--task", name, "one of gsm8k, bbh and bbh/<task> with --data")
 
     def read(split: Split) -> Benchmark:
-        return _one(catalogue.from_files([name], folder, split=split, seed=seed, limit=None, shots=shots))
+        return _one(catalogue.from_files([name], folder, split=split, seed=seed, limit=None, shots=shots, chat=chat))
 
     test = read("test")
     questions: dict[Split, list[Question]]

@@ -19,7 +19,8 @@ from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.statistics import ModelShape, mean_depth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 from d3engine.research.evaluation.benchmark import Benchmark, Question
-from d3engine.research.evaluation.kept import Answer, KeptAnswers
+from d3engine.research.evaluation.chat_form import prompt_of
+from d3engine.research.evaluation.kept import Answer, KeptAnswers, Prompt
 from d3engine.research.evaluation.word_problems import Problem, Split, problems
 from d3engine.research.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
@@ -115,7 +116,7 @@ def measure(
     if not shares_prompts:
         engine.reset_prefix_cache()
     ask = partial(_ask, engine, params=params, first_alone=shares_prompts, progress=progress)
-    prompts = [question.prompt for question in given]
+    prompts = [prompt_of(engine, question) for question in given]
     answers = ask(prompts) if kept is None else _complete(kept, prompts, params, ask)
     is_known = is_known_beforehand(policy, num_layers)
     return Score(
@@ -123,7 +124,7 @@ def measure(
         shape=shape_of(engine.config),
         work=sum((answer.work for answer in answers), Work()),
         unfinished=sum(answer.cut_off for answer in answers),
-        nominal_mean_layers=mean_depth(policy.schedule(num_layers), max_tokens) if is_known else None,
+        nominal_mean_layers=_nominal(engine, policy, max_tokens) if is_known else None,
         seconds=sum(answer.seconds for answer in answers),
         right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
@@ -131,8 +132,14 @@ def measure(
     )
 
 
+def _nominal(engine: Engine, policy: DepthPolicy, max_tokens: int) -> float:
+    """The mean depth over the longest answer, with a narrower layer as the part of a layer that it is."""
+    mean = mean_depth(policy.schedule(engine.config.num_layers), max_tokens)
+    return mean - engine.bridges.student_saves(policy) * (max_tokens - 1) / max_tokens
+
+
 def _ask(
-    engine: Engine, prompts: Sequence[str], params: SamplingParams, first_alone: bool, progress: bool
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, first_alone: bool, progress: bool
 ) -> list[Answer]:
     """The answers to all prompts as one batch; with `first_alone` the first prompt is in the cache before it runs."""
     assert params.depth is not None
@@ -142,11 +149,12 @@ def _ask(
         one = replace(params, max_tokens=1, min_tokens=0, depth=FullDepth())
         found = engine.generate(prompts[:1], one, use_tqdm=False)[0].num_cached_tokens or 0
     outputs = engine.generate(list(prompts), params, use_tqdm=progress)
+    saves = engine.bridges.student_saves(params.depth)
     seconds = time.perf_counter() - began
     answers = [
         Answer(
             text=output.outputs[0].text,
-            work=work_of(output, params.depth, engine.config.num_layers),
+            work=_narrower(work_of(output, params.depth, engine.config.num_layers), saves),
             cut_off=output.outputs[0].finish_reason == "length",
             prompt_tokens=len(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
@@ -157,11 +165,20 @@ def _ask(
     return answers if found is None else [replace(answers[0], cached_tokens=found), *answers[1:]]
 
 
+def _narrower(work: Work, saves: float) -> Work:
+    """The work of an answer of which all tokens but the first, which the prompt yields, saved so many layers' worth."""
+    return work if not saves else replace(work, narrower=saves * (work.tokens - 1))
+
+
 def _complete(
-    kept: KeptAnswers, prompts: Sequence[str], params: SamplingParams, ask: Callable[[Sequence[str]], list[Answer]]
+    kept: KeptAnswers,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    ask: Callable[[Sequence[Prompt]], list[Answer]],
 ) -> list[Answer]:
     """The answers that are kept, and those that have to be asked for, kept after each few."""
-    missing = [prompt for prompt in dict.fromkeys(prompts) if kept.find(prompt, params) is None]
+    different = {repr(prompt): prompt for prompt in prompts}.values()
+    missing = [prompt for prompt in different if kept.find(prompt, params) is None]
     for first in range(0, len(missing), SHARING):
         asked = missing[first : first + SHARING]
         kept.keep(asked, params, ask(asked))

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from d3engine.depth import D3, DepthPolicy, EarlyExit, FixedSkip, Nested, SkipDecode, TailSkip, UnifiedSkip
-from d3engine.depth.policy import named_bridges
+from d3engine.depth.policy import named_bridges, named_student
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, SHORTGPT_ORDER, ModelShape, mean_depth
 from d3engine.errors import require_integer
 from d3engine.files import sha256_of
@@ -27,7 +27,8 @@ def open_bridges(engine: Engine, policies: Iterable[DepthPolicy]) -> None:
     Raises `InvalidValueError` for a file that is not there, belongs to other weights, or lacks a window that is needed.
     """
     for policy in policies:
-        engine.bridges.allow(named_bridges(policy))
+        student = named_student(policy)
+        engine.bridges.allow(named_bridges(policy) | (frozenset() if student is None else {student}))
         rule = policy.draft_rule(engine.config.num_layers)
         for schedule in (policy.schedule(engine.config.num_layers), None if rule is None else rule.schedule):
             if schedule is not None:
@@ -51,13 +52,18 @@ def bridged_rivals(engine: Engine, policy: D3, max_tokens: int) -> list[DepthPol
     return [replace(policy, bridges=None), *nested_for_mean(order, policy, mean, **given)]
 
 
-def bridge_hashes(engine: Engine, policies: Iterable[DepthPolicy]) -> dict[str, str]:
-    """The SHA-256 of each file of bridges that policies name, by its name there; all of them have been opened."""
+def bridge_hashes(engine: Engine, policies: Sequence[DepthPolicy]) -> dict[str, str]:
+    """The SHA-256 of each file that policies name, by its name there, of a student behind "student"; all of them have
+    been opened."""
     names = frozenset[str]().union(*map(named_bridges, policies))
+    from d3engine.loading.depth import STUDENT_BYTES
     from d3engine.model.bridges import most_bytes
 
     most = most_bytes(engine.config.num_layers, engine.config.hidden_size)
-    return {name: sha256_of(engine.bridges.path(name), most) for name in sorted(names)}
+    found = {name: sha256_of(engine.bridges.path(name), most) for name in sorted(names)}
+    for student in filter(None, map(named_student, policies)):
+        found[f"student {student}"] = sha256_of(engine.bridges.student_path(student), STUDENT_BYTES)
+    return found
 
 
 BISECTIONS = 8

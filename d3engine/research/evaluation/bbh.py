@@ -60,21 +60,22 @@ def load_bbh(
 
 
 def _load_task(folder: Path, task: str, shots: int, limit: int | None) -> list[Asked]:
-    preamble = _preamble(folder / "cot-prompts" / f"{task}.txt", shots)
+    description, examples = _preamble(folder / "cot-prompts" / f"{task}.txt", shots)
+    before = [description, *(example.solved for example in examples)]
     return [
-        Asked("\n\n".join([*preamble, question.prompt]), question, task)
+        Asked("\n\n".join([*before, question.prompt]), question, task, examples)
         for question in _read(folder / f"{task}.json")[:limit]
     ]
 
 
-def _preamble(path: Path, shots: int) -> list[str]:
+def _preamble(path: Path, shots: int) -> tuple[str, tuple[BBHQuestion, ...]]:
     """What stands before a question: the task in a sentence, and solved examples."""
     try:
         _, separator, text = read_text(path).partition(_RULE)
         description, *examples = text.strip().split("\n\nQ: ")
         if not separator or len(examples) < shots:
             raise ValueError(f"{len(examples)} examples")
-        return [description.strip(), *(_without_thought(example).solved for example in examples[:shots])]
+        return description.strip(), tuple(_without_thought(example) for example in examples[:shots])
     except UnreadableFileError:
         raise
     except ValueError as error:

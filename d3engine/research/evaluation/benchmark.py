@@ -27,11 +27,12 @@ class Question(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A question behind other text, such as solved examples; `task` names its own of a benchmark that has several."""
+    """A question behind other text, such as solved `examples`; `task` names its own of a benchmark that has several."""
 
     prompt: str
     question: Question
     task: str = ""
+    examples: tuple[Question, ...] = ()
 
     def is_right(self, answer: str) -> bool:
         return self.question.is_right(answer)
@@ -65,13 +66,16 @@ class Benchmark:
         return found
 
 
-def check_prompts(benchmarks: Sequence[Benchmark], encode: Callable[[str], Sequence[int]], max_model_len: int) -> None:
-    """Refuse, by benchmark, task and number from 1, the first prompt that leaves no room for a token to follow."""
+def check_prompts(benchmarks: Sequence[Benchmark], length: Callable[[Question], int], max_model_len: int) -> None:
+    """Refuse, by benchmark, task and number from 1, the first prompt that leaves no room for a token to follow.
+
+    `length` counts the tokens of a question's prompt.
+    """
     for benchmark in benchmarks:
         for task, questions in benchmark.tasks.items():
             of = benchmark.name if task == benchmark.name else f"{benchmark.name}, {task}"
             for number, question in enumerate(questions, start=1):
-                tokens = len(encode(question.prompt))
+                tokens = length(question)
                 if tokens >= max_model_len:
                     allowed = f"shorter than max_model_len={max_model_len} (as with fewer examples, --num-fewshot)"
                     raise InvalidValueError(f"prompt of question {number} of {of}", f"{tokens} tokens", allowed)

@@ -14,6 +14,7 @@ from d3engine.errors import require
 from d3engine.research.evaluation import procedural
 from d3engine.research.evaluation.bbh import load_bbh
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
+from d3engine.research.evaluation.chat_form import as_chat
 from d3engine.research.evaluation.gsm8k import load_gsm8k
 from d3engine.research.evaluation.word_problems import Split
 
@@ -57,7 +58,7 @@ def generated(
 
 
 def depth_questions(
-    benchmark: Benchmark, folder: Path | None, *, seed: int, shots: int | None, most: int | None
+    benchmark: Benchmark, folder: Path | None, *, seed: int, shots: int | None, most: int | None, chat: bool = False
 ) -> list[Question]:
     """Questions by which a policy's depth is set, which takes no answers: of the validation split, where there is one.
 
@@ -69,7 +70,8 @@ def depth_questions(
         return benchmark.questions[:: -(-len(benchmark.questions) // most)]
     if folder is None:
         return generated([benchmark.name], split="validation", seed=seed, limit=most, shots=shots)[0].questions
-    return from_files([benchmark.name], folder, split="validation", seed=seed, limit=most, shots=shots)[0].questions
+    given = {"split": "validation", "seed": seed, "limit": most, "shots": shots, "chat": chat}
+    return from_files([benchmark.name], folder, **given)[0].questions  # type: ignore[arg-type]
 
 
 def reference_answer(question: Question) -> str:
@@ -86,20 +88,31 @@ def reference_answers(name: str, folder: Path) -> list[str]:
 
 
 def from_files(
-    names: Sequence[str], folder: Path, *, split: Split, seed: int, limit: int | None, shots: int | None
+    names: Sequence[str],
+    folder: Path,
+    *,
+    split: Split,
+    seed: int,
+    limit: int | None,
+    shots: int | None,
+    chat: bool = False,
 ) -> list[Benchmark]:
-    """`gsm8k`, `bbh` (all tasks there are) and `bbh/<task>` from a folder with gsm8k/ and bbh/."""
+    """`gsm8k`, `bbh` (all tasks there are) and `bbh/<task>` from a folder with gsm8k/ and bbh/.
+
+    With `chat` as chat models are asked, without examples unless `shots` says how many.
+    """
     require(folder.is_dir(), "--data", str(folder), "a folder with gsm8k/ and bbh/")
     for name in names:
         is_known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
         require(is_known, "--tasks", name, "gsm8k, bbh or bbh/<task> with --data")
     tasks = [name.removeprefix("bbh/") for name in names if name.startswith("bbh/")]
     require(not (tasks and "bbh" in names), "--tasks", ",".join(names), "either bbh or some of its tasks")
-    examples = PUBLISHED_SHOTS if shots is None else shots
+    usual = 0 if chat else PUBLISHED_SHOTS
+    examples = usual if shots is None else shots
     found = []
     for kind in dict.fromkeys(name.partition("/")[0] for name in names):
         if kind == "gsm8k":
             found.append(load_gsm8k(folder, split=split, shots=examples, seed=seed, limit=limit))
         else:
             found.append(load_bbh(folder, split=split, shots=examples, tasks=tasks, limit=limit))
-    return found
+    return [as_chat(benchmark) for benchmark in found] if chat else found

@@ -68,7 +68,8 @@ def load_gsm8k(folder: Path, *, split: Split, shots: int, seed: int, limit: int 
 
 def _with_examples(question: GSM8KQuestion, examples: list[GSM8KQuestion], shots: int, rng: random.Random) -> Asked:
     drawn = [example for example in rng.sample(examples, shots + 1) if example != question][:shots]
-    return Asked("\n\n".join([*(example.solved for example in drawn), question.prompt]), question)
+    prompt = "\n\n".join([*(example.solved for example in drawn), question.prompt])
+    return Asked(prompt, question, examples=tuple(drawn))
 
 
 def _read(path: Path) -> list[GSM8KQuestion]:

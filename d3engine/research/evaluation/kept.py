@@ -12,14 +12,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from d3engine.depth.labels import policy_in_words
-from d3engine.depth.policy import named_bridges
+from d3engine.depth.policy import named_bridges, named_student
 from d3engine.errors import D3EngineError
 from d3engine.files import DATA_BYTES, as_json, as_text, is_there, read_bytes
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work
+
+Prompt: TypeAlias = str | dict[str, list[int]]
+"""A text, or the token ids of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,11 @@ class KeptAnswers:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def find(self, prompt: str, params: SamplingParams) -> Answer | None:
+    def find(self, prompt: Prompt, params: SamplingParams) -> Answer | None:
         """The answer to a prompt under the policy and the sampling of `params`, if it is there."""
         return self._answers.get(self._key(prompt, params))
 
-    def keep(self, prompts: Sequence[str], params: SamplingParams, answers: Sequence[Answer]) -> None:
+    def keep(self, prompts: Sequence[Prompt], params: SamplingParams, answers: Sequence[Answer]) -> None:
         """Write answers to the end of the file at once; raises `D3EngineError` where that cannot be done."""
         policy = "" if params.depth is None else policy_in_words(params.depth)
         lines = []
@@ -87,9 +90,11 @@ class KeptAnswers:
             raise D3EngineError(f"{self._path} cannot be written: {error.strerror or error}") from error
         self._whole += len(raw)
 
-    def _key(self, prompt: str, params: SamplingParams) -> str:
+    def _key(self, prompt: Prompt, params: SamplingParams) -> str:
         policy: Any = None if params.depth is None else params.depth.describe()
         names = frozenset() if params.depth is None else named_bridges(params.depth)
         hashes = [self._bridges[name] for name in sorted(names)]
+        if params.depth is not None and (student := named_student(params.depth)) is not None:
+            hashes.append(self._bridges[f"student {student}"])
         said = [self._about, policy, repr(replace(params, depth=None)), prompt, *hashes]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

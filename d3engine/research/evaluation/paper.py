@@ -174,7 +174,30 @@ def further_notes() -> list[str]:
         f"In Table 9, 7B at full depth has {full} on validation and the setting that was chosen {chosen}: below it.",
         f"Of the {len(compared)} printed FLOPs ratios {as_printed} are ours to both digits, "
         f"{within} to within {FLOPS_RATIO_TOLERANCE}.",
+        f"The introduction promises 1.07x to 1.94x; the least ratio of D3 in Table 6 is {min(printed):.2f}x "
+        "(70B, GSM8K).",
+        f"Section 4 counts 23 tasks of BBH and Table 8 averages {len(TABLE_8)} rows: logical deduction and tracking "
+        "have three sizes each.",
+        'The two rows that Table 8 prints as "(2 objects)" are three_objects; BBH has three, five and seven.',
+        *_middle_starts(),
+        "Figure 5 is cited with Table 6 for exact match; its data are in no table of their own. Table 6's differences "
+        f"are {' '.join(f'{gain.points:+.2f}' for gain in gains())} points (7B, 13B, 70B on BBH, then on GSM8K).",
+        "Figure 3 runs over pre-training steps; Llama-2's checkpoints of these are not public, so d3engine analyze "
+        "flow shows its layers at the end of training alone.",
     ]
+
+
+def _middle_starts() -> list[str]:
+    """Where Table 9's lowest test scores stand, against section 4.3: "start the decay from the middle"."""
+    found = []
+    for size, rows in TABLE_9.items():
+        row = next(row for row in rows if row.alpha == 0.9999)
+        worst = TABLE_9_STARTS[row.test.index(min(row.test))]
+        found.append(
+            f"In Table 9, {size}, alpha {row.alpha}, the start {worst} near the middle has the lowest test score "
+            f"({', '.join(f'{score:.2f}' for score in row.test)} from 0.2 to 0.8), against section 4.3."
+        )
+    return found
 
 
 MEAN_LAYERS_TOLERANCE = 0.0051
@@ -370,12 +393,16 @@ REPRODUCE = (
         "d3engine analyze perplexity LLAMA2_7B --task gsm8k --data DATA --png perplexity.png",
     ),
     Reproduction(
-        "Figure 3: what each layer changes, its attention and its MLP",
+        "Figure 3, at the end of training: what each layer changes, its attention and its MLP",
         "d3engine analyze flow LLAMA2_7B --task gsm8k --data DATA --png flow.png",
     ),
     Reproduction(
         "the limitation that section 6 names: what special tokens need and lose, by kind",
         f"d3engine analyze kinds LLAMA2_7B --task gsm8k --data DATA --reference-answers {_GSM8K} --png kinds.png",
+    ),
+    Reproduction(
+        "Figure 5: exact match beside full depth, drawn on a page",
+        f"d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} --html figure5.html",
     ),
     Reproduction(
         "Figure 4: the schedules",

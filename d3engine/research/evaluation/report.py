@@ -16,6 +16,7 @@ from typing import Any
 
 from d3engine.research.evaluation.accuracy import Comparison, Interval, Score, compare, paired, wilson_interval
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
+from d3engine.research.evaluation.chat_form import ChatQuestion
 from d3engine.research.evaluation.work import Cost, has_second_model, is_known_beforehand
 
 STYLE = """
@@ -92,7 +93,7 @@ def _x(share: float) -> float:
 
 def told_answer(question: Question) -> object:
     """What `Question` does not ask for, but those of d3engine's tasks have, under one of two names; else None."""
-    inner = question.question if isinstance(question, Asked) else question
+    inner = question.question if isinstance(question, Asked | ChatQuestion) else question
     return getattr(inner, "target", getattr(inner, "answer", None))
 
 

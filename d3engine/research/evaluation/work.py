@@ -22,7 +22,8 @@ class Work:
 
     `layers` are layers run, summed over all rows; `heads` rows through the LM head; `projections` skipped layers for
     which an entry alone was computed (`on_skip="project"`), summed over rows; `crossings` windows of skipped layers
-    that answered rows crossed by a bridge, which counts as a full map. Those of drafts are not counted.
+    that answered rows crossed by a bridge, which counts as a full map. Those of drafts are not counted. `narrower` are
+    the layers' worth of matrices that a student's narrower layers did not run, of the `layers`.
     """
 
     tokens: int = 0
@@ -30,6 +31,7 @@ class Work:
     heads: int = 0
     projections: int = 0
     crossings: int = 0
+    narrower: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -38,6 +40,7 @@ class Work:
             self.heads + other.heads,
             self.projections + other.projections,
             self.crossings + other.crossings,
+            self.narrower + other.narrower,
         )
 
     def flops_ratio(self, shape: ModelShape) -> float:
@@ -45,7 +48,7 @@ class Work:
         full = self.tokens * (shape.num_layers * shape.layer_parameters + shape.head_parameters)
         # one matrix holds queries, keys and values: the engine computes all three where it needs only the entry
         projection = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-        run = self.layers * shape.layer_parameters + self.heads * shape.head_parameters
+        run = (self.layers - self.narrower) * shape.layer_parameters + self.heads * shape.head_parameters
         return full / (run + self.projections * projection + self.crossings * shape.hidden_size**2)
 
 
@@ -124,8 +127,9 @@ class Cost:
     @property
     def realised_mean_layers(self) -> float:
         """Layers run for a token truly generated. Drafted and verified rows count whether accepted or not, so it may
-        be above the model's number of layers; a second model's layers do not count."""
-        return self.work.layers / self.work.tokens
+        be above the model's number of layers; a second model's layers do not count. A narrower layer counts as the part
+        of a layer that it is."""
+        return (self.work.layers - self.work.narrower) / self.work.tokens
 
     @property
     def realised_layers_with_bridges(self) -> float:

@@ -1,0 +1,566 @@
+"""`d3engine depth`: students of a model, distilled from its own answers, and what policies lose on such answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from d3engine.cli.bridge_texts import policy_of, progress_bar
+from d3engine.cli.commands import check_output, new_app, note, printing_last, write_output
+from d3engine.cli.engine_options import (
+    AUTO,
+    Model,
+    Options,
+    engine_arguments,
+    model_directory,
+    takes_engine,
+    use_threads,
+)
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
+from d3engine.files import beside
+
+if TYPE_CHECKING:
+    from d3engine.research.distillation.corpus import OwnAnswer
+    from d3engine.research.distillation.judging import Judgeable
+    from d3engine.research.distillation.passes import AnswerPass
+    from d3engine.research.distillation.training import Distillation, Shape, TrainingOptions
+
+app = new_app(help="Distil students for generated tokens, and judge policies on own answers.", no_args_is_help=True)
+
+Answers: TypeAlias = Annotated[
+    Path, typer.Option("--answers", help="A file of d3engine depth answers, made by these weights.")
+]
+Threads: TypeAlias = Annotated[str, typer.Option("--threads", help="CPU threads: a number, or auto.")]
+Dtype: TypeAlias = Annotated[
+    str, typer.Option("--dtype", help="What passes compute in: bfloat16, float32, or auto, by the size of the model.")
+]
+AnswerTokens: TypeAlias = Annotated[int, typer.Option("--answer-tokens", help="Tokens of an answer that are read.")]
+HeldOut: TypeAlias = Annotated[int, typer.Option("--held-out-texts", help="Held-out answers to judge on at most.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+KINDS = "instructions,code,arithmetic"
+WIDE = 512
+"""Numbers of a hidden state from which passes compute in bfloat16."""
+
+
+@app.command("answers")
+@takes_engine
+def answers_command(
+    engine_options: Options,
+    out: Annotated[Path, typer.Option("--out", help="The .jsonl file to write, or to add to.")],
+    model: Model = "demo",
+    texts: Annotated[int, typer.Option("--texts", help="Answers to train on.")] = 2000,
+    held_out_texts: Annotated[
+        int, typer.Option("--held-out-texts", help="Answers to other prompts, to judge on.")
+    ] = 64,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kinds",
+            help="Kinds of prompts, with commas: instructions, code, arithmetic; chat, which the model makes up; "
+            "gsm8k, training questions of --data.",
+        ),
+    ] = KINDS,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with gsm8k/.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")] = 256,
+    as_json: Json = False,
+) -> None:
+    """Write a model's own greedy answers at full depth, which students are trained and judged on.
+
+    A run that was cut off goes on, and a larger --texts adds to the file. Held-out prompts are decided by their text.
+    """
+    check_output("--out", out)
+    require_integer("--texts", texts, 1)
+    require_integer("--held-out-texts", held_out_texts, 1)
+    require_integer("--max-tokens", max_tokens, 3)
+    from d3engine.research.distillation.corpus import ALL_KINDS, GSM8K, add_answers, prompts_of
+
+    names = [name.strip() for name in kinds.split(",") if name.strip()]
+    known = names and all(name in ALL_KINDS for name in names) and len(set(names)) == len(names)
+    require(bool(known), "--kinds", kinds, f"different ones of {', '.join(ALL_KINDS)}")
+    require(GSM8K not in names or data is not None, "--data", NOTHING, "given for the kind gsm8k")
+
+    import random
+
+    from d3engine.engine import Engine
+    from d3engine.model.expected_tensors import fingerprint
+
+    seed = engine_options.get("seed", 0)
+    begun = time.monotonic()
+    with Engine(model, **engine_arguments(model, engine_options)) as engine:
+        asked = [
+            *prompts_of(engine, names, held_out_texts, seed, data, held_out=True),
+            *_in_turn(prompts_of(engine, names, texts, seed, data, held_out=False), random.Random(seed)),
+        ]
+        with progress_bar("answers", "text", len(asked)) as bar:
+            tokens = add_answers(
+                engine, out, fingerprint(engine.directory), asked, max_tokens, lambda more, _: bar.update(more) and None
+            )
+    found = {"out": str(out), "texts": len(asked), "tokens": tokens, "seconds": round(time.monotonic() - begun, 1)}
+    typer.echo(json.dumps(found, indent=2) if as_json else f"{len(asked)} answers, {tokens:,} tokens in {out}")
+
+
+def _in_turn(asked: list[tuple[str, str]], rng: Any) -> list[tuple[str, str]]:
+    """Mixed, so that a file that is not finished has all kinds."""
+    rng.shuffle(asked)
+    return asked
+
+
+@app.command("train")
+def train_command(
+    answers: Answers,
+    model: Model = "demo",
+    window: Annotated[
+        str | None,
+        typer.Option("--window", metavar="A:B", help="The layers A to B - 1 make way for one trained layer."),
+    ] = None,
+    keep: Annotated[
+        str,
+        typer.Option("--keep", help="The layer of the window that is trained in its place, several with commas; auto."),
+    ] = AUTO,
+    width: Annotated[
+        float | None, typer.Option("--width", help="The part of each MLP's neurons that stays, such as 0.8.")
+    ] = None,
+    narrowed: Annotated[
+        str | None, typer.Option("--narrowed", metavar="A:B", help="The layers that --width narrows (all).")
+    ] = None,
+    begin: Annotated[
+        Path | None,
+        typer.Option("--begin", metavar="FILE", help="Or a student to train further, such as on more answers."),
+    ] = None,
+    refit_texts: Annotated[int, typer.Option("--refit-texts", help="Answers that order and refit neurons.")] = 48,
+    hidden_steps: Annotated[
+        int, typer.Option("--hidden-steps", help="Steps by the hidden state behind the window, which are quick.")
+    ] = 0,
+    steps: Annotated[int, typer.Option("--steps", help="Steps by the KL divergence from full depth.")] = 0,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after so many, and judge.")] = None,
+    texts: Annotated[int, typer.Option("--texts", help="Answers of a step.")] = 4,
+    rows: Annotated[int, typer.Option("--rows", help="Positions of an answer that get logits.")] = 64,
+    rate: Annotated[float, typer.Option("--rate", help="Adam's rate of the hidden steps; others have a tenth.")] = 3e-4,
+    judge_every: Annotated[
+        int, typer.Option("--judge-every", help="Steps from one point of the curve to the next.")
+    ] = 100,
+    answer_tokens: AnswerTokens = 192,
+    held_out_texts: HeldOut = 32,
+    curve_texts: Annotated[int, typer.Option("--curve-texts", help="Of them, those of the learning curve.")] = 8,
+    seed: Annotated[int, typer.Option("--seed", help="Of the order of texts and positions.")] = 0,
+    threads: Threads = AUTO,
+    dtype: Dtype = AUTO,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file to write (student.safetensors beside the weights).")
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Also write what was measured to this JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Distil a student: other weights for generated tokens, trained towards full depth on the model's own answers.
+
+    --window A:B puts one trained layer in the place of several, --width narrows MLPs in closed form; both may be given,
+    and trained on. Memory and time are said first. A run that was cut off, or ended by --minutes, goes on where its
+    saved state (OUT.part) ends. d3engine calibrate --check "distilled ..." certifies what comes out, or does not.
+    """
+    directory = model_directory(model)
+    target = _target(model, directory, out)
+    check_output("--out", target)
+    check_output("--report", report)
+    if minutes is not None:
+        require_number("--minutes", minutes, 0, 1e6, open_low=True)
+    require_number("--rate", rate, 0, 1, open_low=True)
+    for flag, value, least in (("--hidden-steps", hidden_steps, 0), ("--steps", steps, 0), ("--texts", texts, 1)):
+        require_integer(flag, value, least)
+    for flag, value in (("--rows", rows), ("--judge-every", judge_every), ("--refit-texts", refit_texts)):
+        require_integer(flag, value, 1)
+    if begin is not None:
+        for flag, given in (("--window", window), ("--width", width)):
+            require(given is None, flag, given, "absent beside --begin, whose layers are trained further")
+    else:
+        require(window is not None or width is not None, "--window", NOTHING, "given, or --width, or both")
+    require(width is not None or narrowed is None, "--narrowed", narrowed, "absent without --width")
+    if width is not None:
+        require_number("--width", width, 0, 1, open_low=True)
+
+    from d3engine.research.distillation.training import Distillation, TrainingOptions
+
+    options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens)
+    run, fingerprint = _open(directory, threads, dtype)
+    own, held_out = _read(answers, fingerprint, held_out_texts)
+    if begin is None:
+        shape = _shape(run, window, keep, width, narrowed, own[:refit_texts])
+    else:
+        shape = _shape_of(run, begin, fingerprint)
+    training = Distillation(run, shape, options)
+    _tell(training, own, held_out[:curve_texts])
+    state = target.with_name(f"{target.name}.part")
+    key = _key(fingerprint, shape, options, own, begin)
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    with progress_bar("train", "step", options.all_steps) as bar:
+        begun, first = time.monotonic(), -1
+
+        def advance(taken: int, words: str) -> None:
+            nonlocal first
+            bar.set_postfix_str(words, refresh=False)
+            bar.update(taken)
+            curve = training.curve
+            first = curve.num_steps if first < 0 else first
+            if bar.disable and words and curve.points[-1]["step"] == curve.num_steps:  # a log has no bar
+                each = (time.monotonic() - begun) / max(1, curve.num_steps - first)
+                left = _in_words(each * (options.all_steps - curve.num_steps))
+                note(f"step {curve.num_steps} of {options.all_steps}: {words}; {left} left")
+
+        training.train(own, held_out[:curve_texts], state, key, advance, until)
+    student, told = _judged(run, training, held_out, fingerprint, answer_tokens)
+    found = {
+        **told,
+        "out": str(target),
+        "options": vars(options),
+        "finished": training.curve.num_steps == options.all_steps,
+    }
+    with printing_last(partial(_show_trained, run, found, as_json)):
+        from d3engine.model.students import write_student
+
+        try:
+            write_student(student, target)
+        except OSError as error:
+            raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
+        if report is not None:
+            write_output("--report", report, json.dumps(found, indent=2) + "\n")
+        if found["finished"]:
+            state.unlink(missing_ok=True)
+        skip = f" skip-layers={','.join(map(str, shape.skip_layers))}" if shape.skip_layers else ""
+        note(f'student written to {target}: --depth "distilled{skip} student={target}"')
+
+
+@app.command("measure")
+def measure_command(
+    answers: Answers,
+    model: Model = "demo",
+    policies: Annotated[
+        list[str] | None,
+        typer.Option("--depth", help='A policy with its options, "fixed skip-layers=5"; may be repeated.'),
+    ] = None,
+    alone: Annotated[
+        list[int] | None,
+        typer.Option("--windows", metavar="WIDTH", help="Also every window of so many layers alone; may be repeated."),
+    ] = None,
+    answer_tokens: AnswerTokens = 128,
+    held_out_texts: HeldOut = 32,
+    threads: Threads = AUTO,
+    dtype: Dtype = AUTO,
+    report: Annotated[Path | None, typer.Option("--report", help="Also write what was measured to this JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what policies, bridges and students lose against full depth where a token was generated.
+
+    On the held-out answers, all of which are read as they stand: KL divergence and the same likeliest token, with 95 %
+    intervals over texts, by kind of text.
+    """
+    check_output("--report", report)
+    directory = model_directory(model)
+    run, fingerprint = _open(directory, threads, dtype)
+    layers = run.config.num_layers
+    wanted = [_judgeable(run, directory, words, fingerprint) for words in policies or []]
+    for size in alone or []:
+        require_integer("--windows", size, 1, layers - 1)
+        wanted += [_window(run, first, first + size) for first in range(layers - size + 1)]
+    require(len(wanted) > 0, "--depth", NOTHING, "given, or --windows")
+    _, held_out = _read(answers, fingerprint, held_out_texts)
+
+    from d3engine.research.distillation.judging import agreement_table, judge
+
+    with progress_bar("held out", "text", len(held_out)) as bar:
+        found = judge(run, held_out, wanted, answer_tokens, lambda: bar.update() and None)
+    table = agreement_table(wanted, found, run.config, answer_tokens)
+    described = {
+        "model": Path(model).name,
+        "texts": len(held_out),
+        "policies": [
+            {"policy": one.name, "layers_saved": one.saved(run.config, answer_tokens), **agreement.as_dict()}
+            for one, agreement in zip(wanted, found, strict=True)
+        ],
+    }
+    with printing_last(partial(_show_table, table, described, as_json)):
+        if report is not None:
+            write_output("--report", report, json.dumps(described, indent=2) + "\n")
+
+
+@app.command("inspect")
+def inspect_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that d3engine depth train has written.")],
+    model: Annotated[str, typer.Option("--model", help="The model that it is for.")] = "demo",
+    as_json: Json = False,
+) -> None:
+    """Show what a student leaves out, what it has of its own, and how it did on held-out answers."""
+    from d3engine.model.config import ModelConfig
+    from d3engine.model.students import read_student
+
+    student = read_student(file, ModelConfig.from_directory(model_directory(model)))
+    layers = {number: {name: list(t.shape) for name, t in own.items()} for number, own in student.layers.items()}
+    if as_json:
+        found = {"skip_layers": list(student.skip_layers), "layers": layers, "bytes": student.num_bytes}
+        typer.echo(json.dumps({"fingerprint": student.fingerprint, **found, "about": student.about}, indent=2))
+        return
+    from d3engine.cli.terminal import print_table
+
+    rows = [
+        (f"{number}", ", ".join(f"{name} {shape}" for name, shape in own.items())) for number, own in layers.items()
+    ]
+    title = f"Student of {student.num_layers} layers, {student.num_bytes / 2**20:.1f} MiB, {student.fingerprint}"
+    print_table(title, ("layer", "its own"), rows)
+    typer.echo(f"skipped: {', '.join(map(str, student.skip_layers)) or 'no layer'}")
+    for kind, one in student.about.get("held_out", {}).items():
+        typer.echo(f"{kind}: {one['agreement']:.1%} the same token, KL {one['kl']:.4f}, {one['positions']:,} positions")
+
+
+# -- what is opened ------------------------------------------------------------------------------------------------
+
+
+def _open(directory: Path, threads: str, dtype: str) -> tuple[AnswerPass, str]:
+    """The model as passes run it, and its fingerprint."""
+    import torch
+
+    from d3engine.model.config import ModelConfig
+    from d3engine.model.expected_tensors import fingerprint
+    from d3engine.model.weights import load_weights
+    from d3engine.research.distillation.passes import AnswerPass
+
+    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    require(dtype in (AUTO, *kinds), "--dtype", dtype, f"one of {', '.join((AUTO, *kinds))}")
+    config = ModelConfig.from_directory(directory)
+    use_threads(threads, config)
+    kind = kinds.get(dtype, torch.bfloat16 if config.hidden_size >= WIDE else torch.float32)
+    weights = load_weights(directory, config, dtype=kind, device="cpu")
+    return AnswerPass(config, weights), fingerprint(directory)
+
+
+def _read(answers: Path, fingerprint: str, held_out_texts: int) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
+    """What to train on, and what is held out: as many of each kind."""
+    from d3engine.research.distillation.corpus import read_corpus
+
+    require_integer("--held-out-texts", held_out_texts, 1)
+    found = read_corpus(answers, fingerprint)
+    own, held_out = ([one for one in found if one.held_out is part] for part in (False, True))
+    for part, kept in (("to train on", own), ("held out", held_out)):
+        require(len(kept) > 0, "--answers", str(answers), f"a file with answers {part}")
+    by_kind: dict[str, list[OwnAnswer]] = {}
+    for one in held_out:
+        by_kind.setdefault(one.kind, []).append(one)
+    turns = [one for turn in range(len(held_out)) for kind in sorted(by_kind) for one in by_kind[kind][turn : turn + 1]]
+    return own, turns[:held_out_texts]
+
+
+def _layers(flag: str, words: str, num_layers: int) -> tuple[int, int]:
+    first, _, stop = words.partition(":")
+    fits = first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= num_layers
+    require(fits, flag, words, f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1")
+    return int(first), int(stop)
+
+
+def _shape(
+    run: AnswerPass,
+    window: str | None,
+    keep: str,
+    width: float | None,
+    narrowed: str | None,
+    texts: Sequence[OwnAnswer],
+) -> Shape:
+    """The student before it is trained."""
+    from d3engine.research.distillation.training import Shape, best_kept, window_shape
+
+    count = run.config.num_layers
+    shape = Shape((), {})
+    if window is not None:
+        first, stop = _layers("--window", window, count)
+        require(stop - first >= 2, "--window", window, "at least two layers, of which one stays")
+        if keep == AUTO:
+            kept = [best_kept(run, first, stop, texts[:4], 128)]
+            note(f"layer {kept[0]} stands for the window: alone in its place it leaves least unexplained")
+        else:
+            allowed = f"layers of {first} to {stop - 1}, with commas, or auto"
+            require(all(one.isdecimal() for one in keep.split(",")), "--keep", keep, allowed)
+            kept = [int(one) for one in keep.split(",")]
+            require(all(first <= one < stop for one in kept) and len(kept) < stop - first, "--keep", keep, allowed)
+        shape = window_shape(run, first, stop, kept)
+    if width is None:
+        return shape
+    from d3engine.research.distillation.widths import narrow, passes_of
+
+    among = range(*(_layers("--narrowed", narrowed, count) if narrowed else (0, count)))
+    layers = [one for one in among if one not in shape.skip_layers and one not in shape.start]
+    config = run.config
+    passes = passes_of(len(layers), width, config.intermediate_size, config.hidden_size, refit=True)
+    with progress_bar("widths", "text", passes * len(texts)) as bar:
+        narrower = narrow(run, texts, layers, width, progress=lambda: bar.update() and None)
+    return Shape(shape.skip_layers, {**shape.start, **narrower})
+
+
+def _judgeable(run: AnswerPass, directory: Path, words: str, fingerprint: str) -> Judgeable:
+    """A policy with its student or its bridges, from the files that it names."""
+    import torch
+
+    from d3engine.depth.schedule import AUTO_BRIDGES
+    from d3engine.model.bridges import BRIDGES_FILE, read_bridges
+    from d3engine.model.students import STUDENT_FILE, read_student
+    from d3engine.research.distillation.judging import Judgeable
+    from d3engine.research.distillation.passes import layers_of
+
+    policy = policy_of(words)
+    schedule = policy.schedule(run.config.num_layers)
+    plain = policy.exit_rule(run.config.num_layers) is None and policy.draft_rule(run.config.num_layers) is None
+    require(plain and schedule.is_nested, "--depth", words, "one whose skipped layers stay skipped")
+
+    def path(name: str, usual: str) -> Path:
+        return beside(directory, usual) if name == AUTO_BRIDGES else Path(name)
+
+    layers, bridges = {}, None
+    if schedule.student is not None:
+        student = read_student(path(schedule.student, STUDENT_FILE), run.config)
+        require(student.fingerprint == fingerprint, "--depth", words, "with a student of these weights")
+        skipped = tuple(getattr(policy, "skip_layers", ()))
+        require(skipped == student.skip_layers, "--depth", words, f"with skip-layers={list(student.skip_layers)}")
+        layers = layers_of(student, run.weights)
+    if schedule.bridges is not None:
+        found = read_bridges(path(schedule.bridges, BRIDGES_FILE)).to(torch.float32, torch.device("cpu"))
+        require(found.fingerprint == fingerprint, "--depth", words, "with bridges of these weights")
+        missing = [one for one in schedule.windows() if one not in found.by_window]
+        require(not missing, "--depth", words, f"with bridges over the windows {missing[:8]} as well")
+        bridges = {one: found.by_window[one] for one in schedule.windows()}
+    return Judgeable(words, schedule, layers, bridges)
+
+
+def _window(run: AnswerPass, first: int, stop: int) -> Judgeable:
+    from d3engine.research.distillation.judging import Judgeable
+    from d3engine.research.distillation.passes import skipping
+
+    return Judgeable(f"[{first}, {stop})", skipping(range(first, stop), run.config.num_layers))
+
+
+def _target(model: str, directory: Path, out: Path | None) -> Path:
+    from d3engine.loading.model_directory import DEMO
+    from d3engine.model.students import STUDENT_FILE
+
+    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
+    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
+    return out if out is not None else beside(directory, STUDENT_FILE)
+
+
+def _shape_of(run: AnswerPass, begin: Path, fingerprint: str) -> Shape:
+    """A student of a file, to be trained further."""
+    from d3engine.model.students import NEURONS, read_student
+    from d3engine.research.distillation.training import Shape
+
+    student = read_student(begin, run.config)
+    require(student.fingerprint == fingerprint, "--begin", str(begin), "a student of these weights")
+    start = {
+        layer: {name: t if name == NEURONS else t.float() for name, t in own.items()}
+        for layer, own in student.layers.items()
+    }
+    return Shape(student.skip_layers, start)
+
+
+def _key(fingerprint: str, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer], begin: Path | None) -> str:
+    """By which a saved state is known to be of this very run."""
+    from hashlib import sha256
+
+    from d3engine.research.bridges.fitting import text_hash
+
+    sizes = {layer: {name: list(t.shape) for name, t in named.items()} for layer, named in shape.start.items()}
+    begun = None if begin is None else sha256(begin.read_bytes()).hexdigest()
+    said = [
+        fingerprint,
+        begun,
+        list(shape.skip_layers),
+        sizes,
+        vars(options),
+        text_hash([one.token_ids for one in own]),
+    ]
+    return json.dumps(said, sort_keys=True)
+
+
+# -- what is said --------------------------------------------------------------------------------------------------
+
+
+def _tell(training: Distillation, own: Sequence[OwnAnswer], held_out: Sequence[OwnAnswer]) -> None:
+    """Memory and time, before any of it is taken."""
+    from d3engine.research.distillation.training import estimate
+
+    found = estimate(training, own, held_out)
+    tokens = sum(one.positions for one in own)
+    note(
+        f"{len(own)} answers of {tokens:,} tokens to train on; {training.shape.num_trained / 1e6:.1f} million numbers "
+        f"trained; about {found.gigabytes:.1f} GiB of memory, and {_in_words(found.seconds)} at the "
+        f"{found.gigaflops:.0f} GFLOP/s that this machine gives just now."
+    )
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{seconds / 60:.0f} minutes"
+
+
+def _judged(
+    run: AnswerPass, training: Distillation, held_out: Sequence[OwnAnswer], fingerprint: str, answer_tokens: int
+) -> tuple[Any, dict[str, Any]]:
+    """The student to write, and its report: beside it stands its window left out."""
+    import torch
+
+    from d3engine.model.students import NEURONS, Student
+    from d3engine.research.distillation.judging import Judgeable, judge
+    from d3engine.research.distillation.passes import skipping
+
+    shape, config = training.shape, run.config
+    wanted = [training.judgeable("student")]
+    if shape.skip_layers:
+        wanted.append(Judgeable("the same layers left out", skipping(shape.skip_layers, config.num_layers)))
+    with progress_bar("held out", "text", len(held_out)) as bar:
+        found = judge(run, held_out, wanted, answer_tokens, lambda: bar.update() and None)
+    told = {
+        "skip_layers": list(shape.skip_layers),
+        "own_layers": sorted(shape.start),
+        "layers_saved": wanted[0].saved(config, answer_tokens),
+        "curve": training.curve.points,
+        "losses": [round(loss, 5) for loss in training.curve.losses],
+        "held_out": found[0].as_dict(),
+        "controls": {one.name: agreement.as_dict() for one, agreement in zip(wanted[1:], found[1:], strict=True)},
+    }
+    held = {
+        layer: {name: t if name == NEURONS else t.to(torch.bfloat16) for name, t in named.items()}
+        for layer, named in training.tensors().items()
+    }
+    about = {name: told[name] for name in ("held_out", "layers_saved")} | {"steps": training.curve.num_steps}
+    return Student(fingerprint, config.num_layers, config.hidden_size, shape.skip_layers, held, about), told
+
+
+def _show_trained(run: AnswerPass, found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from d3engine.cli.terminal import print_table
+
+    points = [
+        (f"{one['step']}", f"{one['tokens']:,}", f"{one['seconds']:.0f}", f"{one['agreement']:.1%}", f"{one['kl']:.4f}")
+        for one in found["curve"]
+    ]
+    print_table("Learning curve, on held-out answers", ("step", "tokens", "seconds", "same token", "KL"), points)
+    every = {"student": found["held_out"], **found["controls"]}
+    kinds = list(found["held_out"])
+    rows = [(name, *(_cell(one[kind]) for kind in kinds)) for name, one in every.items()]
+    print_table(f"Held out, {found['layers_saved']:.2f} layers saved: same token, KL", ("", *kinds), rows)
+
+
+def _cell(one: dict[str, Any]) -> str:
+    arm = "" if one["agreement_95"] is None else f" +- {100 * one['agreement_95']:.1f}"
+    return f"{one['agreement']:.1%}{arm}, {one['kl']:.3f}"
+
+
+def _show_table(table: Any, described: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(described, indent=2))
+        return
+    from d3engine.cli.terminal import print_table
+
+    print_table(table.title, table.header, table.rows)

@@ -1,0 +1,79 @@
+"""Steps of which some rows run a student's weights: each row by the executor of its weights, over one pool.
+
+A layer of a student goes on with the KV cache of that layer, so nothing but matrices differs. Of a sequence the prompt
+comes before what is generated, and a step has one chunk of it: so shares of a step may run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from d3engine.executor.bridging import BridgeStore
+from d3engine.executor.interface import Computed
+from d3engine.executor.shares import joined, share_of
+from d3engine.model.weights import LlamaWeights
+from d3engine.plan import Plan
+
+
+class RunsShares(Protocol):
+    """What an executor must be able to do for a student of its model."""
+
+    def run(self, plan: Plan) -> Computed: ...
+
+    def run_share(self, plan: Plan) -> Computed:
+        """The logits of a single step, whose copies of entries are the caller's."""
+        ...
+
+
+_Executor = TypeVar("_Executor", bound=RunsShares)
+
+
+class StudentExecutors(Generic[_Executor]):
+    """An executor for each student that plans name, made when one first does."""
+
+    def __init__(self, store: BridgeStore | None, own: LlamaWeights, make: Callable[[LlamaWeights], _Executor]) -> None:
+        self._store, self._own, self._make = store, own, make
+        self._made: dict[str, _Executor] = {}
+
+    def named(self, plan: Plan) -> list[str | None] | None:
+        """By chunk, whose weights it runs; None where all run the model's own."""
+        if self._store is None or not self._store.has_students:
+            return None
+        names = [
+            sequence.schedule.student if step >= 1 else None
+            for sequence, step in zip(plan.sequences, plan.steps.tolist(), strict=True)
+        ]
+        return names if any(name is not None for name in names) else None
+
+    def of(self, name: str) -> _Executor:
+        """The executor of a student that a checked schedule names."""
+        if name not in self._made:
+            assert self._store is not None, "a plan names a student that no schedule was checked for"
+            self._made[name] = self._make(self._store.student_weights(name, self._own))
+        return self._made[name]
+
+    def made(self) -> list[_Executor]:
+        """Those that there are."""
+        return list(self._made.values())
+
+    def run(self, plan: Plan, names: list[str | None], main: _Executor, copy: Callable[[Plan, bool], None]) -> Computed:
+        """Run a plan of which some chunks are students'; `copy` copies the entries before (or behind) the step."""
+        one = set(names)
+        if len(one) == 1:
+            (name,) = one
+            assert name is not None
+            return self.of(name).run(plan)
+        assert plan.multi_step is None, "rows of a run have the same weights"
+        copy(plan, False)
+        found: list[tuple[object, Tensor, object]] = []
+        for name in sorted(one, key=lambda name: name or ""):
+            share = share_of(plan, np.array([chunk for chunk, own in enumerate(names) if own == name]))
+            computed = (main if name is None else self.of(name)).run_share(share.plan)
+            assert isinstance(computed.logits, Tensor), "without ranks tokens are the host's to choose"
+            found.append((share, computed.logits, computed.depths))
+        copy(plan, True)
+        return joined(plan, found)  # type: ignore[arg-type]

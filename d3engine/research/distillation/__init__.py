@@ -1,0 +1,3 @@
+"""Students: a model's layers for generated tokens, narrowed or left out, distilled from its own answers."""
+
+from __future__ import annotations

@@ -1,0 +1,155 @@
+"""A model's own greedy answers at full depth, in a file that grows: what students are trained and judged on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from d3engine.depth import FullDepth
+from d3engine.errors import D3EngineError, InvalidValueError, require
+from d3engine.files import as_json, is_there, read_text
+from d3engine.research.distillation.prompts import KINDS, is_held_out, split_prompts, written_prompts
+
+if TYPE_CHECKING:
+    from d3engine.engine import Engine
+
+BATCH = 32
+"""Prompts that are answered together, and written together."""
+
+CHAT, GSM8K = "chat", "gsm8k"
+ALL_KINDS = (*KINDS, CHAT, GSM8K)
+
+CORPUS_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """One prompt as token ids, the model's greedy answer to it, and whether it is held out from training."""
+
+    kind: str
+    held_out: bool
+    key: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+    @property
+    def positions(self) -> int:
+        """Generated tokens that are fed: those that a student's weights run for."""
+        return len(self.token_ids) - 1
+
+
+def read_corpus(path: Path, fingerprint: str) -> list[OwnAnswer]:
+    """The answers of a file; those of other weights are refused. A last line that was cut off is dropped.
+
+    Raises `D3EngineError` for a file that holds anything else.
+    """
+    content = read_text(path, CORPUS_BYTES)
+    lines = content[: content.rfind("\n") + 1].splitlines()
+    try:
+        head = as_json(lines[0], path) if lines else {}
+        is_ours = head["fingerprint"] == fingerprint
+        found = [OwnAnswer(**as_json(line, path)) for line in lines[1:]]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise D3EngineError(f"{path} is no file of d3engine depth answers: {error!r}") from error
+    require(is_ours, "--answers", str(path), "written for these weights, not for others (d3engine depth answers)")
+    return [one for one in found if one.positions >= 1]
+
+
+def prompts_of(
+    engine: Engine, kinds: Sequence[str], count: int, seed: int, data: Path | None, *, held_out: bool
+) -> list[tuple[str, str]]:
+    """(kind, prompt): `count` prompts in all, as many of each kind, of one part."""
+    each = -(-count // len(kinds))
+    found: list[tuple[str, str]] = []
+    for kind in kinds:
+        if kind == CHAT:
+            from d3engine.research.bridges.own_answers import made_up_prompts
+
+            own = split_prompts(
+                made_up_prompts(engine, 2 * each if held_out is False else 16 * each, seed), held_out=held_out
+            )
+        elif kind == GSM8K:
+            own = split_prompts(_gsm8k(data), held_out=held_out)
+        else:
+            own = written_prompts(kind, each, seed, held_out=held_out)
+        found += [(kind, prompt) for prompt in own[:each]]
+    return found
+
+
+def _gsm8k(data: Path | None) -> list[str]:
+    """GSM8K's training questions but for its validation split; its test questions stay untouched."""
+    from d3engine.research.evaluation.gsm8k import load_gsm8k
+
+    if data is None:
+        raise InvalidValueError("--data", None, "a folder with gsm8k/, given for --kinds gsm8k")
+    questions = load_gsm8k(data, split="train", shots=0, seed=0).questions
+    return [f"{one.question.question}\n{ASK}" for one in questions]  # type: ignore[attr-defined]
+
+
+ASK = "Please reason step by step, and put the final answer behind ####."
+
+
+def add_answers(
+    engine: Engine,
+    path: Path,
+    fingerprint: str,
+    asked: Sequence[tuple[str, str]],
+    max_tokens: int,
+    progress: Callable[[int, int], None] = lambda texts, tokens: None,
+) -> int:
+    """Answer the prompts that the file does not have, and write the answers to its end; returns its generated tokens.
+
+    `progress` hears of texts and of their tokens, those that were there already among them.
+    """
+    from d3engine.request.params import SamplingParams
+
+    known = {one.key: one for one in read_corpus(path, fingerprint)} if is_there(path) else {}
+    if not is_there(path):
+        _append(path, [json.dumps({"fingerprint": fingerprint, "max_tokens": max_tokens})])
+    total, left = 0, []
+    for kind, prompt in asked:
+        if (one := known.get(_key(kind, prompt))) is not None:
+            total += one.positions
+            progress(1, one.positions)
+        else:
+            left.append((kind, prompt))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=FullDepth())
+    for first in range(0, len(left), BATCH):
+        batch = left[first : first + BATCH]
+        prompts = [_prompt(engine, prompt) for _, prompt in batch]
+        lines = []
+        for (kind, prompt), output in zip(batch, engine.generate(prompts, params, use_tqdm=False), strict=True):
+            ids = list(output.outputs[0].token_ids)
+            one = OwnAnswer(kind, is_held_out(prompt), _key(kind, prompt), list(output.prompt_token_ids), ids)
+            lines.append(json.dumps(asdict(one)))
+            total += one.positions
+            progress(1, one.positions)
+        _append(path, lines)
+    return total
+
+
+def _prompt(engine: Engine, text: str) -> str | dict[str, list[int]]:
+    """By the model's chat template, where it has one."""
+    if engine.chat_template() is None:
+        return f"Question: {text}\nAnswer:"
+    return engine.chat_prompt([{"role": "user", "content": text}])
+
+
+def _key(kind: str, prompt: str) -> str:
+    return sha256(f"{kind}\n{prompt}".encode()).hexdigest()[:16]
+
+
+def _append(path: Path, lines: Sequence[str]) -> None:
+    """Write whole lines to the end, over a last one that was cut off."""
+    try:
+        with open(path, "r+b" if is_there(path) else "x+b") as file:
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.seek(whole)
+            file.write("".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise D3EngineError(f"{path} cannot be written: {error.strerror or error}") from error

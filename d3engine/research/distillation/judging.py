@@ -1,0 +1,127 @@
+"""Students and policies against full depth, on the model's own held-out answers, where a token was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from d3engine.depth import NEVER, Schedule
+from d3engine.model.bridges import Bridge, Window
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LayerWeights
+from d3engine.research.analysis.layers import FloatArray, Mean, mean_of_clusters
+from d3engine.research.analysis.report import Table, counted
+from d3engine.research.distillation.corpus import OwnAnswer
+from d3engine.research.distillation.passes import AnswerPass, FullAnswer
+from d3engine.research.evaluation.accuracy import shape_of
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Judgeable:
+    """A policy in words, its schedule, and the layers and bridges that it has of its own."""
+
+    name: str
+    schedule: Schedule
+    layers: Mapping[int, LayerWeights] = field(default_factory=dict)
+    bridges: Mapping[Window, Bridge] | None = None
+
+    @property
+    def first(self) -> int:
+        """The lowest layer that is not as at full depth."""
+        skipped = np.flatnonzero(self.schedule.cutoffs != NEVER).tolist()
+        return min([*skipped, *self.layers, self.schedule.num_layers])
+
+    def saved(self, config: ModelConfig, steps: int) -> float:
+        """Layers' worth of matrices that a token does not run, on average over so many steps."""
+        whole = shape_of(config).layer_parameters
+        runs = self.schedule.num_layers - self.schedule.depths(steps + 1)[1:].mean()
+        narrower = sum(whole - _size(layer) for number, layer in self.layers.items()) / whole
+        bridged = sum(bridge.num_parameters for bridge in (self.bridges or {}).values()) / whole
+        return float(runs + narrower - bridged)
+
+
+def _size(layer: LayerWeights) -> int:
+    matrices = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    return sum(int(matrix.shape[0]) * int(matrix.shape[1]) for matrix in matrices)
+
+
+@dataclass
+class Agreement:
+    """Of each text float64 [2, R]: KL divergence from full depth in nats, and whether the likeliest token is its."""
+
+    texts: list[tuple[str, FloatArray]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted({kind for kind, _ in self.texts})
+
+    def positions(self, kind: str = ALL) -> int:
+        return sum(values.shape[1] for of, values in self.texts if kind in (ALL, of))
+
+    def mean(self, measure: int, kind: str = ALL) -> Mean:
+        """0: KL, 1: agreement; the interval is of texts, whose tokens are not independent."""
+        values = [values[measure] for of, values in self.texts if kind in (ALL, of)]
+        return mean_of_clusters(np.array([one.sum() for one in values]), np.array([one.size for one in values]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Means and half intervals, of all and by kind of text."""
+        return {kind: self._described(kind) for kind in (ALL, *self.kinds)}
+
+    def _described(self, kind: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"positions": self.positions(kind)}
+        for name, measure in (("kl", 0), ("agreement", 1)):
+            mean = self.mean(measure, kind)
+            found |= {name: mean.value, f"{name}_95": None if np.isnan(mean.arm) else mean.arm}
+        return found
+
+
+@torch.no_grad()
+def judge(
+    run: AnswerPass,
+    texts: Sequence[OwnAnswer],
+    candidates: Sequence[Judgeable],
+    most_tokens: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Agreement]:
+    """Judge every candidate on the first `most_tokens` tokens of each answer."""
+    found = [Agreement() for _ in candidates]
+    last = run.config.num_layers
+    for text in texts:
+        layers = {candidate.first for candidate in candidates}
+        full = run.at_full_depth(text.prompt_ids, text.token_ids[: most_tokens + 1], layers)
+        known = run.logits(full.states[last]).log_softmax(-1)
+        for one, candidate in zip(found, candidates, strict=True):
+            one.texts.append((text.kind, _judged(run, full, known, candidate)))
+        progress()
+    return found
+
+
+def _judged(run: AnswerPass, full: FullAnswer, known: torch.Tensor, candidate: Judgeable) -> FloatArray:
+    state = run.run(full, candidate.schedule, first=candidate.first, layers=candidate.layers, bridges=candidate.bridges)
+    own = run.logits(state).log_softmax(-1)
+    kl = (known.exp() * (known - own)).sum(-1).clamp(min=0)
+    same = known.argmax(-1) == own.argmax(-1)
+    return torch.stack((kl.double(), same.double())).numpy()
+
+
+def agreement_table(
+    candidates: Sequence[Judgeable], found: Sequence[Agreement], config: ModelConfig, steps: int
+) -> Table:
+    """A row for each candidate."""
+    kinds = found[0].kinds
+    rows = []
+    for candidate, one in zip(candidates, found, strict=True):
+        kl, agreement = one.mean(0), one.mean(1)
+        spread = f"{agreement.value - agreement.arm:.1%} to {agreement.value + agreement.arm:.1%}"
+        by_kind = [f"{one.mean(1, kind).value:.1%}" for kind in kinds]
+        saved = f"{candidate.saved(config, steps):.2f}"
+        rows.append((candidate.name, saved, f"{kl.value:.4f}", f"{agreement.value:.1%}", spread, *by_kind))
+    about = f"{counted(len(found[0].texts), 'own answer')} held out, {found[0].positions():,} generated tokens"
+    header = ("policy", "layers saved", "KL", "same token", "95 %", *kinds)
+    return Table(f"Against full depth: {about}", header, rows)

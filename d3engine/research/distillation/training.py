@@ -1,0 +1,372 @@
+"""Self-distillation: a student's matrices trained towards full depth on the model's own answers; all else is frozen.
+
+Two losses, one after the other. The first is of the hidden state behind the window that the student changes, relative
+to what the window changes: it needs no layer above, so it is several times cheaper. The second is the KL divergence
+from full depth's next-token distribution, at some of the generated positions of each text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d3engine.depth import Schedule
+from d3engine.errors import require
+from d3engine.files import as_json
+from d3engine.model.students import MATRICES, NEURONS, VECTORS, narrowed
+from d3engine.model.weights import LayerWeights
+from d3engine.research.bridges.fitting import read_state, write_state
+from d3engine.research.distillation.corpus import OwnAnswer
+from d3engine.research.distillation.judging import Agreement, Judgeable, judge
+from d3engine.research.distillation.passes import AnswerPass, FullAnswer, replaced, skipping, tensors_of_layer
+
+SAVE_EVERY = 20
+"""Steps from one saved state to the next."""
+
+SLOWER = 10
+"""Adam's rate by the state over that by the distribution."""
+
+CACHE_BYTES = 4 * 2**30
+"""Texts at full depth that are kept, at most; others are computed again when they come."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a student is, before it is trained: layers left out, and the matrices of those that are its own.
+
+    `start` has each own layer's tensors (float32, or `NEURONS`), of which the floats are trained.
+    """
+
+    skip_layers: tuple[int, ...]
+    start: Mapping[int, Mapping[str, Tensor]]
+
+    @property
+    def first(self) -> int:
+        return min([*self.skip_layers, *self.start])
+
+    @property
+    def behind(self) -> int:
+        """The layer behind the last that is not the model's own."""
+        return max([*self.skip_layers, *self.start]) + 1
+
+    @property
+    def num_trained(self) -> int:
+        return sum(t.numel() for own in self.start.values() for name, t in own.items() if name != NEURONS)
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """`hidden_steps` with the loss of the state, then `steps` with that of the distribution, `texts` a step.
+
+    `rate` is Adam's for the first, a tenth of it for the second; each rises over a twentieth of its steps, or ten, and
+    falls as a cosine to a tenth. `rows` positions of a text get logits.
+    """
+
+    hidden_steps: int = 0
+    steps: int = 0
+    texts: int = 4
+    rows: int = 64
+    rate: float = 3e-4
+    seed: int = 0
+    judge_every: int = 100
+    most_tokens: int = 256
+
+    @property
+    def all_steps(self) -> int:
+        return self.hidden_steps + self.steps
+
+
+@dataclass
+class Curve:
+    """What has been seen on the way: losses by step, and the held-out agreement now and then."""
+
+    losses: list[float] = field(default_factory=list)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.losses)
+
+
+class Distillation:
+    """Trains one student; what is trained is float32 until the end."""
+
+    def __init__(self, run: AnswerPass, shape: Shape, options: TrainingOptions) -> None:
+        self.run_pass, self.shape, self.options = run, shape, options
+        self._schedule: Schedule = skipping(shape.skip_layers, run.config.num_layers)
+        self._trained = {
+            layer: {name: t.detach().float().clone().requires_grad_() for name, t in own.items() if name != NEURONS}
+            for layer, own in shape.start.items()
+        }
+        # The rows of gate and up that stay are the model's own where only the down matrix is trained.
+        self._fixed: dict[int, dict[str, Tensor]] = {}
+        for layer, own in shape.start.items():
+            if NEURONS in own:
+                gate_up = narrowed(run.weights.layers[layer], own[NEURONS])
+                assert isinstance(gate_up, Tensor)
+                self._fixed[layer] = {"gate_up": gate_up}
+        named = [tensor for _, tensor in self._named()]
+        require(len(named) > 0 or options.all_steps == 0, "--steps", options.all_steps, "0 where nothing is trained")
+        self._adam = torch.optim.Adam(named, lr=options.rate, betas=(0.9, 0.98)) if named else None
+        self.curve = Curve()
+        self._kept: dict[str, FullAnswer] = {}
+        self._room = CACHE_BYTES
+
+    def tensors(self) -> dict[int, dict[str, Tensor]]:
+        """What the student's file holds, as it is now."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for layer, own in self.shape.start.items():
+            trained = self._trained[layer]
+            found[layer] = {name: trained[name].detach().clone() if name in trained else t for name, t in own.items()}
+        return found
+
+    def layers(self) -> dict[int, LayerWeights]:
+        """The student's layers, through which gradients go back into what is trained."""
+        dtype = self.run_pass.weights.dtype
+        return {
+            layer: replaced(self.run_pass.weights.layers[layer], {**self._fixed.get(layer, {}), **trained}, dtype)
+            for layer, trained in self._trained.items()
+        }
+
+    def judgeable(self, name: str) -> Judgeable:
+        """The student as it is now."""
+        with torch.no_grad():
+            layers = {
+                number: replaced(layer, {}, self.run_pass.weights.dtype) for number, layer in self.layers().items()
+            }
+        return Judgeable(name, self._schedule, layers)
+
+    def train(
+        self,
+        texts: Sequence[OwnAnswer],
+        held_out: Sequence[OwnAnswer],
+        state: Path | None,
+        key: str,
+        progress: Callable[[int, str], None] = lambda steps, words: None,
+        until: float = math.inf,
+    ) -> None:
+        """All steps that are left, or those that begin before the monotonic time `until`.
+
+        Those that a `state` of the same `key` holds are not taken again; it is the caller's to delete. `progress` hears
+        of the steps taken, and how it stands. Steps draw from the seed and their own number alone.
+        """
+        if state is not None:
+            self._load(state, key)
+        progress(self.curve.num_steps, "")
+        begun, before = time.monotonic(), self.curve.seconds
+        if not self.curve.points:
+            self._judge(held_out)
+        while self.curve.num_steps < self.options.all_steps and time.monotonic() < until:
+            self._step(texts)
+            self.curve.seconds = before + time.monotonic() - begun
+            number = self.curve.num_steps
+            if number % self.options.judge_every == 0 or number == self.options.all_steps:
+                self._judge(held_out)
+            if state is not None and number % SAVE_EVERY == 0:
+                self._save(state, key)
+            progress(1, self._in_words())
+        if state is not None:
+            self._save(state, key)
+        if self.curve.points[-1]["step"] != self.curve.num_steps:
+            self._judge(held_out)
+
+    def _in_words(self) -> str:
+        recent = self.curve.losses[-20:]
+        point = self.curve.points[-1]
+        return f"loss {sum(recent) / len(recent):.4f}, held out {point['agreement']:.1%}, KL {point['kl']:.3f}"
+
+    def _judge(self, held_out: Sequence[OwnAnswer]) -> None:
+        (found,) = judge(self.run_pass, held_out, [self.judgeable("student")], self.options.most_tokens)
+        self.curve.points.append(self._point(found))
+
+    def _point(self, found: Agreement) -> dict[str, Any]:
+        whole = found.as_dict()["all"]
+        return {
+            "step": self.curve.num_steps,
+            "tokens": self.curve.tokens,
+            "seconds": round(self.curve.seconds, 1),
+            **whole,
+        }
+
+    def _step(self, texts: Sequence[OwnAnswer]) -> None:
+        assert self._adam is not None
+        number, options = self.curve.num_steps, self.options
+        rng = random.Random(f"distill-{options.seed}-{number}")
+        by_state = number < options.hidden_steps
+        if number == options.hidden_steps:  # the other loss has gradients of another size
+            self._adam.state.clear()
+        for group in self._adam.param_groups:
+            group["lr"] = self._rate(number)
+        self._adam.zero_grad()
+        total = 0.0
+        chosen = rng.sample(range(len(texts)), min(options.texts, len(texts)))
+        layers = self.layers()
+        losses = []
+        for place in chosen:
+            full = self._full(texts[place])
+            losses.append(self._state_loss(full, layers) if by_state else self._kl(full, layers, rng))
+            # Each text's graph goes at once; that of the weights in the pass's dtype is walked for each of them.
+            (losses[-1] / len(chosen)).backward(retain_graph=place != chosen[-1])  # type: ignore[no-untyped-call]
+            total += float(losses[-1].detach())
+            self.curve.tokens += full.rows
+            losses[-1] = losses[-1].detach()
+        torch.nn.utils.clip_grad_norm_([tensor for _, tensor in self._named()], 1.0)
+        self._adam.step()
+        self.curve.losses.append(total / len(chosen))
+
+    def _rate(self, number: int) -> float:
+        options = self.options
+        by_state = number < options.hidden_steps
+        steps, at = (options.hidden_steps, number) if by_state else (options.steps, number - options.hidden_steps)
+        most = options.rate if by_state else options.rate / SLOWER
+        rising = min(1.0, (at + 1) / max(1, min(steps // 4, max(10, steps // 20))))
+        return most * rising * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * at / steps)))
+
+    def _full(self, text: OwnAnswer) -> FullAnswer:
+        if text.key in self._kept:
+            return self._kept[text.key]
+        shape = self.shape
+        tokens = text.token_ids[: self.options.most_tokens + 1]
+        full = self.run_pass.at_full_depth(text.prompt_ids, tokens, {shape.first, shape.behind})
+        if full.num_bytes <= self._room:
+            self._room -= full.num_bytes
+            self._kept[text.key] = full
+        return full
+
+    def _state_loss(self, full: FullAnswer, layers: Mapping[int, LayerWeights]) -> Tensor:
+        """What the student leaves unexplained of the window's change, 1 for a window left out."""
+        shape = self.shape
+        own = self.run_pass.run(full, self._schedule, first=shape.first, stop=shape.behind, layers=layers)
+        before, behind = full.states[shape.first].float(), full.states[shape.behind].float()
+        change = (behind - before).square().sum()
+        return (own.float() - behind).square().sum() / change
+
+    def _kl(self, full: FullAnswer, layers: Mapping[int, LayerWeights], rng: random.Random) -> Tensor:
+        rows = torch.tensor(sorted(rng.sample(range(full.rows), min(self.options.rows, full.rows))))
+        with torch.no_grad():
+            known = self.run_pass.logits(full.states[self.run_pass.config.num_layers][rows]).log_softmax(-1)
+        state = self.run_pass.run(full, self._schedule, first=self.shape.first, layers=layers)
+        own = self.run_pass.logits(state[rows]).log_softmax(-1)
+        return (known.exp() * (known - own)).sum(-1).mean()
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [
+            (f"{layer}.{name}", tensor)
+            for layer, trained in sorted(self._trained.items())
+            for name, tensor in sorted(trained.items())
+        ]
+
+    def _save(self, path: Path, key: str) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._named():
+            tensors[f"{name}.now"] = tensor.detach()
+            if self._adam is not None and (kept := self._adam.state.get(tensor)):
+                tensors |= {f"{name}.mean": kept["exp_avg"], f"{name}.square": kept["exp_avg_sq"]}
+        write_state(path, key, tensors, {"curve": json.dumps(asdict(self.curve))})
+
+    def _load(self, path: Path, key: str) -> None:
+        """Go on from a saved state of this very run, if there is one."""
+
+        def read(
+            tensor: Callable[[str], Tensor], words: Mapping[str, str]
+        ) -> tuple[Curve, dict[str, tuple[Tensor, ...]]]:
+            curve = Curve(**as_json(words["curve"], path))
+            kinds = ("now", "mean", "square") if curve.num_steps else ("now",)
+            return curve, {name: tuple(tensor(f"{name}.{kind}") for kind in kinds) for name, _ in self._named()}
+
+        saved = read_state(path, key, read)
+        if saved is None:
+            return
+        self.curve, found = saved
+        for name, tensor in self._named():
+            now, *moments = found[name]
+            with torch.no_grad():
+                tensor.copy_(now)
+            if moments and self._adam is not None:
+                number, first = self.curve.num_steps, self.options.hidden_steps
+                step = torch.tensor(float(number - first if number > first else number))
+                self._adam.state[tensor] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+
+
+def window_shape(run: AnswerPass, first: int, stop: int, kept: Sequence[int]) -> Shape:
+    """A window of which `kept` layers stay, all their tensors the student's own, and the others are left out."""
+    skip = tuple(layer for layer in range(first, stop) if layer not in kept)
+    start = {layer: _floats(run.weights.layers[layer]) for layer in kept}
+    return Shape(skip, start)
+
+
+def _floats(layer: LayerWeights) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in tensors_of_layer(layer, (*MATRICES, *VECTORS)).items()}
+
+
+@torch.no_grad()
+def best_kept(run: AnswerPass, first: int, stop: int, texts: Sequence[OwnAnswer], most_tokens: int) -> int:
+    """The layer of a window which, alone in its place, leaves least of the window's change unexplained."""
+    fulls = [run.at_full_depth(t.prompt_ids, t.token_ids[: most_tokens + 1], {first, stop}) for t in texts]
+    errors = {}
+    for kept in range(first, stop):
+        schedule = skipping([one for one in range(first, stop) if one != kept], run.config.num_layers)
+        errors[kept] = sum(
+            float((run.run(full, schedule, first=first, stop=stop) - full.states[stop]).float().square().sum())
+            for full in fulls
+        )
+    return min(errors, key=lambda layer: errors[layer])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training takes; `gigaflops` is what a product gives on this machine, just now."""
+
+    seconds: float
+    gigabytes: float
+    gigaflops: float
+
+
+def estimate(training: Distillation, own: Sequence[OwnAnswer], held_out: Sequence[OwnAnswer]) -> Estimate:
+    """Time and memory of all steps, by the products alone; a loaded machine is slower."""
+    run, options, shape = training.run_pass, training.options, training.shape
+    config = run.config
+    layer, head = config.layer_parameters, config.vocab_size * config.hidden_size
+    most = options.most_tokens
+    prompt = sum(len(one.prompt_ids) for one in own) / len(own)
+    answer = sum(min(one.positions, most) for one in own) / len(own)
+    inside = shape.behind - shape.first - len(shape.skip_layers)
+    above = config.num_layers - shape.behind + inside
+    read = 2 * (prompt + answer) * config.num_layers * layer
+    texts_seen = options.texts * options.all_steps
+    flops = read * min(len(own), texts_seen)
+    flops += options.hidden_steps * options.texts * 6 * answer * inside * layer
+    rows = min(options.rows, answer)
+    flops += options.steps * options.texts * (6 * answer * above * layer + 8 * rows * head)
+    judgements = 1 + options.all_steps // options.judge_every
+    flops += judgements * len(held_out) * (read + 2 * answer * (above * layer + 2 * head))
+    speed = _flops_a_second(run.weights.dtype, config.hidden_size, config.intermediate_size)
+    size = run.weights.dtype.itemsize
+    kept = answer * 3 * config.hidden_size + prompt * 2 * config.num_layers * config.kv_size
+    held = min(CACHE_BYTES, min(len(own), texts_seen) * kept * size)
+    weights = (config.num_layers * layer + 2 * head) * size
+    logits = 5 * 4 * config.vocab_size * max(rows, answer)
+    graph = answer * above * (4 * config.intermediate_size + 8 * config.hidden_size) * size
+    total = weights + held + shape.num_trained * (16 + size) + logits + graph
+    return Estimate(flops / speed, total / 2**30, speed / 1e9)
+
+
+def _flops_a_second(dtype: torch.dtype, columns: int, rows: int) -> float:
+    x, weight = torch.randn(128, columns, dtype=dtype), torch.randn(rows, columns, dtype=dtype)
+    torch.nn.functional.linear(x, weight)
+    begun, count = time.perf_counter(), 0
+    while time.perf_counter() - begun < 0.2:
+        torch.nn.functional.linear(x, weight)
+        count += 1
+    return count * 2 * 128 * columns * rows / (time.perf_counter() - begun)

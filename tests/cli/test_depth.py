@@ -1,0 +1,255 @@
+"""`d3engine depth`: own answers, students distilled from them, and what these are judged by."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from invoking import invoke
+from tiny_models import TinyLlama
+
+from d3engine import Distilled, Engine, FixedSkip, FullDepth, SamplingParams
+from d3engine.depth import DepthPolicy
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import fingerprint
+from d3engine.model.students import NEURONS, Student, read_student, write_student
+from d3engine.model.weights import load_weights
+from d3engine.research.distillation import training as module
+from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
+from d3engine.research.distillation.judging import Judgeable, judge
+from d3engine.research.distillation.passes import AnswerPass, layers_of, skipping
+from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
+from d3engine.research.distillation.training import Distillation, Shape, TrainingOptions, best_kept, window_shape
+from d3engine.research.distillation.widths import kept_neurons, narrow
+
+LAYERS, TOKENS = 6, 24
+SHAPES = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 128}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+    return tiny_llama(**SHAPES, initializer_range=0.15)
+
+
+@pytest.fixture(scope="module")
+def run(model: TinyLlama) -> AnswerPass:
+    config = ModelConfig.from_directory(model.directory)
+    return AnswerPass(config, load_weights(model.directory, config, dtype=torch.float32, device="cpu"))
+
+
+def answered(model: TinyLlama, count: int, policy: DepthPolicy | None = None, **changes: Any) -> list[OwnAnswer]:
+    numbers = random.Random(count)
+    prompts = [[numbers.randrange(300) for _ in range(numbers.randint(3, 9))] for _ in range(count)]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, depth=policy or FullDepth())
+    with Engine(model.directory, depth=policy or FullDepth(), skip_tokenizer_init=True, device="cpu") as engine:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+    return [
+        OwnAnswer("ab"[nth % 2], False, f"{nth}", prompt, list(output.outputs[0].token_ids))
+        for nth, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts(model: TinyLlama) -> list[OwnAnswer]:
+    return answered(model, 24)
+
+
+def test_there_are_prompts_of_each_kind_of_which_none_is_in_both_parts() -> None:
+    for kind in KINDS:
+        parts = [set(written_prompts(kind, 300, 0, held_out=held_out)) for held_out in (False, True)]
+        assert len(parts[0]) == 300
+        assert len(parts[1]) >= 40
+        assert not parts[0] & parts[1]
+        assert all(map(is_held_out, parts[1]))
+        assert written_prompts(kind, 5, 0, held_out=True) == written_prompts(kind, 5, 0, held_out=True)
+
+
+def test_a_pass_takes_the_tokens_that_the_engine_decodes(model: TinyLlama, run: AnswerPass, tmp_path: Path) -> None:
+    """At full depth, with layers left out, and with a student that is narrower and has a block of its own."""
+    shape = window_shape(run, 2, 5, [3])
+    torch.manual_seed(0)
+    block = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in shape.start[3].items()}
+    neurons = torch.arange(0, 128, 2)
+    narrower = {NEURONS: neurons, "down": torch.randn(32, 64) * 0.1}
+    student = Student(fingerprint(model.directory), LAYERS, 32, (2, 4), {3: block, 1: narrower})
+    path = tmp_path / "student.safetensors"
+    write_student(student, path)
+    cases: list[tuple[DepthPolicy, Any, Any]] = [
+        (FullDepth(), skipping((), LAYERS), {}),
+        (FixedSkip([2, 3]), skipping((2, 3), LAYERS), {}),
+        (Distilled((2, 4), str(path)), skipping((2, 4), LAYERS), layers_of(student, run.weights)),
+    ]
+    for policy, schedule, layers in cases:
+        for text in answered(model, 3, policy):
+            full = run.at_full_depth(text.prompt_ids, text.token_ids, {0})
+            logits = run.logits(run.run(full, schedule, layers=layers))
+            assert logits.argmax(-1).tolist() == text.token_ids[1:], policy
+
+
+def test_training_brings_a_block_nearer_than_the_layers_left_out(run: AnswerPass, texts: list[OwnAnswer]) -> None:
+    kept = best_kept(run, 2, 5, texts[:2], TOKENS)
+    shape = window_shape(run, 2, 5, [kept])
+    options = TrainingOptions(hidden_steps=60, steps=40, rate=3e-2, rows=16, judge_every=50)
+    training = Distillation(run, shape, options)
+    training.train(texts, texts[:4], None, "")  # a random model has nothing general to learn: judged on what is seen
+    first, *_, last = training.curve.points
+    assert [point["step"] for point in training.curve.points] == [0, 50, 100]
+    assert last["kl"] < 0.7 * first["kl"]
+    assert sum(training.curve.losses[50:60]) < 0.7 * sum(training.curve.losses[:10])
+    left_out = Judgeable("left out", skipping(range(2, 5), LAYERS))
+    found = judge(run, texts[:4], [left_out, training.judgeable("student")], TOKENS)
+    assert found[1].mean(0).value < found[0].mean(0).value
+    assert found[1].kinds == ["a", "b"]
+    assert found[1].positions() == 4 * (TOKENS - 1)
+
+
+def test_a_run_that_was_cut_off_ends_as_one_that_was_not(
+    run: AnswerPass, texts: list[OwnAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SAVE_EVERY", 3)
+    shape = window_shape(run, 2, 4, [2])
+    options = TrainingOptions(hidden_steps=5, steps=6, rate=1e-2, rows=8, judge_every=4)
+
+    def trained(state: Path | None, steps_before_the_end: int | None) -> Distillation:
+        training = Distillation(run, shape, options)
+
+        def progress(taken: int, words: str) -> None:
+            if steps_before_the_end is not None and training.curve.num_steps >= steps_before_the_end:
+                raise KeyboardInterrupt
+
+        training.train(texts[2:], texts[:2], state, "key", progress)
+        return training
+
+    whole, state = trained(None, None), tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        trained(state, 7)
+    resumed = trained(state, None)
+    assert resumed.curve.losses == whole.curve.losses
+    for layer, tensors in whole.tensors().items():
+        assert all(torch.equal(resumed.tensors()[layer][name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_refitted_width_is_nearer_than_a_cut_one_and_all_of_it_is_full_depth(
+    run: AnswerPass, texts: list[OwnAnswer]
+) -> None:
+    every = range(LAYERS)
+    found = {}
+    for name, width, refit in (("whole", 1.0, True), ("refitted", 0.75, True), ("cut", 0.75, False)):
+        own = narrow(run, texts[4:], every, width, refit=refit)
+        assert all(len(named[NEURONS]) == kept_neurons(width, 128) for named in own.values())
+        training = Distillation(run, Shape((), own), TrainingOptions())
+        (found[name],) = judge(run, texts[4:], [training.judgeable(name)], TOKENS)
+    assert found["whole"].mean(1).value == 1.0
+    assert found["refitted"].mean(0).value < found["cut"].mean(0).value
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("answers") / "own.jsonl"
+    words = ["depth", "answers", "demo", "--out", str(path), "--texts", "12", "--held-out-texts", "6"]
+    result = invoke([*words, "--max-tokens", "24"])
+    assert result.exit_code == 0, result.stderr
+    lines = path.read_text()
+    more = invoke([*words[:-4], "--texts", "15", "--held-out-texts", "6", "--max-tokens", "24", "--json"])
+    assert more.exit_code == 0, more.stderr
+    assert path.read_text().startswith(lines), "answers that are there are not asked again"
+    assert json.loads(more.stdout)["texts"] == 21
+    return path
+
+
+def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp_path: Path) -> None:
+    from d3engine.loading.model_directory import model_directory
+
+    out, report = tmp_path / "student.safetensors", tmp_path / "report.json"
+    words = ["depth", "train", "demo", "--answers", str(answers), "--window", "9:12", "--width", "0.5"]
+    words += ["--narrowed", "12:16", "--hidden-steps", "4", "--steps", "3", "--judge-every", "3"]
+    result = invoke([*words, "--out", str(out), "--report", str(report), "--seed", "1"])
+    assert result.exit_code == 0, result.stderr
+    assert "GiB of memory" in result.stderr
+    assert "step 3 of 7: loss" in result.stderr
+    found = json.loads(report.read_text())
+    assert found["finished"]
+    assert [point["step"] for point in found["curve"]] == [0, 3, 6, 7]
+    assert len(found["skip_layers"]) == 2
+    assert found["own_layers"] == sorted({9, 10, 11, 12, 13, 14, 15} - set(found["skip_layers"]))
+    assert not out.with_name(f"{out.name}.part").exists()
+    skip = ",".join(map(str, found["skip_layers"]))
+    policy = f"distilled skip-layers={skip} student={out}"
+    measured = invoke(
+        ["depth", "measure", "demo", "--answers", str(answers), "--depth", policy, "--windows", "15", "--json"]
+    )
+    assert measured.exit_code == 0, measured.stderr
+    described = json.loads(measured.stdout)["policies"]
+    assert [one["policy"] for one in described] == [policy, "[0, 15)", "[1, 16)"]
+    assert described[0]["layers_saved"] == pytest.approx(found["layers_saved"])
+    answer = invoke(["generate", "demo", "Question: Tom has 5 pens.", "--depth", policy, "--max-tokens", "8"])
+    assert answer.exit_code == 0, answer.stderr
+    scored = invoke(["eval", "demo", "--depth", policy, "--limit", "2", "--max-tokens", "20", "--json"])
+    assert scored.exit_code == 0, scored.stderr
+    (cost,) = json.loads(scored.stdout)["benchmarks"][0]["scores"]
+    tokens = cost["tokens"]
+    wanted = 16 - found["layers_saved"] * (tokens - 2) / tokens  # of each answer the first token is the prompt's
+    assert cost["realised_mean_layers"] == pytest.approx(wanted, abs=1e-6)
+    assert cost["realised_flops_ratio"] > 1.1
+    further = ["depth", "train", "demo", "--answers", str(answers), "--begin", str(out), "--steps", "2"]
+    again = invoke([*further, "--out", str(tmp_path / "more.safetensors"), "--json"])
+    assert again.exit_code == 0, again.stderr
+    more = json.loads(again.stdout)
+    assert (more["skip_layers"], more["own_layers"]) == (found["skip_layers"], found["own_layers"])
+    assert more["curve"][0]["kl"] == pytest.approx(found["curve"][-1]["kl"], rel=0.05)  # what the file rounds
+    shown = invoke(["depth", "inspect", str(out)])
+    assert "skipped: " + ", ".join(skip.split(",")) in shown.stdout
+    student = read_student(out, ModelConfig.from_directory(model_directory("demo")))
+    assert student.about["layers_saved"] == pytest.approx(found["layers_saved"])
+
+
+def test_bridges_are_fitted_to_the_same_answers_and_measured_beside_students(answers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bridges.safetensors"
+    words = ["bridge", "fit", "demo", "--answers", str(answers), "--window", "12:14", "--rank", "4", "--even-if-worse"]
+    result = invoke([*words, "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["held_out"]["texts"] == 6
+    policies = ["--depth", f"fixed skip-layers=12,13 bridges={out}", "--depth", "fixed skip-layers=12,13"]
+    measured = invoke(["depth", "measure", "demo", "--answers", str(answers), *policies, "--json"])
+    assert measured.exit_code == 0, measured.stderr
+    bridged, skipped = json.loads(measured.stdout)["policies"]
+    assert bridged["all"]["kl"] != skipped["all"]["kl"]
+    assert 1.9 < bridged["layers_saved"] < skipped["layers_saved"] == 2
+
+
+def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path) -> None:
+    base = ["depth", "train", "demo", "--answers", str(answers), "--out", str(tmp_path / "s")]
+    for words, said in (
+        ([], "--window must be given, or --width"),
+        (["--window", "3:4"], "at least two layers"),
+        (["--window", "3:40"], "A:B with 0 <= A < B <= 16"),
+        (["--width", "0"], "--width"),
+        (["--window", "3:6", "--keep", "7"], "layers of 3 to 5"),
+        (["--window", "3:6", "--dtype", "int8"], "--dtype"),
+        (["--window", "3:6", "--begin", "s"], "absent beside --begin"),
+        (["--window", "3:6", "--narrowed", "1:2"], "absent without --width"),
+    ):
+        result = invoke([*base, *words])
+        assert result.exit_code != 0
+        assert said in result.stderr.replace("\n", " "), result.stderr
+    other = tmp_path / "other.jsonl"
+    other.write_text(answers.read_text().replace("fingerprint", "finger", 1))
+    result = invoke(["depth", "measure", "demo", "--answers", str(other), "--windows", "3"])
+    assert "is no file of d3engine depth answers" in result.stderr
+    first, *rest = answers.read_text().splitlines()
+    other.write_text("\n".join([json.dumps({**json.loads(first), "fingerprint": "x"}), *rest]) + "\n")
+    result = invoke(["depth", "measure", "demo", "--answers", str(other), "--windows", "3"])
+    assert "written for these weights" in result.stderr
+
+
+def test_a_last_line_that_was_cut_off_is_dropped(answers: Path, tmp_path: Path) -> None:
+    from d3engine.loading.model_directory import model_directory
+
+    path, name = tmp_path / "cut.jsonl", fingerprint(model_directory("demo"))
+    path.write_text(answers.read_text() + '{"kind": "co')
+    assert read_corpus(path, name) == read_corpus(answers, name)

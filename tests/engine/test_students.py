@@ -1,0 +1,289 @@
+"""Students: generated tokens run other weights than their prompts, and are those of a slow oracle that does so with
+transformers' own layers over one cache, alone and in a batch with everything else."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import Request, kv_is_back, run_together
+from depth_oracle import DepthAnswer, greedy_at_depth
+from gguf_files import SMALL, bpe_keys, write_gguf
+from tiny_models import TinyLlama
+from torch import nn
+from transformers import LlamaForCausalLM
+from transformers_oracle import assert_same_tokens
+
+from d3engine import D3, Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
+from d3engine.depth import DepthPolicy, policy_from_dict
+from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_q5
+from d3engine.model.checkpoint_formats import to_adjacent_pairs
+from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import fingerprint
+from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, write_student
+from d3engine.model.weights import load_weights
+
+LAYERS, SIZE, TOKENS, HEADS, KV_HEADS = 6, 32, 14, 4, 2
+BLOCK_LAYER, SKIPPED = 2, (3, 4)
+NARROW = {0: 40, 1: 24, 5: 33}
+"""Layer -> neurons that stay of 48, one of them an odd number."""
+
+
+class Made:
+    """A model's directory with a student beside it, and transformers' models of both."""
+
+    def __init__(self, tiny: TinyLlama, directory: Path) -> None:
+        self.directory, self.teacher = directory, tiny.model
+        torch.manual_seed(3)
+        self.student_model: LlamaForCausalLM = deepcopy(tiny.model)
+        own: dict[int, dict[str, torch.Tensor]] = {}
+        layer = self.student_model.model.layers[BLOCK_LAYER]
+        for parameter in layer.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        attention, mlp = layer.self_attn, layer.mlp
+        own[BLOCK_LAYER] = {
+            "attention_norm": layer.input_layernorm.weight,
+            "qkv": torch.cat(
+                (
+                    to_adjacent_pairs(attention.q_proj.weight.data, HEADS),
+                    to_adjacent_pairs(attention.k_proj.weight.data, KV_HEADS),
+                    attention.v_proj.weight.data,
+                )
+            ),
+            "output": attention.o_proj.weight,
+            "mlp_norm": layer.post_attention_layernorm.weight,
+            "gate_up": torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
+            "down": mlp.down_proj.weight,
+        }
+        for number, width in NARROW.items():
+            mlp = self.student_model.model.layers[number].mlp
+            neurons = torch.randperm(48)[:width].sort().values
+            down = torch.randn(SIZE, width) * 0.2
+            for name in ("gate_proj", "up_proj"):
+                getattr(mlp, name).weight = nn.Parameter(getattr(mlp, name).weight.data[neurons].clone())
+            mlp.down_proj.weight = nn.Parameter(down.clone())
+            own[number] = {NEURONS: neurons, "down": down}
+        tensors = {n: {name: t.detach().clone() for name, t in named.items()} for n, named in own.items()}
+        self.student = Student(fingerprint(directory), LAYERS, SIZE, SKIPPED, tensors, {"made": "by hand"})
+        write_student(self.student, directory / STUDENT_FILE)
+
+    def answer(self, prompt: list[int]) -> DepthAnswer:
+        running = set(range(LAYERS)) - set(SKIPPED)
+        return greedy_at_depth(self.teacher, prompt, TOKENS, lambda _: running, student=self.student_model)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Made:
+    import shutil
+
+    tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48)
+    directory = tmp_path_factory.mktemp("students") / "model"
+    shutil.copytree(tiny.directory, directory)
+    return Made(TinyLlama(directory, tiny.model), directory)
+
+
+@pytest.fixture(scope="module")
+def make_engine(made: Made) -> Callable[..., Engine]:
+    def make(**changes: Any) -> Engine:
+        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
+        return Engine(made.directory, skip_tokenizer_init=True, max_model_len=64, **(arguments | changes))
+
+    return make
+
+
+def asked(policy: DepthPolicy, **changes: Any) -> SamplingParams:
+    given: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "depth": policy}
+    return SamplingParams(**(given | changes))
+
+
+POLICY = Distilled(SKIPPED)
+PROMPTS = [[37 * (nth + place) % 300 for place in range(2 + 3 * nth)] for nth in range(5)]
+EAGER = pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
+
+
+@EAGER
+def test_a_batch_equals_the_oracle(made: Made, make_engine: Callable[..., Engine], enforce_eager: bool) -> None:
+    wanted = [made.answer(prompt) for prompt in PROMPTS]
+    plain = [greedy_at_depth(made.teacher, one, TOKENS, lambda _: set(range(LAYERS))) for one in PROMPTS]
+    assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain, strict=True))
+    with make_engine(enforce_eager=enforce_eager) as engine:
+        outputs = engine.generate(PROMPTS, asked(POLICY), use_tqdm=False)
+        if not enforce_eager and engine.stats().backend == "native":
+            assert engine.stats().eager_steps == 0
+    for output, answer in zip(outputs, wanted, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
+        assert output.outputs[0].depths == answer.depths
+
+
+@EAGER
+def test_beside_rows_of_other_weights_each_equals_the_oracle(
+    made: Made, make_engine: Callable[..., Engine], enforce_eager: bool
+) -> None:
+    with make_engine(enforce_eager=enforce_eager) as engine:
+        params = [asked(POLICY if nth % 2 else FullDepth()) for nth in range(len(PROMPTS))]
+        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+    for nth, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
+        every = greedy_at_depth(made.teacher, prompt, TOKENS, lambda _: set(range(LAYERS)))
+        assert_same_tokens(output.outputs[0].token_ids, made.answer(prompt) if nth % 2 else every, tie=1e-3)
+
+
+@EAGER
+def test_a_request_answers_as_alone_whatever_happens_beside_it(
+    make_engine: Callable[..., Engine], enforce_eager: bool
+) -> None:
+    """Requests come one by one, are preempted at random, share their prompts' beginnings, and draw."""
+    numbers = random.Random(5)
+    policies = [POLICY, FullDepth(), POLICY, D3(0.9, 0.5), Distilled(SKIPPED, on_skip="copy")]
+    requests = []
+    for nth in range(12):
+        prompt = (*range(20, 20 + 4 * numbers.randint(1, 4)), numbers.randrange(300))
+        params = asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
+        requests.append(Request(prompt, params))
+
+    def disturb(engine: Engine) -> None:
+        for sequence in engine.scheduler.running:
+            if numbers.random() < 0.1:
+                engine.scheduler._preempt(sequence)
+
+    with make_engine(max_num_batched_tokens=12, enforce_eager=enforce_eager) as engine:
+        done = run_together(engine, requests, random.Random(1), before_step=disturb)
+        assert engine.stats().num_preemptions > 2
+        assert engine.stats().cached_prompt_tokens > 0
+        assert kv_is_back(engine)
+    with make_engine(max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True) as alone:
+        for nth, request in enumerate(requests):
+            (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
+            assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, request
+
+
+@EAGER
+def test_a_streamed_answer_is_that_of_generate(make_engine: Callable[..., Engine], enforce_eager: bool) -> None:
+    with make_engine(enforce_eager=enforce_eager) as engine:
+        (whole,) = engine.generate(PROMPTS[1], asked(POLICY), use_tqdm=False)
+        streamed = [out.outputs[0].token_ids for out in engine.stream(PROMPTS[1], asked(POLICY))]
+        (plain,) = engine.generate(PROMPTS[1], asked(FullDepth()), use_tqdm=False)
+    assert streamed[-1] == whole.outputs[0].token_ids != plain.outputs[0].token_ids
+
+
+def test_skipped_layers_give_back_their_memory(make_engine: Callable[..., Engine]) -> None:
+    with make_engine() as engine:
+        engine.generate(PROMPTS[1], asked(POLICY), use_tqdm=False)
+        assert engine.stats().kv_bytes_saved_at_end > 0
+
+
+def test_the_file_comes_back_as_it_was_and_others_are_refused(made: Made, tmp_path: Path) -> None:
+
+    config = ModelConfig.from_directory(made.directory)
+    found = read_student(made.directory / STUDENT_FILE, config)
+    assert (found.fingerprint, found.skip_layers, found.about) == (
+        made.student.fingerprint,
+        SKIPPED,
+        {"made": "by hand"},
+    )
+    for number, tensors in made.student.layers.items():
+        assert all(torch.equal(found.layers[number][name], tensor) for name, tensor in tensors.items())
+    path = tmp_path / "other.safetensors"
+    bad: list[tuple[str, dict[int, dict[str, torch.Tensor]]]] = [
+        ("has shape", {0: {"down": torch.zeros(SIZE, 47)}}),
+        ("not finite", {0: {"down": torch.full((SIZE, 48), torch.nan)}}),
+        ("ascending neurons", {0: {NEURONS: torch.tensor([3, 2]), "down": torch.zeros(SIZE, 2)}}),
+        ("no layer that runs", {3: {"down": torch.zeros(SIZE, 48)}}),
+        ("is none of", {0: {"gate": torch.zeros(SIZE, 48)}}),
+    ]
+    for words, layers in bad:
+        write_student(replace(made.student, layers=layers), path)
+        with pytest.raises(ModelFormatError, match=words):
+            read_student(path, config)
+
+
+def test_what_a_policy_names_must_be_its_own(made: Made, make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    write_student(replace(made.student, fingerprint="of another model"), other)
+    with make_engine() as engine:
+        with pytest.raises(InvalidValueError, match=r"skip_layers.*trained without, \[3, 4\]"):
+            engine.generate([1, 2], asked(Distilled([3])), use_tqdm=False)
+        with pytest.raises(InvalidValueError, match="what the engine's own policy names"):
+            engine.generate([1, 2], asked(Distilled(SKIPPED, str(other))), use_tqdm=False)
+        with pytest.raises(InvalidValueError, match="absent in a draft"):
+            engine.generate([1, 2], asked(SelfSpeculative(POLICY)), use_tqdm=False)
+    with pytest.raises(InvalidValueError, match="trained for these weights"):
+        make_engine(depth=Distilled(SKIPPED, str(other)))
+
+
+def test_auto_takes_the_certified_student_beside_the_weights(made: Made, make_engine: Callable[..., Engine]) -> None:
+    from hashlib import sha256
+
+    content = (made.directory / STUDENT_FILE).read_bytes()
+    described = POLICY.describe()
+    assert policy_from_dict(described) == POLICY
+    path = made.directory / "d3.json"
+    fields = {"depth": described, "fingerprint": fingerprint(made.directory), "task": "some"}
+    try:
+        path.write_text(json.dumps({**fields, "student": {"sha256": sha256(content).hexdigest()}}))
+        with make_engine(depth="auto") as engine:
+            assert engine.depth == POLICY
+            (output,) = engine.generate(PROMPTS[2], asked(None), use_tqdm=False)  # type: ignore[arg-type]
+        assert_same_tokens(output.outputs[0].token_ids, made.answer(PROMPTS[2]), tie=1e-3)
+        path.write_text(json.dumps({**fields, "student": {"sha256": "0" * 64}}))
+        with pytest.raises(ModelFormatError, match="another student"):
+            make_engine(depth="auto")
+        path.write_text(json.dumps({**fields, "depth": {**described, "student": "/etc/passwd"}}))
+        with pytest.raises(ModelFormatError, match='must be "auto"'):
+            make_engine(depth="auto")
+    finally:
+        path.unlink()
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
+def test_rows_of_a_quantized_file_stay_as_they_are_and_answers_are_those_of_all_its_neurons(
+    tmp_path: Path, kind: str
+) -> None:
+    """A student of which every neuron stays, with the file's own down matrix, answers as the model does."""
+    sizes = {**SMALL, "types": (kind,), "intermediate": 64, "layers": 2, "vocab_size": 420}
+    path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes)
+    config = ModelConfig.from_directory(path)
+    weights = load_weights(path, config, dtype=torch.float32, device="cpu")
+    down = weights.layers[1].down
+    assert isinstance(down, torch.Tensor)
+    given = {"device": "cpu", "max_model_len": 64, "activations": "float32"}
+    prompts = [{"prompt_token_ids": [3, 4, 5 + nth]} for nth in range(3)]
+    for neurons, same in ((torch.arange(64), True), (torch.arange(32), False)):
+        own = {NEURONS: neurons, "down": down[:, neurons].contiguous()}
+        write_student(Student(fingerprint(path), 2, 32, (), {1: own}), tmp_path / STUDENT_FILE)
+        with Engine(str(path), **given) as engine:  # type: ignore[arg-type]
+            full, found = (
+                [one.outputs[0].token_ids for one in engine.generate(prompts, asked(policy), use_tqdm=False)]
+                for policy in (FullDepth(), Distilled())
+            )
+            students = engine.executor._students.made()  # type: ignore[attr-defined]
+            held = students[0].model.weights.layers[1]
+            assert engine.stats().eager_steps == 0
+        assert isinstance(held.gate_up, BlockWeight | BlockLanesWeight)
+        assert held.gate_up.type_name == kind
+        assert tuple(held.gate_up.shape) == (2 * neurons.numel(), 32)
+        rows = torch.cat((neurons, neurons + 64))
+        assert torch.equal(held.gate_up.dequantize(torch.float32), weights.layers[1].gate_up[rows])  # type: ignore[index]
+        if same and kind == "Q5_0":  # of another type the down matrix becomes 5 bits too
+            assert found == full
+
+
+def test_five_bits_of_a_matrix_are_ggmls_and_near() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(48, 96)
+    matrix[0] = 0.0
+    held = quantize_q5(matrix)
+    assert held.shape == matrix.shape
+    error = (held.unpacked() - matrix).abs()  # by the gguf package
+    largest = matrix.view(48, -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
+    assert bool((error <= largest / 16 * 1.01).all())  # a whole step where the scale clips, as a rule half of one
+    assert float(error.square().mean().sqrt()) < float(largest.mean()) / 16 * 0.35
+    assert torch.equal(quantize_q5(held.unpacked()).unpacked(), held.unpacked())
