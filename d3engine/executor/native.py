@@ -187,7 +187,10 @@ class NativeExecutor:
         if left.all():
             return self._eager.run_share(plan)
         self.stats.native_steps += not left.any()
-        return self._shared(plan, left) if left.any() else Computed(self._logits_of_step(plan))
+        if left.any():
+            return self._shared(plan, left)
+        logits, states = self._logits_of_step(plan)
+        return Computed(logits, states=states)
 
     def _of_student(self, weights: LlamaWeights, **given: Any) -> NativeExecutor:
         """An executor of a student's weights over the same pool."""

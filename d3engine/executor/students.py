@@ -12,9 +12,10 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.interface import Computed
-from d3engine.executor.shares import joined, share_of
+from d3engine.executor.shares import Share, joined, share_of
 from d3engine.model.weights import LlamaWeights
 from d3engine.plan import Plan
 
@@ -69,11 +70,11 @@ class StudentExecutors(Generic[_Executor]):
             return self.of(name).run(plan)
         assert plan.multi_step is None, "rows of a run have the same weights"
         copy(plan, False)
-        found: list[tuple[object, Tensor, object]] = []
+        found: list[tuple[Share, Tensor, IntArray | None, Tensor | None]] = []
         for name in sorted(one, key=lambda name: name or ""):
             share = share_of(plan, np.array([chunk for chunk, own in enumerate(names) if own == name]))
             computed = (main if name is None else self.of(name)).run_share(share.plan)
             assert isinstance(computed.logits, Tensor), "without ranks tokens are the host's to choose"
-            found.append((share, computed.logits, computed.depths))
+            found.append((share, computed.logits, computed.depths, computed.states))
         copy(plan, True)
-        return joined(plan, found)  # type: ignore[arg-type]
+        return joined(plan, found)
