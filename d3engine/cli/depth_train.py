@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from d3engine.cli.engine_options import (
     use_threads,
 )
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.files import beside
+from d3engine.files import beside, sha256_of
 
 if TYPE_CHECKING:
     from d3engine.research.distillation.corpus import OwnAnswer
@@ -465,12 +466,11 @@ def _shape_of(run: AnswerPass, begin: Path, fingerprint: str) -> Shape:
 
 def _key(fingerprint: str, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer], begin: Path | None) -> str:
     """By which a saved state is known to be of this very run."""
-    from hashlib import sha256
 
     from d3engine.research.bridges.fitting import text_hash
 
     sizes = {layer: {name: list(t.shape) for name, t in named.items()} for layer, named in shape.start.items()}
-    begun = None if begin is None else sha256(begin.read_bytes()).hexdigest()
+    begun = None if begin is None else sha256_of(begin, sys.maxsize)
     said = [
         fingerprint,
         begun,

@@ -111,8 +111,8 @@ struct D3Bridges {
 };
 
 // A low-rank map (LoRA) that is added to a matmul of x: (x down^T) up. Rows of `down` [rank, columns] and `up` [rank,
-// outputs] are `down_stride` and `up_stride` values apart: behind the columns stand zeros up to a multiple of 16, and 16
-// values may be read from any output on. A rank of 0 is no map.
+// outputs] are `down_stride` and `up_stride` values apart: behind the columns stand zeros up to a multiple of 16, and
+// 16 values may be read from any output on. A rank of 0 is no map.
 struct D3LowRank {
     int32_t kind, rank, columns, outputs;  // D3_FLOAT32, D3_BFLOAT16 or D3_FLOAT16
     int64_t down_stride, up_stride;

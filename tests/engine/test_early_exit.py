@@ -210,9 +210,9 @@ def _count_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     head = Llama.logits
 
-    def counting(self: Llama, hidden: Any) -> Any:
+    def counting(self: Llama, hidden: Any, *others: Any, **named: Any) -> Any:
         rows.append(len(hidden))
-        return head(self, hidden)
+        return head(self, hidden, *others, **named)
 
     monkeypatch.setattr(Llama, "logits", counting)
     return rows

@@ -13,6 +13,7 @@ from small_tokenizers import CORPUS, save_byte_fallback_json, save_byte_level, s
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from d3engine.model.config import ModelConfig
+from d3engine.request.params import SamplingParams
 from d3engine.text import prompts
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.text.tokenizer_files import MOST_COMPOSED, TokenLengths
@@ -154,9 +155,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path) 
     object.__setattr__(config, "vocab_size", tokenizer.vocab_size)
     reader = prompts.PromptReader(config, tokenizer, max_model_len=100)
     with pytest.raises(prompts.InvalidValueError, match=r"prompt must be shorter than max_model_len=100.*at least"):
-        reader.read("xy" * 100_000)
+        reader.read("xy" * 100_000, SamplingParams())
     assert encoded == []
-    assert reader.read("ab")[0] == "ab"
+    assert reader.read("ab", SamplingParams())[0] == "ab"
     assert encoded == [2]
 
 

@@ -24,6 +24,7 @@ REFUSED: dict[str, list[Any]] = {
     "frequency_penalty": [-2.1, 2.1, None, *NOT_NUMBERS],
     "repetition_penalty": [0.0, 1e-300, -1.0, 100.1, None, *NOT_NUMBERS],
     "seed": [-2, 2**63, *NOT_INTEGERS],
+    "pooling": ["max", "", 1, True],
     "stop": ["", [""], [1], 5, ["x"] * 17, "x" * 1025, {"x"}, [None], b"x"],
     "stop_token_ids": [5, "12", [-1], [1.5], [True], list(range(257)), {1}],
     "ignore_eos": [1, "yes", None],
