@@ -270,7 +270,7 @@ def in_eight_bits(x: Tensor) -> Tensor:
 
 
 def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | StackedWeight:
-    """`weight` with its rows in lanes, copied, where it is in blocks; as it is where its rows are no multiple of 32.
+    """`weight` interleaved, in new memory, where it is in blocks; as it is where its rows are no multiple of 32.
 
     Of a stack, neighbours of one format become one matrix.
     """
