@@ -128,11 +128,6 @@ class Result:
     titles: tuple[str, ...]
     scores: tuple[Score, ...]
 
-    @property
-    def comparisons(self) -> tuple[Comparison, ...]:
-        """Of each later score with the first."""
-        return tuple(compare(self.scores[0], score) for score in self.scores[1:])
-
 
 @dataclass(frozen=True)
 class Chart:

@@ -115,12 +115,6 @@ def is_within_bounds(text: bytes) -> bool:
     return is_flat and LONG_NUMBER.search(text) is None
 
 
-def check_json_bounds(text: bytes) -> None:
-    """Look at a whole text. Raises `RequestError` as `JsonBounds.read` does."""
-    for _ in JsonBounds().read(text):
-        pass
-
-
 def _unfit(why: str) -> RequestError:
     return invalid(None, f"The body is JSON that this server does not read: {why}.", "json_out_of_bounds")
 

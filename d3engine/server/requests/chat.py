@@ -68,12 +68,6 @@ class TurnForm:
     others: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
-def read_turns(turns: Sequence[Any], form: TurnForm) -> list[dict[str, Any]]:
-    """The messages of a chat. Raises `InvalidValueError` naming the place of what is none."""
-    require(len(turns) > 0, form.field, turns, "a list of at least one message")
-    return [read_turn(f"{form.field}[{place}]", turn, form) for place, turn in enumerate(turns)]
-
-
 def read_turn(name: str, turn: Any, form: TurnForm) -> dict[str, Any]:
     """The message of one turn."""
     role = read_role(name, turn, form)
