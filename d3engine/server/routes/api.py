@@ -80,22 +80,21 @@ async def create_response(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    further = further_models(request)
-    data = served_by(request).models.cards() + ([] if further is None else further.cards())
+    data = served_by(request).models.cards() + further_models(request).cards()
     return json_response({"object": "list", "data": data})
 
 
 async def show_model(request: Request) -> Response:
     """The card of one id, which may hold slashes."""
     name, further = request.path_params["name"], further_models(request)
-    if further is not None and further.name_of(name) == name:
+    if further.name_of(name) == name:
         return json_response(further.card(name))
     return json_response(served_by(request).models.card(name))
 
 
-def further_models(request: Request) -> FurtherModels | None:
-    """The models of the app beside its first; None where there is but one."""
-    found: FurtherModels | None = request.app.state.further
+def further_models(request: Request) -> FurtherModels:
+    """The models of the app beside its first."""
+    found: FurtherModels = request.app.state.further
     return found
 
 
