@@ -347,7 +347,7 @@ class SamplingParams:
         ignore_eos: Go on after an end-of-sequence token.
         include_stop_str_in_output: End the text after the stop string or stop token, not before it.
         skip_special_tokens: Leave special tokens out of the text.
-        truncate_prompt_tokens: Keep the last so many tokens of the prompt; -1: as many as leave room for the answer.
+        truncate_prompt_tokens: Tokens of the prompt to keep, from its end; -1: as many as leave room for the answer.
         detokenize: Decode the tokens to text; without, text stays "" and stop strings cannot be used.
         logprobs: Log-probabilities of the chosen token and of this many likeliest ones, of the raw distribution
             (before penalties, temperature and truncation); -1: of the whole vocabulary.
