@@ -154,7 +154,7 @@ def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
 def _reasoning(given: Sequence[str]) -> tuple[str, ...]:
     is_pair = isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) == 2
     require(is_pair, "reasoning", given, "two texts: what begins reasoning, and what ends it")
-    for text in given if given[0] else given[1:]:
+    for text in given[1:] if given[0] == "" else given:
         _require_text("reasoning", text)
     return tuple(given)
 

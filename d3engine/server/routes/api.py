@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
+from msgspec import structs
 from starlette import routing
 from starlette.requests import Request
 from starlette.responses import Response
@@ -179,7 +180,7 @@ def _as_prompt(asked: TokenizeRequest, content: str) -> TokenizeRequest:
         raise invalid("parse_special", must_be("parse_special", False, words) + ".")
     for name in ("prompt", "messages", "tools"):
         require(getattr(asked, name) is None, name, getattr(asked, name), "absent beside content")
-    return TokenizeRequest(prompt=content, add_special_tokens=bool(asked.add_special), with_pieces=asked.with_pieces)
+    return structs.replace(asked, prompt=content, add_special_tokens=bool(asked.add_special))
 
 
 def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
