@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -171,17 +169,18 @@ class Conversation:
         """Run a line that begins with "/"; False for /exit."""
         name, *rest = line.split(maxsplit=1)
         given = rest[0].strip() if rest else ""
+        alone = {"/regenerate": self._regenerate, "/reset": self._reset, "/help": lambda: self._say(HELP)}
         with_argument = {"/system": self._system, "/set": self._set, "/save": self._save, "/load": self._load}
         with_argument["/depth"] = self._depth
-        alone = {"/regenerate": self._regenerate, "/reset": self._reset, "/help": lambda: self._say(HELP)}
-        if name in alone or name == "/exit":
-            require(not given, name, given, "typed alone")
-        if name == "/exit":
-            return False
-        known: dict[str, Callable[[], None]] = {**alone, **{n: partial(f, given) for n, f in with_argument.items()}}
-        require(name in known, "command", name, f"one of {', '.join(known)}, /exit")
-        known[name]()
-        return True
+        known = [*alone, *with_argument, "/exit"]
+        require(name in known, "command", name, f"one of {', '.join(known)}")
+        if name in with_argument:
+            with_argument[name](given)
+            return True
+        require(not given, name, given, "typed alone")
+        if name in alone:
+            alone[name]()
+        return name != "/exit"
 
     @property
     def _system_messages(self) -> list[dict[str, Any]]:

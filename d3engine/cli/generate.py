@@ -110,13 +110,13 @@ def generate(
         _require_template(model)
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
-    prompts_of_model: list[Prompt] = []
-    if chat:
-        prompts_of_model += [engine.chat_prompt([{"role": "user", "content": text}]) for text in texts]
-    elif not raw_prompt:
+    if not raw_prompt and not chat:
         texts = _in_form_of(model, model_directory(model), texts)
+    prompts: Sequence[Prompt] = texts
+    if chat:
+        prompts = [engine.chat_prompt([{"role": "user", "content": text}]) for text in texts]
     with naming_the_flag(sampling):  # whether it can be compiled is found out with the first request
-        _show_prompts(engine, texts, prompts_of_model or texts, params, bool(color_depth), depth_suffix, as_json)
+        _show_prompts(engine, texts, prompts, params, bool(color_depth), depth_suffix, as_json)
 
 
 def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:

@@ -56,39 +56,6 @@ StreamInterval: TypeAlias = Annotated[
         rich_help_panel="Engine",
     ),
 ]
-LoRAModules: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--lora-modules",
-        help="A LoRA adapter to serve, NAME=PATH; repeatable.",
-        show_default=False,
-        rich_help_panel="Model and depth",
-    ),
-]
-MaxLoRARank: TypeAlias = Annotated[
-    int,
-    typer.Option("--max-lora-rank", help="Maximum rank of an adapter (16).", show_default=False, hidden=True),
-]
-
-FurtherNames: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model",
-        help="A further model, loaded when a request names it; repeatable.",
-        show_default=False,
-        rich_help_panel="Model and depth",
-    ),
-]
-ModelTtl: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--model-ttl",
-        help="Seconds without a request until a further model is unloaded (never).",
-        show_default=False,
-        rich_help_panel="Model and depth",
-        hidden=True,
-    ),
-]
 
 LOOPS_CORE = 1
 """Cores that computing leaves to the event loop, as far as there are more."""
@@ -103,14 +70,12 @@ def serve(
     who: Options,
     what: Options,
     limits: Options,
+    further: Options,
+    adapters: Options,
     depth: Depth,
     model: Model = "demo",
     engine_process: EngineProcess = None,
     stream_interval: StreamInterval = 1,
-    further: FurtherNames = None,
-    model_ttl: ModelTtl = None,
-    lora_modules: LoRAModules = None,
-    max_lora_rank: MaxLoRARank = 16,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it; with --model further ones.
 
@@ -119,8 +84,8 @@ def serve(
     settings = server_settings(model, who, what, limits)
     require_integer("--stream-interval", stream_interval, 1)
     model_directory(model)
-    if model_ttl is not None:
-        require_number("--model-ttl", model_ttl, 0, LONGEST, open_low=True)
+    if "ttl" in further:
+        require_number("ttl", further["ttl"], 0, LONGEST, open_low=True)
     require_server_packages("d3engine serve")
     if settings.otlp_traces_endpoint is not None:
         from d3engine.server.tracing import require_tracing_packages
@@ -137,14 +102,14 @@ def serve(
         def load(name: str, max_model_len: int | None) -> AsyncEngine:
             arguments = engine_arguments(name, {**engine_options, "max_model_len": max_model_len}, LOOPS_CORE)
             if name == model:  # adapters are of the first model
-                arguments |= {"lora_modules": lora_modules or None, "max_lora_rank": max_lora_rank}
+                arguments |= adapters
             return AsyncEngine(name, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
 
-        models, room = _further_models(model, further or [], settings, engine_options, load)
+        models, room = _further_models(model, further.get("models", []), settings, engine_options, load)
         engine = load(model, engine_options.get("max_model_len"))
         if depth == "auto":
             tell_own_setting(engine, model)
-        make = partial(FurtherModels, models, room_bytes=room, ttl=model_ttl) if models else None
+        make = partial(FurtherModels, models, room_bytes=room, ttl=further.get("ttl"))
         raise typer.Exit(_run(engine, settings, bound, model, make))
 
 
@@ -162,8 +127,12 @@ def _further_models(
     from d3engine.cli.server_options import own_name
     from d3engine.loading.host import GIB, machine_bytes
     from d3engine.loading.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE
+    from d3engine.loading.model_directory import model_files
     from d3engine.model.config import ModelConfig
     from d3engine.server.models import FurtherModel
+
+    def file_bytes(directory: Path) -> int:  # which the weights take too, about
+        return sum(file.stat().st_size for file in model_files(directory))
 
     cache = engine_options.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
     machine = machine_bytes()
@@ -185,25 +154,19 @@ def _further_models(
     return found, room
 
 
-def file_bytes(directory: Path) -> int:
-    """What a model's files take, which its weights do too, about."""
-    files = directory.iterdir() if directory.is_dir() else [directory]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
 def _run(
     engine: AsyncEngine,
     settings: ServerSettings,
     bound: socket.socket,
     model: str,
-    further: Callable[[AppState], FurtherModels] | None = None,
+    further: Callable[[AppState], FurtherModels],
 ) -> ExitCode:
     """Serve until a signal comes; how it ended."""
     from d3engine.server.app import create_app
     from d3engine.server.running import GuardedServer
 
     served = create_app(engine, settings, further)
-    models: FurtherModels | None = served.state.further
+    models: FurtherModels = served.state.further
     server = GuardedServer(served, settings.guards, served.state.traffic, note)
 
     async def run() -> None:
@@ -216,8 +179,7 @@ def _run(
             server.when_started(lambda: _introduce(engine, settings, bound, model, stats, models))
             await server.serve([bound])
         finally:
-            if models is not None:
-                await models.close()
+            await models.close()
             await engine.close()
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -235,7 +197,7 @@ def _introduce(
     bound: socket.socket,
     model: str,
     stats: EngineStats,
-    further: FurtherModels | None,
+    further: FurtherModels,
 ) -> None:
     """What is served, by what, where and to whom."""
     from d3engine.depth.labels import policy_in_words
@@ -249,7 +211,7 @@ def _introduce(
     who = "this machine" if guards.is_local else "everybody who reaches the port"
     lines: dict[str, Any] = {
         "model": f"{model}, {engine.config.num_layers} layers, as {ids}",
-        **({} if further is None else {"also": ", ".join(one.name for one in further.models) + ", when asked for"}),
+        **({"also": ", ".join(one.name for one in further.models) + ", when asked for"} if further.models else {}),
         "depth": policy_in_words(engine.depth),
         "runs": f"{stats.executor}, {dtype}{', in a separate process' if engine.has_process else ''}",
         "room": f"a KV cache of {held:,} tokens at full depth; at most {engine.settings.max_num_seqs} sequences, each "

@@ -91,11 +91,25 @@ TIMEOUTS = {
     "shutdown": "drain_timeout",
 }
 """Name of `--timeout` -> field of `GuardSettings`."""
-TABLES = {"who": ("Access", WHO), "what": ("Model and depth", WHAT), "limits": ("Limits", LIMITS)}
+FURTHER: OptionTable = {
+    "models": ("--model", list[str], "A further model, loaded when a request names it; repeatable."),
+    "ttl": ("--model-ttl", float, "Seconds without a request until a further model is unloaded (never)."),
+}
+ADAPTERS: OptionTable = {
+    "lora_modules": ("--lora-modules", list[str], "A LoRA adapter to serve, NAME=PATH; repeatable."),
+    "max_lora_rank": ("--max-lora-rank", int, "Maximum rank of an adapter (16)."),
+}
+TABLES = {
+    "who": ("Access", WHO),
+    "what": ("Model and depth", WHAT),
+    "limits": ("Limits", LIMITS),
+    "further": ("Model and depth", FURTHER),
+    "adapters": ("Model and depth", ADAPTERS),
+}
 
 
 def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameters `who`, `what` and `limits` of a typer command by the options of the server."""
+    """Replace the parameters of a typer command that `TABLES` names by the options of the server."""
     for name, (panel, table) in TABLES.items():
         command = takes_options(command, name, table, panel)
     return command

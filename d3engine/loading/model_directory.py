@@ -47,6 +47,11 @@ def default_sampling_params(directory: Path) -> SamplingParams:
         raise ModelFormatError(f"{directory / GENERATION_CONFIG_FILE}: {error}") from None
 
 
+def model_files(directory: Path) -> list[Path]:
+    """The files of a model: those of a directory, or the one of a GGUF file."""
+    return sorted(path for path in directory.iterdir() if path.is_file()) if directory.is_dir() else [directory]
+
+
 def own_pooling(directory: Path) -> str | None:
     """How the model's files say that embeddings are pooled, as sentence-transformers and llama.cpp write it; None
     where they do not. Raises `ModelFormatError` for another way than one of `POOLINGS`."""

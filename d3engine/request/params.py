@@ -154,7 +154,7 @@ def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
 def _reasoning(given: Sequence[str]) -> tuple[str, ...]:
     is_pair = isinstance(given, Sequence) and not isinstance(given, str | bytes) and len(given) == 2
     require(is_pair, "reasoning", given, "two texts: what begins reasoning, and what ends it")
-    for text in given if given[0] else given[1:]:
+    for text in given[1:] if given[0] == "" else given:
         _require_text("reasoning", text)
     return tuple(given)
 
@@ -347,7 +347,7 @@ class SamplingParams:
         ignore_eos: Go on after an end-of-sequence token.
         include_stop_str_in_output: End the text after the stop string or stop token, not before it.
         skip_special_tokens: Leave special tokens out of the text.
-        truncate_prompt_tokens: Keep the last so many tokens of the prompt; -1: as many as leave room for the answer.
+        truncate_prompt_tokens: Tokens of the prompt to keep, from its end; -1: as many as leave room for the answer.
         detokenize: Decode the tokens to text; without, text stays "" and stop strings cannot be used.
         logprobs: Log-probabilities of the chosen token and of this many likeliest ones, of the raw distribution
             (before penalties, temperature and truncation); -1: of the whole vocabulary.

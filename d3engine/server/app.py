@@ -114,14 +114,14 @@ def create_app(
     Raises `MissingExtraError` where it is to be traced without the extra `otel`.
     """
     served = AppState(client, settings)
-    models = None if further is None else further(served)
+    models = FurtherModels((), served) if further is None else further(served)
 
     def note(exchange: RequestLog) -> None:
         log_exchange(exchange)
         served.meters.count_exchange(exchange)
 
     stack = guards(settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS, tracer=served.tracer)
-    if models is not None:
+    if models.models:
         stack.append(Middleware(ModelRouter, models=models))
     app = _App(routes=[*ROUTES, *PAGE_ROUTES], middleware=stack)
     app.state.served, app.state.traffic, app.state.further = served, served.traffic, models

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -68,12 +68,12 @@ class Forms:
 
     def _free_text(self, params: StructuredOutputsParams) -> FreeText:
         assert self._tokenizer is not None
-        texts, marks = TokenTexts(self._tokenizer), params.reasoning
+        marks = params.reasoning
         return FreeText(
             reasoning=None if marks is None else (marks[0].encode(), marks[1].encode()),
             openings=None if params.openings is None else tuple(one.encode() for one in params.openings),
             special_ids=self._tokenizer.special_ids,
-            bytes_of=lambda token: texts.of(token)[1],
+            bytes_of=self._bytes_of,
         )
 
     def _reasoning_limit(self, params: StructuredOutputsParams) -> ReasoningLimit:
@@ -81,16 +81,22 @@ class Forms:
         assert params.reasoning is not None
         assert params.reasoning_tokens is not None
         opening, closing = params.reasoning
-        ids = self._tokenizer.encode(closing, add_special_tokens=False)
-        texts = TokenTexts(self._tokenizer)
         return ReasoningLimit(
             opening=opening.encode(),
             closing=closing.encode(),
-            closing_ids=tuple(ids),
+            closing_ids=tuple(self._tokenizer.encode(closing, add_special_tokens=False)),
             most=params.reasoning_tokens,
-            bytes_of=lambda token: texts.of(token)[1],
+            bytes_of=self._bytes_of,
             vocab_size=self._vocab_size,
         )
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        assert self._tokenizer is not None
+        return TokenTexts(self._tokenizer)
+
+    def _bytes_of(self, token: int) -> bytes:
+        return self._texts.of(token)[1]
 
     def _loaded(self) -> LLTokenizer:
         none = "None, since the engine has no tokenizer (skip_tokenizer_init)"

@@ -13,10 +13,8 @@ from enum import Enum, auto
 
 from d3engine.request.constraint import Allowed, Constraint, Form
 
-MAY_BEGIN_CALL = b"{[`"
+MAY_BEGIN_CALL = (b"{", b"[", b"`")
 """First characters of an answer that may be a call as a whole, which is left to the grammar."""
-
-
 LONGEST_BEGINNING = 32
 """Bytes in which a text must have turned out to be no reasoning: a grammar may refuse one there."""
 
@@ -164,7 +162,7 @@ def _stage_of(free: FreeText, stage: _Stage, text: bytes) -> tuple[_Stage, bytes
         stage, text = _Stage.REST, behind
     if stage is _Stage.REST:
         begins = text.lstrip()
-        if not free.openings or begins[:1] in [bytes([one]) for one in MAY_BEGIN_CALL]:
+        if not free.openings or begins.startswith(MAY_BEGIN_CALL):
             return _Stage.HELD, b""
         stage = _Stage.REST if len(begins) < LONGEST_BEGINNING else _Stage.FREE
     if free.openings and any(opening in text for opening in free.openings):

@@ -110,8 +110,9 @@ def test_texts_become_tokens_and_come_back(http: httpx.Client, demo: Engine) -> 
     assert http.post("/tokenize", json={"content": PROMPT}).json()["tokens"] == ids
     with_bos = http.post("/tokenize", json={"content": PROMPT, "add_special": True}).json()
     assert with_bos["tokens"] == tokenizer.encode(PROMPT)
-    pieces = http.post("/tokenize", json={"content": PROMPT, "with_pieces": True}).json()["tokens"]
-    assert [one["id"] for one in pieces] == ids
+    asked = {"content": PROMPT, "with_pieces": True, "return_token_strs": True}
+    found = http.post("/tokenize", json=asked).json()
+    assert found["tokens"] == [{"id": i, "piece": s} for i, s in zip(ids, found["token_strs"], strict=True)]
     text = http.post("/detokenize", json={"tokens": ids}).json()
     assert text == {"prompt": text["content"], "content": text["content"]}
     assert text["content"].strip() == PROMPT

@@ -128,7 +128,7 @@ def test_what_cannot_be_loaded_is_refused_by_field(http: httpx.Client, body: dic
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
-def test_nobody_loads_unless_the_owner_allows_it(engine: AsyncEngine, paths: dict[str, Path]) -> None:
+def test_adapters_are_loaded_only_where_the_owner_allows_it(engine: AsyncEngine, paths: dict[str, Path]) -> None:
     closed = http_of(engine)
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         answer = closed.post(path, json={"lora_name": "first", "lora_path": str(paths["first"])})

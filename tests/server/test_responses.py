@@ -118,6 +118,8 @@ def test_depth_is_told_in_a_response_as_in_a_chat(openai: OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "summary": ["a"]}]}, "input[0]"),
         ({"input": "Tom " * 2000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 1020}, "max_output_tokens"),

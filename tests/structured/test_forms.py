@@ -219,6 +219,11 @@ class TestRefusals:
             ("whitespace_pattern", {"regex": "a", "whitespace_pattern": " "}),
             ("whitespace_pattern", {"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}),
             ("disable_any_whitespace", {"json_object": True, "disable_any_whitespace": "no"}),
+            ("reasoning", {"regex": "a", "reasoning": [None, "</think>"]}),
+            ("reasoning", {"regex": "a", "reasoning": ["<think>", ""]}),
+            ("reasoning", {"regex": "a", "reasoning": ["</think>"]}),
+            ("reasoning_tokens", {"regex": "a", "reasoning_tokens": 3}),
+            ("openings", {"regex": "a", "openings": ["b"]}),
         ],
         ids=lambda value: str(value)[:40],
     )

@@ -174,8 +174,7 @@ async def read_body(
 def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] | None) -> tuple[S, list[str]]:
     """The body as that shape, and the names in it that are ignored."""
     content = with_own_names(json_object(body), shape)
-    check_refused(content, shape)
-    asked = as_shape(content, shape)
+    asked = read_as(content, shape)
     unknown = [name for name in content if name not in known_names(shape)]
     unknown += _unknown_inside(content, shape)
     if unknown_deeper is not None:
@@ -192,6 +191,12 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
     return content
+
+
+def read_as(content: dict[str, Any], shape: type[S]) -> S:
+    """Fields as that shape, none of them one that it refuses. Raises `RequestError`."""
+    check_refused(content, shape)
+    return as_shape(content, shape)
 
 
 def as_shape(content: dict[str, Any], shape: type[S]) -> S:

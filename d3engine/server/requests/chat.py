@@ -231,7 +231,7 @@ _ANY_TEXT = StructuredOutputsParams(regex="(?s:.*)")
 def _behind_reasoning(
     params: SamplingParams, form: StructuredOutputsParams | None, thinking: Thinking | None, budget: int | None
 ) -> SamplingParams:
-    """The parameters with a form that begins where the answer's reasoning has ended, of so many tokens at most."""
+    """The parameters with a form that begins behind the answer's reasoning, of which `budget` bounds the tokens."""
     if thinking is not None and budget is not None and form is None:
         form = _ANY_TEXT
     if form is not None and thinking is not None:

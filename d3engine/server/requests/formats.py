@@ -32,7 +32,7 @@ Parts = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A call as JSON arguments between fixed texts. All of them but the first names are what the model writes.
+    """A call as JSON arguments between fixed texts, which are what the model writes.
 
     Attributes:
         name: as `--tool-call-parser` has it, in vLLM's spelling.
@@ -44,6 +44,7 @@ class ToolFormat:
         between: between two calls.
         end: after the last call.
         keys: names of the arguments in a call without an opening, at an answer's very beginning; (): none is one.
+        short_ids: whether the family's templates take no id of a call but nine letters and digits.
     """
 
     name: str
@@ -59,7 +60,7 @@ class ToolFormat:
 
     def new_id(self) -> str:
         """The id of a new call."""
-        if self.short_ids:  # the templates of the family take no others
+        if self.short_ids:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{uuid.uuid4().hex[:24]}"
 
@@ -96,7 +97,7 @@ class ToolFormat:
             rules.append(f"opening_{nth}[lazy]: /(?s:.*){_regex(opening)}/{no_reasoning}")
             if marks.has_special(opening):
                 ways.append(f"TEXT? {marks.of(opening)} calls")
-        if self._is_bare():
+        if self.is_bare:
             ways.append("bare")
             rules += ["FENCE: /(" + SPACE + "```)?/"]
             rules += [f"bare_{nth}[lazy]: /{self.bare_pattern(name)}/" for nth, name in enumerate(asked.names)]
@@ -114,8 +115,10 @@ class ToolFormat:
 
     # -- a call without an opening -----------------------------------------------------------------------------------
 
-    def _is_bare(self) -> bool:
-        return bool(self.keys)
+    @property
+    def is_bare(self) -> bool:
+        """Whether there are such calls."""
+        return bool(self.bare_parts(()))
 
     def bare_parts(self, names: Sequence[str]) -> list[Parts]:
         """The beginnings of a bare call, each up to its arguments."""
@@ -219,9 +222,6 @@ _DEFINITIONS = frozenset({"$defs", "definitions", "$schema"})
 class PythonFormat(ToolFormat):
     """Calls as a Python list: `[f(a=1, b="x"), g()]`. Values are JSON, but for True, False and None."""
 
-    def _is_bare(self) -> bool:
-        return True
-
     def bare_parts(self, names: Sequence[str]) -> list[Parts]:
         return [[["["], [f"{name}(" for name in names]]]
 
@@ -267,7 +267,13 @@ _DEEPSEEK = tuple(
     f"<\uff5ctool\u2581{word}\uff5c>"
     for word in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
 )
-"""The marks of DeepSeek's models, with bars and spaces of their own alphabet."""
+"""The marks of DeepSeek's models, with fullwidth bars, and low blocks for spaces."""
+
+
+def _listed(name: str, seen: str, *openings: str, short_ids: bool = False) -> ToolFormat:
+    """Calls as one JSON list behind an opening."""
+    return ToolFormat(name, seen, openings, head=_JSON_CALL, tail="}", end="]", short_ids=short_ids)
+
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
@@ -297,31 +303,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         between="[TOOL_CALLS]",
         short_ids=True,
     ),
-    ToolFormat(
-        name="mistral",
-        seen=r"\[TOOL_CALLS\]",
-        openings=("[TOOL_CALLS] [", "[TOOL_CALLS]["),
-        head=_JSON_CALL,
-        tail="}",
-        end="]",
-        short_ids=True,
-    ),
-    ToolFormat(
-        name="phi4_mini_json",
-        seen=r"functools\[|<\|tool\|>|<\|/tool\|>",
-        openings=("functools[", "<|tool_call|>["),
-        head=_JSON_CALL,
-        tail="}",
-        end="]",
-    ),
-    ToolFormat(
-        name="granite",
-        seen=r"<\|tool_call\|>",
-        openings=("<|tool_call|>[", "<tool_call>["),
-        head=_JSON_CALL,
-        tail="}",
-        end="]",
-    ),
+    _listed("mistral", r"\[TOOL_CALLS\]", "[TOOL_CALLS] [", "[TOOL_CALLS][", short_ids=True),
+    _listed("phi4_mini_json", r"functools\[|<\|tool\|>|<\|/tool\|>", "functools[", "<|tool_call|>["),
+    _listed("granite", r"<\|tool_call\|>", "<|tool_call|>[", "<tool_call>["),
     ToolFormat(
         name="hermes",
         seen=r'<tool_call>(\\n)?\s*\{\\?"name\\?"',
@@ -350,7 +334,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         keys=("parameters", "arguments"),
     ),
 )
-"""In the order in which they are looked for: those with marks of their own first."""
+"""In the order in which they are looked for: those with distinct marks first."""
 
 UNKNOWN_FORMAT = ToolFormat(
     name="json", seen="(?!)", openings=(), head='{"name": "NAME", "parameters": ', tail="}", begin="[", end="]"
@@ -358,14 +342,13 @@ UNKNOWN_FORMAT = ToolFormat(
 """Where a call must come and the model's own format is not known: a JSON list, as vLLM has it."""
 
 _ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen": "hermes", "deepseek_r1": "deepseek_v3"}
-TOOL_FORMAT_NAMES = tuple(sorted({one.name for one in TOOL_FORMATS}))
 
 
 def tool_format_of(rendered: str, source: str, specials: Mapping[str, int]) -> ToolFormat | None:
     """The format of a template: as it renders a call, else by its source or the tokenizer's special tokens."""
     found = next((one for one in TOOL_FORMATS if re.search(one.seen, rendered)), None)
-    if found is None:  # what has marks of its own may be written down in words that the tokenizer changes
-        likely = [one for one in TOOL_FORMATS if rendered == "" or not (one.keys or isinstance(one, PythonFormat))]
+    if found is None:  # distinct marks may be written down in words that the tokenizer changes
+        likely = [one for one in TOOL_FORMATS if rendered == "" or not one.is_bare]
         found = next((one for one in likely if re.search(one.seen, source)), None)
     if found is None and "<|python_tag|>" in specials:
         return tool_format_named("llama3_json")
@@ -403,7 +386,6 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
 )
 _REASONING_ALIASES = {"deepseek_r1": "qwen3", "deepseek_v3": "qwen3", "glm45": "qwen3", "think": "qwen3"}
-REASONING_FORMAT_NAMES = tuple(one.name for one in REASONING_FORMATS)
 
 
 def reasoning_format_of(source: str) -> ReasoningFormat | None:

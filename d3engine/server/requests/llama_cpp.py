@@ -13,11 +13,10 @@ from starlette.requests import Request
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import MAX_CHARACTERS
 from d3engine.server.errors import invalid
-from d3engine.server.requests.bodies import as_shape, json_object, known_names
+from d3engine.server.requests.bodies import as_shape, json_object, known_names, read_as
 from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.ollama import check_penalty_window
-from d3engine.server.requests.refused import check_refused
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.llama_cpp import (
     N_PREDICT,
@@ -34,13 +33,13 @@ IGNORED_HERE = frozenset(
     ("samplers", "t_max_prompt_ms", "t_max_predict_ms", "n_indent", "response_fields", "timings_per_token", "n_cmpl")
 )
 """Fields that editors send with each request and that have no counterpart: an answer's header names them."""
-OWN = frozenset({*LlamaCompletionRequest.__struct_fields__, *LlamaInfillRequest.__struct_fields__}) - frozenset(
-    Common.__struct_fields__
-) | {"logit_bias"}
-SAMPLING = (frozenset(Common.__struct_fields__) | known_names(CompletionRequest)) - frozenset(
-    CompletionRequest.__struct_fields__
-) | frozenset(Common.__struct_fields__)
+_COMMON = frozenset(Common.__struct_fields__)
+OWN = frozenset((*LlamaCompletionRequest.__struct_fields__, *LlamaInfillRequest.__struct_fields__)) - _COMMON
+OWN |= {"logit_bias"}
+SAMPLING = known_names(CompletionRequest) - frozenset(CompletionRequest.__struct_fields__) | _COMMON
+SAMPLING -= OWN | IGNORED_HERE
 """Fields that reach a completion as they are, or are refused there by name."""
+_KNOWN = OWN | SAMPLING | IGNORED_HERE
 NEVER = -100.0
 """The bias of a token that llama.cpp's `false` excludes."""
 
@@ -75,8 +74,8 @@ async def _read(request: Request, shape: type[S]) -> tuple[S, dict[str, Any], di
     given = json_object(request.scope["state"]["body"])
     asked = as_shape(given, shape)
     ignored = [name for name in given if name in IGNORED_HERE and given[name] not in (None, False, 0, [])]
-    ignored += [name for name in given if name not in OWN | SAMPLING | IGNORED_HERE]
-    content = {name: value for name, value in given.items() if name in SAMPLING - OWN - IGNORED_HERE}
+    ignored += [name for name in given if name not in _KNOWN]
+    content = {name: value for name, value in given.items() if name in SAMPLING}
     require(content.pop("n", 1) in (1, None), "n", given.get("n"), "absent or 1")
     content["repetition_penalty"] = content.get("repetition_penalty", asked.repeat_penalty)
     content["max_tokens"] = _max_tokens(asked.n_predict, content.get("max_tokens"))
@@ -143,8 +142,7 @@ def _joined(served: AppState, prompt: str | list[int | str]) -> str | list[int]:
 
 
 async def _job(request: Request, content: Mapping[str, Any]) -> RequestContext[CompletionRequest]:
-    check_refused(content, CompletionRequest)
-    asked = as_shape({name: value for name, value in content.items() if value is not None}, CompletionRequest)
+    asked = read_as({name: value for name, value in content.items() if value is not None}, CompletionRequest)
     names = {"max_tokens": "n_predict", "logprobs": "n_probs", "repetition_penalty": "repeat_penalty"}
     own_form = {"structured_outputs": "json_schema" if "json" in (asked.structured_outputs or {}) else "grammar"}
     with by_names(names | own_form):

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
-from msgspec import Struct
 from starlette.requests import Request
 
 from d3engine.errors import must_be, require
 from d3engine.server.errors import invalid
 from d3engine.server.models import LATEST
-from d3engine.server.requests.bodies import as_shape, known_names
+from d3engine.server.requests.bodies import known_names, read_as
 from d3engine.server.requests.chat import by_names, job_of
 from d3engine.server.requests.completions import completion_job_of
-from d3engine.server.requests.refused import check_refused
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.ollama import (
     NUM_PREDICT,
@@ -28,8 +26,6 @@ from d3engine.server.schemas.ollama import (
 )
 from d3engine.server.schemas.requests import ChatRequest, Common, CompletionRequest
 from d3engine.server.state import AppState, served_by
-
-S = TypeVar("S", bound=Struct)
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -56,12 +52,6 @@ def model_of(served: AppState, name: str) -> str:
     return served.models.check(bare if bare in served.models else name)
 
 
-def check_no_images(given: Mapping[str, Any], place: str = "images") -> None:
-    """Refuse images. Raises `RequestError`."""
-    if given.get("images"):
-        raise invalid("images", f"{place} must be absent, since the model reads nothing but text.")
-
-
 async def chat_job_of(
     request: Request, asked: OllamaChatRequest, headers: Mapping[str, str]
 ) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
@@ -72,7 +62,7 @@ async def chat_job_of(
     if asked.tools:
         content["tools"] = [{"type": "function", **tool} for tool in asked.tools]
     with _ollamas_names():
-        chat = _read_as(content, ChatRequest)
+        chat = read_as(content, ChatRequest)
         return await job_of(
             request, chat, served.ignored.header(ignored, headers), id_prefix="ollama-", ends_with_context=True
         )
@@ -94,7 +84,7 @@ async def generate_job_of(
         system = [{"role": "system", "content": asked.system}] if asked.system else []
         content["messages"] = [*system, {"role": "user", "content": asked.prompt}]
         with _ollamas_names(messages="prompt"):
-            chat = _read_as(content, ChatRequest)
+            chat = read_as(content, ChatRequest)
             return await job_of(request, chat, headers, id_prefix="ollama-", ends_with_context=True)
     if asked.system:
         why = "the prompt is not written by a chat template (raw, suffix, or a model without one)"
@@ -104,7 +94,7 @@ async def generate_job_of(
     logprobs, top = content.pop("logprobs", None), content.pop("top_logprobs", None)
     content |= {"prompt": asked.prompt, "logprobs": (top or 0) if logprobs else None, "suffix": asked.suffix or None}
     with _ollamas_names():
-        completion = _read_as(content, CompletionRequest)
+        completion = read_as(content, CompletionRequest)
         job = await completion_job_of(request, completion, id_prefix="ollama-", ends_with_context=True)
         return job, dict(headers)
 
@@ -113,12 +103,6 @@ def _ollamas_names(**more: str) -> AbstractContextManager[None]:
     names = {ours: f"options.{theirs}" for theirs, ours in RENAMED.items()}
     names |= {"response_format": "format", "enable_thinking": "think", "reasoning_effort": "think"}
     return by_names(names | more)
-
-
-def _read_as(content: dict[str, Any], shape: type[S]) -> S:
-    """Fields of OpenAI's names as the request that has them. Raises `RequestError`."""
-    check_refused(content, shape)
-    return as_shape(content, shape)
 
 
 def _sampling_of(served: AppState, asked: OllamaGenerating) -> tuple[dict[str, Any], list[str]]:
@@ -153,12 +137,12 @@ def check_penalty_window(sampling: Mapping[str, Any], prefix: str = "") -> None:
     `repeat_last_n`. Raises `InvalidValueError`."""
     names = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     window = sampling.get("repeat_last_n")
-    if window not in (None, -1) and any(sampling.get(name) not in (None, off) for name, off in names.items()):
-        allowed = "absent or -1 beside a penalty, since penalties are of the whole text here"
-        require(False, f"{prefix}repeat_last_n", window, allowed)
+    has_penalty = any(sampling.get(name) not in (None, off) for name, off in names.items())
+    allowed = "absent or -1 beside a penalty, since penalties are of the whole text here"
+    require(window in (None, -1) or not has_penalty, f"{prefix}repeat_last_n", window, allowed)
 
 
-def _form(given: str | dict[str, Any] | None) -> dict[str, Any]:
+def _form(given: str | dict[str, Any]) -> dict[str, Any]:
     if isinstance(given, dict):
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given}}
     require(given == "json", "format", given, '"json" or a JSON schema')
@@ -182,7 +166,8 @@ def _message(place: int, turn: Mapping[str, Any]) -> dict[str, Any]:
     where = f"messages[{place}]"
     role = turn.get("role")
     require(role in ROLES, f"{where}.role", role, " or ".join(map(repr, ROLES)))
-    check_no_images(turn, f"{where}.images")
+    if turn.get("images"):
+        raise invalid("images", f"{where}.images must be absent, since the model reads nothing but text.")
     content = turn.get("content")
     require(content is None or isinstance(content, str), f"{where}.content", content, "a string")
     found: dict[str, Any] = {"role": role, "content": content or ""}

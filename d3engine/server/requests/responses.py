@@ -89,11 +89,11 @@ def _call(name: str, item: dict[str, Any]) -> dict[str, Any]:
 
 def _reasoning(name: str, item: dict[str, Any]) -> str:
     """Of its content, or where it was told as a summary alone, of that."""
-    parts = [part for field in ("content", "summary") for part in item.get(field) or ()]
-    fits = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+    content, summary = item.get("content") or [], item.get("summary") or []
+    fits = isinstance(content, list) and isinstance(summary, list)
+    fits = fits and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content + summary)
     require(fits, name, item, '{"type": "reasoning", "content": [{"type": "reasoning_text", "text"}], "summary": []}')
-    own = [part["text"] for part in item.get("content") or item.get("summary") or ()]
-    return "\n".join(own)
+    return "\n".join(part["text"] for part in content or summary)
 
 
 def _result(name: str, item: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from d3engine.async_engine.client import EngineClient
-from d3engine.errors import InvalidValueError, must_be
+from d3engine.errors import InvalidValueError, must_be, require
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.errors import invalid
 from d3engine.server.requests.formats import (
@@ -208,19 +208,20 @@ def thinking_variables(enabled: bool | None, effort: str | None, style: ChatStyl
     found: dict[str, Any] = {}
     if effort is not None and "reasoning_effort" in style.variables:
         found["reasoning_effort"], effort = effort, None
-    asked = {"enable_thinking": enabled, "reasoning_effort": None if effort is None else effort != NO_EFFORT}
-    for name, wanted in asked.items():
-        if wanted is None:
+    switch = next((one for one in ("enable_thinking", "thinking") if one in style.variables), None)
+    thinks = style.reasoning is not None
+    for name, given, wanted in (
+        ("enable_thinking", enabled, enabled),
+        ("reasoning_effort", effort, effort != NO_EFFORT),
+    ):
+        if given is None:
             continue
-        switch = next((one for one in ("enable_thinking", "thinking") if one in style.variables), None)
         if switch is not None:
-            if found.setdefault(switch, wanted) != wanted:
-                given = effort if name == "reasoning_effort" else enabled
-                raise InvalidValueError(name, given, "absent, or ask for the same as enable_thinking")
-        elif wanted != (style.reasoning is not None):
-            does = "does not think" if style.reasoning is None else "always thinks"
-            given = effort if name == "reasoning_effort" else enabled
-            raise InvalidValueError(name, given, f"absent, since the model {does}")
+            agrees = found.setdefault(switch, wanted) == wanted
+            require(agrees, name, given, "absent, or ask for the same as enable_thinking")
+        else:
+            does = "always thinks" if thinks else "does not think"
+            require(wanted == thinks, name, given, f"absent, since the model {does}")
     return found
 
 

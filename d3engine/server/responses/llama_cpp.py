@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import orjson
@@ -12,7 +11,7 @@ from d3engine.request.outputs import CompletionOutput, Logprob, RequestMetrics, 
 from d3engine.server.errors import RequestError, error_body
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LOWEST, UsageCounter
-from d3engine.server.responses.running import outputs_of
+from d3engine.server.responses.running import whole_output
 from d3engine.server.schemas.llama_cpp import LlamaLogprob, LlamaTimings, LlamaTokenLogprob
 from d3engine.server.schemas.requests import CompletionRequest
 
@@ -38,12 +37,7 @@ class LlamaAnswer:
         self._has_new_line = False
 
     async def whole(self) -> dict[str, Any]:
-        found = None
-        async with aclosing(outputs_of(self._job)) as outputs:
-            async for _, output in outputs:
-                self._usage.add(0, output)
-                found = output
-        assert found is not None  # every request has a last output
+        found = await whole_output(self._job, self._usage)
         return {**self._news(found), **self._end(found)}
 
     def told(self, number: int, output: RequestOutput) -> bytes:

@@ -9,11 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
-from d3engine.server.requests.formats import SPACE, Parts, PythonFormat, ReasoningFormat, ToolFormat
+from d3engine.server.requests.formats import (
+    SPACE,
+    UNKNOWN_FORMAT,
+    Parts,
+    PythonFormat,
+    ReasoningFormat,
+    ToolFormat,
+)
 from d3engine.server.requests.tools import Calling
 
 LONGEST_HEAD = 300
@@ -38,7 +45,6 @@ class CallReader:
         self._format = calling.format
         self.num_calls = 0
         self._waiting = ""
-        self._is_text = False
         self._awaits_opening = self._may_be_bare = calling.kind == "auto"
         self._arguments: _Arguments | None = None
 
@@ -50,14 +56,14 @@ class CallReader:
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
         """Take what is new of the answer."""
         if self._format is None:
-            begun = [] if self.num_calls else [self._begin(self._calling.names[0], "")]
+            begun = [] if self.num_calls else [self._begin(self._calling.names[0])]
             return [*begun, *([Piece(text, 0)] if text else [])]
         self._waiting += text
         found: list[Piece] = []
         while self._waiting and (new := self._next(self._format)) is not None:
             found.append(new)
-        if is_last and self._calling.kind == "auto" and self._waiting and not self.num_calls and self._is_plain:
-            found += self._all_as_text()
+        if is_last and self._is_plain:
+            found.append(Piece(self._waiting))
         return [piece for piece in found if piece.text or piece.name]
 
     @property
@@ -72,8 +78,6 @@ class CallReader:
 
     def _next(self, written: ToolFormat) -> Piece | None:
         """The next piece of what waits; None where more must come first."""
-        if self._is_text:
-            return self._all_as_text()[0]
         if self._may_be_bare:
             is_bare = self._begins_bare(written)
             if not is_bare and self._may_become_bare(written):
@@ -91,7 +95,7 @@ class CallReader:
         if head is not None and head["name"] in self._calling.names:
             self._waiting = self._waiting[head.end() :]
             self._arguments = _PythonArguments() if isinstance(written, PythonFormat) else _JsonArguments()
-            return self._begin(head["name"], "")
+            return self._begin(head["name"])
         return None
 
     def _begins_bare(self, written: ToolFormat) -> bool:
@@ -108,27 +112,20 @@ class CallReader:
         """The text before a call; what may belong to an opening waits."""
         places = [place for opening in self._openings if (place := self._waiting.find(opening)) >= 0]
         self._awaits_opening = not places
-        end = min(places) if places else len(self._waiting) - max(map(self._overlap, self._openings), default=0)
+        begun = max((_num_begun(self._waiting, one) for one in self._openings), default=0)
+        end = min(places) if places else len(self._waiting) - begun
         text = self._waiting[:end].rstrip() if self._openings else self._waiting
         self._waiting = self._waiting[end:] if places else self._waiting[len(text) :]
         return Piece(text) if text or places else None
 
-    def _overlap(self, opening: str) -> int:
-        """How many characters at the end of what waits are a beginning of an opening."""
-        return next(size for size in reversed(range(len(opening))) if self._waiting.endswith(opening[:size]))
-
-    def _all_as_text(self) -> list[Piece]:
-        self._is_text = True
-        text, self._waiting = self._waiting, ""
-        return [Piece(text)]
-
-    def _begin(self, name: str, text: str) -> Piece:
+    def _begin(self, name: str) -> Piece:
         self.num_calls += 1
-        id = (self._format or _ANY_FORMAT).new_id()
-        return Piece(text, self.num_calls - 1, id, name)
+        return Piece("", self.num_calls - 1, (self._format or UNKNOWN_FORMAT).new_id(), name)
 
 
-_ANY_FORMAT = ToolFormat(name="json", seen="", openings=(), head="", tail="")
+def _num_begun(text: str, mark: str) -> int:
+    """How many characters at the end of a text are a beginning of a mark."""
+    return next(size for size in reversed(range(len(mark))) if text.endswith(mark[:size]))
 
 
 @lru_cache(64)
@@ -138,7 +135,7 @@ def _head_pattern(written: ToolFormat) -> re.Pattern[str]:
 
 @lru_cache(1024)
 def _bare_pattern(written: ToolFormat, name: str, after: str) -> re.Pattern[str]:
-    return re.compile(written.bare_pattern(name) + after) if written.bare_parts([name]) else re.compile("(?!)")
+    return re.compile(written.bare_pattern(name) + after if written.is_bare else "(?!)")
 
 
 def _may_become(text: str, parts: Parts) -> bool:
@@ -152,77 +149,62 @@ def _may_become(text: str, parts: Parts) -> bool:
     return False
 
 
-class _Arguments(Protocol):
+class _Arguments(ABC):
     """Of one call, on their way."""
-
-    is_over: bool
-
-    def take(self, text: str) -> tuple[str, int]:
-        """Go on with `text`: what of it is to be passed on, as JSON, and how many characters that takes."""
-
-
-class _JsonArguments:
-    """A JSON object, which is passed on as it is."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
         self.is_over = False
 
+    @abstractmethod
     def take(self, text: str) -> tuple[str, int]:
-        end = self._end(text)
-        return text[:end], end
+        """Go on with `text`: what of it is to be passed on, as JSON, and how many characters that takes."""
 
-    def _end(self, text: str) -> int:
-        for place, char in enumerate(text):
-            if self._in_string:
-                self._in_string = self._escaped or char != '"'
-                self._escaped = char == "\\" and not self._escaped
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    self.is_over = True
-                    return place + 1
-        return len(text)
+    def _ends_part(self, char: str, ends: str) -> bool:
+        """Go over one character; whether it is one of `ends`, outside of strings, lists and objects."""
+        if self._in_string:
+            self._in_string = self._escaped or char != '"'
+            self._escaped = char == "\\" and not self._escaped
+            return False
+        self._in_string = char == '"'
+        self._depth += (char in "{[") - (char in "}]")
+        return not self._depth and char in ends
+
+
+class _JsonArguments(_Arguments):
+    """A JSON object, which is passed on as it is."""
+
+    def take(self, text: str) -> tuple[str, int]:
+        for size, char in enumerate(text, 1):
+            if self._ends_part(char, "}]"):
+                self.is_over = True
+                return text[:size], size
+        return text, len(text)
 
 
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
-class _PythonArguments:
+class _PythonArguments(_Arguments):
     """Named arguments up to a closing parenthesis, each passed on as JSON when it is whole."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._one = ""
-        self._depth = 0
-        self._in_string = self._escaped = False
         self._num_written = 0
-        self.is_over = False
 
     def take(self, text: str) -> tuple[str, int]:
         found: list[str] = []
-        for place, char in enumerate(text):
-            if self._in_string:
-                self._in_string = self._escaped or char != '"'
-                self._escaped = char == "\\" and not self._escaped
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-            elif not self._depth and char in ",)":
-                found.append(self._written())
-                if char == ")":
-                    self.is_over = True
-                    found.append("}" if self._num_written else "{}")
-                    return "".join(found), place + 1
+        for size, char in enumerate(text, 1):
+            if not self._ends_part(char, ",)"):
+                self._one += char
                 continue
-            self._one += char
+            found.append(self._written())
+            if char == ")":
+                self.is_over = True
+                found.append("}" if self._num_written else "{}")
+                return "".join(found), size
         return "".join(found), len(text)
 
     def _written(self) -> str:
@@ -303,8 +285,8 @@ class ReasoningReader:
             self._waiting = self._waiting[place + len(closing) :]
             self._is_reasoning, self._drops_space = False, True
             return text
-        held = next(size for size in reversed(range(len(closing))) if self._waiting.endswith(closing[:size]))
-        text = self._waiting if is_last else self._waiting[: len(self._waiting) - held].rstrip()
+        end = len(self._waiting) - _num_begun(self._waiting, closing)
+        text = self._waiting if is_last else self._waiting[:end].rstrip()
         self._num_characters += len(text)
         self._waiting = self._waiting[len(text) :]
         return text

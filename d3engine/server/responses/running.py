@@ -21,6 +21,7 @@ from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import RequestError
 from d3engine.server.metrics import RequestMeter
 from d3engine.server.responses.context import RequestContext
+from d3engine.server.responses.extras import UsageCounter
 
 
 class DirectWriter(Protocol):
@@ -73,6 +74,18 @@ async def outputs_of(
         async with aclosing(_merged(job)) as merged:
             async for found in merged:
                 yield found
+
+
+async def whole_output(job: RequestContext[Any], usage: UsageCounter | None = None) -> RequestOutput:
+    """The whole output of a single prompt, which `usage` counts. Raises as `outputs_of` does."""
+    found = None
+    async with aclosing(outputs_of(job)) as outputs:
+        async for number, output in outputs:
+            if usage is not None:
+                usage.add(number, output)
+            found = output
+    assert found is not None  # every request has a last output
+    return found
 
 
 async def _outputs(

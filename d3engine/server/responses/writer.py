@@ -15,9 +15,9 @@ from d3engine.request.outputs import RequestOutput
 from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
-from d3engine.server.responses.running import DirectStream, outputs_of, while_connected
+from d3engine.server.responses.running import DirectStream, outputs_of, while_connected, whole_output
 from d3engine.server.responses.streams import EVENTS, EventStream, OpenAIForm, StreamForm
-from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
+from d3engine.server.schemas.answers import ChatChoice, ChatChunkChoice, DepthsOfTokens, TokenLogprob, ToolCallDelta
 from d3engine.server.schemas.requests import ChatRequest, StreamOptions
 from d3engine.server.state import json_response
 
@@ -38,6 +38,7 @@ class Delta:
     d3ext: dict[str, DepthsOfTokens]
     calls: Sequence[ToolCallDelta] = ()
     reasoning: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class SingleAnswer:
@@ -50,20 +51,18 @@ class SingleAnswer:
 
     async def whole(self) -> Delta:
         """All of it. Raises `RequestError`."""
-        found = None
-        async with aclosing(outputs_of(self._job)) as outputs:
-            async for _, output in outputs:
-                self.tally.add(0, output)
-                found = output
-        assert found is not None  # every request has a last output
-        (choice,) = self._writer.choices([found])
+        return self.of_whole(await whole_output(self._job, self.tally))
+
+    def of_whole(self, output: RequestOutput) -> Delta:
+        """The same from the whole output, which the tally has."""
+        (choice,) = self._writer.choices([output])
+        message = choice["message"]
         whole: list[ToolCallDelta] = [
             {"index": index, "id": call["id"], "type": "function", "function": {**call["function"]}}
-            for index, call in enumerate(choice["message"].get("tool_calls", ()))
+            for index, call in enumerate(message.get("tool_calls", ()))
         ]
-        message = choice["message"]
         reasoning = message.get("reasoning_content", "")
-        return _news(message["content"] or "", whole, found, _depths(choice.get("d3ext")), reasoning)
+        return _news(message["content"] or "", whole, output, [choice], reasoning)
 
     def news(self, output: RequestOutput) -> Delta | None:
         """What a delta brings, if that is worth telling."""
@@ -74,7 +73,7 @@ class SingleAnswer:
         text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
         calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
         reasoning = "".join(chunk["delta"].get("reasoning_content", "") for chunk in chunks)
-        return _news(text, calls, output, _depths(chunks[-1].get("d3ext")), reasoning)
+        return _news(text, calls, output, chunks, reasoning)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -83,14 +82,16 @@ class SingleAnswer:
 
 
 def _news(
-    text: str, calls: Sequence[ToolCallDelta], output: RequestOutput, d3ext: dict[str, DepthsOfTokens], reasoning: str
+    text: str,
+    calls: Sequence[ToolCallDelta],
+    output: RequestOutput,
+    choices: Sequence[ChatChoice] | Sequence[ChatChunkChoice],
+    reasoning: str,
 ) -> Delta:
     (answer,) = output.outputs
-    return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls, reasoning)
-
-
-def _depths(found: DepthsOfTokens | None) -> dict[str, DepthsOfTokens]:
-    return {} if found is None else {"d3ext": found}
+    d3ext = {"d3ext": choices[-1]["d3ext"]} if "d3ext" in choices[-1] else {}
+    logprobs = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
+    return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls, reasoning, logprobs)
 
 
 class Writer(Protocol):

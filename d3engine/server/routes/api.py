@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
+from msgspec import structs
 from starlette import routing
 from starlette.requests import Request
 from starlette.responses import Response
@@ -80,22 +81,21 @@ async def create_response(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    further = further_models(request)
-    data = served_by(request).models.cards() + ([] if further is None else further.cards())
+    data = served_by(request).models.cards() + further_models(request).cards()
     return json_response({"object": "list", "data": data})
 
 
 async def show_model(request: Request) -> Response:
     """The card of one id, which may hold slashes."""
     name, further = request.path_params["name"], further_models(request)
-    if further is not None and further.name_of(name) == name:
+    if further.name_of(name) == name:
         return json_response(further.card(name))
     return json_response(served_by(request).models.card(name))
 
 
-def further_models(request: Request) -> FurtherModels | None:
-    """The models of the app beside its first; None where there is but one."""
-    found: FurtherModels | None = request.app.state.further
+def further_models(request: Request) -> FurtherModels:
+    """The models of the app beside its first."""
+    found: FurtherModels = request.app.state.further
     return found
 
 
@@ -180,7 +180,7 @@ def _as_prompt(asked: TokenizeRequest, content: str) -> TokenizeRequest:
         raise invalid("parse_special", must_be("parse_special", False, words) + ".")
     for name in ("prompt", "messages", "tools"):
         require(getattr(asked, name) is None, name, getattr(asked, name), "absent beside content")
-    return TokenizeRequest(prompt=content, add_special_tokens=bool(asked.add_special), with_pieces=asked.with_pieces)
+    return structs.replace(asked, prompt=content, add_special_tokens=bool(asked.add_special))
 
 
 def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

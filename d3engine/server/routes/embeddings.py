@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +22,7 @@ from d3engine.server.requests.bodies import check_priority, most_work, read_body
 from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import prepare_all, prompts_of, without_special_tokens
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.running import outputs_of, while_connected
+from d3engine.server.responses.running import while_connected, whole_output
 from d3engine.server.schemas.embeddings import DIMENSIONS, EmbeddingList, EmbeddingRequest
 from d3engine.server.schemas.requests import Prompt
 from d3engine.server.state import AppState, json_response, served_by
@@ -98,7 +97,7 @@ async def embedded(
     Inputs of one request run side by side in as many places as are free, and one at least.
     """
     served = served_by(request)
-    kind = await _pooling(served, pooling)
+    params = pooling_params(await _pooling(served, pooling))
     if dimensions is not None:
         DIMENSIONS.check("dimensions", dimensions)
         size = served.client.config.hidden_size
@@ -111,7 +110,7 @@ async def embedded(
         if truncate:
             prompts = [await served.in_thread(_cut, served, prompt) for prompt in prompts]
         limits = {"priority": priority, "max_tokens": None}
-        prepared = await prepare_all(request, prompts, pooling_params(kind), model=model, **limits)
+        prepared = await prepare_all(request, prompts, params, model=model, **limits)
     place, traffic = request.scope["state"]["place"], served.traffic
     side_by_side = min(len(prepared), 1 + max(0, traffic.places - traffic.taken))
     place.take(side_by_side - 1)
@@ -128,7 +127,6 @@ _own_pooling = cache(own_pooling)
 
 async def _pooling(served: AppState, given: str | None) -> str:
     if given is not None:
-        require(given in POOLINGS, "pooling", given, " or ".join(POOLINGS))
         return given
     try:
         return await served.in_thread(_own_pooling, served.client.settings.directory) or DEFAULT_POOLING
@@ -155,15 +153,11 @@ def _check_work(served: AppState, prompts: Sequence[str | list[int]]) -> None:
 
 async def _vector(served: AppState, request: Request, prepared: EngineRequest, finish: dict[str, Any]) -> FloatArray:
     job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix="embd-")
-    async with aclosing(outputs_of(job)) as outputs:
-        async for _, output in outputs:
-            if output.finished:
-                return embedding_of(output, **finish)
-    raise AssertionError("every request has a last output")
+    return embedding_of(await whole_output(job), **finish)
 
 
 async def all_of(work: Sequence[Awaitable[FloatArray]], most: int) -> list[FloatArray]:
-    """The results of all, of which so many run at once; the first error ends the others."""
+    """The results of all, of which `most` run at once; the first error ends the others."""
     found: dict[int, FloatArray] = {}
     waiting = iter(enumerate(work))
 

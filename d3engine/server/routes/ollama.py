@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.errors import require
+from d3engine.loading.model_directory import model_files
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import CONFIG_FILE, files_of
 from d3engine.server.errors import invalid
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.ollama import chat_job_of, generate_job_of, model_of
+from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.ollama import NANOSECONDS, OllamaAnswer, loaded
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.streams import LINES
@@ -34,11 +37,14 @@ from d3engine.server.schemas.ollama import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaGenerating,
     OllamaModel,
     OllamaShow,
     OllamaShowRequest,
 )
 from d3engine.server.state import AppState, json_response, served_by
+
+G = TypeVar("G", bound=OllamaGenerating)
 
 API_VERSION = "0.12.11"
 """Of Ollama: the API that these routes follow, by which clients decide what they may ask for."""
@@ -47,23 +53,27 @@ NEVER = "9999-12-31T23:59:59Z"
 
 
 async def ollama_chat(request: Request) -> Response:
-    asked, headers = await read_body(request, OllamaChatRequest)
-    if not asked.messages:
-        model_of(served_by(request), asked.model)
-        return json_response(loaded(asked.model, is_chat=True), headers)
-    work = chat_job_of(request, asked, headers)
-    job, headers = await while_connected(request.scope, request.receive, work)
-    return await respond(request, job, OllamaAnswer(job, asked.model, is_chat=True), headers, media_type=LINES)
+    return await _generated(request, OllamaChatRequest, "messages", chat_job_of)
 
 
 async def ollama_generate(request: Request) -> Response:
-    asked, headers = await read_body(request, OllamaGenerateRequest)
-    if not asked.prompt:
+    return await _generated(request, OllamaGenerateRequest, "prompt", generate_job_of)
+
+
+async def _generated(
+    request: Request,
+    shape: type[G],
+    field: str,
+    job_of: Callable[[Request, G, Mapping[str, str]], Awaitable[tuple[RequestContext[Any], dict[str, str]]]],
+) -> Response:
+    """The answer to what stands in this field; without it, that the model is loaded."""
+    asked, headers = await read_body(request, shape)
+    is_chat = shape is OllamaChatRequest
+    if not getattr(asked, field):
         model_of(served_by(request), asked.model)
-        return json_response(loaded(asked.model, is_chat=False), headers)
-    work = generate_job_of(request, asked, headers)
-    job, headers = await while_connected(request.scope, request.receive, work)
-    return await respond(request, job, OllamaAnswer(job, asked.model, is_chat=False), headers, media_type=LINES)
+        return json_response(loaded(asked.model, is_chat=is_chat), headers)
+    job, headers = await while_connected(request.scope, request.receive, job_of(request, asked, headers))
+    return await respond(request, job, OllamaAnswer(job, asked.model, is_chat=is_chat), headers, media_type=LINES)
 
 
 async def ollama_embed(request: Request) -> Response:
@@ -96,10 +106,10 @@ async def ollama_embeddings(request: Request) -> Response:
 
 async def ollama_tags(request: Request) -> Response:
     """The ids that can be asked, those of depths among them, and of models that are not loaded yet."""
-    served, further = served_by(request), further_models(request)
+    served = served_by(request)
     facts = await _facts(served)
     cards = [facts.card(card["id"]) for card in served.models.cards()]
-    for model in [] if further is None else further.models:
+    for model in further_models(request).models:
         own = await served.in_thread(_facts_of, model.directory, model.config)
         cards.append(own.card(model.name))
     return json_response({"models": cards})
@@ -130,8 +140,7 @@ async def ollama_show(request: Request) -> Response:
 
 
 async def ollama_ps(request: Request) -> Response:
-    further = further_models(request)
-    states = [served_by(request), *(state for _, state in ([] if further is None else further.loaded()))]
+    states = [served_by(request), *(state for _, state in further_models(request).loaded())]
     return json_response({"models": [await _running(state) for state in states]})
 
 
@@ -207,8 +216,7 @@ async def _facts(served: AppState) -> ModelFacts:
 @cache
 def _facts_of(directory: Path, config: ModelConfig) -> ModelFacts:
     """Read once: the files of a model that is served stay as they are."""
-    files = sorted(path for path in directory.iterdir() if path.is_file()) if directory.is_dir() else [directory]
-    stats = [(path.name, path.stat()) for path in files]
+    stats = [(path.name, path.stat()) for path in model_files(directory)]
     family = str(files_of(directory).read_json_object(CONFIG_FILE).get("model_type", "llama"))
     stored = config.quantization or config.dtype or "unknown"
     if directory.is_file():
