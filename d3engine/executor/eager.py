@@ -157,7 +157,7 @@ class EagerExecutor:
         own = adapters_of(plan.sequences)
         if own is None or self.slots is None:
             return None
-        return self.slots.of_rows(np.array(self.slots.numbers_of(own))[plan.row_chunks])
+        return self.slots.of_rows(own, plan.row_chunks)
 
     def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
         """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""
