@@ -136,6 +136,7 @@ class GraphExecutor:
 
         Penalties also need to know the tokens that each row has seen, of the whole vocabulary.
         """
+        self._eager.take_largest()
         with torch.inference_mode():
             self._graph(GraphShape(self._sizes[-1], tuple(range(self._model.config.num_layers)), SamplingMode.PENALISE))
 
