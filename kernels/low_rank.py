@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 PARTS = {"qkv": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""The matrices of a layer, and what lies in each from top to bottom: every part has a map of its own."""
+"""The matrices of a layer, and what lies in each from top to bottom: every part has its own map."""
 
 LAYER_MAPS = tuple(part for parts in PARTS.values() for part in parts)
 """The maps of a layer in order; the LM head's comes behind those of all layers."""
@@ -60,7 +60,7 @@ class RowMaps:
 
     Attributes:
         adapters: int32 [T] on the device: a number for the adapter of each row, -1 for none.
-        maps: by these numbers, the maps of each adapter; None for a number without one.
+        maps: what an operation without a device asks for the maps of a number; None: it has none.
         stops: where the outputs of each part end.
         table: int64 [numbers, parts, 3] on the device, maybe a view: addresses of `down` and `up`, and the rank, 0 for
             none.
@@ -68,7 +68,7 @@ class RowMaps:
     """
 
     adapters: Tensor
-    maps: Sequence[Maps | None]
+    maps: Callable[[int], Maps | None]
     stops: tuple[int, ...]
     table: Tensor
     most: int
@@ -83,15 +83,15 @@ class RowMaps:
         """What an operation depends on besides."""
         return (self.stops, self.most)
 
-    def rows(self, stop: Tensor | slice) -> RowMaps:
+    def rows(self, which: slice) -> RowMaps:
         """Those of some of the rows."""
-        return RowMaps(self.adapters[stop], self.maps, self.stops, self.table, self.most)
+        return replace(self, adapters=self.adapters[which])
 
 
 def add_maps_(out: Tensor, x: Tensor, maps: RowMaps) -> Tensor:
     """Add to `out` [T, N] what the maps make of `x` [T, K], in place; rows without an adapter stay as they are."""
     for number in sorted(set(maps.adapters.tolist())):
-        own = maps.maps[number] if number >= 0 else None
+        own = maps.maps(number) if number >= 0 else None
         if own is None:
             continue
         rows = (maps.adapters == number).nonzero().squeeze(1)

@@ -227,9 +227,8 @@ def qkv(
     `pool` [num_blocks, 2, block_size, M, D] (written), `entries` [T, 2] int64: where each row's key and value go.
     `head_norms` [2, D]: weights of an RMSNorm with the same `eps` over each head before RoPE, the first for queries,
     the second for keys; None means none. `projection_norms` [(N + M) D]: the same over all queries of a row together,
-    and over all its keys. Without `norm_weight` `hidden` is projected as it is. `maps` are
-    added to the projections of their rows. Returns the queries [T, N, D], which
-    share memory with nothing that is kept.
+    and over all its keys. Without `norm_weight` `hidden` is projected as it is. `maps` are added to the projections of
+    their rows. Returns the queries [T, N, D], which share memory with nothing that is kept.
     """
     if num_rows is not None:
         rows = live_rows(num_rows)

@@ -157,7 +157,7 @@ def _row_maps(downs: Tensor, ups: Tensor, rows: int) -> RowMaps:
     table = torch.tensor([[[one.down.data_ptr(), one.up.data_ptr(), one.rank]] for one in maps], device=device)
     numbers = torch.arange(rows, device=device) % (len(maps) + 1)
     adapters = torch.where(numbers < len(maps), numbers, -1).int()
-    return RowMaps(adapters, [(one,) for one in maps], (ups.shape[2],), table, RANK)
+    return RowMaps(adapters, lambda number: (maps[number],), (ups.shape[2],), table, RANK)
 
 
 def quantized_cases(shape: Shape, rows: int, current: Round, scheme: str) -> Iterator[Case]:

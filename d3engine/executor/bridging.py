@@ -118,9 +118,9 @@ class BridgeStore:
         return found
 
     @property
-    def has_students(self) -> bool:
-        """Whether any schedule that was checked named one."""
-        return bool(self._students)
+    def students(self) -> tuple[str, ...]:
+        """The names of those of schedules that were checked."""
+        return tuple(self._students)
 
     def student_saves(self, policy: DepthPolicy) -> float:
         """Layers' worth that the narrower layers of a policy's student save a token; 0 without one."""
@@ -132,12 +132,11 @@ class BridgeStore:
     def student_weights(self, name: str, own: LlamaWeights) -> LlamaWeights:
         """A student's weights in the layouts of the model's `own`, for a schedule that was checked."""
         student = self._students[name]
-        gates = own.layers[next(iter(student.layers), 0)].gate_up
+        gates, is_cpu = own.layers[next(iter(student.layers), 0)].gate_up, self._kind["device"].type == "cpu"
         plain = None
-        if isinstance(gates, WeightFormat) and any(NEURONS in one for one in student.layers.values()):
-            # Single rows are taken from the file's own format, of which the engine may hold another layout.
-            kind = {name: self._kind[name] for name in ("dtype", "weight_dtype", "device")}
-            plain = load_weights(self._directory, self._config, keeps_blocks=True, show_progress=False, **kind)
+        if is_cpu and isinstance(gates, WeightFormat) and any(NEURONS in one for one in student.layers.values()):
+            # Single rows are taken from the file's own format: on a CPU the engine may hold another layout.
+            plain = load_weights(self._directory, self._config, keeps_blocks=True, show_progress=False, **self._kind)
         return with_student(own, student, plain)
 
     def bridges(self, name: str) -> Mapping[Window, BridgeWeights]:

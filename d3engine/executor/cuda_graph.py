@@ -37,7 +37,7 @@ from d3engine.executor.interface import Computed, DeviceBlockTables
 from d3engine.executor.streaming import HostTokens, StreamingRun
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
-from d3engine.model.adapters import RowAdapters
+from d3engine.model.adapters import RowAdapters, matrices_of
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
 from d3engine.request.sampling_mode import SamplingMode
@@ -128,15 +128,15 @@ class GraphExecutor:
         slots, own = self._eager.slots, adapters_of(plan.sequences)
         if slots is None or own is None:
             return ()
-        numbers = slots.numbers_of(own)
-        self._adapters[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
-        return slots.matrices(numbers)
+        self._adapters[: len(own)] = torch.tensor(slots.numbers_of(own), dtype=torch.int32)
+        return matrices_of(own)
 
     def take_largest(self) -> None:
         """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits and more.
 
         Penalties also need to know the tokens that each row has seen, of the whole vocabulary.
         """
+        self._eager.take_largest()
         with torch.inference_mode():
             self._graph(GraphShape(self._sizes[-1], tuple(range(self._model.config.num_layers)), SamplingMode.PENALISE))
 

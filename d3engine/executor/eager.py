@@ -81,8 +81,7 @@ class EagerExecutor:
         self.pool = _new_pool(shape, kv_dtype or dtype, device)
         self.stats = ExecutorStats()
         self.bridges = bridges
-        self.students: BridgeStore | None = bridges  # whose students plans name; None of one itself
-        self._students = StudentExecutors(bridges, weights, self.with_weights)
+        self.students = StudentExecutors(bridges, weights, self.with_weights)
         self._tells_prompts = tells_prompts
         if bridges is not None:
             bridges.count_in(self.stats)
@@ -93,11 +92,12 @@ class EagerExecutor:
         """The same over the same pool with other weights of such a model: a student's."""
         other = copy(self)
         other.model = Llama(self.model.config, weights, self.kernels, self.model.ranks)
-        other.students, other._students = None, StudentExecutors(None, weights, other.with_weights)
+        other.students = StudentExecutors(None, weights, other.with_weights)
         return other
 
     def take_largest(self) -> None:
-        """Nothing: what a step needs is gone after it."""
+        """Load the student of the engine's policy; what else a step needs is gone after it."""
+        self.students.make_known()
 
     def prepare_next(self) -> bool:
         """Nothing is made beforehand."""
@@ -108,13 +108,9 @@ class EagerExecutor:
 
     def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""
-        if (names := self._students.named(plan)) is not None:
-            return self._students.run(plan, names, self, self.copy_of_step)
+        if (names := self.students.named(plan)) is not None:
+            return self.students.run(plan, names, self, self.copy_entries)
         return self.run_share(plan)
-
-    def copy_of_step(self, plan: Plan, is_done: bool) -> None:
-        """Copy the entries that a plan has before its step, or after it."""
-        self.copy_entries(plan.copies_after if is_done else plan.copies_before)
 
     @torch.inference_mode()
     def run_share(self, plan: Plan) -> Computed:
@@ -157,7 +153,7 @@ class EagerExecutor:
         own = adapters_of(plan.sequences)
         if own is None or self.slots is None:
             return None
-        return self.slots.of_rows(np.array(self.slots.numbers_of(own))[plan.row_chunks])
+        return self.slots.of_rows(own, plan.row_chunks)
 
     def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
         """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""

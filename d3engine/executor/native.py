@@ -94,7 +94,9 @@ class NativeExecutor:
         self._eager = eager
         given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_steps": max_steps}
         make = partial(self._of_student, **given, num_threads=num_threads, isa=isa)
-        self._students: StudentExecutors[NativeExecutor] = StudentExecutors(eager.students, eager.model.weights, make)
+        self._students: StudentExecutors[NativeExecutor] = StudentExecutors(
+            eager.students.store, eager.model.weights, make
+        )
         self.max_steps = max_steps
         self._max_rows = max(max_num_seqs, MAX_ROWS)
         self._decoder = Decoder(
@@ -173,22 +175,23 @@ class NativeExecutor:
 
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
-        if (names := self._students.named(plan)) is not None:
-            self._end_course()
-            return self._students.run(plan, names, self, self._eager.copy_of_step)
-        for other in self._students.made():
-            other._end_course()  # its run goes on by itself, and the pool is this one's now
-        return self._run(plan)
+        names = self._students.named(plan)
+        running = {None} if names is None else set(names)
+        for name, other in ((None, self), *self._students.made()):
+            if running != {name}:
+                other._end_course()  # it would go on writing into the pool, which is others' now
+        if names is None:
+            return self._run(plan)
+        return self._students.run(plan, names, self, self._eager.copy_entries)
 
     def run_share(self, plan: Plan) -> Computed:
         """The logits of a single step of which all rows run these weights; its copies are the caller's."""
-        self._end_course()
         left = self._left_to_eager(plan)
         if left.all():
             return self._eager.run_share(plan)
-        self.stats.native_steps += not left.any()
         if left.any():
             return self._shared(plan, left)
+        self.stats.native_steps += 1
         logits, states = self._logits_of_step(plan)
         return Computed(logits, states=states)
 

@@ -7,7 +7,7 @@ comes before what is generated, and a step has one chunk of it: so shares of a s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -27,22 +27,22 @@ class RunsShares(Protocol):
 
     def run_share(self, plan: Plan) -> Computed:
         """The logits of a single step, whose copies of entries are the caller's."""
-        ...
 
 
 _Executor = TypeVar("_Executor", bound=RunsShares)
+_Copies: TypeAlias = tuple[IntArray, IntArray] | None
 
 
 class StudentExecutors(Generic[_Executor]):
     """An executor for each student that plans name, made when one first does."""
 
     def __init__(self, store: BridgeStore | None, own: LlamaWeights, make: Callable[[LlamaWeights], _Executor]) -> None:
-        self._store, self._own, self._make = store, own, make
+        self.store, self._own, self._make = store, own, make
         self._made: dict[str, _Executor] = {}
 
     def named(self, plan: Plan) -> list[str | None] | None:
         """By chunk, whose weights it runs; None where all run the model's own."""
-        if self._store is None or not self._store.has_students:
+        if self.store is None or not self.store.students:
             return None
         names = [
             sequence.schedule.student if step >= 1 else None
@@ -53,28 +53,33 @@ class StudentExecutors(Generic[_Executor]):
     def of(self, name: str) -> _Executor:
         """The executor of a student that a checked schedule names."""
         if name not in self._made:
-            assert self._store is not None, "a plan names a student that no schedule was checked for"
-            self._made[name] = self._make(self._store.student_weights(name, self._own))
+            assert self.store is not None, "a plan names a student that no schedule was checked for"
+            self._made[name] = self._make(self.store.student_weights(name, self._own))
         return self._made[name]
 
-    def made(self) -> list[_Executor]:
-        """Those that there are."""
-        return list(self._made.values())
+    def made(self) -> list[tuple[str, _Executor]]:
+        """Those that there are, by name."""
+        return list(self._made.items())
 
-    def run(self, plan: Plan, names: list[str | None], main: _Executor, copy: Callable[[Plan, bool], None]) -> Computed:
-        """Run a plan of which some chunks are students'; `copy` copies the entries before (or behind) the step."""
+    def make_known(self) -> None:
+        """Make those that schedules have named by now: before any request, the one of the engine's policy."""
+        for name in () if self.store is None else self.store.students:
+            self.of(name)
+
+    def run(self, plan: Plan, names: list[str | None], main: _Executor, copy: Callable[[_Copies], None]) -> Computed:
+        """Run a plan of which some chunks are students'; `copy` copies entries of the pool."""
         one = set(names)
         if len(one) == 1:
             (name,) = one
             assert name is not None
             return self.of(name).run(plan)
         assert plan.multi_step is None, "rows of a run have the same weights"
-        copy(plan, False)
+        copy(plan.copies_before)
         found: list[tuple[Share, Tensor, IntArray | None, Tensor | None]] = []
         for name in sorted(one, key=lambda name: name or ""):
             share = share_of(plan, np.array([chunk for chunk, own in enumerate(names) if own == name]))
             computed = (main if name is None else self.of(name)).run_share(share.plan)
             assert isinstance(computed.logits, Tensor), "without ranks tokens are the host's to choose"
             found.append((share, computed.logits, computed.depths, computed.states))
-        copy(plan, True)
+        copy(plan.copies_after)
         return joined(plan, found)

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,21 @@ class Adapter:
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self.maps if one is not None)
 
-    def of_matrix(self, layer: int, matrix: str) -> Maps | None:
-        """The maps of one matrix of a layer, None where there are none."""
-        first = layer * len(LAYER_MAPS) + LAYER_MAPS.index(PARTS[matrix][0])
-        found = self.maps[first : first + len(PARTS[matrix])]
-        return found if any(one is not None for one in found) else None
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Those that it has maps for, in any layer."""
+        own = {LAYER_MAPS[place % len(LAYER_MAPS)] for place, one in enumerate(self.maps[:-1]) if one is not None}
+        head = () if self.maps[-1] is None else (LM_HEAD,)
+        return frozenset((*(matrix for matrix, parts in PARTS.items() if own.intersection(parts)), *head))
 
-    @property
-    def head(self) -> LowRankMap | None:
-        return self.maps[-1]
+
+def matrices_of(adapters: Iterable[Adapter | None]) -> tuple[str, ...]:
+    """The matrices for which any of these adapters has maps, in order."""
+    found = {matrix for adapter in set(adapters) if adapter is not None for matrix in adapter.matrices}
+    return tuple(matrix for matrix in (*PARTS, LM_HEAD) if matrix in found)
+
+
+_FIRST = {matrix: LAYER_MAPS.index(parts[0]) for matrix, parts in PARTS.items()} | {LM_HEAD: 0}
 
 
 class AdapterSlots:
@@ -115,79 +122,60 @@ class AdapterSlots:
     """
 
     def __init__(self, config: ModelConfig, count: int, most_rank: int, device: torch.device) -> None:
-        self._num_layers = config.num_layers
         hidden, inner = config.hidden_size, config.intermediate_size
-        self._sizes = {
+        sizes = {
             "qkv": (config.q_size, config.kv_size, config.kv_size),
             "output": (hidden,),
             "gate_up": (inner, inner),
             "down": (hidden,),
             LM_HEAD: (config.vocab_size,),
         }
-        self.most_rank = most_rank
-        self._held: list[weakref.ref[Adapter] | None] = [None] * count
-        self._used: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))  # by their last use
-        self._table = torch.zeros(count, config.num_layers * len(LAYER_MAPS) + 1, 3, dtype=torch.int64)
-        self.table = self._table.to(device)
-        self._device = device
+        self._stops = {matrix: tuple(itertools.accumulate(own)) for matrix, own in sizes.items()}
+        self._most_rank = most_rank
+        # By their last use. Those that are unloaded, and used by no request, are gone.
+        self._held: OrderedDict[int, weakref.ref[Adapter] | None] = OrderedDict.fromkeys(range(count))
+        self.table = torch.zeros(count, config.num_layers * len(LAYER_MAPS) + 1, 3, dtype=torch.int64, device=device)
 
-    def numbers_of(self, adapters: Iterable[Adapter | None]) -> list[int]:
+    def numbers_of(self, adapters: Sequence[Adapter | None]) -> list[int]:
         """The number of each adapter, -1 for None; those that were not used for longest give theirs up."""
-        given = list(adapters)
-        wanted = {adapter for adapter in given if adapter is not None}
-        known = {adapter: number for number, adapter in enumerate(self._adapters) if adapter in wanted}
+        wanted = {adapter for adapter in adapters if adapter is not None}
         assert len(wanted) <= len(self._held), "there is a number for each row"
+        known = {own: number for number in self._held if (own := self._adapter(number)) in wanted and own is not None}
         for number in known.values():
-            self._used.move_to_end(number)
+            self._held.move_to_end(number)
         for adapter in wanted - known.keys():
-            number = next(iter(self._used))
-            known[adapter] = number
-            self._put(number, adapter)
-        return [-1 if adapter is None else known[adapter] for adapter in given]
+            known[adapter] = self._put(adapter)
+        return [-1 if adapter is None else known[adapter] for adapter in adapters]
 
-    def _put(self, number: int, adapter: Adapter) -> None:
-        self._used.move_to_end(number)
+    def _put(self, adapter: Adapter) -> int:
+        number = next(iter(self._held))
         self._held[number] = weakref.ref(adapter)
+        self._held.move_to_end(number)
         rows = [
             (0, 0, 0) if one is None else (one.down.data_ptr(), one.up.data_ptr(), one.rank) for one in adapter.maps
         ]
-        self._table[number] = torch.tensor(rows)
-        if self.table is not self._table:
-            self.table[number].copy_(self._table[number])
+        self.table[number] = torch.tensor(rows)
+        return number
 
-    @property
-    def _adapters(self) -> list[Adapter | None]:
-        """By their numbers; those that are unloaded and used by no request are gone."""
-        return [None if held is None else held() for held in self._held]
+    def _adapter(self, number: int) -> Adapter | None:
+        held = self._held[number]
+        return None if held is None else held()
 
-    def matrices(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """The matrices for which any of these adapters has maps."""
-        by_number = self._adapters
-        adapters = [adapter for number in set(numbers) if number >= 0 and (adapter := by_number[number]) is not None]
-        layers = range(self._num_layers)
-        found = [
-            matrix
-            for matrix in PARTS
-            if any(adapter.of_matrix(layer, matrix) is not None for adapter in adapters for layer in layers)
-        ]
-        return (*found, *((LM_HEAD,) if any(adapter.head is not None for adapter in adapters) else ()))
-
-    def of_rows(self, numbers: npt.NDArray[np.integer[Any]]) -> RowAdapters:
-        """The adapters of rows of these numbers [T]."""
-        there = torch.from_numpy(numbers.astype(np.int32)).to(self._device)
-        return RowAdapters(self, there, self.matrices(numbers.tolist()))
+    def of_rows(self, adapters: Sequence[Adapter | None], chunks: npt.NDArray[np.integer[Any]]) -> RowAdapters:
+        """Those of a step's rows, of which each belongs to one of `chunks` [T]; `adapters` are the chunks'."""
+        numbers = np.array(self.numbers_of(adapters), np.int32)[chunks]
+        return RowAdapters(self, torch.from_numpy(numbers).to(self.table.device), matrices_of(adapters))
 
     def at(self, numbers: Tensor, layer: int, matrix: str) -> RowMaps:
-        """The maps of one matrix for rows of these numbers; `layer` is that of the LM head's too, and not read."""
-        if matrix == LM_HEAD:
-            first, count = self._num_layers * len(LAYER_MAPS), 1
-        else:
-            first, count = layer * len(LAYER_MAPS) + LAYER_MAPS.index(PARTS[matrix][0]), len(PARTS[matrix])
-        maps: list[Maps | None] = [
-            None if adapter is None else adapter.maps[first : first + count] for adapter in self._adapters
-        ]
-        stops = tuple(np.cumsum(self._sizes[matrix]).tolist())
-        return RowMaps(numbers, maps, stops, self.table[:, first : first + count], self.most_rank)
+        """The maps of one matrix for rows of these numbers; the LM head's layer comes behind the last one."""
+        stops, first = self._stops[matrix], layer * len(LAYER_MAPS) + _FIRST[matrix]
+        places = slice(first, first + len(stops))
+
+        def maps(number: int) -> Maps | None:
+            adapter = self._adapter(number)
+            return None if adapter is None else adapter.maps[places]
+
+        return RowMaps(numbers, maps, stops, self.table[:, places], self._most_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,13 +193,8 @@ class RowAdapters:
     matrices: tuple[str, ...]
 
     def at(self, layer: int, matrix: str) -> RowMaps | None:
-        """The maps of one matrix; None where no row has any there."""
+        """As of `slots`; None where no row has any there."""
         return self.slots.at(self.numbers, layer, matrix) if matrix in self.matrices else None
-
-    @property
-    def at_head(self) -> RowMaps | None:
-        """Those of the LM head."""
-        return self.at(-1, LM_HEAD)
 
     def of(self, rows: slice | Tensor) -> RowAdapters:
         """Those of some of the rows."""
@@ -220,7 +203,7 @@ class RowAdapters:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a module that have a map of their own: its place among an adapter's, and heads whose rows are turned."""
+    """Rows of a module with one map: its place among an adapter's, and the number of heads whose rows are turned."""
 
     place: int
     rows: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import NO_WINDOW, KVPool
-from d3engine.kernels.low_rank import RowMaps
+from d3engine.kernels.low_rank import LM_HEAD, RowMaps
 from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.kernels.reference import rms_norm
 from d3engine.kernels.sampling import SamplingRows
@@ -101,7 +101,7 @@ class Llama:
             weights.gate_up_bias,
             activation=self.config.activation,
             num_rows=num_rows,
-            **_named(_maps(adapters, index, "gate_up")),
+            maps=_maps(adapters, index, "gate_up"),
         )
         maps = _maps(adapters, index, "down")
         self._add(gated, weights.down, weights.down_bias, weights.mlp_post_norm, hidden, num_rows, maps)
@@ -122,13 +122,13 @@ class Llama:
         """
         if post_norm is not None:
             product = torch.zeros_like(hidden)
-            self.kernels.linear_residual(x, weight, bias, product, num_rows=num_rows, **_named(maps))
+            self.kernels.linear_residual(x, weight, bias, product, maps=maps, num_rows=num_rows)
             if self.ranks is not None:
                 self.ranks.collectives.sum_(product)
             self.kernels.add_norm(product, post_norm, self.config.rms_norm_eps, hidden, num_rows=num_rows)
             return
         if self.ranks is None:
-            self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows, **_named(maps))
+            self.kernels.linear_residual(x, weight, bias, hidden, maps=maps, num_rows=num_rows)
             return
         self.ranks.begin_term_(hidden)
         self.kernels.linear_residual(x, weight, bias, hidden, num_rows=num_rows)
@@ -171,7 +171,7 @@ class Llama:
             head_norms=weights.head_norms,
             projection_norms=weights.projection_norms,
             num_rows=num_rows,
-            **_named(_maps(adapters, index, "qkv")),
+            maps=_maps(adapters, index, "qkv"),
         )
         return queries
 
@@ -187,7 +187,7 @@ class Llama:
             weights.lm_head,
             cap=self._caps.logits,
             num_rows=num_rows,
-            **_named(None if adapters is None else adapters.at_head),
+            maps=_maps(adapters, self.config.num_layers, LM_HEAD),
         )
         return best if self.ranks is None else self.ranks.best(*best)
 
@@ -213,7 +213,7 @@ class Llama:
             first_token=0 if self.ranks is None else self.ranks.shard.tokens.start,
             cap=self._caps.logits,
             num_rows=num_rows,
-            **_named(None if adapters is None else adapters.at_head),
+            maps=_maps(adapters, self.config.num_layers, LM_HEAD),
         )
         return drawn if self.ranks is None else self.ranks.best(*drawn)
 
@@ -231,18 +231,13 @@ class Llama:
             weights.lm_head,
             cap=self._caps.logits,
             num_rows=num_rows,
-            **_named(None if adapters is None else adapters.at_head),
+            maps=_maps(adapters, self.config.num_layers, LM_HEAD),
         )
         return logits if self.ranks is None else self.ranks.logits(logits)
 
 
 def _maps(adapters: RowAdapters | None, layer: int, matrix: str) -> RowMaps | None:
     return None if adapters is None else adapters.at(layer, matrix)
-
-
-def _named(maps: RowMaps | None) -> dict[str, RowMaps]:
-    """The argument of an operation, where there is one: observers stand in an operation's place and know no others."""
-    return {} if maps is None else {"maps": maps}
 
 
 def scaled_embedding_(states: Tensor, config: ModelConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""Low-rank maps (LoRA) of rows: each row of a product gains what the maps of its own adapter make of it.
+"""Low-rank maps (LoRA) of rows: each row of a product gains what the maps of its adapter make of it.
 
 A program takes neighbouring rows and goes through the adapters that are among them, the rows of one at a time: prompts
 have one, and a decode step as many as its requests. A row's numbers depend on its own values alone. Where maps are is
@@ -84,7 +84,7 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
     for rows in ROW_COUNTS[:2]:
         for matrix, (columns, stops, target) in sizes.items():
             table = meta(8, len(stops), 3, dtype=torch.int64)
-            maps = RowMaps(meta(rows, dtype=torch.int32), (), stops, table, 16)
+            maps = RowMaps(meta(rows, dtype=torch.int32), lambda number: None, stops, table, 16)
             x, sums = meta(rows, columns, dtype=dtype), meta(rows, stops[-1], dtype=target)
             for name, launch in zip(("down", "up"), maps_launches(x, maps, sums, num_rows), strict=True):
                 yield f"{matrix}, {name} rows={rows}", launch

@@ -294,8 +294,8 @@ def qkv(
     before RoPE, the first for queries, the second for keys; None means none. `projection_norms` [(N + M) D]
     contiguous: the same over all queries of a row together, and over all its keys; never with `head_norms`. Without
     `norm_weight` `hidden` is projected as it is. `maps` are added to the projections of their rows, and have their
-    dtype. Returns the queries [T, N, D]. All but rotations, entries, a
-    quantized weight and a pool in 8 bits are of one dtype.
+    dtype. Returns the queries [T, N, D]. All but rotations, entries, a quantized weight and a pool in 8 bits are of one
+    dtype.
     `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
     `batch_invariant`: as for `product_tile`.
 

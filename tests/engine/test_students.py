@@ -24,12 +24,16 @@ from transformers_oracle import assert_same_tokens
 from d3engine import D3, Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.executor import bridging
+from d3engine.executor.bridging import BridgeStore
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_q5
+from d3engine.kernels.quantized import Int8Weight
+from d3engine.loading import resolve
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, write_student
-from d3engine.model.weights import load_weights
+from d3engine.model.weights import load_weights, quantize_weights
 
 LAYERS, SIZE, TOKENS, HEADS, KV_HEADS = 6, 32, 14, 4, 2
 BLOCK_LAYER, SKIPPED = 2, (3, 4)
@@ -173,6 +177,51 @@ def test_a_streamed_answer_is_that_of_generate(make_engine: Callable[..., Engine
     assert streamed[-1] == whole.outputs[0].token_ids != plain.outputs[0].token_ids
 
 
+@pytest.mark.usefixtures("native_library")
+def test_a_students_run_ends_before_other_weights_run(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would write on into the blocks of an aborted request, which another may have by then."""
+    followed: list[Any] = []
+    with make_engine() as engine:
+        executor: Any = engine.executor
+        for name in ("one", "other"):
+            engine.add_request(name, PROMPTS[1], asked(POLICY))
+        while not (made := executor._students.made()) or made[0][1]._followed is None:
+            engine.step()
+        ((_, student),) = made
+        run_share = executor.run_share
+        monkeypatch.setattr(executor, "run_share", lambda plan: followed.append(student._followed) or run_share(plan))
+        engine.abort_request("one")
+        engine.add_request("plain", PROMPTS[2], asked(FullDepth()))
+        engine.step()
+    assert followed == [None]
+
+
+@pytest.mark.parametrize("executor", ["eager", "graphs"])
+def test_the_engines_own_student_counts_as_what_the_largest_step_takes(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
+    for policy, names in ((POLICY, ["auto"]), (FullDepth(), [])):
+        with make_engine(depth=policy) as engine:
+            engine.executor.take_largest()
+            students = getattr(engine.executor, "_eager", engine.executor).students
+            assert [name for name, _ in students.made()] == names
+
+
+def test_a_gpus_weights_are_not_loaded_again_for_a_student(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_directory(made.directory)
+    kind = {"dtype": torch.float32, "weight_dtype": torch.float32}
+    own = quantize_weights(load_weights(made.directory, config, dtype=torch.float32, device="cpu"), "int8")
+    store = BridgeStore(made.directory, config, **kind, device=torch.device("cuda"), allowed=frozenset({"auto"}))
+    store.check(POLICY.schedule(LAYERS))
+    monkeypatch.setattr(bridging, "load_weights", None)
+    found = store.student_weights("auto", own).layers[0].gate_up
+    assert isinstance(found, Int8Weight)
+    assert found.shape[0] == 2 * NARROW[0]
+
+
 def test_skipped_layers_give_back_their_memory(make_engine: Callable[..., Engine]) -> None:
     with make_engine() as engine:
         engine.generate(PROMPTS[1], asked(POLICY), use_tqdm=False)
@@ -264,8 +313,8 @@ def test_rows_of_a_quantized_file_stay_as_they_are_and_answers_are_those_of_all_
                 [one.outputs[0].token_ids for one in engine.generate(prompts, asked(policy), use_tqdm=False)]
                 for policy in (FullDepth(), Distilled())
             )
-            students = engine.executor._students.made()  # type: ignore[attr-defined]
-            held = students[0].model.weights.layers[1]
+            ((_, student),) = engine.executor._students.made()  # type: ignore[attr-defined]
+            held = student.model.weights.layers[1]
             assert engine.stats().eager_steps == 0
         assert isinstance(held.gate_up, BlockWeight | BlockLanesWeight)
         assert held.gate_up.type_name == kind

@@ -41,7 +41,7 @@ def row_maps(stops: tuple[int, ...], rows: int, dtype: torch.dtype, device: torc
                 table[adapter, part] = torch.tensor([held.down.data_ptr(), held.up.data_ptr(), rank])
         maps.append(tuple(own))
     adapters = torch.tensor([7 * row % 4 - 1 for row in range(rows)], dtype=torch.int32)
-    return RowMaps(adapters.to(device), maps, stops, table.to(device), 16)
+    return RowMaps(adapters.to(device), maps.__getitem__, stops, table.to(device), 16)
 
 
 def run(operation: str, ops: Any, given: dict[str, Tensor], maps: RowMaps | None, **more: Any) -> list[Tensor]:
@@ -112,7 +112,7 @@ def test_columns_are_shared_by_several_programs(device: torch.device) -> None:
     table = torch.tensor([[[one.down.data_ptr(), one.up.data_ptr(), 5]]], device=device)
     adapters = torch.tensor([0, -1, 0], dtype=torch.int32, device=device)
     target = torch.zeros(3, 70, device=device)
-    maps = RowMaps(adapters, [(one,)], (70,), table, 8)
+    maps = RowMaps(adapters, lambda number: (one,), (70,), table, 8)
     first, second = maps_launches(x.to(device), maps, target, None)
     assert first.grid == (1, 1, 3)
     first.run()

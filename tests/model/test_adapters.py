@@ -45,7 +45,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None])
 def test_maps_hold_scale_and_order_of_channels(adapter: Path) -> None:
     tensors = load_file(adapter / WEIGHTS_FILE)
     found = read(adapter)
-    assert (found.rank, len(found.maps), found.head) == (4, CONFIG.num_layers * 7 + 1, None)
+    assert (found.rank, len(found.maps), found.maps[-1]) == (4, CONFIG.num_layers * 7 + 1, None)
     query, *_, down = found.maps[:7]
     assert query is not None
     assert down is not None
