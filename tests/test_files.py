@@ -178,8 +178,6 @@ OPENED_ELSEWHERE = {
     "weights_tools/convert.py: np.memmap",
     # To write.
     *(
-        "d3engine/research/evaluation/kept.py: open",
-        "d3engine/research/distillation/corpus.py: open",
         "d3engine/batch/batch_file.py: os.open",
         "weights_tools/fetch.py: target.open",
     ),

@@ -32,11 +32,10 @@ from d3engine.cli.bridge_texts import (
     write_own_bridges,
 )
 from d3engine.cli.commands import ExitCode, check_output, new_app, note, printing_last, write_output
-from d3engine.cli.depth_options import number
-from d3engine.cli.engine_options import Model, Options, engine_arguments, model_directory, takes_engine
+from d3engine.cli.depth_options import number, window_of
+from d3engine.cli.engine_options import Model, Options, beside_weights, engine_arguments, model_directory, takes_engine
 from d3engine.depth.schedule import exact_fraction
-from d3engine.errors import NOTHING, require, require_integer
-from d3engine.files import beside
+from d3engine.errors import require, require_integer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -89,7 +88,7 @@ class WindowOptions:
         layers = ModelConfig.from_directory(directory).num_layers
         reported = {
             *windows_from([_first_of(start, layers) for start in self._starts], layers),
-            *(_window(window, layers) for window in self.windows),
+            *(window_of("--window", window, layers) for window in self.windows),
             *(window for policy in self.policies for window in _left_out(policy, layers)),
         }
         by_grid = [] if self.grid is None else grid_windows(require_integer("--grid", self.grid, 1, layers), layers)
@@ -105,14 +104,6 @@ def _first_of(start: str, num_layers: int) -> int:
     exact = exact_fraction("--start", number(start))
     require(0 < exact < 1, "--start", start, "a number in (0, 1), as d3's")
     return int(exact * num_layers)
-
-
-def _window(words: str, num_layers: int) -> Window:
-    first, _, stop = words.partition(":")
-    allowed = f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1"
-    fits = first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= num_layers
-    require(fits, "--window", words, allowed)
-    return int(first), int(stop)
 
 
 def _left_out(words: str, num_layers: int) -> list[Window]:
@@ -222,8 +213,10 @@ def fit_command(
 
     A fit that was cut off goes on where its saved state (OUT.part) ends.
     """
+    from d3engine.model.bridges import BRIDGES_FILE
+
     directory = model_directory(model)
-    target = _target(model, directory, out)
+    target = beside_weights(model, directory, out, BRIDGES_FILE)
     for option, path in (("--out", target), ("--png", png)):
         check_output(option, path)
     if png is not None:
@@ -337,15 +330,6 @@ def inspect_command(
 
 
 # -- what is fitted --------------------------------------------------------------------------------------------
-
-
-def _target(model: str, directory: Path, out: Path | None) -> Path:
-    from d3engine.loading.model_directory import DEMO
-    from d3engine.model.bridges import BRIDGES_FILE
-
-    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
-    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
-    return out if out is not None else beside(directory, BRIDGES_FILE)
 
 
 def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]]) -> str:

@@ -16,12 +16,20 @@ import typer
 
 from d3engine.cli.commands import ExitCode, check_output, measures_depths, new_app, note
 from d3engine.cli.draft_search import ScoreName, find_draft
-from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
+from d3engine.cli.engine_options import (
+    Model,
+    Options,
+    beside_weights,
+    model_directory,
+    open_engine,
+    sampling_params,
+    takes_engine,
+)
 from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import BRIDGES, POLICY_FILE, named_student
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.files import UnreadableFileError, beside, read_text
+from d3engine.files import UnreadableFileError, read_text
 from d3engine.files import as_json as as_json_text
 from d3engine.model.config import ModelConfig
 from d3engine.progress import bar_columns, hides_bars
@@ -424,11 +432,7 @@ def _tell_plan(plan: Budget, tolerance: Tolerance, settings: int) -> None:
 
 def _target(model: str, directory: Path, out: Path | None) -> Path:
     """Where the setting will be written; that it can be is found out before the hours of work."""
-    from d3engine.loading.model_directory import DEMO
-
-    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
-    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
-    target = out if out is not None else beside(directory, POLICY_FILE)
+    target = beside_weights(model, directory, out, POLICY_FILE)
     fetched = f"given as a file to write, since {target} is a link to a file that was downloaded"
     require(out is not None or not target.is_symlink(), "--out", NOTHING, fetched)
     require(not target.is_dir(), "--out", str(target), "a file, not a directory")

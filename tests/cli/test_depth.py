@@ -19,10 +19,11 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, Student, read_student, write_student
 from d3engine.model.weights import load_weights
+from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
 from d3engine.research.distillation.judging import Judgeable, judge
-from d3engine.research.distillation.passes import AnswerPass, layers_of, skipping
+from d3engine.research.distillation.passes import AnswerPass, layers_of
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.distillation.training import Distillation, Shape, TrainingOptions, best_kept, window_shape
 from d3engine.research.distillation.widths import kept_neurons, narrow
