@@ -214,8 +214,9 @@ def test_what_a_policy_names_must_be_its_own(made: Made, make_engine: Callable[.
             engine.generate([1, 2], asked(Distilled(SKIPPED, str(other))), use_tqdm=False)
         with pytest.raises(InvalidValueError, match="absent in a draft"):
             engine.generate([1, 2], asked(SelfSpeculative(POLICY)), use_tqdm=False)
-    with pytest.raises(InvalidValueError, match="trained for these weights"):
-        make_engine(depth=Distilled(SKIPPED, str(other)))
+    for file, words in ((other, "trained for these weights"), (tmp_path / "none", "student must be .* is missing")):
+        with pytest.raises(InvalidValueError, match=words):
+            make_engine(depth=Distilled(SKIPPED, str(file)))
 
 
 def test_auto_takes_the_certified_student_beside_the_weights(made: Made, make_engine: Callable[..., Engine]) -> None:
