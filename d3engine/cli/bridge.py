@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -251,24 +251,21 @@ def fit_command(
     readings = readings[: len(readings) - len(shrink_on)]
     fit_on = [one.token_ids for one in readings]
     firsts = [one.prompt_length for one in readings] if asked.are_answers else None
-    about = {"source": asked.source, "seed": seed}
     fit = Fit(passage, wanted)
     state = target.with_name(f"{target.name}.part")
     with progress_bar("fit", "text", len(fit_on)) as bar:
-        key = _key(directory, wanted, fit_on)
+        key = _key(directory, wanted, fit_on, firsts)
         fit.gather_all(fit_on, state, key, lambda: bar.update() and None, firsts)
     found = fit.solve(rank)
-    shares: dict[str, float] = {}
+    shares: dict[Window, float] = {}
     if shrink_on:
-        measured = [one for one in found if one.bridge.window in reported]
+        measured = [one.bridge for one in found if one.bridge.window in reported]
         with progress_bar("shrink", "text", len(shrink_on)) as bar:
-            shrunk = {
-                one.bridge.window: (one, share)
-                for one, share in shrink(passage, measured, shrink_on, lambda: bar.update() and None)
-            }
-        found = [shrunk[one.bridge.window][0] if one.bridge.window in shrunk else one for one in found]
-        shares = {f"{first}:{stop}": share for (first, stop), (_, share) in shrunk.items()}
-    bridges = _bridges(engine, found, fit, fit_on, {**about, "shrunk": shares})
+            shares = shrink(passage, measured, shrink_on, lambda: bar.update() and None)
+        found = [replace(one, bridge=one.bridge.shrunk(shares.get(one.bridge.window, 1.0))) for one in found]
+    about = {"source": asked.source, "seed": seed}
+    shrunk = {f"{first}:{stop}": share for (first, stop), share in shares.items()}
+    bridges = _bridges(engine, found, fit, fit_on, {**about, "shrunk": shrunk})
     with progress_bar("held out", "text", len(judge_on)) as bar:
         result = measure_held_out(
             passage,
@@ -332,12 +329,14 @@ def inspect_command(
 # -- what is fitted --------------------------------------------------------------------------------------------
 
 
-def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]]) -> str:
+def _key(
+    directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]], firsts: Sequence[int] | None
+) -> str:
     """By which a saved state is known to be of this very fit."""
     from d3engine.model.expected_tensors import fingerprint
     from d3engine.research.bridges.fitting import text_hash
 
-    return json.dumps([fingerprint(directory), list(windows), text_hash(texts)])
+    return json.dumps([fingerprint(directory), list(windows), text_hash(texts), firsts])
 
 
 def _bridges(
@@ -365,8 +364,6 @@ def _bridges(
 
 def _without_worse(bridges: Bridges, result: HeldOut, even_if_worse: bool) -> tuple[Bridges, list[Window]]:
     """The bridges without those that are worse than none on held-out text, and the windows of these."""
-    from dataclasses import replace
-
     worse = [] if even_if_worse or not result.num_texts else result.worse_than_none()
     kept = {window: one for window, one in bridges.by_window.items() if window not in worse}
     return replace(bridges, by_window=kept), worse
@@ -376,8 +373,6 @@ def _without_worse(bridges: Bridges, result: HeldOut, even_if_worse: bool) -> tu
 
 
 def _write(bridges: Bridges, result: HeldOut, dtype: str, target: Path) -> None:
-    from dataclasses import replace
-
     import torch
 
     from d3engine.model.bridges import DTYPES
