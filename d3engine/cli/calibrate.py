@@ -310,7 +310,7 @@ def calibrate_command(
     """Find the fastest depth setting that is safe, by a paired test against full depth, and write it to d3.json.
 
     Settings are sorted out on the validation split and certified on the test split; --check takes one that was found
-    elsewhere, as on a smaller model. Exit code 3 says that none could be shown to be safe with so many problems, 4 that
+    elsewhere, as on a smaller model. Exit code 3 says that none could be shown to be safe on these problems, 4 that
     full depth knows too little of the task for a loss to mean anything; nothing is written then. --draft finds, for
     draft-and-verify, what full depth's own answers are drafted best without; then 3 says that no draft is worth its
     while. Greedy; --seed also picks the problems.

@@ -127,7 +127,7 @@ def _check_shapes(layer: int, tensors: Mapping[str, Tensor], config: ModelConfig
         neurons = tensors[NEURONS]
         ascends = bool((neurons[1:] > neurons[:-1]).all()) and int(neurons[0]) >= 0 and int(neurons[-1]) < width
         if not ascends or "gate_up" in tensors or "down" not in tensors:
-            raise ValueError(f"{layer}.{NEURONS} are not ascending neurons of {width}, with a down matrix of their own")
+            raise ValueError(f"{layer}.{NEURONS} are not ascending neurons of {width}, with their own down matrix")
         width = neurons.numel()
     elif "gate_up" in tensors:
         width = tensors["gate_up"].shape[0] // 2

@@ -71,7 +71,7 @@ def test_there_are_prompts_of_each_kind_of_which_none_is_in_both_parts() -> None
 
 
 def test_a_pass_takes_the_tokens_that_the_engine_decodes(model: TinyLlama, run: AnswerPass, tmp_path: Path) -> None:
-    """At full depth, with layers left out, and with a student that is narrower and has a block of its own."""
+    """At full depth, with layers left out, and with a student that is narrower and has its own block."""
     shape = window_shape(run, 2, 5, [3])
     torch.manual_seed(0)
     block = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in shape.start[3].items()}
