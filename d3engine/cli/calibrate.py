@@ -337,7 +337,7 @@ def calibrate_command(
     grids: Options = {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
     grids |= {"--bridges": bridges, "--bridge-rank": ranks, "--window-width": widths, "--windows-from": windows_from}
     if draft is not None:
-        grids = {"--check": check, **grids}
+        grids = {"--check": check, "--answers": answers and str(answers), **grids}
         wanted: Options = {"trials": draft, "score": draft_by, "limit": limit, "max_tokens": max_tokens}
         code = find_draft(model, directory, engine_options, asked, target, as_json=as_json, refused=grids, **wanted)
         raise typer.Exit(code)
@@ -351,8 +351,9 @@ def calibrate_command(
         usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
         held = {choice.name: choice.windows for choice in choices.values()}
         has_windows = grid is GridName.windows or (grid is GridName.ours and not (starts or alphas or tails))
-        asks_windows = bool(widths) or windows_from is not None
-        require(has_windows or not asks_windows, "--window-width", widths, "absent beside --start, --alpha and --tail")
+        for flag, value in (("--window-width", widths), ("--windows-from", windows_from and str(windows_from))):
+            allowed = "absent beside --start, --alpha, --tail and --grid paper"
+            require(has_windows or not value, flag, value, allowed)
         candidates = [given] if given else []
         if not given and grid is not GridName.windows:
             candidates = make_candidates(layers, most, starts or STARTS, alphas or usual, tails or (0,), held)

@@ -415,7 +415,7 @@ def _show_trained(found: dict[str, Any], as_json: bool) -> None:
     every = {"student": found["held_out"], **found["controls"]}
     kinds = list(found["held_out"])
     rows = [(name, *(_cell(one[kind]) for kind in kinds)) for name, one in every.items()]
-    print_table(f"Held out, {found['layers_saved']:.2f} layers saved: same token, KL", ("", *kinds), rows)
+    print_table(f"Held out: same token, KL; the student saves {found['layers_saved']:.2f} layers", ("", *kinds), rows)
 
 
 def _cell(one: dict[str, Any]) -> str:

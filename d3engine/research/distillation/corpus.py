@@ -14,6 +14,7 @@ from d3engine.depth import FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError, require
 from d3engine.files import append_lines, as_json, is_there, read_text
 from d3engine.research.distillation.prompts import KINDS, is_held_out, split_prompts, written_prompts
+from d3engine.research.evaluation.kept import Prompt
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -150,7 +151,7 @@ def add_answers(
     return total
 
 
-def _prompt(engine: Engine, text: str) -> str | dict[str, list[int]]:
+def _prompt(engine: Engine, text: str) -> Prompt:
     """By the model's chat template, where it has one."""
     if engine.chat_template() is None:
         return f"Question: {text}\nAnswer:"

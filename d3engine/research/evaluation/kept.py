@@ -22,7 +22,7 @@ from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work
 
 Prompt: TypeAlias = str | dict[str, list[int]]
-"""A text, or the token ids of a conversation."""
+"""A text, or `{"prompt_token_ids": [...]}`, as `Engine.chat_prompt` gives it."""
 
 
 @dataclass(frozen=True)
