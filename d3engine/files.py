@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -191,6 +191,25 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write whole lines to the end of a file, over a last one that was cut off; raises `D3EngineError`."""
+    try:
+        with open(path, "r+b" if is_there(path) else "x+b") as file:
+            whole = file.seek(0, os.SEEK_END)
+            while whole:
+                start = max(0, whole - _CHUNK)
+                file.seek(start)
+                end = file.read(whole - start).rfind(b"\n") + 1
+                whole = start + end
+                if end:
+                    break
+            file.truncate(whole)
+            file.seek(whole)
+            file.write("".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise D3EngineError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _is_written_in_place(path: Path) -> bool:

@@ -161,7 +161,7 @@ KEEPS_ANSWERS = ("auto", "full", "lossless", "self-speculative", "draft-and-veri
 
 @pytest.mark.parametrize("line", [one for one in sorted(set(commands("d3engine"))) if one.split()[1] in RUNS_A_MODEL])
 def test_a_command_of_the_pages_skips_layers_of_no_model_but_the_bundled_one(line: str) -> None:
-    """Whoever tries it on a model of their own gets that model's answers; bridges and students are made for a model."""
+    """Tried on another model it gives that model's answers; bridges and students are made for a model."""
     words = shlex.split(line, comments=True)
     depth = words[words.index("--depth") + 1] if "--depth" in words else "auto"
     is_bundled = not any(word in FETCHED or "path/to" in word or "owner/" in word for word in words)

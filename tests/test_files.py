@@ -174,12 +174,9 @@ OPENED_ELSEWHERE = {
     # By the path of a file that `open_regular` has opened, or after it.
     *("d3engine/model/bridges.py: safe_open", "d3engine/model/checkpoint.py: safe_open"),
     *("d3engine/research/bridges/fitting.py: safe_open", "weights_tools/convert.py: torch.load"),
-    "d3engine/model/students.py: safe_open",
     "weights_tools/convert.py: np.memmap",
     # To write.
     *(
-        "d3engine/research/evaluation/kept.py: open",
-        "d3engine/research/distillation/corpus.py: open",
         "d3engine/batch/batch_file.py: os.open",
         "weights_tools/fetch.py: target.open",
     ),

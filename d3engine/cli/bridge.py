@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,10 @@ from d3engine.cli.bridge_texts import (
     write_own_bridges,
 )
 from d3engine.cli.commands import ExitCode, check_output, new_app, note, printing_last, write_output
-from d3engine.cli.depth_options import number
-from d3engine.cli.engine_options import Model, Options, engine_arguments, model_directory, takes_engine
+from d3engine.cli.depth_options import number, window_of
+from d3engine.cli.engine_options import Model, Options, beside_weights, engine_arguments, model_directory, takes_engine
 from d3engine.depth.schedule import exact_fraction
-from d3engine.errors import NOTHING, require, require_integer
-from d3engine.files import beside
+from d3engine.errors import require, require_integer
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -89,7 +88,7 @@ class WindowOptions:
         layers = ModelConfig.from_directory(directory).num_layers
         reported = {
             *windows_from([_first_of(start, layers) for start in self._starts], layers),
-            *(_window(window, layers) for window in self.windows),
+            *(window_of("--window", window, layers) for window in self.windows),
             *(window for policy in self.policies for window in _left_out(policy, layers)),
         }
         by_grid = [] if self.grid is None else grid_windows(require_integer("--grid", self.grid, 1, layers), layers)
@@ -105,14 +104,6 @@ def _first_of(start: str, num_layers: int) -> int:
     exact = exact_fraction("--start", number(start))
     require(0 < exact < 1, "--start", start, "a number in (0, 1), as d3's")
     return int(exact * num_layers)
-
-
-def _window(words: str, num_layers: int) -> Window:
-    first, _, stop = words.partition(":")
-    allowed = f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1"
-    fits = first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= num_layers
-    require(fits, "--window", words, allowed)
-    return int(first), int(stop)
 
 
 def _left_out(words: str, num_layers: int) -> list[Window]:
@@ -222,8 +213,10 @@ def fit_command(
 
     A fit that was cut off goes on where its saved state (OUT.part) ends.
     """
+    from d3engine.model.bridges import BRIDGES_FILE
+
     directory = model_directory(model)
-    target = _target(model, directory, out)
+    target = beside_weights(model, directory, out, BRIDGES_FILE)
     for option, path in (("--out", target), ("--png", png)):
         check_output(option, path)
     if png is not None:
@@ -258,24 +251,21 @@ def fit_command(
     readings = readings[: len(readings) - len(shrink_on)]
     fit_on = [one.token_ids for one in readings]
     firsts = [one.prompt_length for one in readings] if asked.are_answers else None
-    about = {"source": asked.source, "seed": seed}
     fit = Fit(passage, wanted)
     state = target.with_name(f"{target.name}.part")
     with progress_bar("fit", "text", len(fit_on)) as bar:
-        key = _key(directory, wanted, fit_on)
+        key = _key(directory, wanted, fit_on, firsts)
         fit.gather_all(fit_on, state, key, lambda: bar.update() and None, firsts)
     found = fit.solve(rank)
-    shares: dict[str, float] = {}
+    shares: dict[Window, float] = {}
     if shrink_on:
-        measured = [one for one in found if one.bridge.window in reported]
+        measured = [one.bridge for one in found if one.bridge.window in reported]
         with progress_bar("shrink", "text", len(shrink_on)) as bar:
-            shrunk = {
-                one.bridge.window: (one, share)
-                for one, share in shrink(passage, measured, shrink_on, lambda: bar.update() and None)
-            }
-        found = [shrunk[one.bridge.window][0] if one.bridge.window in shrunk else one for one in found]
-        shares = {f"{first}:{stop}": share for (first, stop), (_, share) in shrunk.items()}
-    bridges = _bridges(engine, found, fit, fit_on, {**about, "shrunk": shares})
+            shares = shrink(passage, measured, shrink_on, lambda: bar.update() and None)
+        found = [replace(one, bridge=one.bridge.shrunk(shares.get(one.bridge.window, 1.0))) for one in found]
+    about = {"source": asked.source, "seed": seed}
+    shrunk = {f"{first}:{stop}": share for (first, stop), share in shares.items()}
+    bridges = _bridges(engine, found, fit, fit_on, {**about, "shrunk": shrunk})
     with progress_bar("held out", "text", len(judge_on)) as bar:
         result = measure_held_out(
             passage,
@@ -339,21 +329,14 @@ def inspect_command(
 # -- what is fitted --------------------------------------------------------------------------------------------
 
 
-def _target(model: str, directory: Path, out: Path | None) -> Path:
-    from d3engine.loading.model_directory import DEMO
-    from d3engine.model.bridges import BRIDGES_FILE
-
-    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
-    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
-    return out if out is not None else beside(directory, BRIDGES_FILE)
-
-
-def _key(directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]]) -> str:
+def _key(
+    directory: Path, windows: Sequence[Window], texts: Sequence[Sequence[int]], firsts: Sequence[int] | None
+) -> str:
     """By which a saved state is known to be of this very fit."""
     from d3engine.model.expected_tensors import fingerprint
     from d3engine.research.bridges.fitting import text_hash
 
-    return json.dumps([fingerprint(directory), list(windows), text_hash(texts)])
+    return json.dumps([fingerprint(directory), list(windows), text_hash(texts), firsts])
 
 
 def _bridges(
@@ -381,8 +364,6 @@ def _bridges(
 
 def _without_worse(bridges: Bridges, result: HeldOut, even_if_worse: bool) -> tuple[Bridges, list[Window]]:
     """The bridges without those that are worse than none on held-out text, and the windows of these."""
-    from dataclasses import replace
-
     worse = [] if even_if_worse or not result.num_texts else result.worse_than_none()
     kept = {window: one for window, one in bridges.by_window.items() if window not in worse}
     return replace(bridges, by_window=kept), worse
@@ -392,8 +373,6 @@ def _without_worse(bridges: Bridges, result: HeldOut, even_if_worse: bool) -> tu
 
 
 def _write(bridges: Bridges, result: HeldOut, dtype: str, target: Path) -> None:
-    from dataclasses import replace
-
     import torch
 
     from d3engine.model.bridges import DTYPES

@@ -127,9 +127,8 @@ class TextOptions:
         from d3engine.research.bridges.texts import parted, shuffled
 
         if self.answers is not None:
-            kept = shuffled(self._kept_answers(engine, False), self.texts, seed)
-            judged = shuffled(self._kept_answers(engine, True), self.held_out_texts, seed + 1)
-            return [self._answer(one) for one in kept], [self._answer(one) for one in judged]
+            own, held_out = self._kept_answers(engine, self.answers)
+            return shuffled(own, self.texts, seed), shuffled(held_out, self.held_out_texts, seed + 1)
         found = self._found(engine, 2 * seed, self.texts + (0 if self.held_out else self.held_out_texts))
         first, other = parted(found) if self.held_out is None else (found, self._lines(engine, self.held_out))
         picked = shuffled(first, self.texts, seed), shuffled(other, self.held_out_texts, seed + 1)
@@ -156,16 +155,16 @@ class TextOptions:
             answers = _own_answers(engine, self.task, self.data, seed // 2, self.text_tokens, count)
         return [partial(self._answer, one) for one in answers]
 
-    def _kept_answers(self, engine: Engine, held_out: bool) -> list[Reading]:
-        """Those of a file of `d3engine depth answers` that belong to one part."""
+    def _kept_answers(self, engine: Engine, path: Path) -> list[list[Reading]]:
+        """Those of a file of `d3engine depth answers` to learn from, and those held out."""
         from d3engine.model.expected_tensors import fingerprint
         from d3engine.research.bridges.judging import Reading
-        from d3engine.research.distillation.corpus import read_corpus
+        from d3engine.research.distillation.corpus import read_parts
 
-        assert self.answers is not None
-        found = [one for one in read_corpus(self.answers, fingerprint(engine.directory)) if one.held_out is held_out]
-        require(len(found) > 0, "--answers", str(self.answers), "a file with answers to train on, and held out")
-        return [Reading([*one.prompt_ids, *one.token_ids][: self.text_tokens], len(one.prompt_ids)) for one in found]
+        return [
+            [self._answer(Reading([*o.prompt_ids, *o.token_ids][: self.text_tokens], len(o.prompt_ids))) for o in part]
+            for part in read_parts(path, fingerprint(engine.directory))
+        ]
 
     def _answer(self, answer: Reading) -> Reading:
         return answer if self.prompt_tokens is None else replace(answer, prompt_length=self.prompt_tokens)

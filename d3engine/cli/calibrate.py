@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -16,13 +15,19 @@ import typer
 
 from d3engine.cli.commands import ExitCode, check_output, measures_depths, new_app, note
 from d3engine.cli.draft_search import ScoreName, find_draft
-from d3engine.cli.engine_options import Model, Options, model_directory, open_engine, sampling_params, takes_engine
+from d3engine.cli.engine_options import (
+    Model,
+    Options,
+    beside_weights,
+    model_directory,
+    open_engine,
+    sampling_params,
+    takes_engine,
+)
 from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested
 from d3engine.depth.labels import policy_in_words
-from d3engine.depth.policy import BRIDGES, POLICY_FILE, named_student
+from d3engine.depth.policy import BRIDGES, POLICY_FILE, STUDENT, named_student
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.files import UnreadableFileError, beside, read_text
-from d3engine.files import as_json as as_json_text
 from d3engine.model.config import ModelConfig
 from d3engine.progress import bar_columns, hides_bars
 from d3engine.research.calibration.outcome import Outcome, outcome, reason
@@ -50,6 +55,7 @@ from d3engine.research.calibration.statistics import FLOOR, Tolerance
 from d3engine.research.evaluation.accuracy import wilson_interval
 
 if TYPE_CHECKING:
+    from d3engine.engine import Engine
     from d3engine.research.calibration.bridge_choices import BridgeChoice
     from d3engine.research.calibration.scoring import Answers
     from d3engine.research.calibration.search import Budget
@@ -304,7 +310,7 @@ def calibrate_command(
     """Find the fastest depth setting that is safe, by a paired test against full depth, and write it to d3.json.
 
     Settings are sorted out on the validation split and certified on the test split; --check takes one that was found
-    elsewhere, as on a smaller model. Exit code 3 says that none could be shown to be safe with so many problems, 4 that
+    elsewhere, as on a smaller model. Exit code 3 says that none could be shown to be safe on these problems, 4 that
     full depth knows too little of the task for a loss to mean anything; nothing is written then. --draft finds, for
     draft-and-verify, what full depth's own answers are drafted best without; then 3 says that no draft is worth its
     while. Greedy; --seed also picks the problems.
@@ -318,9 +324,11 @@ def calibrate_command(
     seed = engine_options.get("seed", 0)
     measures_depths()
 
+    from d3engine.cli.eval import kept_answers
     from d3engine.model.bridges import BRIDGES_FILE
     from d3engine.model.expected_tensors import fingerprint
-    from d3engine.research.calibration.bridge_choices import check_target
+    from d3engine.research.calibration.bridge_choices import as_run, check_target
+    from d3engine.research.calibration.report import as_dict, measured_windows
     from d3engine.research.calibration.scoring import EngineScorer
     from d3engine.research.calibration.tasks import calibration_task
     from d3engine.research.evaluation.baselines import open_bridges
@@ -329,7 +337,7 @@ def calibrate_command(
     grids: Options = {"--start": starts, "--alpha": alphas, "--tail": tails, "--plot": plot}
     grids |= {"--bridges": bridges, "--bridge-rank": ranks, "--window-width": widths, "--windows-from": windows_from}
     if draft is not None:
-        grids = {"--check": check, **grids}
+        grids = {"--check": check, "--answers": answers and str(answers), **grids}
         wanted: Options = {"trials": draft, "score": draft_by, "limit": limit, "max_tokens": max_tokens}
         code = find_draft(model, directory, engine_options, asked, target, as_json=as_json, refused=grids, **wanted)
         raise typer.Exit(code)
@@ -342,16 +350,16 @@ def calibrate_command(
         check_target(choices, target.with_name(BRIDGES_FILE))
         usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
         held = {choice.name: choice.windows for choice in choices.values()}
+        has_windows = grid is GridName.windows or (grid is GridName.ours and not (starts or alphas or tails))
+        for flag, value in (("--window-width", widths), ("--windows-from", windows_from and str(windows_from))):
+            allowed = "absent beside --start, --alpha, --tail and --grid paper"
+            require(has_windows or not value, flag, value, allowed)
         candidates = [given] if given else []
         if not given and grid is not GridName.windows:
             candidates = make_candidates(layers, most, starts or STARTS, alphas or usual, tails or (0,), held)
-        has_windows = grid is GridName.windows or (grid is GridName.ours and not (starts or alphas or tails))
-        asks_windows = bool(widths) or windows_from is not None
-        require(has_windows or not asks_windows, "--window-width", widths, "absent beside --start, --alpha and --tail")
         if not given and has_windows:
-            known = None if windows_from is None else _measured(windows_from)
-            usual_widths = [one for one in WIDTHS if one < layers]
-            candidates += window_candidates(layers, widths or usual_widths, known, held)
+            known = {} if windows_from is None else measured_windows(windows_from)
+            candidates += window_candidates(layers, widths or [one for one in WIDTHS if one < layers], known, held)
         skips = "such that a setting skips something"
         require(len(candidates) > 0, "--start, --alpha, --tail", (starts, alphas, tails), skips)
         _check_windows(choices, candidates)
@@ -363,10 +371,8 @@ def calibrate_command(
         _tell_plan(plan, accepted, len(candidates))
         engine = open_engine(model, engine_options, FullDepth())
         params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
-        open_bridges(engine, [_as_run(one, choices) for one in _settings(candidates)])
-        run = [_as_run(one, choices) for one in _settings(candidates)]
-        from d3engine.cli.eval import kept_answers
-
+        run = [as_run(one.policy, choices) for one in candidates]
+        open_bridges(engine, run)
         kept = None if answers is None else kept_answers(answers, engine, [FullDepth(), *run])
         scorer = EngineScorer(engine, params, parts, choices, kept)
         result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
@@ -374,7 +380,7 @@ def calibrate_command(
         about: Options = {"task": task, "seed": seed, "max_tokens": most, **ran}
         about |= {} if num_fewshot is None else {"shots": num_fewshot}
         about |= {"chat": True} if chat else {}
-        report = _report(result, {"model": model, "fingerprint": name, **about})
+        report = as_dict(result, {"model": model, "fingerprint": name, **about})
         # First of all, so that nothing after it can lose the work, and while the maps that were cut are there.
         if result.chosen is not None:
             try:
@@ -424,11 +430,7 @@ def _tell_plan(plan: Budget, tolerance: Tolerance, settings: int) -> None:
 
 def _target(model: str, directory: Path, out: Path | None) -> Path:
     """Where the setting will be written; that it can be is found out before the hours of work."""
-    from d3engine.loading.model_directory import DEMO
-
-    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
-    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
-    target = out if out is not None else beside(directory, POLICY_FILE)
+    target = beside_weights(model, directory, out, POLICY_FILE)
     fetched = f"given as a file to write, since {target} is a link to a file that was downloaded"
     require(out is not None or not target.is_symlink(), "--out", NOTHING, fetched)
     require(not target.is_dir(), "--out", str(target), "a file, not a directory")
@@ -482,54 +484,29 @@ def _bridge_choices(
     return bridge_choices(files, ranks or (), directory, weights, cut_to)
 
 
-def _settings(candidates: Sequence[Candidate]) -> list[DepthPolicy]:
-    return [one.policy for one in candidates]
-
-
-def _as_run(policy: DepthPolicy, choices: Mapping[str, BridgeChoice]) -> DepthPolicy:
-    """A setting with the file of the bridges that it names."""
-    bridges = getattr(policy, BRIDGES, None)
-    return policy if bridges is None else choices[bridges].policy(policy)
-
-
-def _measured(report: Path) -> dict[tuple[int, int], float]:
-    """The windows of a report of `d3engine depth measure --windows`, with the KL divergence that each costs."""
-    allowed = "a JSON report of d3engine depth measure --windows N"
-    found: dict[tuple[int, int], float] = {}
-    try:
-        for one in as_json_text(read_text(report), report)["policies"]:
-            match = re.fullmatch(r"\[(\d+), (\d+)\)", one["policy"])
-            if match:
-                found[int(match[1]), int(match[2])] = float(one["all"]["kl"])
-    except (UnreadableFileError, ValueError, KeyError, TypeError) as error:
-        raise InvalidValueError("--windows-from", str(report), f"{allowed} ({error})") from None
-    require(len(found) > 0, "--windows-from", str(report), allowed)
-    return found
-
-
 def _check_windows(choices: Mapping[str, BridgeChoice], candidates: Sequence[Candidate]) -> None:
     """That each choice serves some setting; those that it does not serve are tried without it."""
     for choice in choices.values():
-        served = sum(getattr(policy, BRIDGES, None) == choice.name for policy in _settings(candidates))
-        require(served > 0, "--bridges", choice.name, "a file with all windows of at least one setting that is tried")
+        served = any(getattr(one.policy, BRIDGES, None) == choice.name for one in candidates)
+        require(served, "--bridges", choice.name, "a file with all windows of at least one setting that is tried")
 
 
 def _write(
-    result: Any, choices: Mapping[str, BridgeChoice], about: Options, weights: str, target: Path, engine: Any
+    result: Calibration, choices: Mapping[str, BridgeChoice], about: Options, weights: str, target: Path, engine: Engine
 ) -> None:
     """Write the setting that was chosen to `target`, and its bridges or its student beside it."""
     from d3engine.model.bridges import BRIDGES_FILE
     from d3engine.model.students import STUDENT_FILE
-    from d3engine.research.calibration.bridge_choices import write_chosen, write_copy
+    from d3engine.research.calibration.bridge_choices import write_copy
     from d3engine.research.calibration.report import policy_file, write_policy_file
 
-    crossed = choices.get(getattr(result.chosen, BRIDGES, None) or "")
-    bridges = None if crossed is None else write_chosen(crossed, target.with_name(BRIDGES_FILE))
-    name = named_student(result.chosen)
-    student = None
-    if name is not None:
-        student = write_copy(engine.bridges.student_path(name), target.with_name(STUDENT_FILE), name)
-    write_policy_file(policy_file(result, about, weights, bridges, student), target)
+    assert result.chosen is not None
+    files: Options = {}
+    if (bridges := getattr(result.chosen, BRIDGES, None)) is not None:
+        files[BRIDGES] = write_copy(choices[bridges].path, target.with_name(BRIDGES_FILE), bridges)
+    if (student := named_student(result.chosen)) is not None:
+        files[STUDENT] = write_copy(engine.bridges.student_path(student), target.with_name(STUDENT_FILE), student)
+    write_policy_file(policy_file(result, about, weights, files), target)
 
 
 def _search(
@@ -553,12 +530,6 @@ def _search(
         if only is not None:
             return check_setting(scorer, only.policy, plan, tolerance, progress)
         return calibrate(scorer, candidates, plan, tolerance, progress, least_saving=least_saving)
-
-
-def _report(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:
-    from d3engine.research.calibration.report import as_dict
-
-    return as_dict(result, about)
 
 
 def _title(model: str, task: str, result: Calibration) -> str:

@@ -261,3 +261,11 @@ def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     give_parameters(with_policy, [*(one for one in signature.parameters.values() if one.name != name), own])
     return with_policy
+
+
+def window_of(flag: str, words: str, num_layers: int) -> tuple[int, int]:
+    """(first, stop) of "A:B", the layers A to B - 1."""
+    first, _, stop = words.partition(":")
+    fits = first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= num_layers
+    require(fits, flag, words, f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1")
+    return int(first), int(stop)

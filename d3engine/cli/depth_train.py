@@ -15,23 +15,24 @@ import typer
 
 from d3engine.cli.bridge_texts import policy_of, progress_bar
 from d3engine.cli.commands import check_output, new_app, note, printing_last, write_output
+from d3engine.cli.depth_options import window_of
 from d3engine.cli.engine_options import (
     AUTO,
     Model,
     Options,
+    beside_weights,
     engine_arguments,
     model_directory,
     takes_engine,
     use_threads,
 )
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.files import beside, sha256_of
+from d3engine.files import sha256_of
 
 if TYPE_CHECKING:
     from d3engine.research.distillation.corpus import OwnAnswer
-    from d3engine.research.distillation.judging import Judgeable
     from d3engine.research.distillation.passes import AnswerPass
-    from d3engine.research.distillation.training import Distillation, Shape, TrainingOptions
+    from d3engine.research.distillation.training import Distillation, Shape
 
 app = new_app(help="Distil students for generated tokens, and judge policies on own answers.", no_args_is_help=True)
 
@@ -96,22 +97,17 @@ def answers_command(
     seed = engine_options.get("seed", 0)
     begun = time.monotonic()
     with Engine(model, **engine_arguments(model, engine_options)) as engine:
-        asked = [
-            *prompts_of(engine, names, held_out_texts, seed, data, held_out=True),
-            *_in_turn(prompts_of(engine, names, texts, seed, data, held_out=False), random.Random(seed)),
-        ]
+        held_out, own = (
+            prompts_of(engine, names, count, seed, data, held_out=part)
+            for count, part in ((held_out_texts, True), (texts, False))
+        )
+        random.Random(seed).shuffle(own)  # so that a file that is not finished has all kinds
+        asked = held_out + own
         with progress_bar("answers", "text", len(asked)) as bar:
-            tokens = add_answers(
-                engine, out, fingerprint(engine.directory), asked, max_tokens, lambda more, _: bar.update(more) and None
-            )
+            name = fingerprint(engine.directory)
+            tokens = add_answers(engine, out, name, asked, max_tokens, lambda: bar.update() and None)
     found = {"out": str(out), "texts": len(asked), "tokens": tokens, "seconds": round(time.monotonic() - begun, 1)}
     typer.echo(json.dumps(found, indent=2) if as_json else f"{len(asked)} answers, {tokens:,} tokens in {out}")
-
-
-def _in_turn(asked: list[tuple[str, str]], rng: Any) -> list[tuple[str, str]]:
-    """Mixed, so that a file that is not finished has all kinds."""
-    rng.shuffle(asked)
-    return asked
 
 
 @app.command("train")
@@ -141,7 +137,7 @@ def train_command(
         int, typer.Option("--hidden-steps", help="Steps by the hidden state behind the window, which are quick.")
     ] = 0,
     steps: Annotated[int, typer.Option("--steps", help="Steps by the KL divergence from full depth.")] = 0,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after so many, and judge.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="Minutes of training at most.")] = None,
     texts: Annotated[int, typer.Option("--texts", help="Answers of a step.")] = 4,
     rows: Annotated[int, typer.Option("--rows", help="Positions of an answer that get logits.")] = 64,
     rate: Annotated[float, typer.Option("--rate", help="Adam's rate of the hidden steps; others have a tenth.")] = 3e-4,
@@ -166,8 +162,10 @@ def train_command(
     and trained on. Memory and time are said first. A run that was cut off, or ended by --minutes, goes on where its
     saved state (OUT.part) ends. d3engine calibrate --check "distilled ..." certifies what comes out, or does not.
     """
+    from d3engine.model.students import STUDENT_FILE, read_student, write_student
+
     directory = model_directory(model)
-    target = _target(model, directory, out)
+    target = beside_weights(model, directory, out, STUDENT_FILE)
     check_output("--out", target)
     check_output("--report", report)
     if minutes is not None:
@@ -186,7 +184,7 @@ def train_command(
     if width is not None:
         require_number("--width", width, 0, 1, open_low=True)
 
-    from d3engine.research.distillation.training import Distillation, TrainingOptions
+    from d3engine.research.distillation.training import Distillation, TrainingOptions, run_key, shape_of
 
     options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens)
     run, fingerprint = _open(directory, threads, dtype)
@@ -194,44 +192,38 @@ def train_command(
     if begin is None:
         shape = _shape(run, window, keep, width, narrowed, own[:refit_texts])
     else:
-        shape = _shape_of(run, begin, fingerprint)
+        student = read_student(begin, run.config)
+        require(student.fingerprint == fingerprint, "--begin", str(begin), "a student of these weights")
+        shape = shape_of(student)
     training = Distillation(run, shape, options)
     _tell(training, own, held_out[:curve_texts])
     state = target.with_name(f"{target.name}.part")
-    key = _key(fingerprint, shape, options, own, begin)
+    begun = None if begin is None else sha256_of(begin, sys.maxsize)
+    key = run_key(fingerprint, begun, shape, options, own)
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with progress_bar("train", "step", options.all_steps) as bar:
-        begun, first = time.monotonic(), -1
 
         def advance(taken: int, words: str) -> None:
-            nonlocal first
             bar.set_postfix_str(words, refresh=False)
             bar.update(taken)
             curve = training.curve
-            first = curve.num_steps if first < 0 else first
             if bar.disable and words and curve.points[-1]["step"] == curve.num_steps:  # a log has no bar
-                each = (time.monotonic() - begun) / max(1, curve.num_steps - first)
-                left = _in_words(each * (options.all_steps - curve.num_steps))
+                left = _in_words(curve.seconds / curve.num_steps * (options.all_steps - curve.num_steps))
                 note(f"step {curve.num_steps} of {options.all_steps}: {words}; {left} left")
 
         training.train(own, held_out[:curve_texts], state, key, advance, until)
-    student, told = _judged(run, training, held_out, fingerprint, answer_tokens)
-    found = {
-        **told,
-        "out": str(target),
-        "options": vars(options),
-        "finished": training.curve.num_steps == options.all_steps,
-    }
-    with printing_last(partial(_show_trained, run, found, as_json)):
-        from d3engine.model.students import write_student
-
+    with progress_bar("held out", "text", len(held_out)) as bar:
+        student, told = training.judged(held_out, fingerprint, lambda: bar.update() and None)
+    finished = training.curve.num_steps == options.all_steps
+    found = {**told, "out": str(target), "options": vars(options), "finished": finished}
+    with printing_last(partial(_show_trained, found, as_json)):
         try:
             write_student(student, target)
         except OSError as error:
             raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
         if report is not None:
             write_output("--report", report, json.dumps(found, indent=2) + "\n")
-        if found["finished"]:
+        if finished:
             state.unlink(missing_ok=True)
         skip = f" skip-layers={','.join(map(str, shape.skip_layers))}" if shape.skip_layers else ""
         note(f'student written to {target}: --depth "distilled{skip} student={target}"')
@@ -247,7 +239,7 @@ def measure_command(
     ] = None,
     alone: Annotated[
         list[int] | None,
-        typer.Option("--windows", metavar="WIDTH", help="Also every window of so many layers alone; may be repeated."),
+        typer.Option("--windows", metavar="WIDTH", help="Also every window of WIDTH layers alone; may be repeated."),
     ] = None,
     answer_tokens: AnswerTokens = 128,
     held_out_texts: HeldOut = 32,
@@ -265,15 +257,17 @@ def measure_command(
     directory = model_directory(model)
     run, fingerprint = _open(directory, threads, dtype)
     layers = run.config.num_layers
-    wanted = [_judgeable(run, directory, words, fingerprint) for words in policies or []]
+
+    from d3engine.research.bridges.judging import window_schedule
+    from d3engine.research.distillation.judging import Judgeable, agreement_table, judge, judgeable_of
+
+    wanted = [judgeable_of(run, directory, words, policy_of(words), fingerprint) for words in policies or []]
     for size in alone or []:
         require_integer("--windows", size, 1, layers - 1)
-        wanted += [_window(run, first, first + size) for first in range(layers - size + 1)]
+        windows = [(first, first + size) for first in range(layers - size + 1)]
+        wanted += [Judgeable(f"[{first}, {stop})", window_schedule([(first, stop)], layers)) for first, stop in windows]
     require(len(wanted) > 0, "--depth", NOTHING, "given, or --windows")
     _, held_out = _read(answers, fingerprint, held_out_texts)
-
-    from d3engine.research.distillation.judging import agreement_table, judge
-
     with progress_bar("held out", "text", len(held_out)) as bar:
         found = judge(run, held_out, wanted, answer_tokens, lambda: bar.update() and None)
     table = agreement_table(wanted, found, run.config, answer_tokens)
@@ -296,7 +290,7 @@ def inspect_command(
     model: Annotated[str, typer.Option("--model", help="The model that it is for.")] = "demo",
     as_json: Json = False,
 ) -> None:
-    """Show what a student leaves out, what it has of its own, and how it did on held-out answers."""
+    """Show what a student leaves out, what its own layers are, and how it did on held-out answers."""
     from d3engine.model.config import ModelConfig
     from d3engine.model.students import read_student
 
@@ -341,25 +335,11 @@ def _open(directory: Path, threads: str, dtype: str) -> tuple[AnswerPass, str]:
 
 def _read(answers: Path, fingerprint: str, held_out_texts: int) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
     """What to train on, and what is held out: as many of each kind."""
-    from d3engine.research.distillation.corpus import read_corpus
+    from d3engine.research.distillation.corpus import in_turns, read_parts
 
     require_integer("--held-out-texts", held_out_texts, 1)
-    found = read_corpus(answers, fingerprint)
-    own, held_out = ([one for one in found if one.held_out is part] for part in (False, True))
-    for part, kept in (("to train on", own), ("held out", held_out)):
-        require(len(kept) > 0, "--answers", str(answers), f"a file with answers {part}")
-    by_kind: dict[str, list[OwnAnswer]] = {}
-    for one in held_out:
-        by_kind.setdefault(one.kind, []).append(one)
-    turns = [one for turn in range(len(held_out)) for kind in sorted(by_kind) for one in by_kind[kind][turn : turn + 1]]
-    return own, turns[:held_out_texts]
-
-
-def _layers(flag: str, words: str, num_layers: int) -> tuple[int, int]:
-    first, _, stop = words.partition(":")
-    fits = first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= num_layers
-    require(fits, flag, words, f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1")
-    return int(first), int(stop)
+    own, held_out = read_parts(answers, fingerprint)
+    return own, in_turns(held_out)[:held_out_texts]
 
 
 def _shape(
@@ -371,12 +351,12 @@ def _shape(
     texts: Sequence[OwnAnswer],
 ) -> Shape:
     """The student before it is trained."""
-    from d3engine.research.distillation.training import Shape, best_kept, window_shape
+    from d3engine.research.distillation.training import Shape, best_kept, narrowed_shape, window_shape
 
     count = run.config.num_layers
     shape = Shape((), {})
     if window is not None:
-        first, stop = _layers("--window", window, count)
+        first, stop = window_of("--window", window, count)
         require(stop - first >= 2, "--window", window, "at least two layers, of which one stays")
         if keep == AUTO:
             kept = [best_kept(run, first, stop, texts[:4], 128)]
@@ -389,97 +369,14 @@ def _shape(
         shape = window_shape(run, first, stop, kept)
     if width is None:
         return shape
-    from d3engine.research.distillation.widths import narrow, passes_of
+    among = range(*(window_of("--narrowed", narrowed, count) if narrowed else (0, count)))
+    with progress_bar("widths", "text", 0) as bar:
 
-    among = range(*(_layers("--narrowed", narrowed, count) if narrowed else (0, count)))
-    layers = [one for one in among if one not in shape.skip_layers and one not in shape.start]
-    config = run.config
-    passes = passes_of(len(layers), width, config.intermediate_size, config.hidden_size, refit=True)
-    with progress_bar("widths", "text", passes * len(texts)) as bar:
-        narrower = narrow(run, texts, layers, width, progress=lambda: bar.update() and None)
-    return Shape(shape.skip_layers, {**shape.start, **narrower})
+        def advance(passes: int) -> None:
+            bar.total = passes
+            bar.update()
 
-
-def _judgeable(run: AnswerPass, directory: Path, words: str, fingerprint: str) -> Judgeable:
-    """A policy with its student or its bridges, from the files that it names."""
-    import torch
-
-    from d3engine.depth.schedule import AUTO_BRIDGES
-    from d3engine.model.bridges import BRIDGES_FILE, read_bridges
-    from d3engine.model.students import STUDENT_FILE, read_student
-    from d3engine.research.distillation.judging import Judgeable
-    from d3engine.research.distillation.passes import layers_of
-
-    policy = policy_of(words)
-    schedule = policy.schedule(run.config.num_layers)
-    plain = policy.exit_rule(run.config.num_layers) is None and policy.draft_rule(run.config.num_layers) is None
-    require(plain and schedule.is_nested, "--depth", words, "one whose skipped layers stay skipped")
-
-    def path(name: str, usual: str) -> Path:
-        return beside(directory, usual) if name == AUTO_BRIDGES else Path(name)
-
-    layers, bridges = {}, None
-    if schedule.student is not None:
-        student = read_student(path(schedule.student, STUDENT_FILE), run.config)
-        require(student.fingerprint == fingerprint, "--depth", words, "with a student of these weights")
-        skipped = tuple(getattr(policy, "skip_layers", ()))
-        require(skipped == student.skip_layers, "--depth", words, f"with skip-layers={list(student.skip_layers)}")
-        layers = layers_of(student, run.weights)
-    if schedule.bridges is not None:
-        found = read_bridges(path(schedule.bridges, BRIDGES_FILE)).to(torch.float32, torch.device("cpu"))
-        require(found.fingerprint == fingerprint, "--depth", words, "with bridges of these weights")
-        missing = [one for one in schedule.windows() if one not in found.by_window]
-        require(not missing, "--depth", words, f"with bridges over the windows {missing[:8]} as well")
-        bridges = {one: found.by_window[one] for one in schedule.windows()}
-    return Judgeable(words, schedule, layers, bridges)
-
-
-def _window(run: AnswerPass, first: int, stop: int) -> Judgeable:
-    from d3engine.research.distillation.judging import Judgeable
-    from d3engine.research.distillation.passes import skipping
-
-    return Judgeable(f"[{first}, {stop})", skipping(range(first, stop), run.config.num_layers))
-
-
-def _target(model: str, directory: Path, out: Path | None) -> Path:
-    from d3engine.loading.model_directory import DEMO
-    from d3engine.model.students import STUDENT_FILE
-
-    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
-    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
-    return out if out is not None else beside(directory, STUDENT_FILE)
-
-
-def _shape_of(run: AnswerPass, begin: Path, fingerprint: str) -> Shape:
-    """A student of a file, to be trained further."""
-    from d3engine.model.students import NEURONS, read_student
-    from d3engine.research.distillation.training import Shape
-
-    student = read_student(begin, run.config)
-    require(student.fingerprint == fingerprint, "--begin", str(begin), "a student of these weights")
-    start = {
-        layer: {name: t if name == NEURONS else t.float() for name, t in own.items()}
-        for layer, own in student.layers.items()
-    }
-    return Shape(student.skip_layers, start)
-
-
-def _key(fingerprint: str, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer], begin: Path | None) -> str:
-    """By which a saved state is known to be of this very run."""
-
-    from d3engine.research.bridges.fitting import text_hash
-
-    sizes = {layer: {name: list(t.shape) for name, t in named.items()} for layer, named in shape.start.items()}
-    begun = None if begin is None else sha256_of(begin, sys.maxsize)
-    said = [
-        fingerprint,
-        begun,
-        list(shape.skip_layers),
-        sizes,
-        vars(options),
-        text_hash([one.token_ids for one in own]),
-    ]
-    return json.dumps(said, sort_keys=True)
+        return narrowed_shape(run, shape, among, width, texts, advance)
 
 
 # -- what is said --------------------------------------------------------------------------------------------------
@@ -493,49 +390,18 @@ def _tell(training: Distillation, own: Sequence[OwnAnswer], held_out: Sequence[O
     tokens = sum(one.positions for one in own)
     note(
         f"{len(own)} answers of {tokens:,} tokens to train on; {training.shape.num_trained / 1e6:.1f} million numbers "
-        f"trained; about {found.gigabytes:.1f} GiB of memory, and {_in_words(found.seconds)} at the "
+        f"trained; about {max(0.1, found.gigabytes):.1f} GiB of memory, and {_in_words(found.seconds)} at the "
         f"{found.gigaflops:.0f} GFLOP/s that this machine gives just now."
     )
 
 
 def _in_words(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
     return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{seconds / 60:.0f} minutes"
 
 
-def _judged(
-    run: AnswerPass, training: Distillation, held_out: Sequence[OwnAnswer], fingerprint: str, answer_tokens: int
-) -> tuple[Any, dict[str, Any]]:
-    """The student to write, and its report: beside it stands its window left out."""
-    import torch
-
-    from d3engine.model.students import NEURONS, Student
-    from d3engine.research.distillation.judging import Judgeable, judge
-    from d3engine.research.distillation.passes import skipping
-
-    shape, config = training.shape, run.config
-    wanted = [training.judgeable("student")]
-    if shape.skip_layers:
-        wanted.append(Judgeable("the same layers left out", skipping(shape.skip_layers, config.num_layers)))
-    with progress_bar("held out", "text", len(held_out)) as bar:
-        found = judge(run, held_out, wanted, answer_tokens, lambda: bar.update() and None)
-    told = {
-        "skip_layers": list(shape.skip_layers),
-        "own_layers": sorted(shape.start),
-        "layers_saved": wanted[0].saved(config, answer_tokens),
-        "curve": training.curve.points,
-        "losses": [round(loss, 5) for loss in training.curve.losses],
-        "held_out": found[0].as_dict(),
-        "controls": {one.name: agreement.as_dict() for one, agreement in zip(wanted[1:], found[1:], strict=True)},
-    }
-    held = {
-        layer: {name: t if name == NEURONS else t.to(torch.bfloat16) for name, t in named.items()}
-        for layer, named in training.tensors().items()
-    }
-    about = {name: told[name] for name in ("held_out", "layers_saved")} | {"steps": training.curve.num_steps}
-    return Student(fingerprint, config.num_layers, config.hidden_size, shape.skip_layers, held, about), told
-
-
-def _show_trained(run: AnswerPass, found: dict[str, Any], as_json: bool) -> None:
+def _show_trained(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -549,7 +415,7 @@ def _show_trained(run: AnswerPass, found: dict[str, Any], as_json: bool) -> None
     every = {"student": found["held_out"], **found["controls"]}
     kinds = list(found["held_out"])
     rows = [(name, *(_cell(one[kind]) for kind in kinds)) for name, one in every.items()]
-    print_table(f"Held out, {found['layers_saved']:.2f} layers saved: same token, KL", ("", *kinds), rows)
+    print_table(f"Held out: same token, KL; the student saves {found['layers_saved']:.2f} layers", ("", *kinds), rows)
 
 
 def _cell(one: dict[str, Any]) -> str:

@@ -54,6 +54,7 @@ def find_draft(
     from d3engine.research.calibration.draft_search import EngineDraftScorer, best_draft, search_draft
     from d3engine.research.calibration.report import write_policy_file
     from d3engine.research.calibration.scoring import Part
+    from d3engine.research.evaluation.chat_form import prompt_of
 
     for flag, value in refused.items():
         require(not value, flag, value, "absent beside --draft, which searches no depth of answers")
@@ -64,7 +65,7 @@ def find_draft(
     engine = open_engine(model, engine_options, FullDepth())
     params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
     searched, fresh = (
-        EngineDraftScorer(engine, [question.prompt for question in parts[part]], params)
+        EngineDraftScorer(engine, [prompt_of(engine, question) for question in parts[part]], params)
         for part in (Part.SCREENING, Part.CERTIFICATION)
     )
     by_clock, seed = score is ScoreName.time, engine_options.get("seed", 0)

@@ -20,8 +20,8 @@ from d3engine.cli.commands import LOGGER, note
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
-from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.files import UnreadableFileError, as_json, read_text
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
+from d3engine.files import UnreadableFileError, as_json, beside, read_text
 from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.params import FROM_FILE, SamplingParams, StructuredOutputsParams
 
@@ -246,6 +246,15 @@ def model_directory(model: str, advice: str = "") -> Path:
     from d3engine.loading.model_directory import model_directory as directory_of
 
     return directory_of(model, advice)
+
+
+def beside_weights(model: str, directory: Path, out: Path | None, name: str) -> Path:
+    """Where `out` or, beside the weights, a file of this name is written; refuses to write beside the bundled ones."""
+    from d3engine.loading.model_directory import DEMO
+
+    bundled = "given as a file to write, since the bundled model's directory belongs to the package"
+    require(out is not None or model != DEMO, "--out", NOTHING, bundled)
+    return out if out is not None else beside(directory, name)
 
 
 def open_engine(model: str, options: Options, depth: Depth | None = None) -> Engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -358,11 +358,7 @@ def calibrated_for(directory: str | Path) -> str | None:
     The loader compares it with its weights (`d3engine.loading.depth`): a setting that is safe for one model says
     nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
     """
-    path = beside(directory, POLICY_FILE)
-    if not is_there(path):
-        return None
-    with _reading(path, 'has no text under "fingerprint"'):
-        return _text(read_json(path).get("fingerprint"))
+    return _said(directory, '"fingerprint"', lambda content: content.get("fingerprint"))
 
 
 def calibrated_task(directory: str | Path) -> str | None:
@@ -372,38 +368,25 @@ def calibrated_task(directory: str | Path) -> str | None:
     that it was found for. Older files name theirs among the evidence alone. Raises `ModelFormatError` as
     `calibrated_for` does.
     """
-    path = beside(directory, POLICY_FILE)
-    if not is_there(path):
-        return None
-    with _reading(path, 'has no text under "task"'):
-        content = read_json(path)
-        return _text(content.get("task", content.get("evidence", {}).get("task")))
+    return _said(directory, '"task"', lambda content: content.get("task", content.get("evidence", {}).get("task")))
 
 
-def calibrated_bridges(directory: str | Path) -> str | None:
-    """The SHA-256 of the bridges that the setting in `d3.json` was found with; None without that file, or where it
-    names none. Raises `ModelFormatError` as `calibrated_for` does.
+def calibrated_file(directory: str | Path, name: str) -> str | None:
+    """The SHA-256 of the `BRIDGES` or the `STUDENT` that the setting in `d3.json` was found with; None without that
+    file, or where it names none. Raises `ModelFormatError` as `calibrated_for` does.
     """
+    return _said(directory, f'"sha256" of "{name}"', lambda content: content.get(name, {}).get("sha256"))
+
+
+def _said(directory: str | Path, place: str, find: Callable[[Any], object]) -> str | None:
     path = beside(directory, POLICY_FILE)
     if not is_there(path):
         return None
-    with _reading(path, 'has no text under "sha256" of "bridges"'):
-        return _text(read_json(path).get(BRIDGES, {}).get("sha256"))
-
-
-def calibrated_student(directory: str | Path) -> str | None:
-    """The SHA-256 of the student that the setting in `d3.json` was found with, as `calibrated_bridges`."""
-    path = beside(directory, POLICY_FILE)
-    if not is_there(path):
-        return None
-    with _reading(path, 'has no text under "sha256" of "student"'):
-        return _text(read_json(path).get(STUDENT, {}).get("sha256"))
-
-
-def _text(found: object) -> str | None:
-    if found is not None and not isinstance(found, str):
-        raise TypeError(f"it is {found!r}")
-    return found
+    with _reading(path, f"has no text under {place}"):
+        found = find(read_json(path))
+        if found is not None and not isinstance(found, str):
+            raise TypeError(f"it is {found!r}")
+        return found
 
 
 @contextmanager

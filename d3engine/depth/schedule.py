@@ -115,16 +115,15 @@ AUTO_BRIDGES = "auto"
 """The bridges beside the weights."""
 
 
+def check_file(field: str, name: Any, kind: str) -> None:
+    """Refuse anything but None, and text that names a file of this kind."""
+    is_name = isinstance(name, str) and name != ""
+    require(name is None or is_name, field, name, f'a file of {kind}, "{AUTO_BRIDGES}", or None')
+
+
 def check_bridges(bridges: Any) -> None:
     """Refuse anything but None, and text that names bridges."""
-    is_name = isinstance(bridges, str) and bridges != ""
-    require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
-
-
-def check_student(student: Any) -> None:
-    """Refuse anything but None, and text that names a student."""
-    is_name = isinstance(student, str) and student != ""
-    require(student is None or is_name, "student", student, f'a file of a student, "{AUTO_BRIDGES}", or None')
+    check_file("bridges", bridges, "bridges")
 
 
 def check_on_skip(on_skip: Any) -> None:
@@ -160,7 +159,7 @@ class Schedule:
     def __post_init__(self) -> None:
         check_on_skip(self.on_skip)
         check_bridges(self.bridges)
-        check_student(self.student)
+        check_file("student", self.student, "a student")
         projects = self.bridges is not None and self.on_skip == "project"
         require(
             not projects, "on_skip", "project", "'none' or 'copy' beside bridges, which change what would be projected"

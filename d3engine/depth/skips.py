@@ -20,8 +20,8 @@ from d3engine.depth.schedule import (
     OnSkip,
     Schedule,
     check_bridges,
+    check_file,
     check_on_skip,
-    check_student,
     checked_layers,
     cutoffs_without,
     exact_fraction,
@@ -354,7 +354,7 @@ class Distilled(DepthPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip_layers", checked_layers("skip_layers", self.skip_layers))
         require(self.student is not None, "student", None, f'a file of a student, or "{AUTO_BRIDGES}"')
-        check_student(self.student)
+        check_file("student", self.student, "a student")
         check_on_skip(self.on_skip)
 
     def schedule(self, num_layers: int) -> Schedule:

@@ -11,9 +11,9 @@ from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import (
     BRIDGES,
     POLICY_FILE,
-    calibrated_bridges,
+    STUDENT,
+    calibrated_file,
     calibrated_for,
-    calibrated_student,
     calibrated_task,
     named_student,
     policy_from_directory,
@@ -121,7 +121,7 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
 
 def check_bridges(directory: Path) -> None:
     """That the bridges beside the weights are those that the setting was found with, where `d3.json` names them."""
-    path, expected = beside(directory, BRIDGES_FILE), calibrated_bridges(directory)
+    path, expected = beside(directory, BRIDGES_FILE), calibrated_file(directory, BRIDGES)
     if expected is None or not is_there(path):  # loading them reports that they are missing
         return
     config = ModelConfig.from_directory(directory)
@@ -140,7 +140,7 @@ STUDENT_BYTES = 64 * 2**30
 
 def check_student(directory: Path) -> None:
     """That the student beside the weights is the one that the setting was found with, where `d3.json` names it."""
-    path, expected = beside(directory, STUDENT_FILE), calibrated_student(directory)
+    path, expected = beside(directory, STUDENT_FILE), calibrated_file(directory, STUDENT)
     if expected is None or not is_there(path):  # loading it reports that it is missing
         return
     with of_a_model():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from d3engine.files import as_json, open_regular, path_of, write_whole
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import quantize_int8
 from d3engine.model.fields import of_a_model
+
+Made = TypeVar("Made")
 
 BRIDGES_FILE = "bridges.safetensors"
 """In a model's directory, or next to its GGUF file: the bridges that a policy calls "auto"."""
@@ -98,16 +100,21 @@ class Bridge:
 
 
 @dataclass(frozen=True, eq=False)
-class Bridges:
-    """The bridges of one model, by their windows.
-
-    A map is good only for the weights it was fitted to: `fingerprint` names them (`expected_tensors.fingerprint`).
-    `about` describes for people what the maps were fitted on, and their errors.
-    """
+class MadeFor:
+    """What is good only for the weights that it was made for: `fingerprint` names them (`expected_tensors`)."""
 
     fingerprint: str
     num_layers: int
     hidden_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Bridges(MadeFor):
+    """The bridges of one model, by their windows.
+
+    `about` describes for people what the maps were fitted on, and their errors.
+    """
+
     by_window: Mapping[Window, Bridge]
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -120,19 +127,55 @@ class Bridges:
         return sum(bridge.num_parameters * bridge.weight.element_size() for bridge in self.by_window.values())
 
 
+def write_made(path: str | Path, made: MadeFor, format: str, tensors: dict[str, Tensor], **words: str) -> None:
+    """Write a file whole or not at all, `words` ("about" at least) beside what it was made for; raises `OSError`."""
+    sizes = {"num_layers": str(made.num_layers), "hidden_size": str(made.hidden_size)}
+    write_whole(path, save(tensors, {"format": format, "fingerprint": made.fingerprint, **sizes, **words}))
+
+
+def read_made(
+    path: str | Path, kind: str, format: str, sizes: tuple[int, int] | None, read: Callable[[Any, dict[str, Any]], Made]
+) -> Made:
+    """What `read` makes of an open file, and of the fields of `MadeFor` with "about".
+
+    `sizes` are the model's layers and hidden size, compared before a tensor is read. Raises `ModelFormatError`, naming
+    the file, for what is no such `kind` of file, and for whatever `read` finds wrong.
+    """
+    with of_a_model(), open_regular(path) as opened:
+        try:
+            with safe_open(path_of(opened), framework="pt") as file:
+                return read(file, _fields(file.metadata() or {}, format, sizes))
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelFormatError(f"{path} is no {kind}: {error}") from None
+
+
+def _fields(words: Mapping[str, str], format: str, sizes: tuple[int, int] | None) -> dict[str, Any]:
+    if words.get("format") != format:
+        raise ValueError(f"its format is {words.get('format')!r}, not {format!r}")
+    layers, size = int(words["num_layers"]), int(words["hidden_size"])
+    if sizes is not None and sizes != (layers, size):
+        raise ValueError(f"it is for {layers} layers of {size} numbers, not for {sizes[0]} of {sizes[1]}")
+    about = as_json(words["about"], "about")
+    if not isinstance(about, dict):
+        raise ValueError("its about is no JSON object")
+    return {"fingerprint": words["fingerprint"], "num_layers": layers, "hidden_size": size, "about": about}
+
+
+def check_floats(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` for another dtype than those of `DTYPES`, and for numbers that are not finite."""
+    if tensor.dtype not in DTYPES.values():
+        raise ValueError(f"{name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
+    low, high = torch.aminmax(tensor)  # of any size: these need no second tensor, as isfinite does
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise ValueError(f"{name} has numbers that are not finite")
+
+
 def write_bridges(bridges: Bridges, path: str | Path) -> None:
     """Write a file whole or not at all; raises `OSError`."""
     tensors: dict[str, Tensor] = {}
     for (first, stop), bridge in sorted(bridges.by_window.items()):
         tensors |= {f"{first}:{stop}.{name}": tensor.contiguous() for name, tensor in bridge._tensors().items()}
-    metadata = {
-        "format": FORMAT,
-        "fingerprint": bridges.fingerprint,
-        "num_layers": str(bridges.num_layers),
-        "hidden_size": str(bridges.hidden_size),
-        "about": json.dumps(dict(bridges.about)),
-    }
-    write_whole(path, save(tensors, metadata))
+    write_made(path, bridges, FORMAT, tensors, about=json.dumps(dict(bridges.about)))
 
 
 def most_bytes(num_layers: int, hidden_size: int) -> int:
@@ -147,21 +190,11 @@ def read_bridges(path: str | Path, sizes: tuple[int, int] | None = None) -> Brid
     `sizes` are the model's layers and hidden size, compared before a tensor is read. Raises `ModelFormatError`, naming
     the file, for anything that `write_bridges` has not written, and for other sizes.
     """
-    with of_a_model(), open_regular(path) as opened:
-        try:
-            with safe_open(path_of(opened), framework="pt") as file:
-                return _read(file, sizes)
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelFormatError(f"{path} is no file of bridges: {error}") from None
+    return read_made(path, "file of bridges", FORMAT, sizes, _read)
 
 
-def _read(file: Any, sizes: tuple[int, int] | None) -> Bridges:
-    metadata = file.metadata() or {}
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
-    num_layers, hidden_size = int(metadata["num_layers"]), int(metadata["hidden_size"])
-    if sizes is not None and sizes != (num_layers, hidden_size):
-        raise ValueError(f"it is for {num_layers} layers of {hidden_size} numbers, not for {sizes[0]} of {sizes[1]}")
+def _read(file: Any, fields: dict[str, Any]) -> Bridges:
+    num_layers, hidden_size = fields["num_layers"], fields["hidden_size"]
     windows: dict[Window, set[str]] = {}
     for name in file.keys():  # noqa: SIM118 (no mapping: it cannot be iterated over)
         place, _, part = name.rpartition(".")
@@ -170,10 +203,7 @@ def _read(file: Any, sizes: tuple[int, int] | None) -> Bridges:
             raise ValueError(f"{name} is of no window of {num_layers} layers")
         windows.setdefault((first, stop), set()).add(part)
     found = {window: _bridge(file, window, parts, hidden_size) for window, parts in sorted(windows.items())}
-    about = as_json(metadata["about"], "about")
-    if not isinstance(about, dict):
-        raise ValueError("its about is no JSON object")
-    return Bridges(metadata["fingerprint"], num_layers, hidden_size, found, about)
+    return Bridges(**fields, by_window=found)
 
 
 def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bridge:
@@ -190,11 +220,7 @@ def _bridge(file: Any, window: Window, parts: set[str], hidden_size: int) -> Bri
             raise ValueError(f"{name}.{part} has shape {list(shape)}, not {list(expected[part])}")
     tensors = {part: file.get_tensor(f"{name}.{part}") for part in parts}
     for part, tensor in tensors.items():
-        if tensor.dtype not in DTYPES.values():
-            raise ValueError(f"{name}.{part} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
-        low, high = torch.aminmax(tensor)  # of any size: these need no second tensor, as isfinite does
-        if not bool(torch.isfinite(low) & torch.isfinite(high)):
-            raise ValueError(f"{name}.{part} has numbers that are not finite")
+        check_floats(f"{name}.{part}", tensor)
     return Bridge(*window, **tensors)
 
 

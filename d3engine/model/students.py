@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import as_json, open_regular, path_of, write_whole
+from d3engine.files import as_json
 from d3engine.kernels.blocks import (
     Q5_COLUMNS,
     BlockLanesWeight,
@@ -31,7 +30,7 @@ from d3engine.kernels.blocks import (
 from d3engine.kernels.interleaved import LanesWeight, in_lanes
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Int8Weight, quantize_int8
-from d3engine.model.bridges import DTYPES
+from d3engine.model.bridges import MadeFor, check_floats, read_made, write_made
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights
 
@@ -48,16 +47,13 @@ VECTORS = ("qkv_bias", "attention_norm", "mlp_norm")
 
 
 @dataclass(frozen=True, eq=False)
-class Student:
+class Student(MadeFor):
     """What a model runs for generated tokens: `layers` by number, the tensors of each that are not the model's own.
 
     Tensors have the names and the order of channels of `LayerWeights`, or are `NEURONS`; `skip_layers` are left out.
-    `fingerprint` names the weights that it was made of; `about` says for people how, and what it agreed in.
+    `about` says for people how it was made, and what it agreed in.
     """
 
-    fingerprint: str
-    num_layers: int
-    hidden_size: int
     skip_layers: tuple[int, ...]
     layers: Mapping[int, Mapping[str, Tensor]]
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -82,15 +78,8 @@ def write_student(student: Student, path: str | Path) -> None:
         for layer, named in sorted(student.layers.items())
         for name, tensor in named.items()
     }
-    metadata = {
-        "format": FORMAT,
-        "fingerprint": student.fingerprint,
-        "num_layers": str(student.num_layers),
-        "hidden_size": str(student.hidden_size),
-        "skip_layers": json.dumps(list(student.skip_layers)),
-        "about": json.dumps(dict(student.about)),
-    }
-    write_whole(path, save(tensors, metadata))
+    words = {"skip_layers": json.dumps(list(student.skip_layers)), "about": json.dumps(dict(student.about))}
+    write_made(path, student, FORMAT, tensors, **words)
 
 
 def read_student(path: str | Path, config: ModelConfig) -> Student:
@@ -98,22 +87,12 @@ def read_student(path: str | Path, config: ModelConfig) -> Student:
 
     Raises `ModelFormatError`, naming the file, for anything that `write_student` has not written for such a model.
     """
-    with open_regular(path) as opened:
-        try:
-            with safe_open(path_of(opened), framework="pt") as file:
-                return _read(file, config)
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelFormatError(f"{path} is no student of this model: {error}") from None
+    sizes = (config.num_layers, config.hidden_size)
+    return read_made(path, "student of this model", FORMAT, sizes, partial(_read, config))
 
 
-def _read(file: Any, config: ModelConfig) -> Student:
-    words = file.metadata() or {}
-    if words.get("format") != FORMAT:
-        raise ValueError(f"its format is {words.get('format')!r}, not {FORMAT!r}")
-    sizes = int(words["num_layers"]), int(words["hidden_size"])
-    if sizes != (config.num_layers, config.hidden_size):
-        raise ValueError(f"it is for {sizes[0]} layers of {sizes[1]} numbers")
-    skip = as_json(words["skip_layers"], "skip_layers")
+def _read(config: ModelConfig, file: Any, fields: dict[str, Any]) -> Student:
+    skip = as_json(file.metadata()["skip_layers"], "skip_layers")
     inside = isinstance(skip, list) and all(type(one) is int and 0 <= one < config.num_layers for one in skip)
     if not inside or sorted(set(skip)) != skip:
         raise ValueError(f"its skip_layers {skip} are no layers of the model, in order")
@@ -126,8 +105,7 @@ def _read(file: Any, config: ModelConfig) -> Student:
         layers.setdefault(layer, {})[part] = _checked(name, part, file.get_tensor(name))
     for layer, tensors in layers.items():
         _check_shapes(layer, tensors, config)
-    about = as_json(words["about"], "about")
-    return Student(words["fingerprint"], *sizes, tuple(skip), layers, about if isinstance(about, dict) else {})
+    return Student(**fields, skip_layers=tuple(skip), layers=layers)
 
 
 def _checked(name: str, part: str, tensor: Tensor) -> Tensor:
@@ -137,11 +115,7 @@ def _checked(name: str, part: str, tensor: Tensor) -> Tensor:
         return tensor
     if part not in (*MATRICES, *VECTORS):
         raise ValueError(f"{name} is none of {', '.join((NEURONS, *MATRICES, *VECTORS))}")
-    if tensor.dtype not in DTYPES.values():
-        raise ValueError(f"{name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
-    low, high = torch.aminmax(tensor)
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise ValueError(f"{name} has numbers that are not finite")
+    check_floats(name, tensor)
     return tensor
 
 
@@ -153,7 +127,7 @@ def _check_shapes(layer: int, tensors: Mapping[str, Tensor], config: ModelConfig
         neurons = tensors[NEURONS]
         ascends = bool((neurons[1:] > neurons[:-1]).all()) and int(neurons[0]) >= 0 and int(neurons[-1]) < width
         if not ascends or "gate_up" in tensors or "down" not in tensors:
-            raise ValueError(f"{layer}.{NEURONS} are not ascending neurons of {width}, with a down matrix of their own")
+            raise ValueError(f"{layer}.{NEURONS} are not ascending neurons of {width}, with their own down matrix")
         width = neurons.numel()
     elif "gate_up" in tensors:
         width = tensors["gate_up"].shape[0] // 2
@@ -234,7 +208,7 @@ def _rows_of_parts(whole: StackedWeight, rows: Tensor) -> list[BlockWeight]:
 
 
 def _laid_out(matrix: Weight, own: Weight | None) -> Weight:
-    """A matrix in lanes where the one that it replaces is."""
+    """A matrix with interleaved rows where that which it replaces has them."""
     if isinstance(matrix, BlockWeight | StackedWeight):
         parts = own.parts if isinstance(own, StackedWeight) else (own,)
         return blocks_in_lanes(matrix) if any(isinstance(part, BlockLanesWeight) for part in parts) else matrix

@@ -15,7 +15,7 @@ from bridge_files import some_maps, write_maps
 from invoking import invoke
 
 from d3engine import Engine, SamplingParams
-from d3engine.depth import D3
+from d3engine.depth import D3, Nested
 from d3engine.errors import ModelFormatError
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import model_directory
@@ -77,6 +77,7 @@ def test_a_bridge_counts_in_what_is_called_fastest_and_a_lower_rank_counts_less(
         settings = [D3(0.5, 0.7, bridges=name) for name in (None, *choices)]
         open_bridges(engine, [choices[one.bridges].policy(one) for one in settings if one.bridges])
         bare, full, low = (scorer.score(one, Part.SCREENING, 0, 2) for one in settings)
+    assert choices[file].policy(Nested(0.9, [[11, 16]], bridges=file)) == Nested(0.9, [[11, 16]], bridges=file)
     assert bare.right == full.right == low.right
     map_in_layers = CONFIG.hidden_size**2 / CONFIG.layer_parameters
     assert full.layers - bare.layers == pytest.approx(2 * 7 * map_in_layers), "all tokens but the first cross"

@@ -90,9 +90,28 @@ def test_the_command_writes_a_draft_that_the_engine_then_takes(tmp_path: Path) -
     assert result.stdout.isascii()
 
 
+def test_with_chat_the_prompts_are_those_of_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    init = EngineDraftScorer.__init__
+    monkeypatch.setattr(
+        EngineDraftScorer, "__init__", lambda one, *given: (asked.extend(given[1]), init(one, *given))[1]
+    )
+    (tmp_path / "gsm8k").mkdir()
+    lines = [json.dumps({"question": f"What is {n} + 1?", "answer": f"It is.\n#### {n + 1}"}) for n in range(40)]
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text("\n".join(lines))
+    task = ("--task", "gsm8k", "--data", str(tmp_path), "--chat", "--num-fewshot", "0")
+    small = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--out", str(tmp_path / "d3.json"))
+    result = run("demo", "--draft", "2", *task, *small)
+    assert result.exit_code in (0, 3), result.output
+    assert len(asked) == 4
+    assert all(isinstance(prompt, dict) for prompt in asked)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--draft", "3", "--answers", "kept.jsonl"], "--answers must be absent beside --draft"),
         (["--draft", "0"], "--draft must be an integer of at least 1; got 0"),
         (["--draft", "3", "--alpha", "0.9"], "--alpha must be absent beside --draft"),
         (["--draft", "3", "--limit", "0"], "--limit must be an integer of at least 1; got 0"),

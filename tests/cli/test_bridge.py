@@ -160,3 +160,12 @@ def test_what_cannot_be_fitted_is_refused_by_name(
     result = run("fit", "demo", *options)
     assert result.exit_code == 2
     assert re.search(complaint, result.stderr), result.stderr
+
+
+def test_a_saved_fit_of_all_positions_is_not_gone_on_with_for_those_generated() -> None:
+    from d3engine.cli.bridge import _key
+    from d3engine.loading.model_directory import model_directory
+
+    directory, texts = model_directory("demo"), [[1, 2, 3, 4]]
+    keys = {_key(directory, [(3, 5)], texts, firsts) for firsts in (None, [2], [3])}
+    assert len(keys) == 3

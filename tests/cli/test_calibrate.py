@@ -155,7 +155,7 @@ def test_the_commands_say_on_stderr_for_which_task_auto_was_found(arguments: lis
 
 def test_fixed_windows_are_tried_best_first(tmp_path: Path) -> None:
     """Around a quarter of the depth, or as a report of what each costs has them."""
-    assert [one.policy.skip_layers for one in window_candidates(24, (1, 3))] == [  # type: ignore[attr-defined]
+    assert [one.policy.skip_layers for one in window_candidates(24, (1, 3), {}, {})] == [  # type: ignore[attr-defined]
         *((6,), (5,), (7,)),
         *((6, 7, 8), (5, 6, 7), (7, 8, 9)),
     ]

@@ -19,10 +19,11 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, Student, read_student, write_student
 from d3engine.model.weights import load_weights
+from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
 from d3engine.research.distillation.judging import Judgeable, judge
-from d3engine.research.distillation.passes import AnswerPass, layers_of, skipping
+from d3engine.research.distillation.passes import AnswerPass, layers_of
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.distillation.training import Distillation, Shape, TrainingOptions, best_kept, window_shape
 from d3engine.research.distillation.widths import kept_neurons, narrow
@@ -70,7 +71,7 @@ def test_there_are_prompts_of_each_kind_of_which_none_is_in_both_parts() -> None
 
 
 def test_a_pass_takes_the_tokens_that_the_engine_decodes(model: TinyLlama, run: AnswerPass, tmp_path: Path) -> None:
-    """At full depth, with layers left out, and with a student that is narrower and has a block of its own."""
+    """At full depth, with layers left out, and with a student that is narrower and has its own block."""
     shape = window_shape(run, 2, 5, [3])
     torch.manual_seed(0)
     block = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in shape.start[3].items()}

@@ -3,7 +3,6 @@ them, alone and in a batch, and whoever has none is untouched."""
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Request, kv_is_back, run_together
+from batches import assert_each_answers_as_alone
 from bridge_files import some_maps, write_maps
 from depth_oracle import (
     ActiveLayers,
@@ -140,30 +139,13 @@ def test_layers_with_norms_behind_are_crossed_too(
 def test_a_request_answers_as_alone_whatever_happens_beside_it(
     make_engine: Callable[..., Engine], enforce_eager: bool
 ) -> None:
-    """Requests come one by one, are preempted at random, share their prompts' beginnings, and draw."""
-    numbers = random.Random(5)
+    """Some of them draw."""
     policies = [policy for policy, _ in (*BRIDGED, *BARE)]
-    requests = []
-    for nth in range(10):
-        prompt = (*range(20, 20 + 4 * numbers.randint(1, 4)), numbers.randrange(300))
-        params = asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
-        requests.append(Request(prompt, params))
 
-    def disturb(engine: Engine) -> None:
-        for sequence in engine.scheduler.running:
-            if numbers.random() < 0.1:
-                engine.scheduler._preempt(sequence)
+    def params(nth: int) -> SamplingParams:
+        return asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
 
-    with make_engine(max_num_batched_tokens=12, enforce_eager=enforce_eager) as engine:
-        done = run_together(engine, requests, random.Random(1), before_step=disturb)
-        stats = engine.stats()
-        assert stats.num_preemptions > 2
-        assert stats.cached_prompt_tokens > 0
-        assert kv_is_back(engine)
-    with make_engine(max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True) as alone:
-        for nth, request in enumerate(requests):
-            (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
-            assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, request
+    assert_each_answers_as_alone(make_engine, params, 10, enforce_eager)
 
 
 def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: Callable[..., Engine]) -> None:

@@ -4,7 +4,6 @@ transformers' own layers over one cache, alone and in a batch with everything el
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Request, kv_is_back, run_together
+from batches import assert_each_answers_as_alone
 from depth_oracle import DepthAnswer, greedy_at_depth
 from gguf_files import SMALL, bpe_keys, write_gguf
 from tiny_models import TinyLlama
@@ -143,29 +142,13 @@ def test_beside_rows_of_other_weights_each_equals_the_oracle(
 def test_a_request_answers_as_alone_whatever_happens_beside_it(
     make_engine: Callable[..., Engine], enforce_eager: bool
 ) -> None:
-    """Requests come one by one, are preempted at random, share their prompts' beginnings, and draw."""
-    numbers = random.Random(5)
+    """Some of them draw."""
     policies = [POLICY, FullDepth(), POLICY, D3(0.9, 0.5), Distilled(SKIPPED, on_skip="copy")]
-    requests = []
-    for nth in range(12):
-        prompt = (*range(20, 20 + 4 * numbers.randint(1, 4)), numbers.randrange(300))
-        params = asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
-        requests.append(Request(prompt, params))
 
-    def disturb(engine: Engine) -> None:
-        for sequence in engine.scheduler.running:
-            if numbers.random() < 0.1:
-                engine.scheduler._preempt(sequence)
+    def params(nth: int) -> SamplingParams:
+        return asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
 
-    with make_engine(max_num_batched_tokens=12, enforce_eager=enforce_eager) as engine:
-        done = run_together(engine, requests, random.Random(1), before_step=disturb)
-        assert engine.stats().num_preemptions > 2
-        assert engine.stats().cached_prompt_tokens > 0
-        assert kv_is_back(engine)
-    with make_engine(max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True) as alone:
-        for nth, request in enumerate(requests):
-            (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
-            assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, request
+    assert_each_answers_as_alone(make_engine, params, 12, enforce_eager)
 
 
 @EAGER
@@ -229,7 +212,6 @@ def test_skipped_layers_give_back_their_memory(make_engine: Callable[..., Engine
 
 
 def test_the_file_comes_back_as_it_was_and_others_are_refused(made: Made, tmp_path: Path) -> None:
-
     config = ModelConfig.from_directory(made.directory)
     found = read_student(made.directory / STUDENT_FILE, config)
     assert (found.fingerprint, found.skip_layers, found.about) == (
@@ -263,8 +245,9 @@ def test_what_a_policy_names_must_be_its_own(made: Made, make_engine: Callable[.
             engine.generate([1, 2], asked(Distilled(SKIPPED, str(other))), use_tqdm=False)
         with pytest.raises(InvalidValueError, match="absent in a draft"):
             engine.generate([1, 2], asked(SelfSpeculative(POLICY)), use_tqdm=False)
-    with pytest.raises(InvalidValueError, match="trained for these weights"):
-        make_engine(depth=Distilled(SKIPPED, str(other)))
+    for file, words in ((other, "trained for these weights"), (tmp_path / "none", "student must be .* is missing")):
+        with pytest.raises(InvalidValueError, match=words):
+            make_engine(depth=Distilled(SKIPPED, str(file)))
 
 
 def test_auto_takes_the_certified_student_beside_the_weights(made: Made, make_engine: Callable[..., Engine]) -> None:

@@ -163,6 +163,34 @@ def run_together(
     raise AssertionError("the engine does not finish")
 
 
+def assert_each_answers_as_alone(
+    make_engine: Callable[..., Engine], wanted: Callable[[int], SamplingParams], count: int, enforce_eager: bool
+) -> None:
+    """Requests come one by one, are preempted at random, and share their prompts' beginnings; `wanted` has the
+    parameters of each."""
+    numbers = random.Random(5)
+    requests = [
+        Request((*range(20, 20 + 4 * numbers.randint(1, 4)), numbers.randrange(300)), wanted(nth))
+        for nth in range(count)
+    ]
+
+    def disturb(engine: Engine) -> None:
+        for sequence in engine.scheduler.running:
+            if numbers.random() < 0.1:
+                engine.scheduler._preempt(sequence)
+
+    with make_engine(max_num_batched_tokens=12, enforce_eager=enforce_eager) as engine:
+        done = run_together(engine, requests, random.Random(1), before_step=disturb)
+        stats = engine.stats()
+        assert stats.num_preemptions > 2
+        assert stats.cached_prompt_tokens > 0
+        assert kv_is_back(engine)
+    with make_engine(max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True) as alone:
+        for nth, request in enumerate(requests):
+            (output,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
+            assert done[nth].outputs[0].token_ids == output.outputs[0].token_ids, request
+
+
 def kv_is_back(engine: Engine) -> bool:
     engine.reset_prefix_cache()
     return engine.stats().kv_blocks_in_use == 0 and engine.scheduler.cache.pool.num_held == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
@@ -18,6 +18,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
 from d3engine.request.params import SamplingParams
 from d3engine.research.analysis.observer import Observer
+from d3engine.research.evaluation.kept import Prompt
 
 
 def same_beginning(one: Sequence[int], other: Sequence[int]) -> int:
@@ -27,9 +28,6 @@ def same_beginning(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 MAX_PROMPTS = 10_000
-
-Prompt: TypeAlias = str | dict[str, list[int]]
-"""A text, or `{"prompt_token_ids": [...]}`, as `Engine.chat_prompt` gives it."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -259,33 +259,30 @@ SHRINKAGES = (1.0, 0.75, 0.5, 0.25)
 
 
 def shrink(
-    passage: Passage, fitted: Sequence[Fitted], readings: Sequence[Reading], progress: Callable[[], None] = lambda: None
-) -> list[tuple[Fitted, float]]:
-    """Each map with the share of its change that costs the least KL divergence on these texts, and that share.
+    passage: Passage, bridges: Sequence[Bridge], readings: Sequence[Reading], progress: Callable[[], None]
+) -> dict[Window, float]:
+    """By its window the share of each map's change that costs the least KL divergence on these texts.
 
     What a map changes in vain costs more behind it than ridge regression knows.
     """
-    costs = {(one.bridge.window, share): 0.0 for one in fitted for share in SHRINKAGES}
-    firsts = {one.bridge.first for one in fitted}
+    costs = {bridge.window: dict.fromkeys(SHRINKAGES, 0.0) for bridge in bridges}
+    firsts = {bridge.first for bridge in bridges}
     for reading in long_enough(readings):
         full = FullText(passage, reading, firsts)
-        for one in fitted:
-            schedule = window_schedule([one.bridge.window], passage.config.num_layers)
+        for bridge in bridges:
+            schedule = window_schedule([bridge.window], passage.config.num_layers)
             for share in SHRINKAGES:
-                judged = full.judge(schedule, {one.bridge.window: one.bridge.shrunk(share)})
-                costs[one.bridge.window, share] += float(judged[0].sum())
+                judged = full.judge(schedule, {bridge.window: bridge.shrunk(share)})
+                costs[bridge.window][share] += float(judged[0].sum())
         progress()
-    best = {one.bridge.window: min(SHRINKAGES, key=lambda share: costs[one.bridge.window, share]) for one in fitted}
-    return [
-        (replace(one, bridge=one.bridge.shrunk(best[one.bridge.window])), best[one.bridge.window]) for one in fitted
-    ]
+    return {window: min(of_share, key=lambda share: of_share[share]) for window, of_share in costs.items()}
 
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Strengths that are tried, in units of the mean variance of the inputs."""
 
 CHOOSING_EVERY = 5
-"""One text in so many chooses the ridge strength; with the others it then makes the last fit."""
+"""One text in this number chooses the ridge strength; with the others it then makes the last fit."""
 
 SAVE_EVERY = 16
 """Texts from one saved state of a fit to the next."""
@@ -380,10 +377,7 @@ class Fit:
             self._load(state, key)
         for number, text in enumerate(texts):
             if number >= self.num_texts:
-                if first_positions is None:
-                    self.gather(text)
-                else:
-                    self.gather(text, first_positions[number])
+                self.gather(text, 1 if first_positions is None else first_positions[number])
                 if state is not None and self.num_texts % SAVE_EVERY == 0:
                     self._save(state, key)
             progress()

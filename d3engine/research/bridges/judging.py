@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from d3engine.depth import NEVER, Schedule
+from d3engine.depth.schedule import cutoffs_without
 from d3engine.model.bridges import Bridge, Window
 from d3engine.research.analysis.layers import compared
 from d3engine.research.bridges.passage import Passage
@@ -82,12 +83,14 @@ def long_enough(readings: Sequence[Reading]) -> list[Reading]:
     return [one for one in readings if len(one.token_ids) >= one.prompt_length + 2]
 
 
+def skipping(layers: Sequence[int], num_layers: int) -> Schedule:
+    """Leaves out these layers from the first step on."""
+    return Schedule.nested(cutoffs_without("layers", sorted(layers), num_layers))
+
+
 def window_schedule(windows: Sequence[Window], num_layers: int) -> Schedule:
     """Leaves out these windows from the first step on."""
-    cutoffs = np.full(num_layers, NEVER)
-    for first, stop in windows:
-        cutoffs[first:stop] = 1
-    return Schedule.nested(cutoffs)
+    return skipping([layer for first, stop in windows for layer in range(first, stop)], num_layers)
 
 
 def first_layers(schedules: Sequence[Schedule]) -> set[int]:

@@ -23,7 +23,7 @@ from d3engine.kernels.reference_attention import attended, soft_capped
 from d3engine.model.bridges import Bridge, Window
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Rope
-from d3engine.model.weights import LayerWeights
+from d3engine.model.weights import LayerWeights, LlamaWeights
 from d3engine.research.analysis.observer import Observer
 
 Crossings: TypeAlias = dict[int, list[tuple[slice, Window]]]
@@ -83,9 +83,7 @@ class Passage:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [T, V]."""
-        normed = self._norm(hidden, self._weights.final_norm)
-        logits = F.linear(normed, matrix_of(self._weights.lm_head, hidden.dtype))
-        return soft_capped(logits, self.config.soft_caps.logits).float()
+        return logits_of(self.config, self._weights, hidden)
 
     def _rotations(self, length: int, prompt_length: int, device: torch.device) -> list[Tensor]:
         positions = torch.arange(length, device=device)
@@ -98,9 +96,7 @@ class Passage:
         normed = self._norm(hidden, weights.attention_norm)
         heads = self._attended(weights, normed, rotations, self.config.windows[layer])
         hidden = hidden + self._norm(linear(heads, weights.output, weights.output_bias), weights.attention_post_norm)
-        normed = self._norm(hidden, weights.mlp_norm)
-        gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        gated = reference.activated(gate, self.config.activation) * up
+        gated = gated_rows(self.config, weights, hidden)
         return hidden + self._norm(linear(gated, weights.down, weights.down_bias), weights.mlp_post_norm)
 
     def _attended(self, weights: LayerWeights, normed: Tensor, rotations: Tensor, window: int | None) -> Tensor:
@@ -147,6 +143,19 @@ def attention_rows(
         queries = normed_rows(queries, weights.head_norms[0], config.rms_norm_eps)
         keys = normed_rows(keys, weights.head_norms[1], config.rms_norm_eps)
     return turned(queries, rotations), turned(keys, rotations), values
+
+
+def gated_rows(config: ModelConfig, weights: LayerWeights, hidden: Tensor) -> Tensor:
+    """What the down matrix of an MLP gets [T, I], of the states [T, H] behind the attention."""
+    normed = normed_rows(hidden, weights.mlp_norm, config.rms_norm_eps)
+    gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+    return reference.activated(gate, config.activation) * up
+
+
+def logits_of(config: ModelConfig, weights: LlamaWeights, hidden: Tensor) -> Tensor:
+    """Float32 [T, V] of the states [T, H] behind the last layer."""
+    normed = normed_rows(hidden, weights.final_norm, config.rms_norm_eps)
+    return soft_capped(linear(normed, weights.lm_head, None), config.soft_caps.logits).float()
 
 
 def normed_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

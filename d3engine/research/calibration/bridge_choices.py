@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from d3engine.depth import D3, DepthPolicy, FixedSkip
+from d3engine.depth import DepthPolicy
+from d3engine.depth.policy import BRIDGES
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
 from d3engine.files import UnreadableFileError, beside, read_bytes, write_whole
@@ -30,8 +31,8 @@ class BridgeChoice:
 
     def policy(self, setting: DepthPolicy) -> DepthPolicy:
         """The setting with this very file, as an engine runs it."""
-        assert isinstance(setting, D3 | FixedSkip)
-        return replace(setting, bridges=str(self.path))
+        told: Any = setting
+        return cast(DepthPolicy, replace(told, bridges=str(self.path)))
 
 
 def bridge_choices(
@@ -54,16 +55,17 @@ def bridge_choices(
     return found
 
 
-def write_chosen(choice: BridgeChoice, target: Path) -> dict[str, Any]:
-    """Write what was chosen to `target`, unless it lies there; returns what `d3.json` says of it.
-
-    Raises `InvalidValueError` where that cannot be done.
-    """
-    return write_copy(choice.path, target, choice.name)
+def as_run(policy: DepthPolicy, choices: Mapping[str, BridgeChoice]) -> DepthPolicy:
+    """A setting with the file of the bridges that it names."""
+    bridges = getattr(policy, BRIDGES, None)
+    return policy if bridges is None else choices[bridges].policy(policy)
 
 
 def write_copy(source: Path, target: Path, name: str) -> dict[str, Any]:
-    """Copy what is called `name` to `target`, as `write_chosen`."""
+    """Copy bridges or a student called `name` to `target`, unless they lie there; what `d3.json` says of them.
+
+    Raises `InvalidValueError` where that cannot be done.
+    """
     try:
         content = read_bytes(source, source.stat().st_size)
         if not (target.exists() and target.samefile(source)):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from d3engine.engine import Engine
     from d3engine.request.outputs import RequestOutput
     from d3engine.request.params import SamplingParams
+    from d3engine.research.evaluation.kept import Prompt
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class DraftScorer(Protocol):
 class EngineDraftScorer:
     """The engine at these prompts."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[str], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         self._engine = engine
         self._prompts = list(prompts)
         self._params = params

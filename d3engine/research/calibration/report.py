@@ -7,6 +7,8 @@ rule, and of which weights that is true.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +17,7 @@ from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.policy import BRIDGES, STUDENT
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import write_whole
+from d3engine.files import as_json, read_text, write_whole
 from d3engine.plots import BLUE, GREY, INK, ORANGE, VERMILION, letters_on, new_figure, save_figure
 from d3engine.research.calibration.outcome import DIFFERING, outcome, reason
 from d3engine.research.calibration.scoring import Answers
@@ -103,22 +105,17 @@ def check_as_dict(check: Check) -> dict[str, Any]:
 
 
 def policy_file(
-    result: Calibration,
-    about: dict[str, Any],
-    fingerprint: str,
-    bridges: dict[str, Any] | None = None,
-    student: dict[str, Any] | None = None,
+    result: Calibration, about: dict[str, Any], fingerprint: str, files: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What `d3.json` holds for a calibration that chose a setting; `bridges` says which file it crosses by, `student`
-    which weights generated tokens run."""
+    """What `d3.json` holds for a calibration that chose a setting; `files` says which bridges it crosses by, or which
+    student generated tokens run, as `write_copy` does."""
     assert result.chosen is not None
     assert result.certificate is not None
     return {
         "depth": as_written(result.chosen).describe(),
         "task": about["task"],
         "fingerprint": fingerprint,
-        **({} if bridges is None else {BRIDGES: bridges}),
-        **({} if student is None else {STUDENT: student}),
+        **(files or {}),
         "evidence": {
             **about,
             "written_by": f"d3engine {__version__}",
@@ -133,6 +130,21 @@ def policy_file(
             "test": _evidence(result.certificate),
         },
     }
+
+
+def measured_windows(report: Path) -> dict[tuple[int, int], float]:
+    """The windows of a report of `d3engine depth measure --windows`, with the KL divergence that each costs."""
+    allowed = "a JSON report of d3engine depth measure --windows N"
+    found: dict[tuple[int, int], float] = {}
+    try:
+        for one in as_json(read_text(report), report)["policies"]:
+            match = re.fullmatch(r"\[(\d+), (\d+)\)", one["policy"])
+            if match:
+                found[int(match[1]), int(match[2])] = float(one["all"]["kl"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError("--windows-from", str(report), f"{allowed} ({error})") from None
+    require(len(found) > 0, "--windows-from", str(report), allowed)
+    return found
 
 
 def as_written(setting: DepthPolicy) -> DepthPolicy:

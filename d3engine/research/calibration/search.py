@@ -197,20 +197,20 @@ WINDOWS_OF_A_WIDTH = 3
 
 def window_candidates(
     num_layers: int,
-    widths: Sequence[int] = WIDTHS,
-    measured: Mapping[tuple[int, int], float] | None = None,
-    bridges: Mapping[str, AbstractSet[tuple[int, int]]] | None = None,
+    widths: Sequence[int],
+    measured: Mapping[tuple[int, int], float],
+    bridges: Mapping[str, AbstractSet[tuple[int, int]]],
 ) -> list[Candidate]:
-    """Fixed windows of these many layers, `WINDOWS_OF_A_WIDTH` of each, those that promise most first.
+    """Fixed windows of these widths, `WINDOWS_OF_A_WIDTH` of each, those that promise most first.
 
     That is by what `measured` says of a window, the KL divergence that it costs, where it knows some of the width; else
-    those around a quarter of the depth, where untrained models lose least (docs/results.md). `bridges`
-    are as `make_candidates` has them.
+    those around a quarter of the depth, where untrained models lose least (docs/results.md). `bridges` are as
+    `make_candidates` has them.
     """
     found = []
     for width in widths:
         require_integer("--window-width", width, 1, num_layers - 1)
-        known = {first: kl for (first, stop), kl in (measured or {}).items() if stop - first == width}
+        known = {first: kl for (first, stop), kl in measured.items() if stop - first == width}
         firsts = sorted(known, key=lambda first: known[first])
         if not known:
             middle, step = num_layers // 4, max(1, width // 2)
@@ -218,7 +218,7 @@ def window_candidates(
             firsts = [first for first in near if 1 <= first <= num_layers - width] or [num_layers - width]
         for first in firsts[:WINDOWS_OF_A_WIDTH]:
             window = (first, first + width)
-            for name in (None, *(name for name, windows in (bridges or {}).items() if window in windows)):
+            for name in (None, *(name for name, windows in bridges.items() if window in windows)):
                 policy = FixedSkip(range(*window), bridges=name)
                 found.append(Candidate(policy, (policy,)))
     return found

@@ -6,13 +6,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d3engine.depth import FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError, require
-from d3engine.files import as_json, is_there, read_text
+from d3engine.files import append_lines, as_json, is_there, read_text
 from d3engine.research.distillation.prompts import KINDS, is_held_out, split_prompts, written_prompts
+from d3engine.research.evaluation.kept import Prompt
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -59,6 +61,23 @@ def read_corpus(path: Path, fingerprint: str) -> list[OwnAnswer]:
     return [one for one in found if one.positions >= 1]
 
 
+def read_parts(path: Path, fingerprint: str) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
+    """What `read_corpus` finds to train on, and what is held out; refuses a file without either."""
+    found = read_corpus(path, fingerprint)
+    own, held_out = ([one for one in found if one.held_out is part] for part in (False, True))
+    for part, kept in (("to train on", own), ("held out", held_out)):
+        require(len(kept) > 0, "--answers", str(path), f"a file with answers {part}")
+    return own, held_out
+
+
+def in_turns(answers: Sequence[OwnAnswer]) -> list[OwnAnswer]:
+    """One of each kind after the other, so that the first ones have as many of each."""
+    by_kind: dict[str, list[OwnAnswer]] = {}
+    for one in answers:
+        by_kind.setdefault(one.kind, []).append(one)
+    return [one for turn in zip_longest(*(by_kind[kind] for kind in sorted(by_kind))) for one in turn if one]
+
+
 def prompts_of(
     engine: Engine, kinds: Sequence[str], count: int, seed: int, data: Path | None, *, held_out: bool
 ) -> list[tuple[str, str]]:
@@ -69,9 +88,7 @@ def prompts_of(
         if kind == CHAT:
             from d3engine.research.bridges.own_answers import made_up_prompts
 
-            own = split_prompts(
-                made_up_prompts(engine, 2 * each if held_out is False else 16 * each, seed), held_out=held_out
-            )
+            own = split_prompts(made_up_prompts(engine, (16 if held_out else 2) * each, seed), held_out=held_out)
         elif kind == GSM8K:
             own = split_prompts(_gsm8k(data), held_out=held_out)
         else:
@@ -99,22 +116,24 @@ def add_answers(
     fingerprint: str,
     asked: Sequence[tuple[str, str]],
     max_tokens: int,
-    progress: Callable[[int, int], None] = lambda texts, tokens: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> int:
     """Answer the prompts that the file does not have, and write the answers to its end; returns its generated tokens.
 
-    `progress` hears of texts and of their tokens, those that were there already among them.
+    `progress` is called for each text, those that were there already among them.
     """
     from d3engine.request.params import SamplingParams
 
-    known = {one.key: one for one in read_corpus(path, fingerprint)} if is_there(path) else {}
-    if not is_there(path):
-        _append(path, [json.dumps({"fingerprint": fingerprint, "max_tokens": max_tokens})])
+    known: dict[str, OwnAnswer] = {}
+    if is_there(path):
+        known = {one.key: one for one in read_corpus(path, fingerprint)}
+    else:
+        append_lines(path, [json.dumps({"fingerprint": fingerprint, "max_tokens": max_tokens})])
     total, left = 0, []
     for kind, prompt in asked:
         if (one := known.get(_key(kind, prompt))) is not None:
             total += one.positions
-            progress(1, one.positions)
+            progress()
         else:
             left.append((kind, prompt))
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=FullDepth())
@@ -127,12 +146,12 @@ def add_answers(
             one = OwnAnswer(kind, is_held_out(prompt), _key(kind, prompt), list(output.prompt_token_ids), ids)
             lines.append(json.dumps(asdict(one)))
             total += one.positions
-            progress(1, one.positions)
-        _append(path, lines)
+            progress()
+        append_lines(path, lines)
     return total
 
 
-def _prompt(engine: Engine, text: str) -> str | dict[str, list[int]]:
+def _prompt(engine: Engine, text: str) -> Prompt:
     """By the model's chat template, where it has one."""
     if engine.chat_template() is None:
         return f"Question: {text}\nAnswer:"
@@ -141,15 +160,3 @@ def _prompt(engine: Engine, text: str) -> str | dict[str, list[int]]:
 
 def _key(kind: str, prompt: str) -> str:
     return sha256(f"{kind}\n{prompt}".encode()).hexdigest()[:16]
-
-
-def _append(path: Path, lines: Sequence[str]) -> None:
-    """Write whole lines to the end, over a last one that was cut off."""
-    try:
-        with open(path, "r+b" if is_there(path) else "x+b") as file:
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)
-            file.seek(whole)
-            file.write("".join(f"{line}\n" for line in lines).encode())
-    except OSError as error:
-        raise D3EngineError(f"{path} cannot be written: {error.strerror or error}") from error

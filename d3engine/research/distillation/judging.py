@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from d3engine.depth import NEVER, Schedule
-from d3engine.model.bridges import Bridge, Window
+from d3engine.depth import NEVER, DepthPolicy, Schedule
+from d3engine.depth.schedule import AUTO_BRIDGES
+from d3engine.errors import require
+from d3engine.files import beside
+from d3engine.model.bridges import BRIDGES_FILE, Bridge, Window, read_bridges
 from d3engine.model.config import ModelConfig
+from d3engine.model.students import STUDENT_FILE, read_student
 from d3engine.model.weights import LayerWeights
-from d3engine.research.analysis.layers import FloatArray, Mean, mean_of_clusters
+from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_of_clusters
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.distillation.corpus import OwnAnswer
-from d3engine.research.distillation.passes import AnswerPass, FullAnswer
+from d3engine.research.distillation.passes import AnswerPass, FullAnswer, layers_of
 from d3engine.research.evaluation.accuracy import shape_of
 
 ALL = "all"
@@ -24,7 +29,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Judgeable:
-    """A policy in words, its schedule, and the layers and bridges that it has of its own."""
+    """A policy in words, its schedule, and its student's layers and its bridges, where it has any."""
 
     name: str
     schedule: Schedule
@@ -38,7 +43,7 @@ class Judgeable:
         return min([*skipped, *self.layers, self.schedule.num_layers])
 
     def saved(self, config: ModelConfig, steps: int) -> float:
-        """Layers' worth of matrices that a token does not run, on average over so many steps."""
+        """Layers' worth of matrices that a token does not run, on average over `steps`."""
         whole = shape_of(config).layer_parameters
         runs = self.schedule.num_layers - self.schedule.depths(steps + 1)[1:].mean()
         narrower = sum(whole - _size(layer) for number, layer in self.layers.items()) / whole
@@ -104,10 +109,33 @@ def judge(
 
 def _judged(run: AnswerPass, full: FullAnswer, known: torch.Tensor, candidate: Judgeable) -> FloatArray:
     state = run.run(full, candidate.schedule, first=candidate.first, layers=candidate.layers, bridges=candidate.bridges)
-    own = run.logits(state).log_softmax(-1)
-    kl = (known.exp() * (known - own)).sum(-1).clamp(min=0)
-    same = known.argmax(-1) == own.argmax(-1)
-    return torch.stack((kl.double(), same.double())).numpy()
+    return compared(known, run.logits(state).log_softmax(-1), torch.tensor(full.token_ids[1:]))[::2]
+
+
+def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPolicy, fingerprint: str) -> Judgeable:
+    """The policy that `words` name, with its student or its bridges, read from the files that it names."""
+    num_layers = run.config.num_layers
+    schedule = policy.schedule(num_layers)
+    plain = policy.exit_rule(num_layers) is None and policy.draft_rule(num_layers) is None
+    require(plain and schedule.is_nested, "--depth", words, "one whose skipped layers stay skipped")
+
+    def path(name: str, usual: str) -> Path:
+        return beside(directory, usual) if name == AUTO_BRIDGES else Path(name)
+
+    layers, bridges = {}, None
+    if schedule.student is not None:
+        student = read_student(path(schedule.student, STUDENT_FILE), run.config)
+        require(student.fingerprint == fingerprint, "--depth", words, "with a student of these weights")
+        skipped = tuple(getattr(policy, "skip_layers", ()))
+        require(skipped == student.skip_layers, "--depth", words, f"with skip-layers={list(student.skip_layers)}")
+        layers = layers_of(student, run.weights)
+    if schedule.bridges is not None:
+        found = read_bridges(path(schedule.bridges, BRIDGES_FILE)).to(torch.float32, torch.device("cpu"))
+        require(found.fingerprint == fingerprint, "--depth", words, "with bridges of these weights")
+        missing = [one for one in schedule.windows() if one not in found.by_window]
+        require(not missing, "--depth", words, f"with bridges over the windows {missing[:8]} as well")
+        bridges = {one: found.by_window[one] for one in schedule.windows()}
+    return Judgeable(words, schedule, layers, bridges)
 
 
 def agreement_table(

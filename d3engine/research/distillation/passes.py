@@ -8,24 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.depth import NEVER, Schedule
+from d3engine.depth import Schedule
 from d3engine.errors import D3EngineError, require
-from d3engine.kernels import reference
 from d3engine.kernels.matrices import looked_up
-from d3engine.kernels.reference_attention import soft_capped
 from d3engine.model.bridges import Bridge, Window
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Rope, scaled_embedding_
-from d3engine.model.students import NEURONS, Student, with_student
+from d3engine.model.students import MATRICES, NEURONS, VECTORS, Student, with_student
 from d3engine.model.weights import LayerWeights, LlamaWeights
-from d3engine.research.bridges.passage import attention_rows, crossed_rows, crossings_of, linear, normed_rows
+from d3engine.research.bridges.passage import (
+    attention_rows,
+    crossed_rows,
+    crossings_of,
+    gated_rows,
+    linear,
+    logits_of,
+    normed_rows,
+)
 
 Entries: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values [T, kv heads, D] of a layer, keys behind RoPE."""
@@ -138,9 +143,7 @@ class AnswerPass:
 
     def gated(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         """What the down matrix gets [R, I]."""
-        normed = normed_rows(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return reference.activated(gate, self.config.activation) * up
+        return gated_rows(self.config, layer, hidden)
 
     def down(self, layer: LayerWeights, gated: Tensor) -> Tensor:
         """What an MLP adds [R, H]."""
@@ -153,8 +156,7 @@ class AnswerPass:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [T, V]."""
-        normed = normed_rows(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return soft_capped(linear(normed, self.weights.lm_head, None), self.config.soft_caps.logits).float()
+        return logits_of(self.config, self.weights, hidden)
 
     def rotations(self, start: int, stop: int) -> list[Tensor]:
         """Of the positions [start, stop), by layer."""
@@ -168,18 +170,11 @@ def layers_of(student: Student, weights: LlamaWeights) -> dict[int, LayerWeights
     return {number: whole.layers[number] for number in student.layers}
 
 
-def skipping(layers: Sequence[int], num_layers: int) -> Schedule:
-    """Leaves out these layers from the first step on."""
-    cutoffs = np.full(num_layers, NEVER)
-    cutoffs[list(layers)] = 1
-    return Schedule.nested(cutoffs)
-
-
-def tensors_of_layer(layer: LayerWeights, names: Sequence[str]) -> dict[str, Any]:
-    """These of a layer's tensors that it has."""
-    return {name: tensor for name in names if (tensor := getattr(layer, name)) is not None}
+def tensors_of_layer(layer: LayerWeights) -> dict[str, Tensor]:
+    """Those of a layer that a student may have others of, by name."""
+    return {name: tensor for name in (*MATRICES, *VECTORS) if (tensor := getattr(layer, name)) is not None}
 
 
 def replaced(layer: LayerWeights, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LayerWeights:
-    """A layer with some tensors in the place of its own, rounded to `dtype` with gradients."""
+    """A layer with some tensors put in place of the model's, rounded to `dtype` with gradients."""
     return replace(layer, **{name: tensor.to(dtype) for name, tensor in tensors.items() if name != NEURONS})

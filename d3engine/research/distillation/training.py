@@ -22,12 +22,14 @@ from torch import Tensor
 from d3engine.depth import Schedule
 from d3engine.errors import require
 from d3engine.files import as_json
-from d3engine.model.students import MATRICES, NEURONS, VECTORS, narrowed
+from d3engine.model.students import NEURONS, Student, narrowed
 from d3engine.model.weights import LayerWeights
-from d3engine.research.bridges.fitting import read_state, write_state
+from d3engine.research.bridges.fitting import read_state, text_hash, write_state
+from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation.corpus import OwnAnswer
-from d3engine.research.distillation.judging import Agreement, Judgeable, judge
-from d3engine.research.distillation.passes import AnswerPass, FullAnswer, replaced, skipping, tensors_of_layer
+from d3engine.research.distillation.judging import Judgeable, judge
+from d3engine.research.distillation.passes import AnswerPass, FullAnswer, replaced, tensors_of_layer
+from d3engine.research.distillation.widths import narrow
 
 SAVE_EVERY = 20
 """Steps from one saved state to the next."""
@@ -142,10 +144,32 @@ class Distillation:
     def judgeable(self, name: str) -> Judgeable:
         """The student as it is now."""
         with torch.no_grad():
-            layers = {
-                number: replaced(layer, {}, self.run_pass.weights.dtype) for number, layer in self.layers().items()
-            }
-        return Judgeable(name, self._schedule, layers)
+            return Judgeable(name, self._schedule, self.layers())
+
+    def judged(
+        self, held_out: Sequence[OwnAnswer], fingerprint: str, progress: Callable[[], None]
+    ) -> tuple[Student, dict[str, Any]]:
+        """The student to write, and its report: beside it stands its window left out."""
+        shape, config, most = self.shape, self.run_pass.config, self.options.most_tokens
+        wanted = [self.judgeable("student")]
+        if shape.skip_layers:
+            wanted.append(Judgeable("the same layers left out", self._schedule))
+        found = judge(self.run_pass, held_out, wanted, most, progress)
+        told = {
+            "skip_layers": list(shape.skip_layers),
+            "own_layers": sorted(shape.start),
+            "layers_saved": wanted[0].saved(config, most),
+            "curve": self.curve.points,
+            "losses": [round(loss, 5) for loss in self.curve.losses],
+            "held_out": found[0].as_dict(),
+            "controls": {one.name: agreement.as_dict() for one, agreement in zip(wanted[1:], found[1:], strict=True)},
+        }
+        held = {
+            layer: {name: t if name == NEURONS else t.to(torch.bfloat16) for name, t in named.items()}
+            for layer, named in self.tensors().items()
+        }
+        about = {name: told[name] for name in ("held_out", "layers_saved")} | {"steps": self.curve.num_steps}
+        return Student(fingerprint, config.num_layers, config.hidden_size, shape.skip_layers, held, about), told
 
     def train(
         self,
@@ -188,16 +212,9 @@ class Distillation:
 
     def _judge(self, held_out: Sequence[OwnAnswer]) -> None:
         (found,) = judge(self.run_pass, held_out, [self.judgeable("student")], self.options.most_tokens)
-        self.curve.points.append(self._point(found))
-
-    def _point(self, found: Agreement) -> dict[str, Any]:
-        whole = found.as_dict()["all"]
-        return {
-            "step": self.curve.num_steps,
-            "tokens": self.curve.tokens,
-            "seconds": round(self.curve.seconds, 1),
-            **whole,
-        }
+        curve = self.curve
+        told = {"step": curve.num_steps, "tokens": curve.tokens, "seconds": round(curve.seconds, 1)}
+        curve.points.append({**told, **found.as_dict()["all"]})
 
     def _step(self, texts: Sequence[OwnAnswer]) -> None:
         assert self._adam is not None
@@ -212,15 +229,13 @@ class Distillation:
         total = 0.0
         chosen = rng.sample(range(len(texts)), min(options.texts, len(texts)))
         layers = self.layers()
-        losses = []
         for place in chosen:
             full = self._full(texts[place])
-            losses.append(self._state_loss(full, layers) if by_state else self._kl(full, layers, rng))
+            loss = self._state_loss(full, layers) if by_state else self._kl(full, layers, rng)
             # Each text's graph goes at once; that of the weights in the pass's dtype is walked for each of them.
-            (losses[-1] / len(chosen)).backward(retain_graph=place != chosen[-1])  # type: ignore[no-untyped-call]
-            total += float(losses[-1].detach())
+            (loss / len(chosen)).backward(retain_graph=place != chosen[-1])  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
             self.curve.tokens += full.rows
-            losses[-1] = losses[-1].detach()
         torch.nn.utils.clip_grad_norm_([tensor for _, tensor in self._named()], 1.0)
         self._adam.step()
         self.curve.losses.append(total / len(chosen))
@@ -302,12 +317,38 @@ class Distillation:
 def window_shape(run: AnswerPass, first: int, stop: int, kept: Sequence[int]) -> Shape:
     """A window of which `kept` layers stay, all their tensors the student's own, and the others are left out."""
     skip = tuple(layer for layer in range(first, stop) if layer not in kept)
-    start = {layer: _floats(run.weights.layers[layer]) for layer in kept}
-    return Shape(skip, start)
+    return Shape(skip, {layer: _floats(tensors_of_layer(run.weights.layers[layer])) for layer in kept})
 
 
-def _floats(layer: LayerWeights) -> dict[str, Tensor]:
-    return {name: tensor.float() for name, tensor in tensors_of_layer(layer, (*MATRICES, *VECTORS)).items()}
+def narrowed_shape(
+    run: AnswerPass,
+    shape: Shape,
+    among: Sequence[int],
+    width: float,
+    texts: Sequence[OwnAnswer],
+    progress: Callable[[int], None],
+) -> Shape:
+    """A shape with narrower MLPs in those layers `among` that it leaves as they are; `progress` as of `narrow`."""
+    layers = [one for one in among if one not in shape.skip_layers and one not in shape.start]
+    return Shape(shape.skip_layers, {**shape.start, **narrow(run, texts, layers, width, progress=progress)})
+
+
+def shape_of(student: Student) -> Shape:
+    """A student of a file, to be trained further."""
+    return Shape(student.skip_layers, {layer: _floats(named) for layer, named in student.layers.items()})
+
+
+def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor if name == NEURONS else tensor.float() for name, tensor in tensors.items()}
+
+
+def run_key(
+    fingerprint: str, begun: str | None, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer]
+) -> str:
+    """By which a saved state is known to be of this very run; `begun` is the hash of the student it began with."""
+    sizes = {layer: {name: list(t.shape) for name, t in named.items()} for layer, named in shape.start.items()}
+    texts = text_hash([one.token_ids for one in own])
+    return json.dumps([fingerprint, begun, list(shape.skip_layers), sizes, vars(options), texts], sort_keys=True)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ of the down matrix. What the neurons left out did is then regressed on those tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ RIDGE = 0.1
 """In units of the mean diagonal of the kept neurons' products."""
 
 MULTIPLE = 32
-"""Widths are multiples of this, as the native library's rows in lanes are."""
+"""Widths are multiples of this, as the native library's interleaved rows are."""
 
 MEMORY = 3 * 2**30
 """Bytes of products that are gathered at once, at most: layers come in groups."""
@@ -41,34 +42,30 @@ def narrow(
     width: float,
     *,
     refit: bool = True,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda total: None,
 ) -> dict[int, dict[str, Tensor]]:
-    """`NEURONS` and a float32 down matrix for each of `layers`; the texts are read twice or more."""
+    """`NEURONS` and a float32 down matrix for each of `layers`; the texts are read twice or more.
+
+    `progress` is called for each text that was read, with how many that will be in all.
+    """
     count = kept_neurons(width, run.config.intermediate_size)
+    group = max(1, MEMORY // (4 * count * (count + run.config.hidden_size)))
+    groups = [layers[start : start + group] for start in range(0, len(layers), group)] if refit else []
+    advance = partial(progress, (1 + len(groups)) * len(texts))
     scores = {layer: torch.zeros(run.config.intermediate_size) for layer in layers}
 
     def add_squares(layer: int, gated: Tensor) -> None:
         scores[layer] += gated.float().square().sum(0)
 
-    _read(run, texts, layers, add_squares, progress)
+    _read(run, texts, layers, add_squares, advance)
     found = {}
     for layer in layers:
         down = matrix_of(run.weights.layers[layer].down, torch.float32)
         kept = (scores[layer] * down.square().sum(0)).topk(count).indices.sort().values
         found[layer] = {NEURONS: kept, "down": down[:, kept].contiguous()}
-    if not refit:
-        return found
-    group = max(1, MEMORY // (4 * count * (count + run.config.hidden_size)))
-    for start in range(0, len(layers), group):
-        _refit(run, texts, layers[start : start + group], found, progress)
+    for some in groups:
+        _refit(run, texts, some, found, advance)
     return found
-
-
-def passes_of(num_layers: int, width: float, intermediate: int, hidden: int, *, refit: bool) -> int:
-    """How often `narrow` reads every text."""
-    count = kept_neurons(width, intermediate)
-    group = max(1, MEMORY // (4 * count * (count + hidden)))
-    return 1 + (-(-num_layers // group) if refit else 0)
 
 
 def _refit(
@@ -79,20 +76,20 @@ def _refit(
     progress: Callable[[], None],
 ) -> None:
     sums: dict[int, tuple[Tensor, Tensor]] = {}
-    rest: dict[int, Tensor] = {}
+    rest: dict[int, tuple[Tensor, Tensor]] = {}
     for layer in layers:
         kept = found[layer][NEURONS]
         others = torch.ones(run.config.intermediate_size, dtype=torch.bool)
         others[kept] = False
-        rest[layer] = others
+        rest[layer] = others, matrix_of(run.weights.layers[layer].down, torch.float32)[:, others].T
         sums[layer] = torch.zeros(kept.numel(), kept.numel()), torch.zeros(kept.numel(), run.config.hidden_size)
 
     def add_products(layer: int, gated: Tensor) -> None:
         products, crossed = sums[layer]
+        others, down = rest[layer]
         own = gated[:, found[layer][NEURONS]].float()
-        down = matrix_of(run.weights.layers[layer].down, torch.float32)
         products.addmm_(own.T, own)
-        crossed.addmm_(own.T, gated[:, rest[layer]].float() @ down[:, rest[layer]].T)
+        crossed.addmm_(own.T, gated[:, others].float() @ down)
 
     _read(run, texts, layers, add_products, progress)
     for layer in layers:

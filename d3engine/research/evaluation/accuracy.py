@@ -166,8 +166,8 @@ def _ask(
 
 
 def _narrower(work: Work, saves: float) -> Work:
-    """The work of an answer of which all tokens but the first, which the prompt yields, saved so many layers' worth."""
-    return work if not saves else replace(work, narrower=saves * (work.tokens - 1))
+    """The work of an answer whose tokens, but for the first, which the prompt yields, saved `saves` layers' worth."""
+    return replace(work, narrower=saves * (work.tokens - 1))
 
 
 def _complete(

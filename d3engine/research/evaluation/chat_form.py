@@ -16,6 +16,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.research.evaluation.bbh import BBHQuestion
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.research.evaluation.gsm8k import GSM8KQuestion, final_number
+from d3engine.research.evaluation.kept import Prompt
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -111,7 +112,7 @@ def _plain(answer: str) -> str:
     return bare.strip().strip("*.").strip().removeprefix("(").removesuffix(")").strip()
 
 
-def prompt_of(engine: Engine, question: Question) -> str | dict[str, list[int]]:
+def prompt_of(engine: Engine, question: Question) -> Prompt:
     """What the engine is given: the question's text, or its messages by the model's chat template."""
     if not isinstance(question, ChatQuestion):
         return question.prompt

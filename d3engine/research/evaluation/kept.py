@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import named_bridges, named_student
 from d3engine.errors import D3EngineError
-from d3engine.files import DATA_BYTES, as_json, as_text, is_there, read_bytes
+from d3engine.files import DATA_BYTES, append_lines, as_json, as_text, is_there, read_bytes
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work
 
 Prompt: TypeAlias = str | dict[str, list[int]]
-"""A text, or the token ids of a conversation."""
+"""A text, or `{"prompt_token_ids": [...]}`, as `Engine.chat_prompt` gives it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class KeptAnswers:
         self._bridges = dict(bridges or {})
         self._answers: dict[str, Answer] = {}
         content = read_bytes(path, DATA_BYTES) if is_there(path) else b""
-        self._whole = content.rfind(b"\n") + 1
-        for number, line in enumerate(as_text(content[: self._whole], path).splitlines(), start=1):
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(as_text(whole, path).splitlines(), start=1):
             try:
                 fields = as_json(line, path)
                 key = str(fields.pop("key"))
@@ -79,16 +79,8 @@ class KeptAnswers:
         for prompt, answer in zip(prompts, answers, strict=True):
             key = self._key(prompt, params)
             self._answers[key] = answer
-            lines.append(json.dumps({"key": key, "policy": policy, **asdict(answer)}) + "\n")
-        raw = "".join(lines).encode()
-        try:
-            with open(self._path, "r+b" if is_there(self._path) else "xb") as file:
-                file.truncate(self._whole)
-                file.seek(self._whole)
-                file.write(raw)
-        except OSError as error:
-            raise D3EngineError(f"{self._path} cannot be written: {error.strerror or error}") from error
-        self._whole += len(raw)
+            lines.append(json.dumps({"key": key, "policy": policy, **asdict(answer)}))
+        append_lines(self._path, lines)
 
     def _key(self, prompt: Prompt, params: SamplingParams) -> str:
         policy: Any = None if params.depth is None else params.depth.describe()

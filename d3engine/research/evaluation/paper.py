@@ -180,7 +180,7 @@ def further_notes() -> list[str]:
         "have three sizes each.",
         'The two rows that Table 8 prints as "(2 objects)" are three_objects; BBH has three, five and seven.',
         *_middle_starts(),
-        "Figure 5 is cited with Table 6 for exact match; its data are in no table of their own. Table 6's differences "
+        "Figure 5 is cited with Table 6 for exact match; its data are in no table. Table 6's differences "
         f"are {' '.join(f'{gain.points:+.2f}' for gain in gains())} points (7B, 13B, 70B on BBH, then on GSM8K).",
         "Figure 3 runs over pre-training steps; Llama-2's checkpoints of these are not public, so d3engine analyze "
         "flow shows its layers at the end of training alone.",
