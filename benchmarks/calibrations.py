@@ -58,7 +58,7 @@ class SimulatedScorer:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of so many calibrations: `wrong` have chosen a setting that loses the tolerance or more."""
+    """What came of calibrations: `wrong` have chosen a setting that loses the tolerance or more."""
 
     runs: int
     chosen: int

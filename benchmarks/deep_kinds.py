@@ -103,7 +103,7 @@ def with_deep_steps(active: BoolArray, deep: BoolArray) -> BoolArray:
 
 
 def equal_alpha(start: float, num_layers: int, lengths: Sequence[int], mean_layers: float) -> float | None:
-    """The largest alpha whose mean depth over texts of so many steps is not above `mean_layers`; None if none is."""
+    """The largest alpha whose mean depth over texts of this length is not above `mean_layers`; None if none is."""
 
     def mean(alpha: float) -> float:
         depths = D3(alpha, start).schedule(num_layers).depths(max(lengths) + 1)[1:].cumsum()

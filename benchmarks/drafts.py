@@ -14,7 +14,7 @@ from d3engine.research.evaluation.word_problems import format_prompt, problems
 
 
 def prompts_for(engine: Engine, count: int, chat: str | None) -> list[Prompt]:
-    """So many word problems, or as many lines of the file `chat` in the model's chat template."""
+    """A given number of word problems, or as many lines of the file `chat` in the model's chat template."""
     if chat is None:
         return [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), count)]
     return [engine.chat_prompt([{"role": "user", "content": turn}]) for turn in read_prompts(Path(chat), count)]

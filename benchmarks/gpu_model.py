@@ -59,7 +59,7 @@ class Device:
     additions_gs: float = 100.0  # thousand millions a second that its L2 cache adds in different places: a guess
 
     def read_tbs(self, in_flight: float) -> float:
-        """Terabytes a second at so many bytes under way a processor; near both limits neither is reached."""
+        """Terabytes a second at a given number of bytes under way a processor; near both limits neither is reached."""
         waiting = in_flight * self.processors * self.clock_ghz * 1e9 / self.latency / 1e12
         return float(((self.copy_tbs * COPY_SHARE) ** -4 + waiting**-4) ** -0.25)
 
@@ -146,7 +146,7 @@ def _kernel(work: Work, arch: int) -> Kernel:
 
 
 def report_of(step: Step, layers: int) -> dict[str, Any]:
-    """All figures of a model of so many layers, by device and depth."""
+    """All figures of a model of a given number of layers, by device and depth."""
     compiled = {arch: kernels_of_step(step, arch) for arch in {d.arch for d in DEVICES}}
     rows = []
     for device in DEVICES:
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the whole model")
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="bf16")
     parser.add_argument("--batch", type=int, choices=CONTEXT_BATCHES, default=1, help="rows of a step")
-    parser.add_argument("--prompt", type=int, choices=PROMPTS, help="a step over so many tokens of one prompt instead")
+    parser.add_argument("--prompt", type=int, choices=PROMPTS, help="a step over these tokens of one prompt instead")
     parser.add_argument("--sampled", action="store_true", help="choose under top-p, not the likeliest")
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
     parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="what entries are held in")

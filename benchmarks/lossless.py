@@ -83,7 +83,7 @@ class Draft:
 
 
 def drafts_of(settings: Settings, num_layers: int) -> list[Draft]:
-    """All drafts of the settings, for a model of so many layers."""
+    """All drafts of the settings, for a model of `num_layers` layers."""
     decays = [
         Draft({"alpha": alpha, "start": start}, D3(alpha, start, bridges=settings.bridges), Lossless)
         for alpha, start in settings.drafts

@@ -63,7 +63,7 @@ class Soak:
     memory: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, seconds: float, bar: tqdm[Any] | None = None) -> None:
-        """Ask alone, then all at once for so many seconds, then see whether anything is left of it."""
+        """Ask alone, then all at once for a given number of seconds, then see whether anything is left of it."""
         asyncio.run(self._run(seconds, bar))
 
     async def _run(self, seconds: float, bar: tqdm[Any] | None) -> None:

@@ -117,7 +117,7 @@ def need_llama(config: ModelConfig) -> None:
 
 
 def prompts_for(config: ModelConfig, batch: int, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Random prompts of so many ordinary tokens, the same in every process."""
+    """Random prompts of a given number of ordinary tokens, the same in every process."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(3, config.vocab_size, (batch, tokens), generator=generator)
     return [[int(token) for token in row] for row in drawn]

@@ -246,7 +246,7 @@ class Plan:
             self.multi_step.control.takes_all = takes_all
 
     def ended_after(self, num_steps: int, num_passes: int | None = None) -> Plan:
-        """The same, if so many of its steps were taken: its run was over since every answer was, or goes on.
+        """The same, if this number of its steps were taken: its run was over since every answer was, or goes on.
 
         Of cycles `num_passes` says how many steps they were.
         """

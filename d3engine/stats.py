@@ -26,7 +26,7 @@ class EngineStats:
     `bridge_bytes` is the memory of the bridges that policies have named.
     `layers_run` are all layers run for the tokens generated, `layers_full` what full depth would have run for them;
     `token_layers[d]` counts the tokens that took d layers (the last: or more, as a drafted token's share may). Of each
-    step: its seconds and rows; a run of steps that a device takes by itself counts as so many of equal length. Of each
+    step: its seconds and rows; a run of steps that a device takes by itself counts as steps of equal length. Of each
     request that has ended: seconds in the queue, from there to its first token, and from there to its last.
     `last_step_time` is on the monotonic clock; the last three are None before the first step.
 

@@ -132,7 +132,7 @@ def inspect(
     the first if there is none. What does not depend on them is compiled once, as is every specialization that several
     launches share. Of launches for several row counts there are those for `rows` alone, if any. With `spills_only`
     what a kernel has in flight is not inspected. With `batch_invariant` projections are those of `batch_invariant.py`;
-    with `matmul_rows` those of up to so many rows are inspected that torch would get else. `programmatic`: launched so
+    with `matmul_rows` those of up to these rows are inspected that torch would get else. `programmatic`: launched so
     where the device has it. `jobs` processes compile.
     Raises `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """

@@ -106,7 +106,7 @@ def bytes_in_flight(sass: str, latency: int = LATENCY) -> float:
 
 
 def cycles_alone(sass: str, rounds: int) -> float:
-    """Cycles that one warp takes through all of the code: loops once, and those around others so many `rounds`.
+    """Cycles that one warp takes through all of the code: loops once, and those around others `rounds` times.
 
     What it loads comes from the L2 cache; barriers cost nothing here.
     """

@@ -182,14 +182,14 @@ def _rows_at_once(num_tokens: int, num_columns: int) -> int:
     """Output channels of a matrix on a CPU that are widened at once for a product with `num_tokens` rows.
 
     For few rows a piece should stay in a core's cache (2**18 floats are one MiB): whole, a matrix of 45 million values
-    would take twelve times as long. Each piece reads all rows again, so many rows pay for larger ones.
+    would take twelve times as long. Each piece reads all rows again: more rows pay for larger ones.
     """
     values = min(max(2**18, 2**11 * num_tokens), 2**20)
     return max(_CHANNELS_APART, values // num_columns // _CHANNELS_APART * _CHANNELS_APART)
 
 
 _CHANNELS_APART = 16
-"""Pieces begin at multiples of so many output channels, at which products of few rows begin anew anyway: a product by
+"""Pieces begin at multiples of these output channels, at which products of few rows begin anew anyway: a product by
 pieces is then that of the whole matrix, in most shapes to the bit."""
 
 

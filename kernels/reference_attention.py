@@ -30,7 +30,7 @@ class _Group:
     windowed: dict[int, Tensor] = field(default_factory=dict)  # the same in a sliding window, by its length
 
     def mask_in(self, window: int) -> Tensor | None:
-        """The mask with a window of so many entries."""
+        """The mask with a window of `window` entries."""
         if window >= self.kv_length:
             return self.mask
         if window not in self.windowed:

@@ -17,7 +17,7 @@ class Cuts:
     """Which tokens may be drawn at all: min-p first, then top-k of what is left, then top-p of that."""
 
     min_p: Tensor  # float32 [T] in [0, 1]: less likely than this times the likeliest goes; 0 keeps all
-    top_k: Tensor  # int64 [T]: so many of the likeliest stay; 0 keeps all
+    top_k: Tensor  # int64 [T]: the number of the likeliest that stay; 0 keeps all
     top_p: Tensor  # float32 [T] in (0, 1]: the smallest set of likeliest that reaches this stays; 1 keeps all
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BANNED = re.compile(
-    r"\b(whoever|somebody|nobody|comes to|(?:is|are) told|reads? along|that is so|the one idea)\b", re.IGNORECASE
+    r"\b(so many|whoever|somebody|nobody|comes to|(?:is|are) told|reads? along|that is so|the one idea)\b",
+    re.IGNORECASE,
 )
 CHECKED = ("d3engine/*.py", "kernels/*.py", "weights_tools/*.py", "tools/*.py")
 SAID = ("require(", "allowed = ", "'copy' or", "This server", '"description"')

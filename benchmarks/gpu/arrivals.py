@@ -138,7 +138,7 @@ def saturating(traffic: Traffic, vocabulary: int) -> list[Arrival]:
 
 
 def play(engine: Engine, arrivals: Sequence[Arrival], depth: DepthPolicy, seconds: float) -> Watched:
-    """Let the requests arrive for so many seconds, then end those that are left."""
+    """Let the requests arrive for a given number of seconds, then end those that are left."""
     waiting, seen = list(reversed(arrivals)), dict[str, int]()
     by_id = {str(nth): arrival for nth, arrival in enumerate(arrivals)}
     names = iter(by_id)

@@ -30,7 +30,7 @@ MODES = ("graphs", "no-pdl", "eager", "reference")
 """How an engine is run: as by default; then without programmatic launch, without CUDA graphs as well, and with kernels
 of plain torch instead of Triton's."""
 ROTATED_BYTES = 256 * 2**20
-"""Inputs are rotated over copies of so many bytes together: several times the L2 cache of any GPU (50 - 126 MB)."""
+"""Inputs are rotated over copies of these bytes together: several times the L2 cache of any GPU (50 - 126 MB)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Round:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the block after so many seconds, as soon as it is in Python; main thread only."""
+    """Raise `TimeoutError` in the block after these seconds, as soon as it is in Python; main thread only."""
 
     def expire(signal_number: int, frame: object) -> None:
         raise TimeoutError(f"took longer than {seconds:.0f} s")

@@ -44,7 +44,7 @@ TARGETS = {
 }
 """The share of the bandwidth limit that full depth is to reach first, by model, scheme, batch and context."""
 GATE = 1.05
-"""A depth may take so many times what the line says, and a batch of two depths so many times what is promised."""
+"""A depth may take this multiple of what the line says, and a batch of two depths this multiple of what is promised."""
 LEAST_REALISATION = 0.95
 TIE = 0.15
 """A token may be so far below the largest logit of plain PyTorch at half precision; logits deviate by 1.3 here."""

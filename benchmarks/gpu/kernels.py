@@ -22,7 +22,7 @@ from benchmarks.gpu.common import ROTATED_BYTES, Round, timed
 from d3engine.kernels import reference
 
 FAR = 4.0
-"""A kernel whose error is so many times that of plain torch at the same dtype is wrong."""
+"""A kernel whose error is this multiple of that of plain torch at the same dtype is wrong."""
 LEAST_S = 3.0
 
 

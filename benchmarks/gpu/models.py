@@ -172,5 +172,5 @@ def prompts_for(config: ModelConfig, batch: int, length: int) -> list[list[int]]
 
 
 def params_for(depth: DepthPolicy, num_tokens: int) -> SamplingParams:
-    """Greedy, to exactly so many tokens."""
+    """Greedy, to exactly a given number of tokens."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, depth=depth)

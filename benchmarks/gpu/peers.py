@@ -23,7 +23,7 @@ from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine import Engine
 
 Answer = Callable[[int], list[list[int]]]
-"""Answers the prompts of a case with so many tokens each."""
+"""Answers the prompts of a case with a number of tokens each."""
 
 CASES = ((1, 16), (8, 512), (1, 2048))  # batch, context
 SMOKE_CASES = ((2, 12),)

@@ -29,7 +29,7 @@ LEAST_S = 3.0
 KIB_IN_FLIGHT = (8, 16, 32, 64)
 """Bytes under way a processor at which reading is timed: what kernels have, and about twice what Hopper needs."""
 LAUNCHED_LAYERS = 100
-"""So many layers have fewer kernels than a stream holds before the host must wait."""
+"""This number of layers has fewer kernels than a stream holds before the host must wait."""
 LAUNCHED_ROWS = 32
 PROCESSORS = 132  # where there is no device to ask
 

@@ -1,4 +1,4 @@
-"""The client: requests over HTTP, one after the other on so many streams, or at times of their own; and what it saw."""
+"""The client: requests over HTTP, one after the other on several streams, or at times of their own; and what it saw."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Client:
     _numbers: _Numbers = field(default_factory=_Numbers)
 
     def streams(self, count: int, seconds: float, depth: str) -> list[Answered]:
-        """So many streams, each of which sends its next request when the last one is answered, for `seconds`."""
+        """A number of streams, each of which sends its next request when the last one is answered, for `seconds`."""
         return asyncio.run(self._streams(count, seconds, depth))
 
     def arrivals(self, gaps: Sequence[float], depth: str) -> list[Answered]:
@@ -204,6 +204,6 @@ def figures(answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The least value that at least so many percent do not exceed."""
+    """The least value that at least `percent` percent do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

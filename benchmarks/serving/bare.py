@@ -27,7 +27,7 @@ SOON = 64
 
 @dataclass
 class Load:
-    """So many streams, each of which asks anew when it was answered, until `until` on the clock.
+    """A number of streams, each of which asks anew when it was answered, until `until` on the clock.
 
     `arrivals` are the requests that came before each step of a server, instead of streams; `tokens` and `num_steps` are
     what came of it.

@@ -11,7 +11,7 @@ import threading
 
 
 def main() -> None:
-    """Serve the GGUF file FILE at PORT with so many SLOTS, entries of the cache in ALL, and THREADS."""
+    """Serve the GGUF file FILE at PORT with a number of SLOTS, entries of the cache in ALL, and THREADS."""
     import xllamacpp
 
     file, port, slots, entries, threads = sys.argv[1], *map(int, sys.argv[2:])

@@ -74,7 +74,7 @@ class RecordedServer(Server):
 
 @contextlib.contextmanager
 def d3engine_server(place: Place, rows: int, *options: str) -> Iterator[Server]:
-    """`d3engine serve`, of at most so many rows at once."""
+    """`d3engine serve`, of at most a given number of rows at once."""
     port = free_port()
     with _running(["-m", "d3engine", "serve", *_serve_options(place, rows, port), *options], port) as (server, _):
         yield server
@@ -95,7 +95,7 @@ def _serve_options(place: Place, rows: int, port: int) -> list[str]:
 
 @contextlib.contextmanager
 def llama_server(file: str, place: Place, rows: int) -> Iterator[Server]:
-    """llama.cpp's, of the weights in a GGUF file, with so many slots."""
+    """llama.cpp's, of the weights in a GGUF file, with a given number of slots."""
     port = free_port()
     sizes = [file, str(port), str(rows), str(rows * place.length), str(place.threads)]
     with _running(["-m", "benchmarks.serving.llama_server", *sizes], port) as (server, _):
@@ -150,7 +150,7 @@ class Bare:
         self._process = subprocess.Popen(command, env=checkout_environment(), stdin=pipe, stdout=pipe, text=True)
 
     def round(self, streams: int, seconds: float, depth: str, arrivals: Sequence[int]) -> dict[str, float]:
-        """Keep `streams` going for so many seconds, or give it `arrivals`: tokens, num_steps, seconds, cpu_seconds."""
+        """Keep `streams` going for these seconds, or give it `arrivals`: tokens, num_steps, seconds, cpu_seconds."""
         found: dict[str, float] = _answered(self._process, json.dumps([streams, seconds, depth, arrivals]))
         return found
 

@@ -29,12 +29,12 @@ class Arrivals:
         self._waiting += 1
 
     def took(self, steps: int) -> None:
-        """So many steps have been taken at once, since requests came."""
+        """Steps have been taken at once, since requests came."""
         self._by_step += [self._waiting] + [0] * (steps - 1)
         self._waiting = 0
 
     def take(self) -> list[int]:
-        """So many before each of the steps since it was last asked."""
+        """The number before each of the steps since it was last asked."""
         taken, self._by_step = self._by_step, []
         return taken
 

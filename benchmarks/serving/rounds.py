@@ -74,7 +74,7 @@ class Running:
 
     @contextlib.contextmanager
     def in_waves(self, rows: int, steps: int) -> Iterator[Measured]:
-        """Ours, where requests join the batch every so many steps."""
+        """Ours, where requests join the batch every few steps."""
         with d3engine_server(self._place, rows, "--admission-interval", str(steps)) as server:
             yield Measured.of(f"{OURS}, waves of {steps}", server, self._tokens)
 
@@ -93,11 +93,11 @@ class Measured:
 
     @classmethod
     def of(cls, name: str, server: Server, tokens: int) -> Measured:
-        """A client of its own, which asks for so many tokens."""
+        """A separate client, which asks for a given number of tokens."""
         return cls(name, server, Client(Asking(server.url, server.model_name(), tokens)))
 
     def streams(self, count: int, seconds: float, depth: str) -> dict[str, float]:
-        """The figures of so many streams, the server's processor time per token among them."""
+        """The figures of several streams, the server's processor time per token among them."""
         return self._round(lambda: self.client.streams(count, seconds, depth))
 
     def arrivals(self, gaps: Sequence[float], depth: str) -> dict[str, float]:

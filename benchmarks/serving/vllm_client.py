@@ -29,7 +29,7 @@ class VllmClient:
     tokenizer: Path
 
     def streams(self, url: str, model: str, count: int, requests: int, tokens: int) -> dict[str, float]:
-        """Random prompts of 32 tokens on so many streams, `requests` in all; seconds where ours are seconds.
+        """Random prompts of 32 tokens on a given number of streams, `requests` in all; seconds where ours are seconds.
 
         `unanswered` is how many of them failed: a connection that a server closes just as the next request comes by it
         is enough, since this client keeps its connections and asks once.

@@ -40,7 +40,7 @@ STOP_SECONDS = 30.0
 """How long `close` waits for the step that is running."""
 
 SHORT_PROMPT = 1024
-"""Characters or token ids: a tokenizer takes a quarter of a millisecond for so many, and to ask a thread a tenth of
+"""Characters or token ids: a tokenizer takes a quarter of a millisecond for this number, and to ask a thread a tenth of
 one."""
 
 LONG_WORK = 32 * 1024

@@ -158,7 +158,7 @@ class ReplyFuture:
 
 
 Tap: TypeAlias = "Callable[[Sequence[Any]], int]"
-"""Takes so many of the first of what came at once for a reader who waits; for the rest he is woken."""
+"""Takes this number of the first of what came at once for a reader who waits; for the rest he is woken."""
 
 
 class LoopWaker:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -169,7 +171,11 @@ class Conversation:
         """Run a line that begins with "/"; False for /exit."""
         name, *rest = line.split(maxsplit=1)
         given = rest[0].strip() if rest else ""
-        alone = {"/regenerate": self._regenerate, "/reset": self._reset, "/help": lambda: self._say(HELP)}
+        alone: dict[str, Callable[[], None]] = {
+            "/regenerate": self._regenerate,
+            "/reset": self._reset,
+            "/help": partial(self._say, HELP),
+        }
         with_argument = {"/system": self._system, "/set": self._set, "/save": self._save, "/load": self._load}
         with_argument["/depth"] = self._depth
         known = [*alone, *with_argument, "/exit"]

@@ -112,11 +112,11 @@ def generate(
     params = sampling_params(engine, sampling)
     if not raw_prompt and not chat:
         texts = _in_form_of(model, model_directory(model), texts)
-    prompts: Sequence[Prompt] = texts
+    in_form: Sequence[Prompt] = texts
     if chat:
-        prompts = [engine.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+        in_form = [engine.chat_prompt([{"role": "user", "content": text}]) for text in texts]
     with naming_the_flag(sampling):  # whether it can be compiled is found out with the first request
-        _show_prompts(engine, texts, prompts, params, bool(color_depth), depth_suffix, as_json)
+        _show_prompts(engine, texts, in_form, params, bool(color_depth), depth_suffix, as_json)
 
 
 def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:

@@ -23,11 +23,12 @@ from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
-    from d3engine.research.analysis.answers import Answered, Prompt
+    from d3engine.research.analysis.answers import Answered
     from d3engine.research.analysis.copying import Outcome
     from d3engine.research.analysis.observer import Observer
     from d3engine.research.analysis.report import Analysis, Table
     from d3engine.research.evaluation.benchmark import Question
+    from d3engine.research.evaluation.kept import Prompt
 
 DEFAULT_MAX_TOKENS = 128
 

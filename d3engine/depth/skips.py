@@ -579,7 +579,7 @@ class EarlyExit(DepthPolicy):
 
     @classmethod
     def preset(cls, num_layers: int) -> EarlyExit:
-        """The confidence that the D3 paper's Table 2 prints for a Llama-2 of so many layers, as the threshold."""
+        """The confidence that the D3 paper's Table 2 prints for a Llama-2 of `num_layers` layers, as the threshold."""
         return cls(of_layers({"early-exit": EXIT_CONFIDENCES}, "early-exit", num_layers))
 
     def _rule(self) -> ExitRule:

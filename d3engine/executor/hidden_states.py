@@ -32,7 +32,7 @@ class HiddenStateCache:
         self.with_room(int(rows.places.max()) + 1)[self._tensor(rows.places)] = hidden[self._tensor(rows.rows)]
 
     def with_room(self, num_places: int) -> Tensor:
-        """The buffer itself, [places, H], with at least so many; good until it is asked for again."""
+        """The buffer itself, [places, H], with at least `num_places`; good until it is asked for again."""
         lacking = num_places - len(self._states)
         if lacking > 0:
             self._states = torch.cat((self._states, self._states.new_empty((lacking, self._states.shape[1]))))

@@ -138,7 +138,7 @@ def pytorch_threads_for(config: ModelConfig, most: int) -> int:
 
 @contextmanager
 def pytorch_threads(most: int) -> Iterator[None]:
-    """Let PyTorch compute with at most so many threads in this block, and afterwards with as many as before.
+    """Let PyTorch compute with at most `most` threads in this block, and afterwards with as many as before.
 
     The number is the calling thread's, but for what PyTorch's other threads start with and the number of MKL.
     """

@@ -51,7 +51,7 @@ class HistogramCounter:
 
 
 class Timings:
-    """Of one engine, since it began. A run of several steps counts as so many of equal length."""
+    """Of one engine, since it began. A run of several steps counts as that number of equal length."""
 
     def __init__(self) -> None:
         self.step_seconds = HistogramCounter(STEP_SECONDS)

@@ -34,7 +34,7 @@ class OutputUpdater:
         self._num_layers = table.cutoffs.shape[1]
 
     def take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[NewTokens]:
-        """Add the sampled tokens to their sequences, whose chunks have run so many layers; see `Scheduler.update`."""
+        """Add the sampled tokens to their sequences, whose chunks have run `ran` layers; see `Scheduler.update`."""
         if sampled.cycles is not None:
             yield from self._take_cycles(plan, sampled.cycles)
             return

@@ -215,7 +215,7 @@ class _KeyQueue:
         return flow in self._running
 
     def count(self, flow: Flow, change: int) -> None:
-        """So many more sequences of a flow run."""
+        """`change` more sequences of a flow run."""
         self._running[flow] += change
         if not self._running[flow]:
             del self._running[flow]

@@ -23,7 +23,7 @@ MAX_CHUNK_FRAMING = 16 * 1024
 """Bytes of chunk sizes, chunk extensions and trailers, beyond `FRAMING_PER_BYTE` for each byte of the body."""
 FRAMING_PER_BYTE = 8
 MOST_GATHERED = 64 * 1024
-"""Bytes of one write: after so many it must show whether the client reads."""
+"""Bytes of one write: after them it must show whether the client reads."""
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
 RETRY_SECONDS = 1
 """After which a connection that was one too many may be tried again."""

@@ -70,7 +70,7 @@ def whole(body: bytes) -> Receive:
 
 
 def scope_of(path: str, length: int) -> Scope:
-    """Of a POST of so many bytes of JSON."""
+    """Of a POST of `length` bytes of JSON."""
     headers = {"host": "localhost", "content-type": "application/json", "content-length": str(length)}
     return {
         "type": "http",

@@ -30,13 +30,13 @@ _TOGETHER = tl.constexpr(16)  # parts of a head that are loaded together
 
 @triton.jit
 def entries_a_split(kv_length, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr):
-    """Entries that each split of a row of so many takes; the last may have fewer."""
+    """Entries that each split of a row of this length takes; the last may have fewer."""
     return tl.cdiv(tl.cdiv(tl.maximum(kv_length, 1), SPLIT), MOST_SPLITS) * SPLIT
 
 
 @triton.jit
 def first_entry(kv_length, window, UNIT: tl.constexpr, WINDOWED: tl.constexpr):
-    """The first entry that is read for a row of so many: a multiple of UNIT, 0 but WINDOWED."""
+    """The first entry that is read for a row of this length: a multiple of UNIT, 0 but WINDOWED."""
     if WINDOWED:
         first = tl.maximum(kv_length - window, 0) // UNIT * UNIT
     else:
@@ -127,7 +127,7 @@ class Room:
         return parts[: states * channels], parts[states * channels :], arrived
 
     def take(self, numbers: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """So many float32 numbers, and so many counters."""
+        """`numbers` float32 numbers and `counters` counters."""
         if self._parts is None or self._parts.numel() < numbers:
             self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
         if self._arrived is None or self._arrived.numel() < counters:

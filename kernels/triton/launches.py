@@ -224,7 +224,7 @@ _GROUP: tl.constexpr = tl.constexpr(GROUP)
 
 
 def arranged_columns(columns: int) -> int:
-    """Columns of a row of so many that is stored in this order: whole groups, filled up with zeros."""
+    """Columns of a row of `columns` that is stored in this order: whole groups, filled up with zeros."""
     return -(-columns // GROUP) * GROUP
 
 

@@ -28,7 +28,7 @@ from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.weight_format import WeightFormat
 
 MOST_RECIPES = 4096
-"""Beyond so many the oldest goes: a recipe is some 3 KB, and a step of other row counts makes five new ones a layer."""
+"""Beyond these the oldest goes: a recipe is some 3 KB, and a step of other row counts makes five new ones a layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_
 from d3engine.kernels.triton.operations import Step, performed
 
 ROWS_IN_TURN = 64
-"""Rows of a replay that meet in the room of their splits at once; a batch of so many rows needs as much."""
+"""Rows of a replay that meet in the room of their splits at once; a batch of this number of rows needs as much."""
 
 _LOG2_E = 1.4426950408889634
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -181,7 +181,7 @@ def attention_launches(
 
 
 def _splits(max_kv_length: int) -> int:
-    """Of a row that has so many entries."""
+    """Of a row of `max_kv_length` entries."""
     return min(MOST_SPLITS, -(-max_kv_length // SPLIT))
 
 
@@ -194,7 +194,7 @@ def _meeting(inputs: AttentionInputs) -> tuple[int, int]:
 
 
 def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
-    """The chunks for each launch of single rows: all, but of replays only so many as have room to meet."""
+    """The chunks for each launch of single rows: all, but of replays only as many as have room to meet."""
     count = inputs.kv_lengths.shape[0]
     if inputs.tiled_lengths is None or count <= ROWS_IN_TURN:
         return [inputs]
@@ -374,7 +374,7 @@ def tune_long_chunks(channels: int, group: int, element_size: int, max_chunk_row
 
 
 _FEW_PACKED_ROWS = (16, 256)
-"""Up to so many rows times heads of the longest chunk there are smaller query tiles."""
+"""Up to this number of rows times heads of the longest chunk there are smaller query tiles."""
 
 
 def _rows_alike(max_chunk_rows: int, group: int) -> int:

@@ -57,7 +57,7 @@ def finish_launch(
     channels = width = cast(int, targets["D"])
     block = 1024
     if head_norms is not None or targets["pool_scales_ptr"] is not None:
-        # A program's tile holds whole heads, each in so many places.
+        # A program's tile holds whole heads, each in `width` places.
         width = triton.next_power_of_2(channels)
         block = max(block, width)
     arguments = {

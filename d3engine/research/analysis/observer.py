@@ -92,7 +92,7 @@ class Observer:
         return scaled_embedding_(looked_up(self.weights.embedding, places, self.weights.dtype), self.config)
 
     def new_pool(self, length: int) -> Tensor:
-        """Room for the keys and values of so many positions of one layer, [1, 2, length, kv heads, head dim]."""
+        """Room for the keys and values of `length` positions of one layer, [1, 2, length, kv heads, head dim]."""
         config = self.config
         shape = (1, 2, length, config.num_kv_heads, config.head_dim)
         return torch.zeros(shape, dtype=self.weights.dtype, device=self._device)

@@ -34,7 +34,7 @@ BATCH = 64
 """Questions that are sampled at once."""
 
 ATTEMPTS = 4
-"""So many are sampled at most for each that is wanted; some never end."""
+"""Samples at most for each answer that is wanted; some never end."""
 
 
 def made_up_prompts(engine: Engine, count: int, seed: int) -> list[str]:
@@ -104,7 +104,7 @@ class OwnAnswers:
     answers: Sequence[Sequence[int]]
 
     def kept(self, full: Sequence[Sequence[int]], first: int) -> Mean:
-        """The mean share of the first so many tokens of full depth's answers before these part from them."""
+        """The mean share of the first `first` tokens of full depth's answers before these part from them."""
         shares = [
             same_beginning(own, one[:first]) / len(one[:first]) for own, one in zip(self.answers, full, strict=True)
         ]

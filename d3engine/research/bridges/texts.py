@@ -19,7 +19,7 @@ from d3engine.text.chat_template import ChatPrompts, load_chat_template
 from d3engine.text.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 8
-"""Of texts from one source, one in so many is held out."""
+"""Of texts from one source, one in this number is held out."""
 
 _ALLOWED = (
     'a file of text, or a .jsonl file whose lines are objects with "text", with "messages" or with "question" and '

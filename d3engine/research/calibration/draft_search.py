@@ -110,7 +110,7 @@ def search_draft(
     by_clock: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Drafted]:
-    """Look at so many proposals; returns the different drafts among them, as they came.
+    """Look at `count` proposals; returns the different drafts among them, as they came.
 
     A few drafts of an even pattern are the first. One that has come before counts, but does not run again. Raises
     `MissingExtraError` without the library that searches.

@@ -1,7 +1,8 @@
 """What a calibration has found, in sentences.
 
 "No" has two meanings, and neither is "no setting is safe". Either full depth knows too little for a loss
-to mean anything, or none could be shown to be safe with so many problems; then how many more might be enough is said.
+to mean anything, or none could be shown to be safe with the problems at hand; then the answer
+says how many more might be enough.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def _not_certified(check: Check, tolerance: Tolerance) -> str:
     chance = power(pairs.problems, tolerance, pairs.differing, check.full.exact_match)
     more = problems_for(HIGH_POWER, tolerance, pairs.differing, check.full.exact_match)
     words += (
-        f" The two differ in {100 * pairs.differing:.1f} % of the problems; if that were without any loss, so many "
-        f"problems would show it with a chance of {chance:.0%}"
+        f" The two differ in {100 * pairs.differing:.1f} % of the problems; if that were without any loss, this number "
+        f"of problems would show it with a chance of {chance:.0%}"
     )
     if more is not None and more > pairs.problems:
         words += f", and about {more} with one of {HIGH_POWER:.0%}"

@@ -57,7 +57,7 @@ def _tolerance(tolerance: Tolerance) -> dict[str, Any]:
 
 
 def power_table(problems: int, tolerance: Tolerance) -> list[dict[str, float]]:
-    """With what chance a certificate on so many problems shows that a setting without any loss is safe, if so many
+    """With what chance a certificate on `problems` problems shows that a setting without any loss is safe, if this many
     problems are answered differently; of a relative tolerance, where full depth is right on all."""
     return [{"differing": share, "certified": round(power(problems, tolerance, share), 4)} for share in DIFFERING]
 
@@ -185,7 +185,7 @@ MARKS = {
 OTHERS = ("o", GREY, 4, "other settings")
 GRIDS_IN_A_ROW = 2
 NEAR = 3
-"""The panel near full depth shows losses of up to so many tolerances."""
+"""The panel near full depth shows losses of up to this number of tolerances."""
 
 
 def plot_calibration(result: Calibration, title: str, path: str | Path) -> None:

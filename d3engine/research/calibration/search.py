@@ -112,7 +112,7 @@ def plan_check(certification: int | None, tolerance: Tolerance, has: Has | None 
 
 
 def least_tolerance(problems: int) -> Tolerance | None:
-    """The least one, in tenths of a point, that so many problems could certify; None: not even the widest."""
+    """The least one, in tenths of a point, that `problems` problems could certify; None: not even the widest."""
     square = NormalDist().inv_cdf(1 - PASS_LEVEL) ** 2
     tenths = range(ceil(1000 * square / (problems + square)), 1000 // FLOOR)
     tolerances = (Tolerance(number / 1000) for number in tenths)
@@ -135,7 +135,7 @@ def fewest_to_certify(tolerance: Tolerance) -> int:
 
 
 def most_kept(num_candidates: int, halvings: int) -> int:
-    """Candidates that stay after so many halvings of screening, at most."""
+    """Candidates that stay after `halvings` of screening, at most."""
     return max(-(-num_candidates // (1 << halvings)), min(num_candidates, FINALISTS))
 
 
@@ -169,7 +169,7 @@ def make_candidates(
     tails: Sequence[int] = (0,),
     bridges: Mapping[str, AbstractSet[tuple[int, int]]] | None = None,
 ) -> list[Candidate]:
-    """The different settings of a grid, for a model of so many layers and answers of so many tokens at most.
+    """The different settings of a grid, for a model of `num_layers` layers and answers of `max_tokens` tokens at most.
 
     `bridges` are the windows that each file holds, by what it is called: every setting is also one with each that holds
     all of its windows.
@@ -236,7 +236,7 @@ def _effect(schedule: Schedule, max_tokens: int) -> np.ndarray[tuple[int, ...], 
 
 LEAVE_LEVEL = 0.05
 FIRST_OF = 10
-"""Full depth answers one problem of so many first: where it knows nothing, that shows at once."""
+"""Full depth answers one problem of this number first: where it knows nothing, that shows at once."""
 
 
 class Fate(StrEnum):
@@ -447,7 +447,7 @@ class _Search:
         return [trial for trial in trials if trial.fate is Fate.SCREENING]
 
     def _halve(self, full: Answers, trials: Sequence[Trial], most: int) -> list[Trial]:
-        """At most so many of `trials` stay; the others' fate is `BEATEN`."""
+        """At most `most` of `trials` stay; the others' fate is `BEATEN`."""
         stay = sorted(self._within(full, trials), key=lambda trial: trial.screened.mean_layers)
         if len(stay) > most:
             stay = _fast_and_others(stay, most)

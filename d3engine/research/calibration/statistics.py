@@ -55,7 +55,7 @@ def _exact_p(only_full: int, only_setting: int, counted: int, tolerance: Toleran
 
 
 def power(problems: int, tolerance: Tolerance, differing: float, exact_match: float = 1.0) -> float:
-    """The chance that a setting without any loss is certified on so many problems, about.
+    """The chance that a setting without any loss is certified on `problems` problems, about.
 
     `differing` is the share of the problems that only one of full depth and setting answers rightly, as often one as
     the other. What full depth gets right, `exact_match`, matters for a relative tolerance alone.
@@ -83,7 +83,7 @@ def _chance(counted: int, lost: float, won: float, tolerance: Tolerance, least: 
 
 
 def _likely(trials: int, chance: float) -> Any:
-    """The counts that can be expected of so many trials."""
+    """The counts that can be expected of `trials` trials."""
     if chance <= 0:
         return np.zeros(1, dtype=np.int64)
     margin = SPREAD * (trials * chance * (1 - chance)) ** 0.5 + SPREAD
@@ -101,11 +101,11 @@ def _log_factorials(most: int) -> Any:
 
 
 FLOOR = 5
-"""Full depth's lower bound must be above so many tolerances: at least four fifths of what it knows then stay."""
+"""Full depth's lower bound must be above this number of tolerances: at least four fifths of what it knows then stay."""
 
 
 def check_tolerance(tolerance: Tolerance) -> None:
-    """Refuse one that not even a perfect full depth is so many times above."""
+    """Refuse one that not even a perfect full depth is this number of times above."""
     require_number("tolerance", tolerance.loss, 0, 1 / FLOOR, open_low=True, open_high=True)
 
 

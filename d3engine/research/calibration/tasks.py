@@ -2,7 +2,7 @@
 
 Search and proof need different questions. A task with a validation split gives screening from it and the
 certificate from its test split. BBH has one split only: the order of the questions' hashes, the same for every seed,
-says which half they belong to. Files hold so many questions and no more, so a second calibration on them certifies
+says which half they belong to. A file's questions are a fixed number, so a second calibration on them certifies
 on the same ones twice; generated tasks have new ones for each seed.
 """
 
@@ -36,7 +36,7 @@ class CalibrationTask:
     has: Has | None = None
 
     def parts(self, screening: int, certification: int) -> dict[Part, list[Question]]:
-        """So many questions for each part. Raises `InvalidValueError` where the task has fewer different ones."""
+        """Questions for each part. Raises `InvalidValueError` where the task has fewer different ones."""
         validation = _different(self.load("validation", screening)) if screening else []
         test = _different(self.load("test", certification))
         wanted = f"{screening} to search, {certification} to certify"

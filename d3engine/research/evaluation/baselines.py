@@ -75,7 +75,7 @@ def at_equal_depth(
 ) -> list[DepthPolicy]:
     """SkipDecode, unified and tail skipping whose nominal mean depth over `max_tokens` is nearest to the policy's.
 
-    Where an order is given in which layers may go, such as `published_order` finds, so many of these as well.
+    Where an order is given in which layers may go, such as `published_order` finds, the same number of these as well.
     """
     require_integer("max_tokens", max_tokens, 2)
     mean = mean_depth(policy.schedule(num_layers), max_tokens)

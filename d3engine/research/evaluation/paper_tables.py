@@ -13,7 +13,7 @@ LAYERS = {"7B": 32, "13B": 40, "70B": 80}
 
 BENCHMARKS = ("bbh", "gsm8k")
 MAX_TOKENS = {"bbh": 200, "gsm8k": 1024}
-"""Table 6: "maximum length"; the mean layers are over so many tokens, whatever was really generated."""
+"""Table 6: "maximum length"; the mean layers are over this number of tokens, whatever was really generated."""
 
 ITEMS = {"bbh": 6511, "gsm8k": 1319}
 """Of the public data sets, not printed; every score of Table 8 is a whole number of such items."""

@@ -39,7 +39,7 @@ NAMES = (WORD_PROBLEMS, *GENERATORS)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the questions of a task are: so many `counted`, from `fewest` to `most` unless a user says so.
+    """How large the questions of a task are: the number `counted`, from `fewest` to `most` unless a user says so.
 
     A user may say from `least`, below which a split has hardly a question, to `largest`.
     """

@@ -72,7 +72,7 @@ def work_of(output: RequestOutput, policy: DepthPolicy, num_layers: int) -> Work
 
 
 def _crossings(schedule: Schedule, num_steps: int) -> int:
-    """Windows that so many tokens leave out, summed."""
+    """Windows that `num_steps` tokens leave out, summed."""
     return sum((end - step) * len(windows_of(schedule.active(step))) for step, end in schedule.runs(num_steps))
 
 

@@ -119,7 +119,7 @@ LOWEST = -9999.0
 
 @dataclass(frozen=True)
 class LogprobWords:
-    """How a request wants them: so many likeliest ones, tokens as their text or as "token_id:N"."""
+    """How a request wants them: how many of the likeliest, tokens as their text or as "token_id:N"."""
 
     num_top: int
     as_ids: bool

@@ -145,7 +145,7 @@ class _Writer:
         return self._num_own + self._straight.num_writes
 
     async def ping(self, num_writes: int) -> None:
-        """Write a ping, unless more than so many writes have been made when its turn comes."""
+        """Write a ping, unless more than `num_writes` writes have been made when its turn comes."""
         async with self._turn:
             if self.num_writes == num_writes:
                 await self._write(self._ping)
