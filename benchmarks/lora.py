@@ -123,7 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments))
     file = given.pop("json")
     settings = Settings(**given)
-    report = {"environment": environment("benchmarks.lora", arguments), "settings": asdict(settings)}
+    report = {
+        "environment": environment("benchmarks.lora", arguments),
+        "settings": asdict(settings) | {"model": Path(settings.model).name},
+    }
     tell(report | measure(settings), show, width=100, file=file)
     return 0
 

@@ -115,7 +115,7 @@ class NewRequests:
         schedule, draft_rule = self._fit(params.depth or self._depth)
         adapter = None
         if lora_request is not None:
-            require(self._adapters is not None, "lora_request", lora_request, "None, since nobody here has any")
+            require(self._adapters is not None, "lora_request", lora_request, "None, since no adapters are loaded")
             assert self._adapters is not None
             adapter = self._adapters.of_request(lora_request)
             without = "None beside a student, whose layers an adapter was not trained for"
@@ -210,7 +210,7 @@ def _fit(
         require(student is None, "student", student, "absent in a draft, whose layers are the model's own")
     for skipping in (schedule, None if rule is None else rule.schedule):
         if skipping is not None and (skipping.bridges is not None or skipping.student is not None):
-            require(bridges is not None, "bridges", skipping.bridges, "absent, since nobody here has any")
+            require(bridges is not None, "bridges", skipping.bridges, "absent, since no bridges are loaded")
             assert bridges is not None
             bridges.check(skipping)
     if log is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import LAYERS, POLICIES, Request, block_bytes, run_together, some_requests
+from batches import LAYERS, POLICIES, Request, block_bytes, preempting, run_together, some_requests
 
 from d3engine import D3, DraftAndVerify, EarlyExit, Engine, InvalidValueError, SamplingParams
 from d3engine.depth import DepthPolicy
@@ -39,15 +39,10 @@ def test_log_probabilities_are_the_same_bits_whoever_comes_beside_and_whatever_i
     ]
     numbers = random.Random(0)
 
-    def preempt(engine: Engine) -> None:
-        for sequence in engine.scheduler.running:
-            if numbers.random() < 0.1:
-                engine.scheduler._preempt(sequence)
-
     invariant: dict[str, Any] = {"batch_invariant": True, "kv_cache_dtype": cache}
     memory = LAYERS * 30 * block_bytes(cache)
     together = make_engine(max_num_batched_tokens=9, max_num_seqs=7, kv_cache_memory_bytes=memory, **invariant)
-    found = run_together(together, requests, random.Random(0), before_step=preempt)
+    found = run_together(together, requests, random.Random(0), before_step=preempting(numbers, 0.1))
     stats = together.stats()
     assert stats.num_preemptions > 10
     assert stats.cached_prompt_tokens > 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Request, kv_is_back, run_together
+from batches import Request, kv_is_back, preempting, run_together
 from depth_oracle import ActiveLayers, d3, greedy_at_depth, unified_skip, window_of
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
 from transformers import (
@@ -104,14 +104,11 @@ def test_requests_that_share_batches_and_are_preempted_answer_as_transformers_la
     monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
     requests, numbers = requests_of(seed, 21), random.Random(seed)
 
-    def disturb(engine: Engine) -> None:
-        for sequence in engine.scheduler.running:
-            if numbers.random() < 0.03:
-                engine.scheduler._preempt(sequence)
-
     options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": rows, "max_num_seqs": min(rows - 5, 7)}
     with Engine(directory, skip_tokenizer_init=True, dtype="float32", max_model_len=128, **options) as engine:
-        done = run_together(engine, [request for request, _, _ in requests], random.Random(seed), before_step=disturb)
+        done = run_together(
+            engine, [request for request, _, _ in requests], random.Random(seed), before_step=preempting(numbers, 0.03)
+        )
         stats = engine.stats()
         assert stats.num_preemptions > 0
         assert stats.cached_prompt_tokens > 0

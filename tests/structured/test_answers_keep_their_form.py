@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batches import Request, run_together
+from batches import Request, preempting, run_together
 from json_schemas import random_schema, satisfies
 from multi_step import unread
 from tiny_models import save_without_layer
@@ -138,7 +138,7 @@ def test_a_second_model_drafts_in_the_form_too(
         assert (drafted.token_ids, drafted.finish_reason) == (full.token_ids, full.finish_reason)
 
 
-def test_whoever_shares_the_batch_and_is_preempted_answers_as_alone(random_engine: Callable[..., Engine]) -> None:
+def test_answers_beside_others_and_preempted_are_those_alone(random_engine: Callable[..., Engine]) -> None:
     numbers = random.Random(3)
     requests = []
     for nth in range(7):
@@ -149,12 +149,7 @@ def test_whoever_shares_the_batch_and_is_preempted_answers_as_alone(random_engin
     with random_engine("sentencepiece", max_model_len=64) as engine:
         alone = [answers(engine, [request.params], [5, 6, 7])[0] for request in requests]
 
-        def disturb(engine: Engine) -> None:
-            for sequence in engine.scheduler.running:
-                if numbers.random() < 0.12:
-                    engine.scheduler._preempt(sequence)
-
-        done = run_together(engine, requests, random.Random(1), before_step=disturb)
+        done = run_together(engine, requests, random.Random(1), before_step=preempting(numbers, 0.12))
         assert engine.stats().num_preemptions > 5
     for nth, other in enumerate(alone):
         (one,) = done[nth].outputs

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import Request, run_together
+from batches import Request, preempting, run_together
 
 from d3engine import (
     D3,
@@ -71,16 +71,19 @@ def mask(place: Constraint, drafted: list[int]) -> list[int] | None:
     return None if found is None else np.unpackbits(found, bitorder="little").tolist()
 
 
-def walk(forms: Forms, tokenizer: Tokenizer, params: StructuredOutputsParams, seed: int, texts: list[str]) -> int:
-    """Let both take the same random tokens; returns how many the grammar alone was not asked about."""
+def walk(
+    forms: Forms, tokenizer: Tokenizer, params: StructuredOutputsParams, seed: int, texts: list[str]
+) -> tuple[int, int]:
+    """Let both take the same random tokens; returns the masks that were compared, and the tokens that asked none."""
     quick, slow = both(forms, params)
-    numbers, num_rested = random.Random(seed), 0
+    numbers, num_compared, num_rested = random.Random(seed), 0, 0
     ids = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
     for token in ids:
         allowed = mask(slow, [])
         assert mask(quick, []) == allowed
+        num_compared += 1
         if allowed is None or not allowed[token]:
-            return num_rested
+            return num_compared, num_rested
         num_rested += quick.token_seconds == 0 and slow.token_seconds > 0
         drafted = [token, *numbers.choices(ids, k=2)]
         if numbers.random() < 0.3:
@@ -92,11 +95,11 @@ def walk(forms: Forms, tokenizer: Tokenizer, params: StructuredOutputsParams, se
         slow.take(token)
         assert quick.fault is None
     assert mask(quick, []) == mask(slow, [])
-    return num_rested
+    return num_compared + 1, num_rested
 
 
 @pytest.mark.parametrize("reasoning", [None, ("<think>", "</think>"), ("", "</think>")])
-@pytest.mark.parametrize("name", [one.name for one in TOOL_FORMATS])
+@pytest.mark.parametrize("name", [one.name for one in TOOL_FORMATS if one.openings])
 def test_every_token_is_allowed_as_by_the_grammar_alone(
     forms: Forms, tokenizer: Tokenizer, name: str, reasoning: tuple[str, str] | None
 ) -> None:
@@ -105,17 +108,15 @@ def test_every_token_is_allowed_as_by_the_grammar_alone(
     params = StructuredOutputsParams(
         grammar=(form := written.grammar(asked)).grammar, openings=form.openings, reasoning=reasoning
     )
-    if reasoning is None and not written.openings:
-        return  # nothing of it is free
     for seed in range(6):
         numbers = random.Random(seed)
         words = [*WORDS, *written.openings, *(one[: len(one) // 2] for one in written.openings)]
-        walk(forms, tokenizer, params, seed, numbers.choices(words, k=12))
-    if written.openings:
-        call = written.openings[0] + written.head.replace("NAME", "count") + '{"many": 5}' + written.tail + written.end
-        text = ["<think>I think" if reasoning and reasoning[0] else "", "</think>" if reasoning else ""]
-        rested = walk(forms, tokenizer, params, 0, [*text, "Tom has 5 pens. Tom has 5 pens and more. " * 3, call])
-        assert rested > 20
+        num_compared, _ = walk(forms, tokenizer, params, seed, numbers.choices(words, k=12))
+        assert num_compared
+    call = written.openings[0] + written.head.replace("NAME", "count") + '{"many": 5}' + written.tail + written.end
+    text = ["<think>I think" if reasoning and reasoning[0] else "", "</think>" if reasoning else ""]
+    _, rested = walk(forms, tokenizer, params, 0, [*text, "Tom has 5 pens. Tom has 5 pens and more. " * 3, call])
+    assert rested > 20
 
 
 @pytest.mark.parametrize("form", [{"json": COUNT}, {"regex": "(?s:.*)"}, {"choice": ["yes", "no"]}])
@@ -126,12 +127,13 @@ def test_a_form_behind_a_reasoning_is_its_grammar(forms: Forms, tokenizer: Token
             numbers = random.Random(seed)
             texts = [
                 reasoning[0],
-                *numbers.choices(WORDS, k=8),
+                *numbers.choices([word for word in WORDS if "</think>" not in word], k=8),
                 "</think>",
                 "\n\n",
                 "yes" if "choice" in form else '{"many": 5}',
             ]
-            walk(forms, tokenizer, params, seed, texts)
+            num_compared, _ = walk(forms, tokenizer, params, seed, texts)
+            assert num_compared > 20, "the walk has left the grammar before its form"
 
 
 def test_a_reasoning_is_ended_at_its_limit(forms: Forms, tokenizer: Tokenizer) -> None:
@@ -156,7 +158,7 @@ POLICIES: list[DepthPolicy] = [FullDepth(), D3(0.9, 0.5), SelfSpeculative(Unifie
 CALLS = 'start: TEXT | opening calls\nTEXT: /(?s:.*)/\nopening[lazy]: /(?s:.*)e/\ncalls: /[0-9]{2}/ ")"'
 
 
-def test_whoever_shares_the_batch_and_is_preempted_answers_as_alone(random_engine: Callable[..., Engine]) -> None:
+def test_answers_beside_others_and_preempted_are_those_alone(random_engine: Callable[..., Engine]) -> None:
     requests = []
     for nth in range(8):
         form = StructuredOutputsParams(grammar=CALLS, openings=["e"])
@@ -167,12 +169,7 @@ def test_whoever_shares_the_batch_and_is_preempted_answers_as_alone(random_engin
         prompt = {"prompt_token_ids": [5, 6, 7]}
         alone = [engine.generate([prompt], one.params, use_tqdm=False)[0].outputs[0] for one in requests]
 
-        def disturb(engine: Engine) -> None:
-            for sequence in engine.scheduler.running:
-                if numbers.random() < 0.12:
-                    engine.scheduler._preempt(sequence)
-
-        done = run_together(engine, requests, random.Random(1), before_step=disturb)
+        done = run_together(engine, requests, random.Random(1), before_step=preempting(numbers, 0.12))
         assert engine.stats().num_preemptions > 5
     for nth, other in enumerate(alone):
         (one,) = done[nth].outputs

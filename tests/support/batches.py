@@ -141,6 +141,17 @@ def assert_close_logprobs(found: list[Any] | None, wanted: list[Any] | None) -> 
             assert logprob.logprob == pytest.approx(other[token].logprob, abs=2e-3)
 
 
+def preempting(numbers: random.Random, share: float) -> Callable[[Engine], None]:
+    """For `before_step`: preempts each running sequence with this probability."""
+
+    def disturb(engine: Engine) -> None:
+        for sequence in engine.scheduler.running:
+            if numbers.random() < share:
+                engine.scheduler._preempt(sequence)
+
+    return disturb
+
+
 def run_together(
     engine: Engine,
     requests: list[Request],
@@ -174,13 +185,8 @@ def assert_each_answers_as_alone(
         for nth in range(count)
     ]
 
-    def disturb(engine: Engine) -> None:
-        for sequence in engine.scheduler.running:
-            if numbers.random() < 0.1:
-                engine.scheduler._preempt(sequence)
-
     with make_engine(max_num_batched_tokens=12, enforce_eager=enforce_eager) as engine:
-        done = run_together(engine, requests, random.Random(1), before_step=disturb)
+        done = run_together(engine, requests, random.Random(1), before_step=preempting(numbers, 0.1))
         stats = engine.stats()
         assert stats.num_preemptions > 2
         assert stats.cached_prompt_tokens > 0
