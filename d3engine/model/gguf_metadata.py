@@ -259,8 +259,8 @@ def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def gguf_tokenizer_json(file: GGUFFile) -> bytes:
-    """The tokenizer.json of byte-level BPE. Raises `ModelFormatError`, naming the key."""
+def gguf_tokenizer_json(file: GGUFFile) -> dict[str, Any]:
+    """The parsed tokenizer.json of byte-level BPE. Raises `ModelFormatError`, naming the key."""
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
@@ -280,7 +280,7 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (_CONTROL, _USER_DEFINED)
     ]
-    pipeline = {
+    return {
         "version": "1.0",
         "added_tokens": added,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(splitting.steps)},
@@ -293,7 +293,6 @@ def gguf_tokenizer_json(file: GGUFFile) -> bytes:
             "merges": merges,
         },
     }
-    return json.dumps(pipeline, ensure_ascii=False).encode("utf-8")
 
 
 _AS_IT_IS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

@@ -80,6 +80,10 @@ class ModelFiles(ABC):
         """
         return None
 
+    def byte_level_bpe(self) -> dict[str, Any] | None:
+        """The parsed tokenizer.json where it is made of a header; None where there is a file of that name."""
+        return None
+
     def packed_bytes(self) -> int | None:
         """Bytes of the weight files, where they hold matrices in blocks; None for all others."""
         return None
@@ -240,6 +244,9 @@ class GGUFFiles(ModelFiles):
             raise UnreadableFileError(f"{self.path}: its {name} would have more than {most:,} bytes, which is the most")
         return made
 
+    def byte_level_bpe(self) -> dict[str, Any]:
+        return gguf_tokenizer_json(self._file)
+
     def packed_bytes(self) -> int | None:
         return self._file.nbytes
 
@@ -273,7 +280,7 @@ def _chat_template(file: GGUFFile) -> bytes:
 _MADE: dict[str, Callable[[GGUFFile], bytes]] = {
     CONFIG_FILE: lambda file: _json(gguf_config(file)),
     GENERATION_CONFIG_FILE: _generation_config,
-    "tokenizer.json": gguf_tokenizer_json,
+    "tokenizer.json": lambda file: json.dumps(gguf_tokenizer_json(file), ensure_ascii=False).encode("utf-8"),
     "tokenizer.model": gguf_sentencepiece,
     "tokenizer_config.json": lambda file: _json(gguf_tokenizer_config(file)),
     "chat_template.jinja": _chat_template,

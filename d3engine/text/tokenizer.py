@@ -19,6 +19,7 @@ from d3engine.model.source import ModelFiles, ModelSource, files_of
 from d3engine.text.tokenizer_files import (
     TokenLengths,
     added_tokens,
+    byte_level_bpe,
     is_tiktoken,
     missing_in,
     named_special_tokens,
@@ -106,8 +107,8 @@ def load_tokenizer(model: ModelSource) -> Tokenizer:
     files = files_of(model)
     config = read_tokenizer_config(files)
     if files.has("tokenizer.json"):
-        backend, decoder = _read_tokenizer_json(files)
-        return FastTokenizer(files.place("tokenizer.json"), backend, decoder, config)
+        backend, decoder, vocabulary = _read_tokenizer_json(files)
+        return FastTokenizer(files.place("tokenizer.json"), backend, decoder, config, vocabulary)
     if files.has("tokenizer.model"):
         content = files.read_bytes("tokenizer.model")
         if not is_tiktoken(content):
@@ -125,7 +126,14 @@ class FastTokenizer(Tokenizer):
     of tokenizer_config.json are for tokenizer.model, which has none.
     """
 
-    def __init__(self, path: Path, backend: tokenizers.Tokenizer, decoder: object, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        backend: tokenizers.Tokenizer,
+        decoder: object,
+        config: Mapping[str, Any],
+        vocabulary: Mapping[str, int] | None = None,
+    ) -> None:
         self._tokenizer = backend
         # The file may have the padding and truncation of a training run.
         self._tokenizer.no_padding()
@@ -136,10 +144,12 @@ class FastTokenizer(Tokenizer):
         _add_special_tokens(backend, config)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if vocabulary is None:
+            vocabulary = backend.get_vocab(with_added_tokens=False)
+        self.vocab_size = max([*vocabulary.values(), *added], default=-1) + 1
         self.kind, self.strips_first_space = _classify_decoder(decoder)
         self._has_byte_fallback = "ByteFallback" in json.dumps(decoder)
-        self._lengths = TokenLengths.of(backend)
+        self._lengths = TokenLengths.of(backend, vocabulary)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) >= LONG_TEXT:
@@ -282,25 +292,37 @@ def join_byte_fallback_tokens(tokens: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _read_tokenizer_json(files: ModelFiles) -> tuple[tokenizers.Tokenizer, object]:
-    """Return the pipeline of a tokenizer.json, and its decoder section. Raises `ModelFormatError`."""
-    source, path = files.read_text("tokenizer.json"), files.place("tokenizer.json")
+def _read_tokenizer_json(files: ModelFiles) -> tuple[tokenizers.Tokenizer, object, dict[str, int] | None]:
+    """Return the pipeline of a tokenizer.json, its decoder section, and its vocabulary where that has the ids.
+
+    Raises `ModelFormatError`.
+    """
+    path, pipeline = files.place("tokenizer.json"), files.byte_level_bpe()
+    source = "" if pipeline is not None else files.read_text("tokenizer.json")
     try:
-        pipeline = json.loads(source)
-        torn = [
-            token for token in pipeline.get("added_tokens") or () if token.get("special") and token.get("normalized")
-        ]
-        for token in torn:
-            # As in Llama 2's first tokenizer.json: its normalizer puts a space mark before each of them too, so that
-            # none is found after another one ("</s><s>").
-            token["normalized"] = False
-        backend = guarded(tokenizers.Tokenizer.from_str, json.dumps(pipeline) if torn else source)
+        if pipeline is not None:
+            backend = guarded(byte_level_bpe, pipeline)
+        else:
+            pipeline = json.loads(source)
+            backend = guarded(tokenizers.Tokenizer.from_str, json.dumps(pipeline) if _mend(pipeline) else source)
         missing = missing_in(pipeline)
     except Exception as error:
         raise ModelFormatError(f"{path}: is no valid tokenizer.json: {error}") from error
     if missing is not None:
         raise ModelFormatError(f"{path}: {missing}")
-    return backend, pipeline.get("decoder")
+    vocabulary = pipeline["model"]["vocab"]
+    return backend, pipeline.get("decoder"), vocabulary if isinstance(vocabulary, dict) else None
+
+
+def _mend(pipeline: Mapping[str, Any]) -> bool:
+    """Whether it has special tokens that are normalized, as Llama 2's first tokenizer.json; no longer has them.
+
+    Its normalizer puts a space mark before each of them too, so that none is found after another one ("</s><s>").
+    """
+    torn = [token for token in pipeline.get("added_tokens") or () if token.get("special") and token.get("normalized")]
+    for token in torn:
+        token["normalized"] = False
+    return bool(torn)
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

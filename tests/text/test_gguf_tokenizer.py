@@ -7,6 +7,7 @@ GGUF loader reads the same files, and the texts on which it differs are of one k
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,9 @@ from transformers import AutoTokenizer
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
+from d3engine.model.source import files_of
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.text.tokenizer_files import byte_level_bpe
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -97,6 +100,15 @@ def test_token_ids_are_those_of_the_published_pre_tokenizer(written: Callable[[s
         ids = ours.encode(text, add_special_tokens=False)
         assert ids == oracle.encode(text, add_special_tokens=False).ids, text
         assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_what_is_put_together_is_what_its_tokenizer_json_reads_as(written: Callable[[str], Path], pre: str) -> None:
+    files = files_of(written(pre))
+    pipeline = files.byte_level_bpe()
+    assert pipeline is not None
+    assert json.loads(files.read_text("tokenizer.json")) == pipeline
+    assert byte_level_bpe(pipeline).to_str() == Tokenizer.from_str(files.read_text("tokenizer.json")).to_str()
 
 
 DIFFERENT: dict[str, Callable[[str], bool]] = {
