@@ -204,8 +204,11 @@ def run_answers(
 ) -> Run:
     """Answer `prompts` in one batch; `show` is called in the order of the answers, until each has finished.
 
+    An engine that has adapters has one, which answers.
+
     Ctrl-C ends the requests after the step that runs. Raises `FailedError` for an answer that a fault ended.
     """
+    adapter = next(iter(engine.lora_adapters), None)
     ids = [f"prompt-{number}" for number in range(len(prompts))]
     params = replace(params, output_kind=RequestOutputKind.DELTA)
     hides = params.skip_special_tokens
@@ -216,7 +219,7 @@ def run_answers(
     with held_back() as interrupt:
         try:
             for request_id, prompt in zip(ids, prompts, strict=True):
-                engine.add_request(request_id, prompt, params)
+                engine.add_request(request_id, prompt, params, lora_request=adapter)
             _step_until_done(engine, run, show, interrupt)
         finally:
             engine.abort_request(ids)

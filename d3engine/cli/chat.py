@@ -19,6 +19,7 @@ from d3engine.cli.engine_options import (
     CHAT_DEFAULTS,
     CHAT_MAX_TOKENS,
     MODEL,
+    Lora,
     Options,
     check_sampling,
     model_directory,
@@ -26,6 +27,7 @@ from d3engine.cli.engine_options import (
     sampling_params,
     takes_chat_sampling,
     takes_engine,
+    with_adapter,
 )
 from d3engine.cli.streams import given_text
 from d3engine.errors import FailedError, InvalidValueError, require
@@ -71,6 +73,7 @@ def chat(
     depth: Depth,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL} It needs a chat template.")],
     system: Annotated[str | None, typer.Option("--system", help="A system message.", show_default=False)] = None,
+    lora: Lora = None,
     color_depth: Annotated[
         bool, typer.Option("--color-depth", help="Colour each token by the layers it ran, on a terminal.")
     ] = False,
@@ -83,7 +86,7 @@ def chat(
     check_sampling(sampling)
     _require_template(model)
     sampling = {**_defaults(model), **sampling}
-    engine = open_engine(model, engine_options, depth)
+    engine = open_engine(model, with_adapter(engine_options, lora), depth)
     params = sampling_params(engine, sampling)
     Conversation(engine, params, system, color_depth).run()
 

@@ -297,6 +297,21 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
     return arguments
 
 
+Lora: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--lora", metavar="DIRECTORY", help="A LoRA adapter to answer with, as PEFT has saved it."),
+]
+
+
+def with_adapter(options: Options, directory: Path | None) -> Options:
+    """The engine options that load the adapter of `--lora`, if there is one."""
+    if directory is None:
+        return options
+    from d3engine.model.adapters import largest_rank
+
+    return {**options, "lora_modules": {"lora": str(directory)}, "max_lora_rank": largest_rank(directory)}
+
+
 def sampling_params(engine: Engine, given: Options) -> SamplingParams:
     """What the model's generation_config.json says, with the options given in its place."""
     return replace(engine.default_sampling_params, **{"max_tokens": DEFAULT_MAX_TOKENS, **with_form(given)})

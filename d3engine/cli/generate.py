@@ -15,6 +15,7 @@ import typer
 from d3engine.cli.commands import ExitCode, new_app, note
 from d3engine.cli.depth_options import Depth, takes_depth
 from d3engine.cli.engine_options import (
+    Lora,
     Model,
     Options,
     check_sampling,
@@ -24,6 +25,7 @@ from d3engine.cli.engine_options import (
     sampling_params,
     takes_engine,
     takes_samples,
+    with_adapter,
 )
 from d3engine.cli.streams import given_text, is_unicode
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
@@ -76,6 +78,7 @@ def generate(
     depth_suffix: Annotated[
         bool, typer.Option("--depth-suffix", help="Write the layers it ran behind each token: word[9].")
     ] = False,
+    lora: Lora = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each answer.")] = False,
 ) -> None:
     """Generate text from prompts, or show the demo model at work.
@@ -87,6 +90,7 @@ def generate(
     require(not (depth_suffix and color_depth), "--depth-suffix", NOTHING, "given without --color-depth")
     check_sampling(sampling)
     model_directory(model, " (the prompt comes after it)")
+    engine_options = with_adapter(engine_options, lora)
     if not texts:
         is_problem = model == "demo" or problem_seed is not None
         require(is_problem, "PROMPT", NOTHING, 'given: a text, "-" for stdin, or --prompt-file FILE')

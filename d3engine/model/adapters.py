@@ -252,6 +252,12 @@ def read_adapter(
     return Adapter(name, directory, next(_numbers), tuple(maps))
 
 
+def largest_rank(directory: Path) -> int:
+    """Of the maps that an adapter's config names. Raises `ModelFormatError`."""
+    fields = Fields(read_json_object(directory / CONFIG_FILE), str(directory / CONFIG_FILE))
+    return _Targets(fields).largest_rank
+
+
 def _check_fields(fields: Fields) -> None:
     if fields.get("peft_type") != "LORA":
         fields.refuse("peft_type", '"LORA"')
@@ -393,6 +399,10 @@ class _Targets:
             name = "r" if rank == self._rank else "rank_pattern"
             self._fields.refuse(name, f"ranks from 1 to max_lora_rank={most}")
         return rank
+
+    @property
+    def largest_rank(self) -> int:
+        return max([self._rank, *(rank for rank in self._patterns["rank_pattern"].values() if type(rank) is int)])
 
     def scale(self, module: str) -> float:
         alpha = self._number("alpha_pattern", self._by_pattern("alpha_pattern", module, self._alpha))

@@ -14,6 +14,7 @@ import pytest
 from invoking import invoke
 from rich.console import Console
 
+from benchmarks.lora import write_random_adapter
 from d3engine.calls.call_lock import held_back
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
@@ -160,6 +161,19 @@ def test_sampling_flags_reach_the_engine(engine: Engine) -> None:
     assert shown == whole.split(" = ")[0] + " = \n"
     report = json.loads(generate("demo", PROMPT, "--max-tokens", "60", "--ignore-eos", "--json").stdout)
     assert (len(report["tokens"]), report["finish_reason"]) == (60, "length")
+
+
+def test_an_adapter_answers_in_place_of_the_model(engine: Engine, tmp_path: Path) -> None:
+    """Of a rank that a request could not bring."""
+    write_random_adapter(tmp_path / "adapter", engine.config, rank=20, size=0.15)
+    with Engine("demo", lora_modules={"own": str(tmp_path / "adapter")}, max_lora_rank=20) as other:
+        params = SamplingParams(temperature=0, max_tokens=12, depth=FullDepth())
+        wanted = other.generate(PROMPT, params, use_tqdm=False, lora_request="own")[0].outputs[0].text
+    flags = ["--temperature", "0", "--max-tokens", "12", "--depth", "full", "--raw-prompt"]
+    assert generate("demo", PROMPT, *flags, "--lora", str(tmp_path / "adapter")).stdout == wanted + "\n"
+    assert generate("demo", PROMPT, *flags).stdout != wanted + "\n"
+    refused = run("demo", PROMPT, "--lora", str(tmp_path))
+    assert (refused.exit_code, refused.stderr) == (2, f"error: {tmp_path / 'adapter_config.json'} is missing\n")
 
 
 def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
