@@ -30,6 +30,7 @@ from d3engine.loading.engine_config import RENAMED, EngineConfig
 from d3engine.loading.executors import adapter_store, bridge_store
 from d3engine.loading.host import pytorch_threads, pytorch_threads_for
 from d3engine.loading.model_directory import default_sampling_params
+from d3engine.loading.prefix_file import PrefixFile
 from d3engine.loading.resolve import check_policy, resolve_settings
 from d3engine.loading.settings import EngineProperties
 from d3engine.request.engine_request import EngineRequest
@@ -84,6 +85,9 @@ class Engine(Chats, EngineProperties):
                 log=Certification(settings.directory, settings.config.num_layers).log,
             )
             self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
+            self._prefix_file = PrefixFile.of(settings, self.executor.stats.executor)
+            if self._prefix_file is not None:
+                self._prefix_file.read(self.scheduler.prefix_cache, self.executor.pool)
         self._pytorch_threads = pytorch_threads_for(settings.config, settings.num_threads)
         self.sampler = VerifyingSampler()
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)
@@ -318,9 +322,11 @@ class Engine(Chats, EngineProperties):
         self.adapters.unload(name)
 
     def close(self) -> None:
-        """Drop weights, cache and requests; calling it again does nothing."""
+        """Drop weights, cache and requests, and write the prefix cache file; calling it again does nothing."""
         with self._call():
             if self._life.close():
+                if self._prefix_file is not None:
+                    self._prefix_file.write(self.scheduler.prefix_cache, self.executor.pool)
                 self.executor.close()
                 del self.executor
                 self._in_flight = RequestRegistry(self.scheduler, self.tokenizer, self._life)

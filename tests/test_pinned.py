@@ -33,4 +33,6 @@ def test_every_action_is_pinned_by_its_commit() -> None:
     uses = [line for file in workflows for line in file.read_text(encoding="utf-8").splitlines() if "uses:" in line]
     assert uses
     for line in uses:
+        if "uses: ./.github/" in line:
+            continue  # this very commit's
         assert re.fullmatch(r"\s*(- )?uses: [\w-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line

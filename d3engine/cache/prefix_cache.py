@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -22,10 +22,14 @@ Salt: TypeAlias = str | tuple[int, str | None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Prefix:
+    """A logical block: its key, the key or root before it, its tokens, and its blocks [L]."""
+
+    key: bytes
     parent: bytes
     tokens: bytes
-    blocks: IntArray  # [L]
+    blocks: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    lasts: bool = True  # whether its salt means the same in another process: it is a text, or there is none
 
 
 class PrefixCache:
@@ -33,7 +37,7 @@ class PrefixCache:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, Prefix] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,7 +74,8 @@ class PrefixCache:
             blocks = self._cache.tables[slot, :, index].copy()
             tokens = _as_bytes(prompt[index * size : (index + 1) * size])
             self._cache.pool.retain(blocks)
-            self._entries[key] = _Entry(keys[index - 1] if index else _root(salt), tokens, blocks)
+            parent = keys[index - 1] if index else _root(salt)
+            self._entries[key] = Prefix(key, parent, tokens, blocks, not isinstance(salt, tuple))
         self._touch(keys[:stop])
 
     def _touch(self, keys: list[bytes]) -> None:
@@ -93,6 +98,28 @@ class PrefixCache:
                 if pool.num_free >= count:
                     return True
         return False
+
+    def lasting(self) -> list[Prefix]:
+        """Those that mean the same in another process, the most recently used first."""
+        return [entry for entry in reversed(self._entries.values()) if entry.lasts]
+
+    @property
+    def num_layers(self) -> int:
+        return self._cache.num_layers
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    @property
+    def room(self) -> int:
+        """Logical blocks that free blocks would hold."""
+        return self._cache.pool.num_free // self._cache.num_layers
+
+    def restore(self, prefix: Prefix) -> IntArray:
+        """Take in what another process has computed, while there is `room`; its blocks [L], which are to be filled."""
+        blocks = self._cache.pool.allocate(self._cache.num_layers)
+        self._entries[prefix.key] = replace(prefix, blocks=blocks)
+        return blocks
 
     def clear(self) -> None:
         """Forget every prefix; sequences that share its blocks keep them."""

@@ -85,6 +85,8 @@ class EngineConfig:
             `gpu_memory_utilization` on a GPU.
         gpu_memory_utilization: Share of a GPU's memory to use, with weights, CUDA graphs and the largest step.
         enable_prefix_caching: Let prompts share the KV blocks of a common beginning.
+        prefix_cache_file: A file that keeps these blocks: read at the start, written at the end; None: none.
+        prefix_cache_file_bytes: Maximum bytes of entries in that file.
         admission: When waiting requests join the batch: `Immediate()` (also None), or `IntervalAdmission(steps)`.
         enforce_eager: Run without CUDA graphs and without the native library: the host calls each operation.
         num_scheduler_steps: Tokens of each answer that a batch may generate without the host; None: 16 with CUDA graphs
@@ -132,6 +134,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = argument(None, Unchecked(int), panel="Memory")
     gpu_memory_utilization: float = argument(0.9, Numbers(0.0, 1.0, open_low=True), panel="Memory")
     enable_prefix_caching: bool = argument(True, Switch(), panel="Memory")
+    prefix_cache_file: str | os.PathLike[str] | None = argument(None, panel="Memory")
+    prefix_cache_file_bytes: int = argument(2**29, Integers(1), panel="Memory")
     admission: Admission | None = argument(None)
     enforce_eager: bool = argument(False, Switch())
     num_scheduler_steps: int | None = argument(None, Integers(1, 256))

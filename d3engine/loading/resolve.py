@@ -15,6 +15,7 @@ from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.speculative_config import policy_of_config
 from d3engine.environment import NATIVE_ISA
 from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.files import is_writable
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import reads_interleaved_blocks
@@ -211,6 +212,20 @@ def _speculation(given: EngineConfig) -> DepthPolicy | None:
     return policy_of_config(config)
 
 
+def _check_prefix_file(given: EngineConfig) -> None:
+    path = given.prefix_cache_file
+    if path is None:
+        return
+    require(isinstance(path, str | os.PathLike), "prefix_cache_file", path, "a path, or None")
+    require(
+        is_writable(Path(path)), "prefix_cache_file", str(path), "a file that can be written, in an existing folder"
+    )
+    require(given.enable_prefix_caching, "prefix_cache_file", str(path), "None beside enable_prefix_caching=False")
+    require(given.weights is None, "prefix_cache_file", str(path), "None beside weights, which no file names")
+    alone = "None beside tensor_parallel_size above 1"
+    require(given.tensor_parallel_size == 1, "prefix_cache_file", str(path), alone)
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -222,6 +237,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     """
     _check_tokenizer(given.tokenizer, given.skip_tokenizer_init)
     _check_admission(given.admission)
+    _check_prefix_file(given)
     held = None if given.weights is None else given.weights.weight_dtype
     directory = model_directory(given.model)
     there = resolve_device(given.device)

@@ -1,0 +1,144 @@
+"""The prefix cache in a file: an engine that starts again finds the prompts that an earlier one computed.
+
+What it finds are the very entries that it would compute, so answers stay what they are, to the last bit where the
+engine's own are: the file names everything that its entries depend on, and each block has a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from d3engine.cache.prefix_cache import Prefix, PrefixCache
+from d3engine.errors import D3EngineError
+from d3engine.files import is_there, open_regular, path_of, write_whole
+from d3engine.kernels.kv_pool import KVPool, values_and_scales
+from d3engine.loading.settings import EngineSettings
+from d3engine.model.expected_tensors import fingerprint
+from d3engine.version import __version__
+
+LOGGER = logging.getLogger(__name__)
+KEY_BYTES = hashlib.sha256().digest_size
+_NAMES = ("keys", "parents", "tokens", "digests", "values")
+_OF = "d3engine.prefixes"
+
+
+@dataclass(frozen=True)
+class PrefixFile:
+    """Where an engine keeps its prefixes, which at most, and what their entries depend on."""
+
+    path: Path
+    most_bytes: int
+    made_by: str
+
+    @classmethod
+    def of(cls, settings: EngineSettings, executor: str) -> PrefixFile | None:
+        """That of `prefix_cache_file`; None without one. `executor` is as `stats()` names it."""
+        if settings.prefix_cache_file is None:
+            return None
+        depends_on = {
+            "version": __version__,
+            "weights": fingerprint(settings.directory),
+            "executor": executor.partition(", threads")[0],
+            "torch": torch.__version__,
+        }
+        for name in ("dtype", "weight_dtype", "kv_dtype", "activations", "weight_compression", "block_size"):
+            depends_on[name] = str(getattr(settings, name))
+        return cls(Path(settings.prefix_cache_file), settings.prefix_cache_file_bytes, json.dumps(depends_on))
+
+    def write(self, cache: PrefixCache, pool: KVPool) -> None:
+        """Keep the prefixes that were used last; without any the file stays as it is. A failure is logged."""
+        prefixes = cache.lasting()
+        parts = [part for part in values_and_scales(pool) if part is not None]
+        block_bytes = sum(part[0].nbytes for part in parts)
+        prefixes = prefixes[: self.most_bytes // (block_bytes * max(1, len(prefixes[0].blocks)))] if prefixes else []
+        if not prefixes:
+            return
+        blocks = torch.from_numpy(np.stack([one.blocks for one in prefixes]).astype(np.int64))  # [N, L]
+        values = [_bytes_of(part[blocks.to(part.device)].cpu(), len(prefixes)) for part in parts]
+        tensors = {
+            "keys": _rows(one.key for one in prefixes),
+            "parents": _rows(one.parent.ljust(KEY_BYTES, b"\0") for one in prefixes),
+            "tokens": _rows(one.tokens for one in prefixes),
+            "values": torch.cat(values, dim=1),
+        }
+        tensors["digests"] = _rows(_digest(one, row) for one, row in zip(prefixes, tensors["values"], strict=True))
+        try:
+            write_whole(self.path, save(tensors, metadata={_OF: self.made_by}))
+        except OSError as error:
+            LOGGER.warning("%s: the prefix cache was not kept: %s", self.path, error.strerror or error)
+            return
+        LOGGER.info("%s: %d blocks of prompts kept", self.path, len(prefixes))
+
+    def read(self, cache: PrefixCache, pool: KVPool) -> None:
+        """Take in what fits, the prefixes that were used last; why a file is left aside is logged."""
+        if not is_there(self.path):
+            return
+        try:
+            count = self._read(cache, pool)
+        except (D3EngineError, SafetensorError, OSError, ValueError, KeyError) as error:
+            cache.clear()
+            LOGGER.warning("%s: left aside, the prefix cache begins empty: %s", self.path, error)
+            return
+        LOGGER.info("%s: %d blocks of prompts read", self.path, count)
+
+    def _read(self, cache: PrefixCache, pool: KVPool) -> int:
+        parts = [part for part in values_and_scales(pool) if part is not None]
+        with open_regular(self.path) as opened, safe_open(path_of(opened), framework="pt") as file:
+            made_by = (file.metadata() or {}).get(_OF)
+            if made_by is None:
+                raise ValueError("it is no file of prefixes")
+            if made_by != self.made_by:
+                raise ValueError("it was written by another model, version, machine or setting")
+            keys, parents, tokens, digests = (file.get_tensor(name).numpy() for name in _NAMES[:-1])
+            values, count = file.get_slice("values"), min(len(keys), cache.room)
+            row_bytes = cache.num_layers * sum(part[0].nbytes for part in parts)
+            if values.get_shape() != [len(keys), row_bytes] or not len(keys) == len(parents) == len(tokens) == len(
+                digests
+            ):
+                raise ValueError("its tensors are of other shapes")
+            for place in reversed(range(count)):  # the last to come in are the first to stay
+                parent = parents[place].tobytes()
+                prefix = Prefix(keys[place].tobytes(), b"" if not any(parent) else parent, tokens[place].tobytes())
+                row = values[place : place + 1][0]
+                is_own = prefix.key == hashlib.sha256(prefix.parent + prefix.tokens).digest()
+                if not is_own or prefix.key in cache or _digest(prefix, row) != digests[place].tobytes():
+                    raise ValueError("a block is not what was written")
+                blocks = torch.from_numpy(cache.restore(prefix).astype(np.int64))
+                for part, own in zip(parts, _split(row, parts, len(blocks)), strict=True):
+                    part[blocks.to(part.device)] = own.to(part.device)
+        return count
+
+
+def _rows(rows: object) -> Tensor:
+    """Byte strings of one length as uint8 [N, length]."""
+    return torch.from_numpy(np.stack([np.frombuffer(row, dtype=np.uint8) for row in rows]))  # type: ignore[attr-defined]
+
+
+def _bytes_of(values: Tensor, count: int) -> Tensor:
+    return values.contiguous().view(torch.uint8).reshape(count, -1)
+
+
+def _split(row: Tensor, parts: list[Tensor], num_layers: int) -> list[Tensor]:
+    """Of the bytes of a logical block, what each part of the pool has [L, ...]."""
+    sizes = [num_layers * part[0].nbytes for part in parts]
+    pieces = torch.split(row, sizes)
+    return [
+        piece.clone().view(part.dtype).view(num_layers, *part.shape[1:])
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
+
+
+def _digest(prefix: Prefix, row: Tensor) -> bytes:
+    digest = hashlib.sha256(prefix.key + prefix.parent + prefix.tokens)
+    digest.update(row.numpy().data)
+    return digest.digest()

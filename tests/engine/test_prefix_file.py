@@ -1,0 +1,169 @@
+"""The prefix cache in a file: an engine that starts again finds earlier prompts, and answers what it would without."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from tiny_models import save_tiny_llama
+
+from d3engine import D3, AsyncEngine, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.cache.kv_cache import KVCache
+from d3engine.cache.prefix_cache import PrefixCache, Salt
+
+BLOCK = 4
+PROMPTS = [[*range(3, 3 + count)] for count in (9, 21, 30)]
+SHARED = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS)
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model")).directory
+
+
+@pytest.fixture
+def make(model: Path, tmp_path: Path) -> Make:
+    def make(**changes: Any) -> Engine:
+        given: dict[str, Any] = {"prefix_cache_file": tmp_path / "prefixes", "block_size": BLOCK, "max_model_len": 128}
+        return Engine(model, device="cpu", skip_tokenizer_init=True, **(given | changes))
+
+    return make
+
+
+def answers(engine: Engine, **params: Any) -> list[Any]:
+    """Of prompts one after the other, with log-probabilities."""
+    asked = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True, detokenize=False, **params)
+    outputs = [engine.generate({"prompt_token_ids": one}, asked, use_tqdm=False)[0].outputs[0] for one in PROMPTS]
+    return [(one.token_ids, one.logprobs) for one in outputs]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_cache_dtype": "fp8"}, {"backend": "torch"}], ids=["native", "fp8", "torch"]
+)
+def test_a_second_engine_finds_the_prompts_and_answers_with_the_same_bits(make: Make, options: dict[str, Any]) -> None:
+    with make(**options) as engine:
+        wanted = answers(engine)
+        assert engine.stats().cached_prompt_tokens < SHARED
+    with make(**options) as engine:
+        again = answers(engine)
+        assert engine.stats().cached_prompt_tokens == SHARED
+        engine.scheduler.check_integrity()
+        deeper = answers(engine, depth=D3(0.9, 0.7))
+    if "backend" not in options:  # PyTorch's sums depend on the rows beside
+        assert again == wanted
+    assert [tokens for tokens, _ in again] == [tokens for tokens, _ in wanted]
+    with make(prefix_cache_file=None, **options) as engine:
+        assert [tokens for tokens, _ in answers(engine, depth=D3(0.9, 0.7))] == [tokens for tokens, _ in deeper]
+
+
+def test_a_salt_finds_its_own_blocks_alone(make: Make) -> None:
+    with make() as engine:
+        answers(engine, cache_salt="one")
+    with make() as engine:
+        answers(engine)
+        plain = engine.stats().cached_prompt_tokens
+        answers(engine, cache_salt="one")
+        assert engine.stats().cached_prompt_tokens - plain == SHARED
+    with make(prefix_cache_file=None) as engine:
+        answers(engine)
+        assert engine.stats().cached_prompt_tokens == plain
+
+
+def test_blocks_of_an_adapter_do_not_last() -> None:
+    """Its number is another adapter's in the next process."""
+    cache = KVCache(num_layers=2, num_blocks=40, block_size=BLOCK, max_sequences=1, max_length=64)
+    prefixes, prompt = PrefixCache(cache), np.array(PROMPTS[0])
+    salts: list[Salt] = [(1, None), None, (2, "a"), "a"]
+    for salt in salts:
+        slot = np.array([cache.open()])
+        cache.grow(slot, np.full((1, 2), 2))
+        prefixes.insert(prompt, prefixes.keys(prompt, salt), int(slot[0]), 0, 2, salt)
+        cache.close(int(slot[0]))
+    assert len(prefixes) == 8
+    kept = {one.key for one in prefixes.lasting()}
+    assert kept == {*prefixes.keys(prompt, None), *prefixes.keys(prompt, "a")}
+
+
+def test_the_last_used_are_kept_where_not_all_fit(make: Make, tmp_path: Path) -> None:
+    with make() as engine:
+        answers(engine)
+    size = (tmp_path / "prefixes").stat().st_size
+    with make(prefix_cache_file_bytes=size // 2) as engine:
+        answers(engine)
+    assert (tmp_path / "prefixes").stat().st_size < size // 2 + 4096
+    with make() as engine:
+        answers(engine)
+        assert 0 < engine.stats().cached_prompt_tokens < SHARED
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    "a bit": (flip, {}),
+    "its end": (lambda path: path.write_bytes(path.read_bytes()[:-10]), {}),
+    "all": (lambda path: path.write_text("not a file of prefixes"), {}),
+    "nothing, but blocks have another size": (lambda path: None, {"block_size": 8}),
+    "nothing, but entries have another type": (lambda path: None, {"kv_cache_dtype": "fp8"}),
+    "nothing, but another code computes": (lambda path: None, {"backend": "torch"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_that_is_not_this_engines_is_left_aside_and_said(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    damage, changes = FAULTS[fault]
+    with make() as engine:
+        answers(engine)
+    damage(tmp_path / "prefixes")
+    with caplog.at_level(logging.WARNING), make(**changes) as engine:
+        assert "left aside, the prefix cache begins empty" in caplog.text
+        assert len(engine.scheduler.prefix_cache) == 0
+        engine.scheduler.check_integrity()
+        found = answers(engine)
+    with make(prefix_cache_file=None, **changes) as engine:
+        assert answers(engine) == found
+    with make(**changes) as engine:  # which the engine before has written anew
+        assert len(engine.scheduler.prefix_cache) > 0
+
+
+def test_an_engine_that_serves_writes_it_when_it_closes(make: Make, model: Path, tmp_path: Path) -> None:
+    async def ask() -> None:
+        options: dict[str, Any] = {"block_size": BLOCK, "max_model_len": 128, "skip_tokenizer_init": True}
+        engine = AsyncEngine(model, device="cpu", prefix_cache_file=tmp_path / "prefixes", **options)
+        asked = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+        async for _ in engine.generate({"prompt_token_ids": PROMPTS[2]}, asked):
+            pass
+        await engine.close()
+
+    asyncio.run(ask())
+    with safe_open(tmp_path / "prefixes", framework="np") as file:
+        assert file.get_tensor("keys").shape == (len(PROMPTS[2]) // BLOCK, 32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefix_cache_file": 5},
+        {"prefix_cache_file": "/not/there/prefixes"},
+        {"enable_prefix_caching": False},
+        {"tensor_parallel_size": 2},
+        {"prefix_cache_file_bytes": 0},
+    ],
+    ids=str,
+)
+def test_what_cannot_keep_prefixes_is_refused(make: Make, changes: dict[str, Any]) -> None:
+    field = "prefix_cache_file_bytes" if "prefix_cache_file_bytes" in changes else "prefix_cache_file"
+    with pytest.raises(InvalidValueError, match=f"^{field} must be"):
+        make(depth=FullDepth(), **changes)
