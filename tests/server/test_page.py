@@ -1,4 +1,4 @@
-"""docs/serving.md says what the server does: its commands run, and its tables have every field."""
+"""docs/reference/server.md says what the server does: its commands run, and its tables have every field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 CURLS = [
     line
