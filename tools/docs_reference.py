@@ -1,13 +1,25 @@
-"""Tables of the site that the code itself has: a MkDocs hook fills the marks `<!-- table of NAME -->` of a page."""
+"""Parts of the site that the code has: a MkDocs hook fills the marks `<!-- table of NAME -->`, and brings the icon."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 MARK = re.compile(r"<!-- table of (\w+) -->")
+
+
+ICON = Path(__file__).parents[1] / "d3engine" / "server" / "page" / "icon.svg"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """MkDocs calls this with the files of the site: the icon of the server's page is the site's too."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "images/icon.svg", abs_src_path=str(ICON)))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
