@@ -91,6 +91,27 @@ def test_pages_stay_short() -> None:
     assert sum(words(page.read_text()) for page in PAGES) <= 25_000
 
 
+def test_the_tables_of_the_code_are_whole() -> None:
+    from d3engine.environment import VARIABLES
+    from tools.docs_reference import MARK, TABLES, on_page_markdown
+
+    with_tables = [page for page in PAGES if MARK.search(page.read_text())]
+    assert {name for page in with_tables for name in MARK.findall(page.read_text())} == set(TABLES)
+    site = "\n".join(on_page_markdown(page.read_text()) for page in with_tables)
+    assert not MARK.search(site)
+    assert all(f"| `{one.name}` |" in site for one in VARIABLES)
+    assert {"### d3engine serve", "### d3engine bridge fit"} <= set(site.splitlines())
+    assert "| `--kv-cache-dtype` |" in site
+    assert "| `d3engine:layers_run_total` | counter |" in site
+
+
+def test_words_that_people_type_lead_to_a_page() -> None:
+    headings = "\n".join(heading for page in PAGES for heading in HEADING.findall(page.read_text())).lower()
+    typed = ("quickstart", "install", "out of memory", "slow", "chat", "serve", "gguf", "json", "exit codes", "metrics")
+    assert [word for word in typed if word not in headings] == []
+    assert "docker" in (DOCS / "tutorials" / "first-answer.md").read_text().lower()
+
+
 @pytest.fixture(scope="module")
 def program() -> Any:
     """`d3engine` as click has it, which takes ten times longer to make than a line takes to parse."""

@@ -76,10 +76,22 @@ def metrics() -> Iterator[str]:
         yield f"| `{name}` | {family.type} | {_line(family.documentation)} |"
 
 
+def refused() -> Iterator[str]:
+    """Fields of requests that the server refuses by name, and those that change nothing."""
+    from d3engine.server.requests.refused import ANTHROPICS_ASK_NOTHING, ASK_NOTHING, REFUSED, json_text
+
+    yield from ("| refused | because | unless it is |", "|---|---|---|")
+    for one in REFUSED:
+        allowed = ", ".join(f"`{json_text(value)}`" for value in one.allowed)
+        yield f"| {', '.join(f'`{name}`' for name in one.fields.split())} | {_line(one.why)} | {allowed} |"
+    taken = ", ".join(f"`{name}`" for name in (*ASK_NOTHING, *ANTHROPICS_ASK_NOTHING))
+    yield from ("", f"Accepted and ignored, since they cannot change an answer: {taken}.")
+
+
 def _line(text: str | None) -> str:
     """A text in one cell of a table."""
     words = re.sub(r"\[/?[a-z ]+\]", "", " ".join((text or "").split("\f")[0].split()))
     return words.replace("|", "\\|").replace("<", "&lt;")
 
 
-TABLES = {"options": options, "environment": environment, "metrics": metrics}
+TABLES = {"options": options, "environment": environment, "metrics": metrics, "refused": refused}
