@@ -180,7 +180,7 @@ def test_every_test_that_a_page_names_exists() -> None:
 def test_the_table_of_policies_names_its_tests_and_every_policy() -> None:
     """Each number leads to a footnote with a test, each footnote is used, and no *yes* stands without one."""
     page = (DOCS / "reference" / "policies.md").read_text()
-    lines = page.split("## Who can do what")[1].split("\n## ")[0].splitlines()
+    lines = page.split("## Properties")[1].split("\n## ")[0].splitlines()
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     notes = dict(re.findall(r"^(\d+)\. ((?:.|\n {4})+)", "\n".join(lines), re.MULTILINE))
     used = set(re.findall(r"\[(\d+)\]", " ".join(cell for row in [header, *rows] for cell in row)))

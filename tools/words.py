@@ -17,7 +17,7 @@ BANNED = re.compile(
     r"\b(so many|whoever|somebody|nobody|comes to|(?:is|are) told|reads? along|that is so|the one idea)\b",
     re.IGNORECASE,
 )
-CHECKED = ("d3engine/*.py", "kernels/*.py", "weights_tools/*.py", "tools/*.py")
+CHECKED = ("d3engine/*.py", "kernels/*.py", "weights_tools/*.py", "tools/*.py", "README.md", "docs/*.md")
 SAID = ("require(", "allowed = ", "'copy' or", "This server", '"description"')
 """What lines of texts for users have, which a release does not reword."""
 
