@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import policies
+
 ROOT = Path(__file__).parents[2]
 CPU, GGUF = (ROOT / "docs" / name for name in ("explanation/cpu.md", "how-to/gguf.md"))
 SHOWN = {"smollm2": "SmolLM2-135M", "large": "24 x 1024"}
@@ -119,3 +121,10 @@ def test_a_cache_of_8_bits() -> None:
         found = run[depth, cache, "all"]
         assert float(kl.split(" ")[0]) == pytest.approx(found["kl"]["value"], abs=6e-5)
         assert float(perplexity) == pytest.approx(found["perplexity"], abs=6e-4)
+
+
+def test_all_policies_at_one_mean_depth() -> None:
+    lines = policies.markdown(result("policies-demo-cpu")).splitlines()
+    page = (ROOT / "docs" / "explanation" / "method.md").read_text().splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if line not in page] == []
