@@ -25,12 +25,18 @@ from d3engine.loading.model_directory import FETCHED
 from d3engine.research.evaluation.word_problems import extract_answer
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 RUNNABLE = re.compile(r"<!-- runnable -->\n```python\n(.*?)```", re.DOTALL)
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\(([^)]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    """A page as the tests name it: its path under docs, or README.md."""
+    return str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT))
 
 
 def commands(program: str) -> list[str]:
@@ -43,7 +49,7 @@ def commands(program: str) -> list[str]:
 WITH_PYTHON = [page for page in PAGES if RUNNABLE.search(page.read_text())]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": page.stem}
     given = set(names)
@@ -62,11 +68,48 @@ def test_what_a_comment_says_is_printed_is_read() -> None:
 
 
 def test_the_pages_have_python_to_run_and_commands_to_parse() -> None:
-    names = ("batch", "bridges", "cli", "cluster", "glossary", "gpu", "models", "ollama", "stacks", "tools")
-    without = {f"{name}.md" for name in names}
-    assert {page.name for page in PAGES} - {page.name for page in WITH_PYTHON} == without
-    assert len(PAGES) >= 3
-    assert len(commands("d3engine")) >= 5
+    assert len(WITH_PYTHON) >= 15
+    assert len(commands("d3engine")) >= 100
+
+
+@pytest.mark.parametrize("page", sorted([*DOCS.glob("how-to/*.md"), *DOCS.glob("tutorials/*.md")]), ids=name_of)
+def test_a_page_that_is_followed_begins_with_what_to_do(page: Path) -> None:
+    first = page.read_text().splitlines()[:24]
+    assert any(line.startswith(("```", "![")) for line in first)
+
+
+def words(text: str) -> int:
+    """Words to read: those outside blocks of code that have two letters, a link's address left out."""
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    return sum(bool(re.search("[A-Za-z]{2}", word)) for word in text.split())
+
+
+def test_pages_stay_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+    followed = [*DOCS.glob("how-to/*.md"), *DOCS.glob("tutorials/*.md")]
+    assert [(page.name, words(page.read_text())) for page in followed if words(page.read_text()) > 600] == []
+    assert sum(words(page.read_text()) for page in PAGES) <= 25_000
+
+
+def test_the_tables_of_the_code_are_whole() -> None:
+    from d3engine.environment import VARIABLES
+    from tools.docs_reference import MARK, TABLES, on_page_markdown
+
+    with_tables = [page for page in PAGES if MARK.search(page.read_text())]
+    assert {name for page in with_tables for name in MARK.findall(page.read_text())} == set(TABLES)
+    site = "\n".join(on_page_markdown(page.read_text()) for page in with_tables)
+    assert not MARK.search(site)
+    assert all(f"| `{one.name}` |" in site for one in VARIABLES)
+    assert {"### d3engine serve", "### d3engine bridge fit"} <= set(site.splitlines())
+    assert "| `--kv-cache-dtype` |" in site
+    assert "| `d3engine:layers_run_total` | counter |" in site
+
+
+def test_words_that_people_type_lead_to_a_page() -> None:
+    headings = "\n".join(heading for page in PAGES for heading in HEADING.findall(page.read_text())).lower()
+    typed = ("quickstart", "install", "out of memory", "slow", "chat", "serve", "gguf", "json", "exit codes", "metrics")
+    assert [word for word in typed if word not in headings] == []
+    assert "docker" in (DOCS / "tutorials" / "first-answer.md").read_text().lower()
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +179,8 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 def test_the_table_of_policies_names_its_tests_and_every_policy() -> None:
     """Each number leads to a footnote with a test, each footnote is used, and no *yes* stands without one."""
-    page = (ROOT / "docs" / "policies.md").read_text()
-    lines = page.split("## Who can do what")[1].split("\n## ")[0].splitlines()
+    page = (DOCS / "reference" / "policies.md").read_text()
+    lines = page.split("## Properties")[1].split("\n## ")[0].splitlines()
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     notes = dict(re.findall(r"^(\d+)\. ((?:.|\n {4})+)", "\n".join(lines), re.MULTILINE))
     used = set(re.findall(r"\[(\d+)\]", " ".join(cell for row in [header, *rows] for cell in row)))
@@ -169,7 +212,7 @@ def test_a_command_of_the_pages_skips_layers_of_no_model_but_the_bundled_one(lin
 
 
 def test_the_python_of_pages_and_examples_skips_layers_of_no_model_but_the_bundled_one() -> None:
-    files = [*PAGES, *REFERENCE, *(ROOT / "examples").glob("*.py")]
+    files = [*PAGES, *(ROOT / "examples").glob("*.py")]
     exact = "FullDepth|Lossless|Speculative|SelfSpeculative|depth"
     engine = re.compile(rf"(?:Engine|LLM|from_pretrained)\((?!\s*\"demo\")[^()]*depth=(?!{exact})")
     assert [file.name for file in files if engine.search(file.read_text())] == []
@@ -202,7 +245,7 @@ def test_make_targets_of_the_pages_exist() -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_of_a_page_lead_to_files_and_their_headings(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert [link for link in links if not leads_somewhere(page, link)] == []
@@ -222,13 +265,23 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-")
 
 
-def test_every_place_that_the_readme_names_exists() -> None:
-    table = (ROOT / "README.md").read_text().split("| where | what |")[1].split("\n## ")[0]
-    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    places = [place for cell in first_cells for place in re.findall(r"`([^`]+)`", cell)]
-    assert len(places) > 10
-    missing = [p for p in places if not (ROOT / p).exists() and not (ROOT / "d3engine" / p).exists()]
-    assert missing == []
+def layers_of_the_architecture() -> list[list[str]]:
+    """The rows of its table of layers."""
+    page = (DOCS / "explanation" / "architecture.md").read_text().split("| layer | what it knows |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    return [sorted(re.findall(r"`(\w+)`", cell)) for cell in cells]
+
+
+def test_every_place_that_the_architecture_names_exists() -> None:
+    names = [name for layer in layers_of_the_architecture() for name in layer]
+    assert len(names) > 20
+    places = [(ROOT / folder / name, ROOT / folder / f"{name}.py") for name in names for folder in ("d3engine", ".")]
+    found = {path.stem for pair in places for path in pair if path.exists()}
+    assert set(names) - found == set()
+    page = (DOCS / "explanation" / "architecture.md").read_text()
+    paths = re.findall(r"`((?:d3engine|depth|model|executor|scheduling|loading|kernels)/[\w/]+(?:\.py|/))`", page)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists() and not (ROOT / "d3engine" / path).exists()] == []
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -237,21 +290,12 @@ def test_the_reference_has_every_public_name() -> None:
     assert public - set(described) == set()
 
 
-def test_the_architecture_and_the_readme_have_the_layers_of_the_contract() -> None:
+def test_the_architecture_has_the_layers_of_the_contract() -> None:
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    layers = [sorted(layer.split(" | ")) for layer in contract["layers"]]
-    page = (ROOT / "docs" / "architecture.md").read_text().split("| layer | what it knows |")[1].split("\n\n")[0]
-    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert [sorted(re.findall(r"`(\w+)`", cell)) for cell in cells] == layers
-    readme = (ROOT / "README.md").read_text().split("| where | what |")[1].split("\n## ")[0]
-    named = re.findall(r"`d3engine/(\w+)(?:/|\.py)`", readme) + re.findall(r"`(\w+)/` \|", readme)
-    order = [next(place for place, layer in enumerate(layers) if name in layer) for name in named if name != "examples"]
-    assert order[: len(order) - 2] == sorted(order[: len(order) - 2])
-    small = {"arguments", "children", "environment", "files", "garbage", "progress", "version", "errors"}
-    assert {name for layer in layers for name in layer} - set(named) <= small
+    assert layers_of_the_architecture() == [sorted(layer.split(" | ")) for layer in contract["layers"]]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_can_be_read_on_a_narrow_screen_where_it_is_no_table_or_command(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "![")) and "`tests/" not in line]

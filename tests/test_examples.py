@@ -14,6 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PROMISED = {
     "compare_depths": [r"full depth: 16\.00 layers per token\n.* #### 46", r"lossless D3: [\d.]+ .*\n.* #### 46"],
     "measure_a_policy": [r"full depth: 100\.0% \(7\d\.\d% to 100\.0%\)", r"difference: [+-]\d+\.\d points"],
+    "one_file_engine": [r"^Adding 3 makes 5 \+ 3 = 8\..* #### 10\n  layers: \[16, 16"],
     "policy_of_your_own": [r"^\[16, 16, 16, 16, 16, 16, 16, 16, 12"],
     "step_loop": [
         r"request 1 ended \(abort\)",

@@ -2,7 +2,7 @@
 
     python tools/renames.py
 
-The table stays here until all names follow docs/glossary.md.
+The table stays here until all names follow docs/reference/glossary.md.
 """
 
 from __future__ import annotations

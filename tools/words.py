@@ -2,7 +2,7 @@
 
     python tools/words.py          # exit status 1 and a line for each
 
-docs/glossary.md has the words of the field for what these stand for. The actor is the subject of a sentence.
+docs/reference/glossary.md has the words of the field for what these stand for. The actor is the subject of a sentence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BANNED = re.compile(
     r"\b(so many|whoever|somebody|nobody|comes to|(?:is|are) told|reads? along|that is so|the one idea)\b",
     re.IGNORECASE,
 )
-CHECKED = ("d3engine/*.py", "kernels/*.py", "weights_tools/*.py", "tools/*.py")
+CHECKED = ("d3engine/*.py", "kernels/*.py", "weights_tools/*.py", "tools/*.py", "README.md", "docs/*.md")
 SAID = ("require(", "allowed = ", "'copy' or", "This server", '"description"')
 """What lines of texts for users have, which a release does not reword."""
 
@@ -28,7 +28,7 @@ def main() -> int:
     for name in listed.splitlines():
         for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
             for word in () if any(mark in line for mark in SAID) or name == "tools/words.py" else BANNED.findall(line):
-                print(f"{name}:{number}: {word!r}: name the actor, or use the term of docs/glossary.md")
+                print(f"{name}:{number}: {word!r}: name the actor, or use the term of docs/reference/glossary.md")
                 found += 1
     return 1 if found else 0
 

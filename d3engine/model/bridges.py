@@ -262,7 +262,7 @@ def held(
 ) -> BridgeWeights:
     """A bridge of a file for activations of `dtype`, in the format of an engine's matrices."""
     # With int4 layers maps are int8: one replaces several layers, so its errors weigh more and its bytes less than a
-    # layer's (`docs/bridges.md` has figures).
+    # layer's (`docs/how-to/bridges.md` has figures).
 
     def matrix(values: Tensor) -> Weight:
         there = values.to(device)

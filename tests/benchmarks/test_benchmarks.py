@@ -246,7 +246,7 @@ def test_the_table_of_policies_is_printed_as_the_page_has_it(compared: dict[str,
     lines = policies.markdown(compared).splitlines()
     assert len(lines) == 2 + len(policies.SYSTEMS)
     assert {line.count("|") for line in lines} == {len(policies.COLUMNS) + 1}
-    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "method.md").read_text()
     assert lines[0] in page.splitlines()
 
 

@@ -19,7 +19,7 @@ def test_page_has_the_ratios_of_the_committed_run(temperature: float, how: str) 
         for cell in report["cells"]
         if cell["temperature"] == temperature
     }
-    page = (ROOT / "docs/lossless.md").read_text()
+    page = (ROOT / "docs/how-to/speculative.md").read_text()
     for kind in ("code", "problems", "edits", "chats"):
         cells = " | ".join(ratios.get((system, kind), "-") for system in COLUMNS)
         assert f"| {kind}, {how} | {cells} |" in page
@@ -30,4 +30,4 @@ def test_page_has_the_gains_of_a_batch() -> None:
     of_kinds = [cell for cell in report["cells"] if cell["system"] == "auto" and cell["kind"] != "all"]
     gains = sorted(cell["ratio"]["median"] for cell in of_kinds)
     said = f"open lengths gained {gains[0]:.2f} to {gains[-1]:.2f} times"
-    assert said in " ".join((ROOT / "docs/lossless.md").read_text().split())
+    assert said in " ".join((ROOT / "docs/how-to/speculative.md").read_text().split())

@@ -34,7 +34,7 @@ def test_the_layers_stand_for_what_the_scheme_keeps_and_the_head_stays(is_tied: 
 def test_the_page_has_the_figures_of_the_result(name: str, forms: tuple[str, ...]) -> None:
     root = Path(__file__).parents[2]
     report = json.loads((root / "benchmarks" / "results" / f"{name}-smollm2.json").read_text())
-    page = (root / "docs" / "quantization.md").read_text()
+    page = (root / "docs" / "how-to" / "quantize.md").read_text()
     assert {row["weights"] for row in report["rows"]} == {"float32", *forms}
     for row in report["rows"]:
         if row["weights"] == "float32":

@@ -59,7 +59,7 @@ def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_seque
 
 
 def test_the_page_shows_what_the_command_finds() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "devices.md").read_text(encoding="utf-8")
     command = next(line for line in page.splitlines() if line.startswith("d3engine plan llama-2-70b"))
     for row in planned(*shlex.split(command)[2:]):
         sizes = [f"{row[name] / GIB:.1f} GiB" for name in ("weight_bytes", "room")]

@@ -1,4 +1,4 @@
-"""docs/serving.md says what the server does: its commands run, and its tables have every field."""
+"""docs/reference/server.md says what the server does: its commands run, and its tables have every field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 CURLS = [
     line
@@ -50,8 +50,11 @@ def test_the_page_has_every_field_that_is_honoured_refused_or_taken() -> None:
     from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
     from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, StreamOptions
     from d3engine.server.schemas.responses import ResponsesRequest
+    from tools.docs_reference import on_page_markdown
 
-    names = {*ASK_NOTHING, *ANTHROPICS_ASK_NOTHING}
-    for shape in (CountTokensRequest, MessagesRequest, ResponsesRequest, ChatRequest, CompletionRequest, StreamOptions):
-        names |= {*shape.__struct_fields__, *refused_of(shape)}
-    assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
+    shapes = (CountTokensRequest, MessagesRequest, ResponsesRequest, ChatRequest, CompletionRequest, StreamOptions)
+    honoured = {name for shape in shapes for name in shape.__struct_fields__}
+    assert sorted(name for name in honoured if f"`{name}`" not in PAGE) == []
+    others = {*ASK_NOTHING, *ANTHROPICS_ASK_NOTHING, *(name for shape in shapes for name in refused_of(shape))}
+    site = on_page_markdown(PAGE)
+    assert sorted(name for name in others if f"`{name}`" not in site) == []

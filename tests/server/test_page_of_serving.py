@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def test_the_pages_first_program_prints_what_it_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    program = program_with("serve", {"http://127.0.0.1:8000": url}, page="serving.md")
-    exec(compile(program, "serving.md", "exec", dont_inherit=True), {})
+    program = program_with("serve", {"http://127.0.0.1:8000": url}, page="reference/server.md")
+    exec(compile(program, "server.md", "exec", dont_inherit=True), {})
     shown = capsys.readouterr().out
     said = printed(program)
     assert len(said) == 3
@@ -37,7 +37,7 @@ def test_the_program_of_the_page_of_tools_calls_and_sends_the_result_back(
         ToolFormat, "grammar", lambda own, asked: made(own, replace(asked, is_auto=False, several=False))
     )
     with serving(create_app(cast(Any, InHermesFormat(client)), ServerSettings(model_names=("demo",)))) as url:
-        program = program_with("serve", {"http://127.0.0.1:8000": url}, page="tools.md")
+        program = program_with("serve", {"http://127.0.0.1:8000": url}, page="how-to/tools.md")
         exec(compile(program, "tools.md", "exec", dont_inherit=True), {})
     (said,) = printed(program)
     assert said.search(capsys.readouterr().out)

@@ -11,7 +11,7 @@ import pytest
 from page_programs import DOCS, printed, program_with
 
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
-PAGES = ("embeddings.md", "ollama.md")
+PAGES = ("how-to/embeddings.md", "how-to/from-ollama.md")
 
 
 def curls(page: str) -> list[list[str]]:
@@ -33,7 +33,7 @@ def test_commands_of_the_page_are_answered(http: httpx.Client, page: str) -> Non
 
 def test_the_program_with_ollamas_client_prints_what_it_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ollama", reason="ollama is not installed: make test-with-clients does it")
-    program = program_with("ollama", {"http://127.0.0.1:11434": url}, page="ollama.md")
+    program = program_with("ollama", {"http://127.0.0.1:11434": url}, page="how-to/from-ollama.md")
     exec(compile(program, "ollama.md", "exec", dont_inherit=True), {})
     shown = capsys.readouterr().out
     said = printed(program)

@@ -9,7 +9,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PRINTED = re.compile(r"print\(.*\)  # (?:.*: )?(.*\d.*)$", re.MULTILINE)
 
 
-def program_with(stack: str, addresses: dict[str, str], page: str = "stacks.md") -> str:
+def program_with(stack: str, addresses: dict[str, str], page: str = "reference/stacks.md") -> str:
     """The program of a page, with the addresses at which a test has them."""
     (program,) = re.findall(rf"<!-- with {stack} -->\n```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     for address, here in addresses.items():

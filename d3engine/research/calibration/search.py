@@ -204,8 +204,8 @@ def window_candidates(
     """Fixed windows of these widths, `WINDOWS_OF_A_WIDTH` of each, those that promise most first.
 
     That is by what `measured` says of a window, the KL divergence that it costs, where it knows some of the width; else
-    those around a quarter of the depth, where untrained models lose least (docs/results.md). `bridges` are as
-    `make_candidates` has them.
+    those around a quarter of the depth, where untrained models lose least
+    (docs/explanation/results.md). `bridges` are as `make_candidates` has them.
     """
     found = []
     for width in widths:

@@ -88,8 +88,8 @@ def _table_1() -> Table:
             ("D3", "d3", yes, yes, yes, yes, yes),
         ],
         (
-            "The marks that the paper prints were lost in the text that this was checked against; docs/policies.md",
-            "names the test behind each of ours.",
+            "The marks that the paper prints were lost in the text that this was checked against;",
+            "docs/reference/policies.md names the test behind each of ours.",
         ),
     )
 

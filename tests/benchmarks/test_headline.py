@@ -1,0 +1,25 @@
+"""The README's chart and its caption have the committed figures, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import headline
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_what_a_page_says_of_the_chart_is_what_it_shows(page: str) -> None:
+    (caption,) = re.findall(r"!\[(.*?)\]\([\w/]*headline\.png\)", (ROOT / page).read_text())
+    rounded = [f"{pair[headline.OURS]:.0f} and {pair[headline.PEER]:.0f}" for pair in headline.figures().values()]
+    assert re.findall(r"\d+ and \d+", caption) == rounded
+
+
+def test_the_chart_is_drawn_without_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    headline.plot(tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
