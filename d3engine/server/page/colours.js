@@ -42,7 +42,9 @@ export class DepthScale {
     [this.most, this.least, this.#ramp] = [most, least, onGround];
     const rules = [];
     for (let depth = 0; depth <= most; depth++) {
-      rules.push(`.depth-${depth} { background: ${this.colour(depth)}; color: ${lettersOn(this.#parts(depth))}; }`);
+      const colour = this.colour(depth);
+      rules.push(`.depth-${depth} { background: ${colour}; color: ${lettersOn(this.#parts(depth))}; }`);
+      rules.push(`::highlight(depth-${depth}) { text-decoration: underline 2px ${colour}; text-underline-offset: 4px; }`);
     }
     this.#sheet.replaceSync(rules.join("\n"));
     return true;

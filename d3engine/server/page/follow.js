@@ -3,6 +3,7 @@
 export class Follower {
   #follows = false;
   #last = 0;
+  #height = 0; // where the page has become shorter, the browser has scrolled, not the reader
 
   /** Of a page in which `element` grows. */
   constructor(element) {
@@ -21,9 +22,9 @@ export class Follower {
   }
 
   #see() {
-    const end = document.documentElement.scrollHeight - window.innerHeight;
-    if (window.scrollY < this.#last) this.#follows = false;
-    else if (window.scrollY >= end - 1) this.#follows = true;
-    this.#last = window.scrollY;
+    const height = document.documentElement.scrollHeight;
+    if (window.scrollY >= height - window.innerHeight - 1) this.#follows = true;
+    else if (window.scrollY < this.#last && height >= this.#height) this.#follows = false;
+    [this.#last, this.#height] = [window.scrollY, height];
   }
 }

@@ -90,6 +90,7 @@ export class Pane {
     canvas.hidden = depths === null;
     const said = depths ? sentence(depths, layers, windowStart(policy, layers)) : UNKNOWN;
     this.#part(".schedule-words").textContent = said;
+    this.#part(".uncalibrated").hidden = this.#model.d3ext.calibrated !== false;
     this.#part(".uncertified").hidden = this.isCertified;
     canvas.setAttribute("aria-label", `Schedule: ${said}`);
     if (depths) drawStrip(canvas, depths.slice(0, DRAWN_STEPS), { layers, first: windowStart(policy, layers), scale });

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from axe import check_with_axe
 from browsed_page import depths, pane, run_whole, style
 from contrast import contrast, luminance
 
@@ -48,6 +49,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., An
     page = open_page(url, compares=True, viewport={"width": 390, "height": 844}, color_scheme=scheme)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    check_with_axe(page)
     left, right = (pane(page, number).bounding_box() for number in (0, 1))
     assert left["x"] == right["x"]
     assert right["y"] >= left["y"] + left["height"]

@@ -33,7 +33,7 @@ async function load() {
     $("run").disabled = true;
     return;
   }
-  const bases = models.filter(({ parent }) => parent === null);
+  const bases = models.filter(({ parent, d3ext }) => parent === null && d3ext); // others are not loaded yet
   $("model").replaceChildren(...bases.map(({ id }) => new Option(id, id)));
   offer();
   $("run").disabled = false;
@@ -68,6 +68,7 @@ function changeMode() {
 function draw() {
   if (!models.length) return;
   panes[1].element.hidden = !isComparing();
+  $("panes").classList.toggle("at-once", isComparing() && !$("in-turn").checked); // they slow each other down: no speed
   const layers = panes[0].layers;
   const least = Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens())));
   scale.set(layers, least);
@@ -121,7 +122,9 @@ async function run(question) {
   $("status").textContent = "Generating.";
   const ask = { isChat: isChat(), sampling: sampling(), signal: running.signal, progress };
   const shown = shownPanes();
-  const turns = await Promise.all(shown.map((pane) => pane.run(question, ask)));
+  const turns = [];
+  if ($("in-turn").checked) for (const pane of shown) turns.push(await pane.run(question, ask));
+  else turns.push(...(await Promise.all(shown.map((pane) => pane.run(question, ask)))));
   running = null;
   setButtons();
   draw();
@@ -157,7 +160,7 @@ function setButtons() {
   $("run").disabled = running !== null;
   $("stop").disabled = running === null;
   $("retry").disabled = $("clear").disabled = running !== null || !hasTurns;
-  $("model").disabled = $("compare").disabled = running !== null;
+  $("model").disabled = $("compare").disabled = $("in-turn").disabled = running !== null;
   for (const pane of panes) pane.select.disabled = running !== null;
 }
 
@@ -188,7 +191,7 @@ $("key-form").addEventListener("submit", (event) => {
   load();
 });
 $("model").addEventListener("change", offer);
-$("compare").addEventListener("change", draw);
+for (const name of ["compare", "in-turn"]) $(name).addEventListener("change", draw);
 $("max-tokens").addEventListener("input", draw);
 $("mode").addEventListener("change", changeMode);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
@@ -198,4 +201,5 @@ new ResizeObserver(([{ contentRect }]) => {
   width = contentRect.width;
 }).observe($("panes"));
 
+$("prompt").value = sessionStorage.getItem("d3engine-question") ?? ""; // the chat's last
 load();
