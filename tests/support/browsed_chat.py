@@ -7,8 +7,7 @@ from typing import Any
 
 def ask(page: Any, question: str) -> None:
     page.fill("#prompt", question)
-    page.press("#prompt", "Enter")
-    page.wait_for_selector("#stop:visible, .answer[aria-busy=false]")
+    page.press("#prompt", "Enter")  # when it returns, the page has asked
 
 
 def ask_whole(page: Any, question: str) -> None:
