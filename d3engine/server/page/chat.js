@@ -15,6 +15,7 @@ import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { kept, Store } from "./store.js";
 import { drawLegend } from "./strip.js";
+import { theme } from "./theme.js";
 import { canUnderline, Underlines } from "./underline.js";
 
 const SAVE_EVERY_MS = 2000;
@@ -25,7 +26,7 @@ const sidebar = new Sidebar(actOnConversation);
 const settings = new Settings($("fields"));
 const scale = new DepthScale();
 const underlines = new Underlines();
-const follower = new Follower($("messages"));
+const follower = new Follower($("messages"), (isAtEnd) => ($("to-end").hidden = isAtEnd));
 const runs = new Map(); // id of a conversation -> {message, controller, view}
 let models = [];
 let conversations = [];
@@ -53,8 +54,9 @@ async function connect() {
     tell(error.status === 401 && !key.get() ? null : error.message);
     return;
   }
-  settings.learn();
   drawControls();
+  await settings.learn();
+  drawModel();
 }
 
 async function loadModels() {
@@ -72,6 +74,7 @@ function drawModel() {
   $("depth").textContent = extra ? words(extra.depth) : "loaded with the first question";
   $("depth").classList.toggle("error", extra?.certified === false);
   if (extra?.certified === false) $("depth").textContent += ", never certified for this model";
+  settings.showDefaults(!models.length || [model()?.id, model()?.parent].includes(models[0].id));
   drawDepths();
 }
 
@@ -113,6 +116,7 @@ async function answer(question, sampling, given = null) {
   const running = { message, controller, isDrawn: true };
   runs.set(asked.id, running);
   message.end = null;
+  asked.updated = Date.now();
   draw();
   follower.begin();
   say("Generating.");
@@ -195,7 +199,6 @@ async function actOnConversation(name, one, value) {
 }
 
 function save(one) {
-  one.updated = Date.now();
   if (conversations.includes(one)) store.save(one).catch((error) => tell(`The browser cannot keep this conversation: ${error.message}`));
 }
 
@@ -206,7 +209,9 @@ async function changedElsewhere(id) {
   conversations = conversations.filter((one) => one.id !== id);
   if (other) conversations.push(other);
   if (conversation.id !== id) return drawList();
-  return other ? open(other) : begin();
+  if (!other) return begin();
+  conversation = other;
+  return draw();
 }
 
 async function importFile(file) {
@@ -223,12 +228,10 @@ async function importFile(file) {
   }
 }
 
-/** Markdown of what is shown, or JSON with all branches. */
-function exportOne() {
-  const name = (conversation.title || "conversation").replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
-  download(`${name}.md`, tree.toMarkdown(conversation), "text/markdown");
-}
-
+/** The name of an exported file. */
+const fileName = () => conversation.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
+const exportMarkdown = () => download(`${fileName()}.md`, tree.toMarkdown(conversation), "text/markdown");
+const exportJson = () => download(`${fileName()}.json`, tree.toJson([conversation]), "application/json");
 const exportAll = () => download("conversations.json", tree.toJson(conversations), "application/json");
 
 // -- how it looks -----------------------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ function drawControls() {
   $("stop").hidden = !run();
   $("send").disabled = !models.length || !($("prompt").value.trim() || files.length);
   $("model").disabled = Boolean(run());
-  $("export").disabled = !conversation.messages.length;
+  $("export").hidden = !conversation.messages.length;
   drawFiles();
   drawContext();
   fit();
@@ -391,7 +394,10 @@ $("attach").addEventListener("click", () => $("choose-files").click());
 $("import").addEventListener("click", () => $("choose-import").click());
 choose($("choose-files"), attach);
 choose($("choose-import"), ([file]) => importFile(file));
-$("export").addEventListener("click", exportOne);
+$("export-markdown").addEventListener("click", exportMarkdown);
+$("export-json").addEventListener("click", exportJson);
+$("export").addEventListener("focusout", ({ relatedTarget }) => $("export").contains(relatedTarget) || ($("export").open = false));
+$("to-end").addEventListener("click", () => follower.begin());
 $("export-all").addEventListener("click", exportAll);
 $("open-settings").addEventListener("click", () => $("settings").showModal());
 $("show-help").addEventListener("click", () => $("help").showModal());
@@ -399,10 +405,8 @@ for (const dialog of document.querySelectorAll("dialog")) {
   dialog.addEventListener("click", ({ target }) => target === dialog && dialog.close());
 }
 $("reset").addEventListener("click", () => settings.reset());
-$("system").addEventListener("change", () => {
-  conversation.system = $("system").value;
-  save(conversation);
-});
+$("system").addEventListener("input", () => (conversation.system = $("system").value));
+$("settings").addEventListener("close", () => save(conversation));
 $("keep-system").addEventListener("click", () => {
   kept.set("system", $("system").value);
   say("Kept for new conversations.");
@@ -449,7 +453,10 @@ document.addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawDepths);
+$("theme").value = theme.chosen;
+$("theme").addEventListener("change", () => theme.choose($("theme").value));
+theme.watch(drawDepths);
+addEventListener("pagehide", () => conversations.forEach((one) => runs.has(one.id) && save(one)));
 
 drawIcons();
 draw();

@@ -5,6 +5,7 @@ import { DepthScale } from "./colours.js";
 import { Follower } from "./follow.js";
 import { Pane } from "./pane.js";
 import { drawLegend } from "./strip.js";
+import { theme } from "./theme.js";
 import { firstDifference } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
@@ -194,7 +195,7 @@ $("model").addEventListener("change", offer);
 for (const name of ["compare", "in-turn"]) $(name).addEventListener("change", draw);
 $("max-tokens").addEventListener("input", draw);
 $("mode").addEventListener("change", changeMode);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+theme.watch(draw);
 let width = 0;
 new ResizeObserver(([{ contentRect }]) => {
   if (contentRect.width !== width) draw(); // its height changes with each line of an answer

@@ -102,17 +102,34 @@ export function fromJson(text, known) {
 }
 
 const isText = (value) => typeof value === "string";
+const isNumber = (value) => Number.isFinite(value);
+const areAll = (values, check) => Array.isArray(values) && values.every(check);
+
+// What a message may have beyond {id, parent, role, content}.
+const OPTIONAL = {
+  created: isNumber,
+  model: isText,
+  reasoning: isText,
+  end: isText,
+  problem: isText,
+  files: (files) => areAll(files, (file) => isText(file?.name) && isText(file?.text)),
+  calls: (calls) => areAll(calls, (call) => isText(call?.name) && isText(call?.arguments)),
+  depths: (depths) => areAll(depths, (pair) => areAll(pair, isNumber) && pair.length === 2),
+  figures: (figures) => Object.values(figures).every((value) => value === null || isNumber(value)),
+  layers: ({ of, mean }) => isNumber(of) && (mean === null || isNumber(mean)),
+};
 
 function isConversation(given) {
   const { id, title, system, created, updated, messages, current } = given ?? {};
-  if (![id, title, system].every(isText) || ![created, updated].every(Number.isFinite) || !Array.isArray(messages)) return false;
+  if (![id, title, system].every(isText) || ![created, updated].every(isNumber) || !Array.isArray(messages)) return false;
   const seen = new Set([null]); // parents come first, so that no path is a circle
   for (const message of messages) {
-    const isWhole = isText(message?.id) && !seen.has(message.id) && seen.has(message.parent) && isText(message.content);
-    const files = message?.files ?? [];
-    const isKnown = ["user", "assistant"].includes(message?.role) && Array.isArray(files);
-    if (!isWhole || !isKnown || !files.every((file) => isText(file?.name) && isText(file?.text))) return false;
-    seen.add(message.id);
+    const { id: own, parent, role, content, ...others } = message ?? {};
+    if (![own, content].every(isText) || seen.has(own) || !seen.has(parent)) return false;
+    if (!["user", "assistant"].includes(role)) return false;
+    const isKnown = ([name, value]) => value === null || OPTIONAL[name]?.(value);
+    if (!Object.entries(others).every(isKnown)) return false;
+    seen.add(own);
   }
   return current === null ? !messages.length : seen.has(current);
 }

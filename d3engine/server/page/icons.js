@@ -6,6 +6,7 @@ const LINES = {
   plus: "M12 5v14M5 12h14",
   send: "M12 19V6M6 11l6-6 6 6",
   stop: "M8 8h8v8H8z",
+  down: "M12 5v14M6 13l6 6 6-6",
   attach: "M8 12l6-6a3 3 0 0 1 4 4l-8 8a5 5 0 0 1-7-7l7-7",
   copy: "M9 9h10v11H9zM5 15V4h10",
   done: "M5 13l4 4L19 7",

@@ -46,6 +46,7 @@ const TEXTS = ["stop", "json"];
 
 export class Settings {
   #inputs = new Map();
+  #defaults = {};
 
   constructor(place) {
     for (const [title, ...fields] of GROUPS) {
@@ -64,16 +65,23 @@ export class Settings {
   async learn() {
     const [described, props] = await Promise.all(["openapi.json", "props"].map((path) => getJson(path).catch(() => null)));
     const properties = described?.components.schemas.ChatRequest.properties ?? {};
-    const own = props?.default_generation_settings.params ?? {};
     for (const [name, input] of this.#inputs) {
       const bounds = properties[name]?.anyOf?.find(({ type }) => type !== "null") ?? {};
-      if (input.type === "number") {
-        input.min = bounds.minimum ?? bounds.exclusiveMinimum ?? "";
-        input.max = bounds.maximum ?? "";
-        input.step = bounds.type === "integer" ? 1 : "any";
-      }
-      const value = own[name === "repetition_penalty" ? "repeat_penalty" : name];
-      if (value !== undefined && !(name === "top_k" && value <= 0)) input.placeholder = Number(value.toPrecision(4));
+      if (input.type !== "number") continue;
+      input.min = bounds.minimum ?? bounds.exclusiveMinimum ?? "";
+      input.max = bounds.maximum ?? "";
+      input.step = bounds.type === "integer" ? 1 : "any";
+    }
+    const { repeat_penalty, n_predict: _, ...own } = props?.default_generation_settings.params ?? {};
+    this.#defaults = { ...own, ...(repeat_penalty === undefined ? {} : { repetition_penalty: repeat_penalty }) };
+    if (own.top_k <= 0) delete this.#defaults.top_k;
+  }
+
+  /** Show what holds where a field is empty: numbers of the server's first model, for that one. */
+  showDefaults(isFirst) {
+    for (const [name, value] of Object.entries(this.#defaults)) {
+      const input = this.#inputs.get(name);
+      if (input) input.placeholder = isFirst ? Number(value.toPrecision(4)) : "the model's";
     }
   }
 

@@ -42,6 +42,7 @@ export class Underlines {
     if (depth === undefined) return null;
     const range = document.createRange();
     range.setStart(place.offsetNode, place.offset);
+    range.setEnd(place.offsetNode, place.offset + 1);
     return { depth, range };
   }
 }

@@ -112,7 +112,7 @@ def test_conversations_are_kept_searched_renamed_and_deleted(
     page.keyboard.type("Fruit")
     page.keyboard.press("Enter")
     page.fill("#search", "")
-    assert titles(page) == ["Fruit", "About boats"]
+    assert titles(page) == ["About boats", "Fruit"]
     page.on("dialog", lambda asked: asked.accept())
     page.click("[aria-label='Delete Fruit']")
     page.wait_for_selector("#welcome:visible")
@@ -289,12 +289,17 @@ def test_what_is_exported_is_imported_again_with_its_branches(
     page.wait_for_selector("text=2/2")
     ended(page)
     with page.expect_download() as begun:
-        page.click("#export")
+        page.click("#export summary")
+        page.click("#export-markdown")
     assert begun.value.suggested_filename == "One.md"
     assert Path(begun.value.path()).read_text() == "# One?\n\n## Question\n\nOne?\n\n## Answer\n\n**No**\n"
     with page.expect_download() as begun:
         page.click("#export-all")
     begun.value.save_as(tmp_path / "conversations.json")
+    with page.expect_download() as begun:
+        page.click("#export summary")
+        page.click("#export-json")
+    assert Path(begun.value.path()).read_text() == (tmp_path / "conversations.json").read_text()
     other = open_chat(address)
     other.set_input_files("#choose-import", tmp_path / "conversations.json")
     other.wait_for_selector("#conversations .open")
@@ -325,6 +330,40 @@ LOOP = json.dumps(
         ],
     }
 )
+
+
+def test_colours_are_the_systems_until_others_are_chosen(
+    open_chat: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    page = open_chat(scripted[0], color_scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.click("#open-settings")
+    page.select_option("#theme", "light")
+    light = page.evaluate(ground)
+    assert light != dark
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(ground) == light
+    page.goto(f"{scripted[0]}/compare")
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.querySelector('.pane')).backgroundColor") == light
+
+
+def test_a_question_whose_answer_was_cut_by_closing_the_page_is_answered_again(
+    open_chat: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    script.pieces, script.waits_at_the_end = [delta(content="Half of ")], True
+    page = open_chat(address)
+    ask(page, "Anything")
+    page.wait_for_selector("text=Half of")
+    page.reload()
+    page.click("#conversations .open")
+    assert questions(page) == ["Anything"]
+    script.pieces, script.waits_at_the_end = whole("it"), False
+    press(page, "assistant", "Regenerate")
+    page.wait_for_selector(".answer:has-text('it')")
+    ended(page)
 
 
 def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
