@@ -28,13 +28,14 @@ class Script:
         self.error: tuple[int, str] | None = None
         self.key: str | None = None
         self.model_ids = ["scripted"]
+        self.d3ext: dict[str, Any] = D3_CARD
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
 
     async def models(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return _error(401, "An API key is missing.")
-        card = {"object": "model", "parent": None, "max_model_len": 1000, "d3ext": D3_CARD}
+        card = {"object": "model", "parent": None, "max_model_len": 1000, "d3ext": self.d3ext}
         return JSONResponse({"object": "list", "data": [{**card, "id": name} for name in self.model_ids]})
 
     async def tokenizer_info(self, request: Request) -> Response:

@@ -53,7 +53,7 @@ function askForKey() {
 /** The server's own depth; to compare with it full depth, or where that is its own, D3 that skips nothing yet. */
 function offer() {
   const model = models.find(({ id }) => id === $("model").value);
-  const aliases = models.filter(({ parent }) => parent !== null);
+  const aliases = models.filter(({ parent }) => parent !== null && parent === model.root);
   panes[0].offer(model, aliases, "auto");
   panes[1].offer(model, aliases, model.d3ext.depth.policy === "full" ? "d3" : "full");
   draw();

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from browsed_page import at_once, compare, depths, letters, pane, run_whole, style
+from written_streams import Script
 
 
 def test_a_prompt_runs_at_the_servers_own_depth_and_at_full_depth_at_once_each_token_coloured_by_its_layers(
@@ -127,16 +128,31 @@ def test_a_pane_says_that_its_depth_was_never_certified(open_page: Callable[...,
         assert other.is_visible() == is_told, alpha
 
 
-def test_beside_a_server_of_full_depth_the_sliders_begin_where_nothing_is_skipped(
+def test_beside_a_server_of_full_depth_the_sliders_begin_at_what_is_certified(
     open_page: Callable[..., Any], full_depth_url: str
 ) -> None:
     page = open_page(full_depth_url)
     compare(page)
     right = pane(page, 1)
     assert right.locator(".depth").input_value() == "d3"
-    assert right.locator(".schedule-words").text_content() == "All 16 layers for each token."
+    assert [right.locator(name).input_value() for name in (".alpha", ".start")] == ["0.8", "0.6"]
     assert not right.locator(".uncertified").is_visible()
+    assert not right.locator(".uncalibrated").is_visible()
+    right.locator(".alpha").fill("0.9")
+    assert right.locator(".uncertified").is_visible()
+
+
+def test_where_nothing_is_certified_the_sliders_skip_nothing_yet_and_say_that_no_setting_is_known(
+    open_page: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    script.d3ext = {"num_layers": 8, "depth": {"policy": "full"}, "certified": True, "certified_depth": None}
+    page = open_page(address, compares=True)
+    right = pane(page, 1)
+    assert right.locator(".depth").input_value() == "d3"
+    assert right.locator(".schedule-words").text_content() == "All 8 layers for each token."
     assert right.locator(".uncalibrated").is_visible()
+    assert not right.locator(".uncertified").is_visible()
     right.locator(".alpha").fill("0.9")
     assert right.locator(".uncertified").is_visible()
 
