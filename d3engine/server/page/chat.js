@@ -1,6 +1,6 @@
 // The chat as a whole: which conversation is shown, what runs, and what the page's controls do.
 
-import { ApiError, getJson, key } from "./api.js";
+import { getJson, key } from "./api.js";
 import { download, readText } from "./clipboard.js";
 import { DepthScale } from "./colours.js";
 import * as tree from "./conversation.js";
@@ -27,12 +27,12 @@ const settings = new Settings($("fields"));
 const scale = new DepthScale();
 const underlines = new Underlines();
 const follower = new Follower($("messages"), (isAtEnd) => ($("to-end").hidden = isAtEnd));
-const runs = new Map(); // id of a conversation -> {message, controller, view}
+const runs = new Map(); // id of a conversation -> {message, controller, isDrawn}
 let models = [];
 let conversations = [];
 let conversation = tree.newConversation(kept.get("system", ""));
 let views = [];
-let viewsOfMessages = new WeakMap(); // message -> its view, for as long as nothing but the message itself changes it
+const viewsOfMessages = new WeakMap(); // message -> its view
 let files = [];
 let isUnderlined = canUnderline && kept.get("underline", false);
 
@@ -57,6 +57,8 @@ async function connect() {
   drawControls();
   await settings.learn();
   drawModel();
+  const { chat_template: template } = await getJson("tokenizer_info").catch(() => ({}));
+  if (template === null) note("This model has no chat template. Under “Compare depths” it can complete a text.");
 }
 
 async function loadModels() {
@@ -74,6 +76,7 @@ function drawModel() {
   $("depth").textContent = extra ? words(extra.depth) : "loaded with the first question";
   $("depth").classList.toggle("error", extra?.certified === false);
   if (extra?.certified === false) $("depth").textContent += ", never certified for this model";
+  $("depth").title = $("depth").textContent;
   settings.showDefaults(!models.length || [model()?.id, model()?.parent].includes(models[0].id));
   drawDepths();
 }
@@ -178,11 +181,11 @@ function open(other) {
   tell(null);
   draw();
   window.scrollTo(0, document.documentElement.scrollHeight);
+  if (matchMedia("(hover: hover)").matches) $("prompt").focus(); // elsewhere a keyboard would rise
 }
 
 function begin() {
   open(tree.newConversation(kept.get("system", "")));
-  $("prompt").focus();
 }
 
 async function actOnConversation(name, one, value) {
@@ -337,7 +340,7 @@ function say(text) {
 
 /** Something that has to be known once. */
 function note(text) {
-  const line = made("p", "hint", text, iconButton("close", "Understood", () => line.remove()));
+  const line = made("p", "hint", text, iconButton("close", "Dismiss", () => line.remove()));
   $("notes").append(line);
 }
 
@@ -349,7 +352,7 @@ async function attach(chosen) {
       files.push(await readText(file));
       tell(null);
     } catch (error) {
-      tell(error instanceof ApiError ? error.message : `${error.message}`);
+      tell(error.message);
     }
   }
   drawControls();
@@ -446,7 +449,8 @@ document.addEventListener("drop", (event) => {
 document.addEventListener("keydown", (event) => {
   const isPlain = !event.target.closest("input, textarea, select, dialog[open]");
   const name = `${event.ctrlKey || event.metaKey ? "Ctrl+" : ""}${event.shiftKey ? "Shift+" : ""}${event.key}`;
-  if (name === "Escape" && run() && !event.target.closest("dialog")) run().controller.abort();
+  if (name === "Escape" && document.body.classList.contains("listing")) document.body.classList.remove("listing");
+  else if (name === "Escape" && run() && !event.target.closest("dialog")) run().controller.abort();
   else if (name === "Ctrl+Shift+O" || name === "Ctrl+Shift+o") begin();
   else if (name === "Ctrl+k") showSidebar();
   else if (event.key === "?" && isPlain) $("help").showModal();

@@ -4,7 +4,7 @@ import { contentOf } from "./conversation.js";
 import { icon, iconButton, made } from "./icons.js";
 import { Markdown, showCopied } from "./markdown.js";
 
-const ENDS = { length: "ended at the limit of tokens", stopped: "stopped", error: "failed" };
+const ENDS = { length: "token limit reached", stopped: "stopped", error: "failed" };
 
 export class MessageView {
   #markdown = null;
@@ -51,7 +51,7 @@ export class MessageView {
       if (!isAnswer) shown.push(iconButton("edit", "Edit", () => this.edit()));
       if (isAnswer) shown.push(button("regenerate", "again", "Regenerate"));
       if (isAnswer && isLast && canGoOn(message)) shown.push(button("continue", "goOn", "Continue"));
-      shown.push(button("remove", "remove", "Delete this message and what follows"));
+      shown.push(button("remove", "remove", "Delete this message and all after it"));
     }
     if (branches.length > 1) shown.push(this.#arrows(branches, isBusy));
     if (isAnswer) shown.push(this.figures);
@@ -136,7 +136,7 @@ function figuresOf({ figures, layers, model }, end) {
   const parts = [];
   if (tokens) parts.push(`${tokens.toLocaleString("en")} ${tokens === 1 ? "token" : "tokens"}`);
   if (rate) parts.push(`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
-  if (wait && end) parts.push(`first after ${wait.toFixed(wait < 10 ? 2 : 0)} s`);
+  if (wait && end) parts.push(`${wait.toFixed(wait < 10 ? 2 : 0)} s to the first token`);
   if (layers?.mean && layers.mean < layers.of) parts.push(`${layers.mean.toFixed(1)} of ${layers.of} layers`);
   if (ENDS[end]) parts.push(ENDS[end]);
   if (model && end) parts.push(model);

@@ -12,7 +12,7 @@ const GROUPS = [
     ["top_p", "Top p", 1, "Sample from the likeliest tokens with this much probability together"],
     ["top_k", "Top k", "all", "Sample from this many likeliest tokens"],
     ["min_p", "Min p", 0, "Leave out tokens below this share of the likeliest one's probability"],
-    ["max_tokens", "Tokens at most", "no limit", "Length of an answer; it ends with the context at the latest"],
+    ["max_tokens", "Maximum tokens", "no limit", "Length of an answer; it ends with the context at the latest"],
     ["seed", "Seed", "random", "The same seed gives the same answer"],
     ["stop", "Stop strings", "none", "One a line; the answer ends before one"],
   ],
@@ -27,22 +27,23 @@ const GROUPS = [
   ],
   [
     "Further",
-    ["typical_p", "Typical p", 1, "Locally typical sampling"],
+    ["typical_p", "Typical p", 1, "Locally typical sampling; 1 is off"],
     ["top_n_sigma", "Top n sigma", 0, "Keep logits within this many deviations of the largest"],
     ["xtc_probability", "XTC probability", 0, "How often the likeliest tokens are left out"],
-    ["xtc_threshold", "XTC threshold", 0.1, "Those above this probability"],
-    ["min_tokens", "Tokens at least", 0, "No end before this many"],
+    ["xtc_threshold", "XTC threshold", 0.1, "What counts as likely"],
+    ["min_tokens", "Minimum tokens", 0, "The answer does not end before this many"],
   ],
   [
     "Reasoning",
     ["enable_thinking", "Thinking", "the model's", "Where the model's template has a switch"],
     ["reasoning_effort", "Effort", "the model's", "Where the template knows low, medium, high"],
-    ["thinking_token_budget", "Thinking tokens at most", "no limit", "Where the model thinks"],
+    ["thinking_token_budget", "Thinking budget", "no limit", "Tokens of reasoning, where the model reasons"],
   ],
   ["Other fields", ["json", "Fields as JSON", '{"ignore_eos": true}', "Added to the request as they are"]],
 ];
 const CHOICES = { enable_thinking: ["true", "false"], reasoning_effort: ["low", "medium", "high"] };
 const TEXTS = ["stop", "json"];
+const OWN = ["messages", "model", "n", "stream", "stream_options", "return_depths"]; // what the page itself sends
 
 export class Settings {
   #inputs = new Map();
@@ -132,9 +133,10 @@ const labelOf = (name) => GROUPS.flat().find((field) => Array.isArray(field) && 
 function fieldsOf(text) {
   try {
     const value = JSON.parse(text);
-    if (value && typeof value === "object" && !Array.isArray(value)) return value;
+    const isObject = value && typeof value === "object" && !Array.isArray(value);
+    if (isObject && !OWN.some((name) => name in value)) return value;
   } catch {
     // Said below.
   }
-  throw new Error('Fields as JSON must be an object, as in {"ignore_eos": true}.');
+  throw new Error(`Fields as JSON must be an object without ${OWN.join(", ")}, as in {"ignore_eos": true}.`);
 }

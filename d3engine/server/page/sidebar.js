@@ -27,7 +27,7 @@ export class Sidebar {
     this.list.replaceChildren(...found.map((one) => this.#item(one)));
     const none = document.getElementById("none-found");
     none.hidden = found.length > 0;
-    none.textContent = wanted ? "No conversation has this." : "Conversations are kept here, in this browser.";
+    none.textContent = wanted ? "No conversation matches." : "No conversations yet.";
   }
 
   #item(conversation) {

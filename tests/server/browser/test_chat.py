@@ -75,13 +75,14 @@ def test_empty_fields_show_the_servers_defaults_and_take_its_bounds(open_chat: C
     assert page.get_attribute("#sampling-top_k", "step") == "1"
 
 
+@pytest.mark.parametrize("bad", ["[1]", "{", '{"n": 2}'])
 def test_what_cannot_be_sent_is_said_and_the_question_stays(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
+    open_chat: Callable[..., Any], scripted: tuple[str, Script], bad: str
 ) -> None:
     page = open_chat(scripted[0])
     page.click("#open-settings")
     page.click("text=Other fields")
-    page.fill("#sampling-json", "[1]")
+    page.fill("#sampling-json", bad)
     page.keyboard.press("Escape")
     page.fill("#prompt", "Anything")
     page.press("#prompt", "Enter")
@@ -160,7 +161,7 @@ def test_an_edited_question_and_a_regenerated_answer_are_branches(
     ended(page)
     assert said(script.bodies[3])[-1] == ("user", "Other?")
     assert questions(page) == ["One?", "Other?"]
-    press(page, "user", "Delete this message and what follows")
+    press(page, "user", "Delete this message and all after it")
     assert (questions(page), answers(page)) == (["One?", "More?"], ["Second", "Second"])
 
 
@@ -545,7 +546,7 @@ def test_a_real_model_writes_code_is_stopped_by_its_limit_and_goes_on(
     ask_whole(page, "Write a Python function that adds two numbers, without comments.")
     first = page.locator(".answer").text_content()
     assert "24 tokens" in page.locator(".figures").text_content()
-    assert "ended at the limit of tokens" in page.locator(".figures").text_content()
+    assert "token limit reached" in page.locator(".figures").text_content()
     press(page, "assistant", "Continue")
     ended(page)
     both = page.locator(".answer").text_content()
