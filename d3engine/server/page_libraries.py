@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "page" / "vendor"
 REGISTRY = "https://registry.npmjs.org"
+VERSIONS = "versions.txt"
 TIMEOUT_SECONDS = 30.0
 MAX_BYTES = 2**24
 
@@ -90,7 +91,7 @@ LIBRARIES = (
 
 def is_fetched(folder: Path = FOLDER) -> bool:
     """Whether the folder has all libraries, of these versions."""
-    note = folder / "versions.txt"
+    note = folder / VERSIONS
     return note.is_file() and note.read_text() == _versions()
 
 
@@ -98,13 +99,12 @@ def fetch(folder: Path = FOLDER) -> None:
     """Put all libraries into the folder, or none; raises `LibraryError`."""
     if is_fetched(folder):
         return
-    with TemporaryDirectory(dir=folder.parent) as made:
+    with TemporaryDirectory() as made:
         for library in LIBRARIES:
-            _unpack(library, _download(library), Path(made))
-        (Path(made) / "versions.txt").write_text(_versions())
-        Path(made).chmod(0o755)
+            _unpack(library, _download(library), Path(made, "vendor"))
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(made, folder)
+        shutil.copytree(Path(made, "vendor"), folder)
+    (folder / VERSIONS).write_text(_versions())  # last: only a whole folder has it
 
 
 def _versions() -> str:
@@ -133,7 +133,7 @@ def _unpack(library: Library, package: bytes, folder: Path) -> None:
                 if found is None or content is None:
                     continue
                 target = folder / found.expand(name)
-                target.parent.mkdir(exist_ok=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 text = content.read()
                 # Maps for debuggers are left out, so a browser must not ask for them.
                 target.write_bytes(

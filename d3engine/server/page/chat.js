@@ -65,6 +65,7 @@ async function loadModels() {
   models = (await getJson("v1/models")).data;
   const chosen = $("model").value || kept.get("model", "");
   $("model").replaceChildren(...models.map(({ id }) => new Option(id, id)));
+  document.body.classList.toggle("one-model", models.length < 2);
   if (models.some(({ id }) => id === chosen)) $("model").value = chosen;
   drawModel();
 }

@@ -37,7 +37,8 @@ export class MessageView {
     this.calls.replaceChildren(...(calls ?? []).map(callOf));
     this.problem.textContent = problem ?? "";
     this.problem.hidden = !problem;
-    this.figures.textContent = figuresOf(this.message, isRunning ? null : (end ?? "stopped"));
+    this.figures.replaceChildren(figuresOf(this.message, isRunning ? null : (end ?? "stopped")));
+    if (!isRunning && this.message.model) this.figures.append(made("span", "by", ` · ${this.message.model}`));
   }
 
   /** Offer what can be done: `isBusy` while something runs in the conversation; `branches` are the turn's. */
@@ -131,7 +132,7 @@ function callOf({ name, arguments: given }) {
 }
 
 /** What is said of an answer: how long it is, how fast it came, how it ended. */
-function figuresOf({ figures, layers, model }, end) {
+function figuresOf({ figures, layers }, end) {
   const { tokens, rate, wait } = figures ?? {};
   const parts = [];
   if (tokens) parts.push(`${tokens.toLocaleString("en")} ${tokens === 1 ? "token" : "tokens"}`);
@@ -139,7 +140,6 @@ function figuresOf({ figures, layers, model }, end) {
   if (wait && end) parts.push(`${wait.toFixed(wait < 10 ? 2 : 0)} s to the first token`);
   if (layers?.mean && layers.mean < layers.of) parts.push(`${layers.mean.toFixed(1)} of ${layers.of} layers`);
   if (ENDS[end]) parts.push(ENDS[end]);
-  if (model && end) parts.push(model);
   return parts.join(" · ");
 }
 

@@ -374,6 +374,7 @@ def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Callable[..., Any]
     page.select_option("#model", "large")
     ask_whole(page, "One?")
     assert script.bodies[0]["model"] == "large"
+    assert page.locator(".by:visible").text_content() == " · large"
     page.reload()
     page.wait_for_selector("#model option", state="attached")
     assert page.input_value("#model") == "large"
@@ -494,6 +495,7 @@ def test_nothing_is_wider_than_the_screen_and_axe_finds_no_violation(
     open_chat: Callable[..., Any], scripted: tuple[str, Script], width: int, scheme: str
 ) -> None:
     address, script = scripted
+    script.model_ids = ["a-model-with-a-rather-long-name-as-files-have-them.gguf"]
     text = f"# Title\n\n{'long' * 90}\n\n| {' | '.join('abcdefghijklmn' * 2)} |\n{'|---' * 28}|\n\n"
     text += f"```c\n{'x = 1; ' * 40}\n```\n"
     script.pieces = [delta(reasoning_content="Hm."), delta(content=text), delta("length"), DONE]
@@ -501,6 +503,7 @@ def test_nothing_is_wider_than_the_screen_and_axe_finds_no_violation(
     ask_whole(page, f"Anything {'long' * 90}")
     page.click("#underline")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("header").bounding_box()["height"] < 80  # one line, and on a phone that of the colours
     check_with_axe(page)
     if width < 830:
         assert not page.locator("#sidebar").is_visible()
