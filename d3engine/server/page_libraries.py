@@ -15,6 +15,7 @@ import shutil
 import sys
 import tarfile
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -115,7 +116,7 @@ def _download(library: Library) -> bytes:
     try:
         with urllib.request.urlopen(library.url, timeout=TIMEOUT_SECONDS) as answer:
             content: bytes = answer.read(MAX_BYTES)
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise LibraryError(f"{library.url} cannot be fetched: {error}") from None
     if base64.b64encode(hashlib.sha512(content).digest()).decode() != library.sha512:
         raise LibraryError(f"{library.url} is not the file that it was: its SHA-512 is another")
