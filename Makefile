@@ -34,7 +34,7 @@ help:
 	@echo "make ports    the native library for Arm in an emulator, by Clang and under sanitizers"
 	@echo "make bench    time the parts"
 
-setup: $(VENV)/.installed-dev $(VENV)/.native
+setup: $(VENV)/.installed-dev $(VENV)/.native $(VENV)/.page
 	@echo "Ready. The tools are in $(BIN); CONTRIBUTING.md says how to go on."
 
 demo: $(VENV)/.native
@@ -98,7 +98,8 @@ ports: $(VENV)/.installed-test $(VENV)/.native
 # The server's tests with those of its page in a real browser, which need Debian's package `chromium`, with thousands of
 # requests made of its description, with the clients of other libraries, and a short soak.
 test-server: $(VENV)/.installed-test $(VENV)/.native test-with-clients test-with-litellm
-	$(PIP) "playwright>=1.60,<2" "schemathesis>=4.32,<5" aiohttp
+	$(PIP) "playwright>=1.60,<2" "schemathesis>=4.32,<5" "axe-playwright-python>=0.1.8,<0.2" aiohttp
+	$(BIN)/python d3engine/server/page_libraries.py || echo "The tests of Markdown on the page are skipped"
 	$(BIN)/python -m pytest tests/server
 	$(BIN)/python -m benchmarks.soak --minutes 1
 
@@ -149,6 +150,11 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 # After a change of its sources; an engine does not take a library that is older than they are.
 $(VENV)/.native: $(VENV)/.installed $(NATIVE)
 	$(BIN)/python kernels/native/build.py || echo "Without the native library tokens take several times longer on a CPU."
+	@touch $@
+
+# The installation fetches them too; here after a change of their versions.
+$(VENV)/.page: $(VENV)/.installed d3engine/server/page_libraries.py
+	$(BIN)/python d3engine/server/page_libraries.py || echo "The server's page shows answers as plain text until they are there."
 	@touch $@
 
 $(VENV)/.installed-gguf: $(VENV)/.installed

@@ -1,4 +1,5 @@
-"""Maps the top-level folders `kernels/` and `weights_tools/` into the d3engine package, and builds the native library.
+"""Maps the top-level folders `kernels/` and `weights_tools/` into the d3engine package, builds the native library, and
+fetches the libraries of the server's page.
 
 They stand at the top of the repository because people look for them there, but are only ever importable as
 `d3engine.kernels` and `d3engine.weights_tools`: a top-level module named `kernels` belongs to another project.
@@ -14,10 +15,13 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 TOP_LEVEL = ("kernels", "weights_tools")
 NATIVE = Path("kernels/native")
+PAGE = Path("d3engine/server/page")
 build = runpy.run_path(str(NATIVE / "build.py"))
+page = runpy.run_path("d3engine/server/page_libraries.py")
 
 
 class BuildNative(build_ext):
@@ -42,6 +46,19 @@ class BuildNative(build_ext):
 
     def get_outputs(self):
         return super().get_outputs() if self.is_built else []
+
+
+class FetchLibraries(build_py):
+    """Brings the page's libraries with the package, where npm's registry can be reached."""
+
+    def run(self):
+        try:
+            page["fetch"]()
+        except page["LibraryError"] as error:
+            self.warn(f"the server's page will show answers as plain text, without Markdown: {error}")
+        if (PAGE / "vendor").is_dir():
+            self.packages.append("d3engine.server.page.vendor")
+        super().run()
 
 
 class TagForEveryPython(bdist_wheel):
@@ -69,5 +86,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": TagForEveryPython},
+    cmdclass={"build_ext": BuildNative, "build_py": FetchLibraries, "bdist_wheel": TagForEveryPython},
 )

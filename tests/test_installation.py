@@ -62,6 +62,39 @@ def test_a_wheel_holds_the_bundled_model_and_building_it_warns_of_no_package(tmp
     assert {*model, "d3engine/py.typed", "d3engine/kernels/reference.py"} <= held
 
 
+def test_a_wheel_holds_the_libraries_of_the_page_with_their_licences(tmp_path: Path) -> None:
+    from d3engine.server.page_libraries import FOLDER, LIBRARIES, is_fetched
+
+    if not is_fetched():
+        pytest.skip("the page's libraries are not here: python d3engine/server/page_libraries.py fetches them")
+    build("wheel", tmp_path)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        held = {name for name in wheel.namelist() if name.startswith("d3engine/server/page/vendor/")}
+    there = [path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()]
+    assert held == {f"d3engine/server/page/vendor/{name}" for name in there}
+    assert len([name for name in there if name.endswith("LICENSE")]) == len(LIBRARIES)
+    assert {"katex.css", "markdown-it.js"} < set(there)
+
+
+def test_a_library_of_the_page_that_is_another_than_it_was_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.server import page_libraries
+
+    (library, *_) = page_libraries.LIBRARIES
+    monkeypatch.setattr(page_libraries, "REGISTRY", tmp_path.as_uri())
+    package = tmp_path / library.name / "-" / f"{library.name}-{library.version}.tgz"
+    package.parent.mkdir(parents=True)
+    with pytest.raises(page_libraries.LibraryError, match="cannot be fetched"):
+        page_libraries.fetch(tmp_path / "vendor")
+    package.write_bytes(b"another")
+    with pytest.raises(page_libraries.LibraryError, match="its SHA-512 is another"):
+        page_libraries.fetch(tmp_path / "vendor")
+    assert not (tmp_path / "vendor").exists()
+    monkeypatch.setattr(page_libraries, "REGISTRY", "https://127.0.0.1:9")
+    assert page_libraries.main() == (0 if page_libraries.is_fetched() else 1)
+
+
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
     """A virtual environment whose python does nothing but note what it was called with."""

@@ -52,7 +52,7 @@ class Certification:
 
     def is_calibrated(self, policy: DepthPolicy) -> bool:
         """Whether the policy is d3.json's for these very weights."""
-        return policy == self._certified
+        return policy == self.certified
 
     def log(self, policy: DepthPolicy) -> None:
         """Warn once of a policy that is not certified."""
@@ -73,7 +73,7 @@ class Certification:
         return not skips and policy.exit_rule(self._num_layers) is None
 
     @cached_property
-    def _certified(self) -> DepthPolicy | None:
+    def certified(self) -> DepthPolicy | None:
         """The policy in d3.json, where the file was written for these weights and bridges and can be read."""
         if not is_there(beside(self._directory, POLICY_FILE)):
             return None

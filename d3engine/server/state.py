@@ -40,6 +40,7 @@ class ModelExtra(TypedDict):
     depth: dict[str, object]
     calibrated: bool
     certified: bool
+    certified_depth: dict[str, object] | None  # what was calibrated, be it the model's own depth or not
 
 
 class ModelCard(TypedDict):
@@ -106,7 +107,9 @@ class ModelIds:
         self.check(name)
         policy = self.aliases.get(name, self._own)
         # What was measured is the model alone: an adapter is certified for full depth, which needs no measurement.
-        is_measured = self.adapter(name) is None or isinstance(policy, FullDepth)
+        is_base = self.adapter(name) is None
+        is_measured = is_base or isinstance(policy, FullDepth)
+        known = self._certification.certified if is_base else None
         return {
             "id": name,
             "object": "model",
@@ -120,6 +123,7 @@ class ModelIds:
                 "depth": policy.describe(),
                 "calibrated": is_measured and self._certification.is_calibrated(policy),
                 "certified": is_measured and self._certification.covers(policy),
+                "certified_depth": None if known is None else known.describe(),
             },
         }
 

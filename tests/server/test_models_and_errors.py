@@ -32,6 +32,7 @@ def test_every_id_is_listed_with_the_depth_that_it_stands_for(http: TestClient) 
     found = {card["id"]: (card["d3ext"]["depth"], card["d3ext"]["calibrated"]) for card in body["data"]}
     assert found == {"demo": (own, True), "org/demo": (own, True), "demo-full": ({"policy": "full"}, False)}
     assert {card["d3ext"]["certified"] for card in body["data"]} == {True}
+    assert [card["d3ext"]["certified_depth"] for card in body["data"]] == [own, own, own]
     assert {card["max_model_len"] for card in body["data"]} == {1024}
     assert {card["d3ext"]["num_layers"] for card in body["data"]} == {16}
     assert [card["parent"] for card in body["data"]] == [None, None, "demo"]

@@ -1,6 +1,6 @@
-"""The page at /: its files are served whole and safely, and it asks for nothing of anybody else.
+"""The pages at / and /compare: their files are served whole and safely, and they ask for nothing of anybody else.
 
-What it does in a browser, the folder `browser` says.
+What they do in a browser, the folder `browser` says.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from starlette.applications import Starlette
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "d3engine" / "server" / "page"
-FILES = sorted(file.name for file in FOLDER.iterdir())
+FILES = sorted(file.name for file in FOLDER.iterdir() if file.is_file())
+PAGES = {"/": "index.html", "/compare": "compare.html"}
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
 
-def test_the_page_is_at_the_root_under_a_policy_that_lets_it_load_its_own_files_alone(http: httpx.Client) -> None:
-    answer = http.get("/")
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_is_under_a_policy_that_lets_it_load_its_own_files_alone(http: httpx.Client, path: str) -> None:
+    answer = http.get(path)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert answer.text == (FOLDER / "index.html").read_text()
+    assert answer.text == (FOLDER / PAGES[path]).read_text()
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'self';")
     assert "unsafe" not in policy
+    assert "require-trusted-types-for 'script'" in policy
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def test_all_that_the_page_and_its_scripts_name_is_there(http: httpx.Client) -> None:
-    named = set(re.findall(r'(?:href|src)="(page/[^"]+)"', (FOLDER / "index.html").read_text()))
+    pages = "".join((FOLDER / name).read_text() for name in PAGES.values())
+    named = set(re.findall(r'(?:href|src)="(page/[^"]+)"', pages))
     for name in SCRIPTS:
         named |= {f"page/{other}" for other in re.findall(r'from "\./([^"]+)"', (FOLDER / name).read_text())}
-    assert named == {f"page/{name}" for name in FILES if name != "index.html"}
+    assert named == {f"page/{name}" for name in FILES if name not in PAGES.values()}
     types = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
     for path in named:
         answer = http.get(f"/{path}")
@@ -45,17 +49,17 @@ def test_all_that_the_page_and_its_scripts_name_is_there(http: httpx.Client) -> 
 
 
 def test_a_file_that_a_browser_has_is_not_sent_again(http: httpx.Client) -> None:
-    first = http.get("/page/app.js")
+    first = http.get("/page/chat.js")
     assert first.headers["cache-control"] == "no-cache"
-    again = http.get("/page/app.js", headers={"If-None-Match": f'"other", W/{first.headers["etag"]}'})
+    again = http.get("/page/chat.js", headers={"If-None-Match": f'"other", W/{first.headers["etag"]}'})
     assert (again.status_code, again.content) == (304, b"")
     assert again.headers["etag"] == first.headers["etag"]
-    assert http.get("/page/app.js", headers={"If-None-Match": '"other"'}).content == first.content
+    assert http.get("/page/chat.js", headers={"If-None-Match": '"other"'}).content == first.content
     assert http.get("/page/style.css").headers["etag"] != first.headers["etag"]
 
 
 @pytest.mark.parametrize(
-    "path", ["/page/", "/page/none.js", "/page/../app.py", "/page/%2e%2e/app.py", "/page/index.html"]
+    "path", ["/page/", "/page/none.js", "/page/../app.py", "/page/%2e%2e/app.py", "/page/index.html", "/page/vendor/"]
 )
 def test_nothing_else_of_the_disk_is_served(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 404
@@ -90,7 +94,7 @@ def test_no_file_names_another_host_or_makes_markup_of_text(name: str) -> None:
     assert re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z.]+", text.replace("http://www.w3.org/2000/svg", "")) == []
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc|\beval\(|new Function|javascript:"
     assert re.findall(sinks, text) == []
-    if name == "index.html":
+    if name in PAGES.values():
         assert re.findall(r"<style|style=|\son\w+=|<script(?![^>]*\ssrc=)", text) == []
 
 
@@ -108,8 +112,7 @@ def test_depth_on_the_dark_page_gets_ever_lighter_and_stands_out_from_its_ground
     ramp = re.findall(r'"(#\w+)"', found[1])
     assert len(ramp) > 2
     assert [luminance(colour) for colour in ramp] == sorted({luminance(colour) for colour in ramp})
-    dark = (FOLDER / "style.css").read_text().partition("prefers-color-scheme: dark")[2]
-    colours = dict(re.findall(r"--([\w-]+): (#\w{6});", dark))
+    colours = dict(re.findall(r"--([\w-]+): light-dark\(#\w{6}, (#\w{6})\);", (FOLDER / "style.css").read_text()))
     assert {"page", "ground", "skipped"} <= colours.keys()
     for name in ("page", "ground", "skipped"):
         assert contrast(ramp[0], colours[name]) >= 3, name

@@ -1,4 +1,4 @@
-"""What tests do with the server's page in a browser, and what they read off it."""
+"""What tests do with the server's pages in a browser, and what they read off them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ def run_whole(page: Any, prompt: str) -> None:
     page.wait_for_selector("#retry:enabled")
 
 
-def compare(page: Any) -> None:
-    """Show a second depth beside the first."""
-    page.click("text=Compare two depths")
+def compare(page: Any, *, compares: bool = True) -> None:
+    """Show a second depth beside the first, or the first alone."""
+    page.set_checked("#compare", compares)
+
+
+def at_once(page: Any) -> None:
+    """Let both depths run at the same time."""
+    page.set_checked("#in-turn", False)
 
 
 def pane(page: Any, number: int) -> Any:

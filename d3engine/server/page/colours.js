@@ -1,13 +1,13 @@
 // The colours of depth, those of the engine's terminal and pictures: viridis without its ends, dark for many layers and
 // light for few, with black or white letters, whichever reads better.
 
+import { theme } from "./theme.js";
+
 export const RAMP = ["#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962"];
 
 /** For a dark ground, where the deep end of the other is lost and looks like a skipped layer: viridis from further up.
  * All of it has a contrast of 3 or more, as WCAG 2 counts, to the ground and to the cells of skipped layers. */
 export const RAMP_ON_DARK = ["#24868e", "#1e9c89", "#2ab07f", "#50c46a", "#81d34d", "#bddf26"];
-
-const isDark = matchMedia("(prefers-color-scheme: dark)");
 
 const parts = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
 
@@ -37,12 +37,14 @@ export class DepthScale {
   }
 
   set(most, least) {
-    const onGround = isDark.matches ? RAMP_ON_DARK : RAMP;
+    const onGround = theme.isDark ? RAMP_ON_DARK : RAMP;
     if (most === this.most && least === this.least && onGround === this.#ramp) return false;
     [this.most, this.least, this.#ramp] = [most, least, onGround];
     const rules = [];
     for (let depth = 0; depth <= most; depth++) {
-      rules.push(`.depth-${depth} { background: ${this.colour(depth)}; color: ${lettersOn(this.#parts(depth))}; }`);
+      const colour = this.colour(depth);
+      rules.push(`.depth-${depth} { background: ${colour}; color: ${lettersOn(this.#parts(depth))}; }`);
+      rules.push(`::highlight(depth-${depth}) { text-decoration: underline 2px ${colour}; text-underline-offset: 4px; }`);
     }
     this.#sheet.replaceSync(rules.join("\n"));
     return true;

@@ -3,9 +3,11 @@
 export class Follower {
   #follows = false;
   #last = 0;
+  #height = 0; // where the page has become shorter, the browser has scrolled, not the reader
 
-  /** Of a page in which `element` grows. */
-  constructor(element) {
+  /** Of a page in which `element` grows; `told` is called with whether the end is in sight, or nearly. */
+  constructor(element, told = () => {}) {
+    this.told = told;
     new ResizeObserver(() => this.#go()).observe(element);
     addEventListener("scroll", () => this.#see(), { passive: true });
   }
@@ -18,12 +20,18 @@ export class Follower {
 
   #go() {
     if (this.#follows) window.scrollTo(0, document.documentElement.scrollHeight);
+    this.#tell();
   }
 
   #see() {
-    const end = document.documentElement.scrollHeight - window.innerHeight;
-    if (window.scrollY < this.#last) this.#follows = false;
-    else if (window.scrollY >= end - 1) this.#follows = true;
-    this.#last = window.scrollY;
+    const height = document.documentElement.scrollHeight;
+    if (window.scrollY >= height - window.innerHeight - 1) this.#follows = true;
+    else if (window.scrollY < this.#last && height >= this.#height) this.#follows = false;
+    [this.#last, this.#height] = [window.scrollY, height];
+    this.#tell();
+  }
+
+  #tell() {
+    this.told(window.scrollY >= document.documentElement.scrollHeight - 1.3 * window.innerHeight);
   }
 }

@@ -34,7 +34,7 @@ export class Pane {
     this.aliases = aliases;
     this.select.replaceChildren(...choices.map(([value, text]) => new Option(text, value)));
     this.select.value = chosen;
-    const start = own.policy === "d3" ? own : { alpha: 1, start: 0.8 };
+    const start = [own, model.d3ext.certified_depth].find((one) => one?.policy === "d3") ?? { alpha: 1, start: 0.8 };
     this.#part(".alpha").value = start.alpha;
     this.#part(".start").value = start.start;
   }
@@ -59,6 +59,8 @@ export class Pane {
     const { policy, layers } = this;
     if (policy.policy === "full" || leastDepth(policy, layers) === layers) return true;
     const cards = [this.#model, ...this.aliases].map(({ d3ext }) => d3ext);
+    const known = cards[0].certified_depth;
+    if (known) cards.push({ certified: true, depth: known });
     const options = ({ policy: name, alpha, start, tail = 0, on_skip = "none" }) => [name, alpha, start, tail, on_skip].join();
     if (this.select.value === "d3") {
       return cards.some(({ certified, depth }) => certified && options(depth) === options(policy));
@@ -90,6 +92,7 @@ export class Pane {
     canvas.hidden = depths === null;
     const said = depths ? sentence(depths, layers, windowStart(policy, layers)) : UNKNOWN;
     this.#part(".schedule-words").textContent = said;
+    this.#part(".uncalibrated").hidden = Boolean(this.#model.d3ext.certified_depth);
     this.#part(".uncertified").hidden = this.isCertified;
     canvas.setAttribute("aria-label", `Schedule: ${said}`);
     if (depths) drawStrip(canvas, depths.slice(0, DRAWN_STEPS), { layers, first: windowStart(policy, layers), scale });

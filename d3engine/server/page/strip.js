@@ -21,7 +21,7 @@ export function drawStrip(canvas, depths, { layers, first, scale }) {
   size(canvas, Math.max(1, columns * column), layers * row, ratio);
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
-  const skipped = getComputedStyle(canvas).getPropertyValue("--skipped");
+  const skipped = getComputedStyle(canvas).color; // of a property that is light or dark, only this is resolved
   const [gapX, gapY] = [column > 3 ? 1 : 0, row > 2 ? 1 : 0];
   for (let x = 0; x < columns; x++) {
     const depth = depths[x * every];

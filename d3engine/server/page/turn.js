@@ -1,5 +1,6 @@
 // One question and its answer in a pane: coloured tokens, the strip below them, and the figures.
 
+import { copied } from "./clipboard.js";
 import { hideDetails, percent, showDetails, visible } from "./details.js";
 import { drawStrip } from "./strip.js";
 import { Tokens } from "./tokens.js";
@@ -174,22 +175,6 @@ export class Turn {
     const isCopied = await copied(this.tokens.text);
     button.textContent = isCopied ? "Copied" : "Not allowed";
     setTimeout(() => (button.textContent = "Copy"), 1500);
-  }
-}
-
-/** Put a text on the clipboard, also where a page without TLS may not use it by its newer name. */
-async function copied(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    const area = document.createElement("textarea");
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    const isCopied = document.execCommand("copy");
-    area.remove();
-    return isCopied;
   }
 }
 

@@ -209,18 +209,34 @@ async def _token_ids(served: AppState, asked: TokenizeRequest) -> tuple[list[int
 
 
 FOLDER = Path(__file__).parent.parent / "page"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGES = {"index.html": "/", "compare.html": "/compare"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
+POLICY = (
+    "default-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    "require-trusted-types-for 'script'",  # no markup is made of text but by DOMPurify
+    "trusted-types dompurify",
+)
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "; ".join(POLICY),
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # kept, and asked for by its ETag before each use
 }
 
 
 def _files() -> dict[str, Path]:
-    """Path of a URL -> the file there. The page itself is at /, what it loads under /page/."""
-    loaded = sorted(file for file in FOLDER.iterdir() if file.suffix in TYPES and file.name != "index.html")
-    return {"/": FOLDER / "index.html"} | {f"/page/{file.name}": file for file in loaded}
+    """Path of a URL -> the file there. The chat is at /, the page of depths at /compare, their files under /page/."""
+    loaded = sorted(file for file in FOLDER.rglob("*") if file.suffix in TYPES and file.name not in PAGES)
+    pages = {path: FOLDER / name for name, path in PAGES.items()}
+    return pages | {f"/page/{file.relative_to(FOLDER).as_posix()}": file for file in loaded}
 
 
 def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:

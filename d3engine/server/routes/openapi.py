@@ -367,11 +367,15 @@ _HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
+VENDORED = "/page/vendor/"
+"""Libraries of the page, which are no part of the API."""
+
+
 async def show_openapi(request: Request) -> Response:
     """The description of all routes of the app that took this request."""
     state = request.app.state
     if not hasattr(state, "openapi"):  # it takes a while, and stays the same
-        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        routes = [route for route in request.app.routes if isinstance(route, Route) and VENDORED not in route.path]
         state.openapi = description(routes, served_by(request))
     return json_response(state.openapi)
 

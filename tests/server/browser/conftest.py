@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 from browsed_page import compare
+from serving import serving
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from written_streams import Script
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +31,6 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def full_depth_url() -> Iterator[str]:
     """Where a server answers whose own depth is full."""
-    from serving import serving
-
     from d3engine import AsyncEngine, FullDepth
     from d3engine.server.app import create_app
     from d3engine.server.settings import ServerSettings
@@ -37,26 +41,72 @@ def full_depth_url() -> Iterator[str]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """`open_page(address, **context)`: the page, which has loaded, with two panes where it `compares`; nothing may be
-    said on its console at the end."""
+def open_tab(browser: Any) -> Iterator[Callable[..., Any]]:
+    """`open_tab(**context)`: an empty tab of a browser without a history. At the end a page's code may not have failed,
+    and nothing may have been against its policy or have gone to another host."""
     contexts, complaints = [], []
 
-    def opened(address: str, is_ready: bool = True, compares: bool = False, **options: Any) -> Any:
+    def opened(**options: Any) -> Any:
         context = browser.new_context(**options)
         contexts.append(context)
         context.set_default_timeout(30_000)
         page = context.new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if "Security" in said.text else None)
-        page.goto(address)
-        if is_ready:
-            page.wait_for_selector("#run:enabled")
-        if compares:
-            compare(page)
+        page.on("request", lambda asked: None if "://127.0.0.1:" in asked.url else complaints.append(asked.url))
         return page
 
     yield opened
     for context in contexts:
         context.close()
-    assert complaints == []
+    assert [said for said in complaints if not said.startswith(("blob:", "data:"))] == []
+
+
+@pytest.fixture
+def open_page(open_tab: Callable[..., Any]) -> Callable[..., Any]:
+    """`open_page(address, **context)`: the page of depths, which has loaded, with two panes where it `compares`."""
+
+    def opened(address: str, is_ready: bool = True, compares: bool = False, **options: Any) -> Any:
+        page = open_tab(**options)
+        page.goto(f"{address}/compare")
+        if is_ready:
+            page.wait_for_selector("#run:enabled")
+            compare(page, compares=compares)
+        return page
+
+    return opened
+
+
+@pytest.fixture
+def open_chat(open_tab: Callable[..., Any]) -> Callable[..., Any]:
+    """`open_chat(address, **context)`: the chat, which has loaded."""
+
+    def opened(address: str, **options: Any) -> Any:
+        page = open_tab(**options)
+        page.goto(address)
+        page.wait_for_selector("#model option", state="attached")
+        return page
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def scripted_address() -> Iterator[tuple[str, list[Script]]]:
+    from d3engine.server.routes.api import PAGE_ROUTES
+
+    holder = [Script()]
+
+    async def answer(request: Request) -> Response:
+        return await getattr(holder[0], request.url.path.rpartition("/")[2])(request)
+
+    paths = {"/v1/models": "GET", "/tokenizer_info": "GET", "/v1/chat/completions": "POST"}
+    routes = [Route(path, answer, methods=[method]) for path, method in paths.items()]
+    with serving(Starlette(routes=[*routes, *PAGE_ROUTES])) as address:
+        yield address, holder
+
+
+@pytest.fixture
+def scripted(scripted_address: tuple[str, list[Script]]) -> tuple[str, Script]:
+    address, holder = scripted_address
+    holder[0] = Script()
+    return address, holder[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from browsed_page import compare, depths, letters, pane, run_whole, style
+from browsed_page import at_once, compare, depths, letters, pane, run_whole, style
+from written_streams import Script
 
 
 def test_a_prompt_runs_at_the_servers_own_depth_and_at_full_depth_at_once_each_token_coloured_by_its_layers(
@@ -82,21 +83,35 @@ def test_the_pages_schedule_is_the_engines_for_any_alpha_and_start(open_page: Ca
         assert of_page == policy.schedule(layers).depths(64).tolist()
 
 
-def test_the_page_opens_with_one_pane_at_the_servers_own_depth_and_comparing_leaves_that_one_be(
+def test_the_page_opens_with_the_servers_own_depth_beside_another_and_one_pane_may_stand_alone(
     open_page: Callable[..., Any], url: str
 ) -> None:
-    page = open_page(url)
-    assert page.locator(".pane:visible").count() == 1
+    page = open_page(url, compares=True)
+    assert page.locator(".pane:visible").count() == 2
     assert pane(page, 0).locator(".depth").input_value() == "auto"
+    assert pane(page, 1).locator(".depth").input_value() == "full"
+    compare(page, compares=False)
+    assert page.locator(".pane:visible").count() == 1
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     compare(page)
-    assert page.locator(".pane:visible").count() == 2
-    assert pane(page, 1).locator(".depth").input_value() == "full"
     pane(page, 0).locator(".depth").select_option("d3")
-    compare(page)
+    compare(page, compares=False)
     assert page.locator(".pane:visible").count() == 1
     assert pane(page, 0).locator(".depth").input_value() == "d3"
     assert pane(page, 0).locator(".turn").count() == 1
+
+
+def test_speed_is_shown_where_depths_run_in_turn_and_not_where_they_run_at_once(
+    open_page: Callable[..., Any], url: str
+) -> None:
+    page = open_page(url, compares=True)
+    run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
+    assert [page.locator(".rate").nth(number).is_visible() for number in (0, 1)] == [True, True]
+    at_once(page)
+    assert page.locator(".rate:visible").count() == 0
+    run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
+    assert page.locator(".turn").count() == 4
+    assert page.locator(".rate:visible").count() == 0
 
 
 def test_a_pane_says_that_its_depth_was_never_certified(open_page: Callable[..., Any], url: str) -> None:
@@ -107,19 +122,36 @@ def test_a_pane_says_that_its_depth_was_never_certified(open_page: Callable[...,
     assert not other.is_visible()
     pane(page, 1).locator(".depth").select_option("d3")
     assert not other.is_visible()  # the sliders begin at the model's own setting
+    assert not pane(page, 1).locator(".uncalibrated").is_visible()
     for alpha, is_told in (("0.9", True), ("1", False), ("0.95", True), ("0.8", False)):
         pane(page, 1).locator(".alpha").fill(alpha)
         assert other.is_visible() == is_told, alpha
 
 
-def test_beside_a_server_of_full_depth_the_sliders_begin_where_nothing_is_skipped(
+def test_beside_a_server_of_full_depth_the_sliders_begin_at_what_is_certified(
     open_page: Callable[..., Any], full_depth_url: str
 ) -> None:
     page = open_page(full_depth_url)
     compare(page)
     right = pane(page, 1)
     assert right.locator(".depth").input_value() == "d3"
-    assert right.locator(".schedule-words").text_content() == "All 16 layers for each token."
+    assert [right.locator(name).input_value() for name in (".alpha", ".start")] == ["0.8", "0.6"]
+    assert not right.locator(".uncertified").is_visible()
+    assert not right.locator(".uncalibrated").is_visible()
+    right.locator(".alpha").fill("0.9")
+    assert right.locator(".uncertified").is_visible()
+
+
+def test_where_nothing_is_certified_the_sliders_skip_nothing_yet_and_say_that_no_setting_is_known(
+    open_page: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    script.d3ext = {"num_layers": 8, "depth": {"policy": "full"}, "certified": True, "certified_depth": None}
+    page = open_page(address, compares=True)
+    right = pane(page, 1)
+    assert right.locator(".depth").input_value() == "d3"
+    assert right.locator(".schedule-words").text_content() == "All 8 layers for each token."
+    assert right.locator(".uncalibrated").is_visible()
     assert not right.locator(".uncertified").is_visible()
     right.locator(".alpha").fill("0.9")
     assert right.locator(".uncertified").is_visible()

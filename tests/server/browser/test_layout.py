@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from axe import check_with_axe
 from browsed_page import depths, pane, run_whole, style
 from contrast import contrast, luminance
 
@@ -48,6 +49,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., An
     page = open_page(url, compares=True, viewport={"width": 390, "height": 844}, color_scheme=scheme)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    check_with_axe(page)
     left, right = (pane(page, number).bounding_box() for number in (0, 1))
     assert left["x"] == right["x"]
     assert right["y"] >= left["y"] + left["height"]
@@ -57,3 +59,20 @@ def test_on_a_phone_panes_without_answers_follow_each_other_closely(open_page: C
     page = open_page(url, compares=True, viewport={"width": 390, "height": 1200})
     upper, lower = (pane(page, number).bounding_box() for number in (0, 1))
     assert 0 < lower["y"] - (upper["y"] + upper["height"]) < 32
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_map_of_layers_shows_which_were_skipped(open_page: Callable[..., Any], url: str, scheme: str) -> None:
+    page = open_page(url, compares=True, color_scheme=scheme)
+    last, first = (
+        page.locator(".schedule").first.evaluate(
+            """(canvas, fromTop) => {
+                const [x, y] = [canvas.width - 5, fromTop ? 1 : canvas.height - 2];
+                return [...canvas.getContext("2d").getImageData(x, y, 1, 1).data].slice(0, 3).join(", ");
+            }""",
+            from_top,
+        )
+        for from_top in (True, False)
+    )
+    assert f"rgb({last})" == style(page, ".schedule", "color")
+    assert f"rgb({first})" != style(page, ".schedule", "color")

@@ -2,102 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from browsed_page import depths, letters, pane, run, run_whole
-from serving import HANG_SECONDS, serving
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from browsed_page import at_once, depths, letters, pane, run, run_whole
+from serving import HANG_SECONDS
+from written_streams import DONE, HOSTILE, Script, chunk
 
-NUM_LAYERS = 8
 KEY = "a-key-of-mine"
-HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>\u202e&amp;\x00"
-D3_POLICY = {"policy": "d3", "alpha": 0.9, "start": 0.5, "tail": 0}
-D3_CARD = {"num_layers": NUM_LAYERS, "depth": D3_POLICY, "certified": True}
-
-
-class Script:
-    """What the scripted server says, and what it has heard."""
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.thinks_seconds = 0.0
-        self.waits_at_the_end = False
-        self.error: tuple[int, str] | None = None
-        self.key: str | None = None
-        self.bodies: list[dict[str, Any]] = []
-        self.left = threading.Event()
-
-    async def models(self, request: Request) -> Response:
-        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
-            return _error(401, "An API key is missing.")
-        card = {"id": "scripted", "object": "model", "parent": None, "d3ext": D3_CARD}
-        return JSONResponse({"object": "list", "data": [card]})
-
-    async def tokenizer_info(self, request: Request) -> Response:
-        return JSONResponse({"chat_template": "{{ messages }}"})
-
-    async def completions(self, request: Request) -> Response:
-        self.bodies.append(await request.json())
-        if self.error is not None:
-            return _error(*self.error)
-        return StreamingResponse(self._stream(), media_type="text/event-stream")
-
-    async def _stream(self) -> AsyncIterator[bytes]:
-        try:
-            await asyncio.sleep(self.thinks_seconds)
-            for piece in self.pieces:
-                yield piece
-                await asyncio.sleep(0)
-            if self.waits_at_the_end:
-                await asyncio.sleep(HANG_SECONDS)
-        finally:
-            self.left.set()
-
-
-def _error(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "", "param": None, "code": None}}, status)
-
-
-def chunk(text: str, depths: list[int], offsets: list[int], ids: list[int], finish: str | None = None) -> bytes:
-    """One event of a chat."""
-    delta = {"content": text}
-    extra = {"depths": depths, "token_offsets": offsets}
-    choice = {"index": 0, "delta": delta, "token_ids": ids, "d3ext": extra, "finish_reason": finish}
-    return f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n".encode()
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-@pytest.fixture(scope="module")
-def scripted_address() -> Iterator[tuple[str, list[Script]]]:
-    from d3engine.server.routes.api import PAGE_ROUTES
-
-    holder = [Script()]
-
-    async def answer(request: Request) -> Response:
-        return await getattr(holder[0], request.url.path.rpartition("/")[2])(request)
-
-    paths = {"/v1/models": "GET", "/tokenizer_info": "GET", "/v1/chat/completions": "POST"}
-    routes = [Route(path, answer, methods=[method]) for path, method in paths.items()]
-    with serving(Starlette(routes=[*routes, *PAGE_ROUTES])) as address:
-        yield address, holder
-
-
-@pytest.fixture
-def scripted(scripted_address: tuple[str, list[Script]]) -> tuple[str, Script]:
-    address, holder = scripted_address
-    holder[0] = Script()
-    return address, holder[0]
 
 
 def half_an_answer(open_page: Callable[..., Any], scripted: tuple[str, Script]) -> Any:
@@ -106,6 +21,7 @@ def half_an_answer(open_page: Callable[..., Any], scripted: tuple[str, Script]) 
     script.pieces = [chunk("Half", [8], [0], [1])]
     script.waits_at_the_end = True
     page = open_page(address, compares=True)
+    at_once(page)
     run(page, "Anything")
     return page
 
@@ -128,7 +44,7 @@ def test_names_of_figures_are_on_one_line_though_one_has_no_value_yet(
     open_page: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
     page = half_an_answer(open_page, scripted)
-    names = pane(page, 0).locator(".figures dt")
+    names = pane(page, 0).locator(".figures dt:visible")
     names.first.wait_for()
     assert len({round(names.nth(number).bounding_box()["y"]) for number in range(names.count())}) == 1
 
@@ -172,7 +88,7 @@ def test_what_a_model_writes_is_never_markup(open_page: Callable[..., Any], scri
     assert letters(page, 0) == HOSTILE
     pane(page, 0).locator(".token").focus()
     assert page.locator(".answer img, .answer script, .question img, #details img").count() == 0
-    assert page.title() == "d3engine: watch depth"
+    assert page.title() == "d3engine: compare depths"
 
 
 @pytest.mark.parametrize("scrolls_up", [False, True])

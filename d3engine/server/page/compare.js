@@ -5,6 +5,7 @@ import { DepthScale } from "./colours.js";
 import { Follower } from "./follow.js";
 import { Pane } from "./pane.js";
 import { drawLegend } from "./strip.js";
+import { theme } from "./theme.js";
 import { firstDifference } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
@@ -33,7 +34,7 @@ async function load() {
     $("run").disabled = true;
     return;
   }
-  const bases = models.filter(({ parent }) => parent === null);
+  const bases = models.filter(({ parent, d3ext }) => parent === null && d3ext); // others are not loaded yet
   $("model").replaceChildren(...bases.map(({ id }) => new Option(id, id)));
   offer();
   $("run").disabled = false;
@@ -52,7 +53,7 @@ function askForKey() {
 /** The server's own depth; to compare with it full depth, or where that is its own, D3 that skips nothing yet. */
 function offer() {
   const model = models.find(({ id }) => id === $("model").value);
-  const aliases = models.filter(({ parent }) => parent !== null);
+  const aliases = models.filter(({ parent }) => parent !== null && parent === model.root);
   panes[0].offer(model, aliases, "auto");
   panes[1].offer(model, aliases, model.d3ext.depth.policy === "full" ? "d3" : "full");
   draw();
@@ -68,6 +69,7 @@ function changeMode() {
 function draw() {
   if (!models.length) return;
   panes[1].element.hidden = !isComparing();
+  $("panes").classList.toggle("at-once", isComparing() && !$("in-turn").checked); // they slow each other down: no speed
   const layers = panes[0].layers;
   const least = Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens())));
   scale.set(layers, least);
@@ -121,7 +123,9 @@ async function run(question) {
   $("status").textContent = "Generating.";
   const ask = { isChat: isChat(), sampling: sampling(), signal: running.signal, progress };
   const shown = shownPanes();
-  const turns = await Promise.all(shown.map((pane) => pane.run(question, ask)));
+  const turns = [];
+  if ($("in-turn").checked) for (const pane of shown) turns.push(await pane.run(question, ask));
+  else turns.push(...(await Promise.all(shown.map((pane) => pane.run(question, ask)))));
   running = null;
   setButtons();
   draw();
@@ -157,7 +161,7 @@ function setButtons() {
   $("run").disabled = running !== null;
   $("stop").disabled = running === null;
   $("retry").disabled = $("clear").disabled = running !== null || !hasTurns;
-  $("model").disabled = $("compare").disabled = running !== null;
+  $("model").disabled = $("compare").disabled = $("in-turn").disabled = running !== null;
   for (const pane of panes) pane.select.disabled = running !== null;
 }
 
@@ -188,14 +192,15 @@ $("key-form").addEventListener("submit", (event) => {
   load();
 });
 $("model").addEventListener("change", offer);
-$("compare").addEventListener("change", draw);
+for (const name of ["compare", "in-turn"]) $(name).addEventListener("change", draw);
 $("max-tokens").addEventListener("input", draw);
 $("mode").addEventListener("change", changeMode);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+theme.watch(draw);
 let width = 0;
 new ResizeObserver(([{ contentRect }]) => {
   if (contentRect.width !== width) draw(); // its height changes with each line of an answer
   width = contentRect.width;
 }).observe($("panes"));
 
+$("prompt").value = sessionStorage.getItem("d3engine-question") ?? ""; // the chat's last
 load();

@@ -1,0 +1,477 @@
+// The chat as a whole: which conversation is shown, what runs, and what the page's controls do.
+
+import { getJson, key } from "./api.js";
+import { download, readText } from "./clipboard.js";
+import { DepthScale } from "./colours.js";
+import * as tree from "./conversation.js";
+import { hideDetails, showDetails } from "./details.js";
+import { Follower } from "./follow.js";
+import { generate } from "./generate.js";
+import { drawIcons, icon, iconButton, made } from "./icons.js";
+import { isReady } from "./markdown.js";
+import { MessageView } from "./message.js";
+import { words } from "./schedule.js";
+import { Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { kept, Store } from "./store.js";
+import { drawLegend } from "./strip.js";
+import { theme } from "./theme.js";
+import { canUnderline, Underlines } from "./underline.js";
+
+const SAVE_EVERY_MS = 2000;
+
+const $ = (id) => document.getElementById(id);
+const store = new Store(changedElsewhere);
+const sidebar = new Sidebar(actOnConversation);
+const settings = new Settings($("fields"));
+const scale = new DepthScale();
+const underlines = new Underlines();
+const follower = new Follower($("messages"), (isAtEnd) => ($("to-end").hidden = isAtEnd));
+const runs = new Map(); // id of a conversation -> {message, controller, isDrawn}
+let models = [];
+let conversations = [];
+let conversation = tree.newConversation(kept.get("system", ""));
+let views = [];
+const viewsOfMessages = new WeakMap(); // message -> its view
+let files = [];
+let isUnderlined = canUnderline && kept.get("underline", false);
+
+const run = () => runs.get(conversation.id);
+const model = () => models.find(({ id }) => id === $("model").value);
+
+// -- the server -------------------------------------------------------------------------------------------------------
+
+async function connect() {
+  tell(null);
+  try {
+    await loadModels();
+    $("key-form").hidden = true;
+  } catch (error) {
+    if (error.status === 401) {
+      $("key-form").hidden = false;
+      $("key").focus();
+    }
+    tell(error.status === 401 && !key.get() ? null : error.message);
+    return;
+  }
+  drawControls();
+  await settings.learn();
+  drawModel();
+  const { chat_template: template } = await getJson("tokenizer_info").catch(() => ({}));
+  if (template === null) note("This model has no chat template. Under “Compare depths” it can complete a text.");
+}
+
+async function loadModels() {
+  models = (await getJson("v1/models")).data;
+  const chosen = $("model").value || kept.get("model", "");
+  $("model").replaceChildren(...models.map(({ id }) => new Option(id, id)));
+  document.body.classList.toggle("one-model", models.length < 2);
+  if (models.some(({ id }) => id === chosen)) $("model").value = chosen;
+  drawModel();
+}
+
+/** What is known of the model before it answers. */
+function drawModel() {
+  const extra = model()?.d3ext;
+  $("model").title = $("model").value;
+  $("depth").textContent = extra ? words(extra.depth) : "loaded with the first question";
+  $("depth").classList.toggle("error", extra?.certified === false);
+  if (extra?.certified === false) $("depth").textContent += ", never certified for this model";
+  $("depth").title = $("depth").textContent;
+  settings.showDefaults(!models.length || [model()?.id, model()?.parent].includes(models[0].id));
+  drawDepths();
+}
+
+// -- a question and its answer ----------------------------------------------------------------------------------------
+
+function send() {
+  const content = $("prompt").value.trim();
+  const sampling = run() || $("send").disabled || !(content || files.length) ? null : chosenSampling();
+  if (sampling === null) return;
+  $("prompt").value = "";
+  ask(conversation.current, { content, files: files.splice(0) }, sampling);
+}
+
+/** The fields of sampling; null where they cannot be sent, which is said. */
+function chosenSampling() {
+  tell(null);
+  try {
+    return settings.values();
+  } catch (error) {
+    tell(error.message);
+    return null;
+  }
+}
+
+function ask(parent, { content, files: attached }, sampling) {
+  if (!conversations.includes(conversation)) conversations.push(conversation);
+  const fields = { role: "user", content };
+  if (attached?.length) fields.files = attached;
+  answer(tree.addMessage(conversation, parent, fields), sampling);
+}
+
+/** Have the model answer a question; or go on with an answer that is there. */
+async function answer(question, sampling, given = null) {
+  const asked = conversation;
+  const message = given ?? tree.addMessage(asked, question.id, { role: "assistant", content: "", model: $("model").value });
+  const messages = tree.requestMessages(asked, tree.path(asked).filter(({ id }) => given || id !== message.id));
+  const body = { ...sampling, model: $("model").value, messages, ...(given ? { continue_final_message: true } : {}) };
+  const controller = new AbortController();
+  const running = { message, controller, isDrawn: true };
+  runs.set(asked.id, running);
+  message.end = null;
+  asked.updated = Date.now();
+  draw();
+  follower.begin();
+  say("Generating.");
+  let saved = performance.now();
+  save(asked);
+  await generate(message, body, controller.signal, () => {
+    drawRun(asked, running);
+    if (performance.now() - saved < SAVE_EVERY_MS) return;
+    saved = performance.now();
+    save(asked);
+  });
+  runs.delete(asked.id);
+  save(asked);
+  if (asked === conversation) draw();
+  else drawList();
+  say(message.problem ?? `Answer: ${message.content}`);
+  if (!model()?.d3ext) loadModels().catch(() => {});
+}
+
+/** Write what has come at the next frame, if its conversation is shown. */
+function drawRun(asked, running) {
+  if (!running.isDrawn) return;
+  running.isDrawn = false;
+  requestAnimationFrame(() => {
+    running.isDrawn = true;
+    if (asked !== conversation) return;
+    const view = views.find(({ message }) => message === running.message);
+    if (!view || runs.get(asked.id) !== running) return;
+    view.write(true);
+    underline(view);
+    drawContext();
+  });
+}
+
+/** What the buttons of a message ask for. */
+function act(name, message, value) {
+  if (run()) return;
+  if (name === "show") tree.show(conversation, message);
+  else if (name === "remove") tree.removeMessage(conversation, message);
+  else return actOnModel(name, message, value);
+  save(conversation);
+  draw();
+}
+
+function actOnModel(name, message, value) {
+  const sampling = chosenSampling();
+  if (sampling === null) return;
+  if (name === "regenerate") answer({ id: message.parent }, sampling);
+  else if (name === "continue") answer(null, sampling, message);
+  else if (name === "edit") ask(message.parent, { content: value.trim(), files: message.files }, sampling);
+}
+
+// -- conversations ----------------------------------------------------------------------------------------------------
+
+function open(other) {
+  conversation = other;
+  $("system").value = conversation.system;
+  document.body.classList.remove("listing");
+  tell(null);
+  draw();
+  window.scrollTo(0, document.documentElement.scrollHeight);
+  if (matchMedia("(hover: hover)").matches) $("prompt").focus(); // elsewhere a keyboard would rise
+}
+
+function begin() {
+  open(tree.newConversation(kept.get("system", "")));
+}
+
+async function actOnConversation(name, one, value) {
+  if (name === "open") return open(one);
+  if (name === "rename") {
+    one.title = value;
+    save(one);
+    return drawList();
+  }
+  runs.get(one.id)?.controller.abort();
+  conversations = conversations.filter((other) => other !== one);
+  await store.remove(one.id);
+  return one === conversation ? begin() : drawList();
+}
+
+function save(one) {
+  if (conversations.includes(one)) store.save(one).catch((error) => tell(`The browser cannot keep this conversation: ${error.message}`));
+}
+
+/** Another tab has changed a conversation, or deleted it. */
+async function changedElsewhere(id) {
+  if (runs.has(id)) return;
+  const other = await store.get(id);
+  conversations = conversations.filter((one) => one.id !== id);
+  if (other) conversations.push(other);
+  if (conversation.id !== id) return drawList();
+  if (!other) return begin();
+  conversation = other;
+  return draw();
+}
+
+async function importFile(file) {
+  try {
+    const added = tree.fromJson(await file.text(), conversations);
+    for (const one of added) {
+      conversations = [...conversations.filter(({ id }) => id !== one.id), one];
+      await store.save(one);
+    }
+    say(`${added.length} imported.`);
+    open(added[0] ?? conversation);
+  } catch (error) {
+    tell(error.message);
+  }
+}
+
+/** The name of an exported file. */
+const fileName = () => conversation.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
+const exportMarkdown = () => download(`${fileName()}.md`, tree.toMarkdown(conversation), "text/markdown");
+const exportJson = () => download(`${fileName()}.json`, tree.toJson([conversation]), "application/json");
+const exportAll = () => download("conversations.json", tree.toJson(conversations), "application/json");
+
+// -- how it looks -----------------------------------------------------------------------------------------------------
+
+function draw() {
+  hideDetails();
+  underlines.eraseAll();
+  const before = views;
+  views = tree.path(conversation).map(viewOf);
+  for (const [number, view] of views.entries()) {
+    const { message } = view;
+    if (message.role === "assistant") view.write(message === run()?.message);
+    const branches = tree.siblings(conversation, message);
+    view.offer({ isBusy: Boolean(run()), branches, isLast: number === views.length - 1 });
+  }
+  const same = views.findIndex((view, number) => view !== before[number]);
+  for (const { element } of before.slice(same < 0 ? views.length : same)) element.remove();
+  $("messages").append(...(same < 0 ? [] : views.slice(same).map(({ element }) => element)));
+  $("welcome").hidden = views.length > 0;
+  document.title = conversation.title ? `${conversation.title} – d3engine` : "d3engine";
+  drawControls();
+  drawList();
+  drawDepths();
+}
+
+function viewOf(message) {
+  if (!viewsOfMessages.has(message)) viewsOfMessages.set(message, new MessageView(message, act));
+  return viewsOfMessages.get(message);
+}
+
+function drawControls() {
+  $("send").hidden = Boolean(run());
+  $("stop").hidden = !run();
+  $("send").disabled = !models.length || !($("prompt").value.trim() || files.length);
+  $("model").disabled = Boolean(run());
+  $("export").hidden = !conversation.messages.length;
+  drawFiles();
+  drawContext();
+  fit();
+}
+
+const drawList = () => sidebar.draw(conversations, conversation);
+
+/** How much of the model's length the conversation has, by its last answer. */
+function drawContext() {
+  const used = views.findLast(({ message }) => message.figures)?.message.figures.context;
+  const most = model()?.max_model_len;
+  $("context").textContent = used && most ? `${used.toLocaleString("en")} of ${most.toLocaleString("en")} tokens of context` : "";
+  $("context").classList.toggle("error", used >= 0.9 * most);
+}
+
+function drawFiles() {
+  const chips = files.map((file) => {
+    const remove = iconButton("close", `Remove ${file.name}`, () => {
+      files = files.filter((other) => other !== file);
+      drawControls();
+    });
+    return made("li", "", icon("file"), file.name, remove);
+  });
+  $("files").replaceChildren(...chips);
+  $("files").hidden = !chips.length;
+}
+
+/** The message field is as high as its text. */
+function fit() {
+  const area = $("prompt");
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight + 2}px`;
+}
+
+function drawDepths() {
+  const extra = model()?.d3ext;
+  $("underline").setAttribute("aria-pressed", String(isUnderlined));
+  $("legend").hidden = !isUnderlined || !extra;
+  if (!isUnderlined) return underlines.eraseAll();
+  const found = views.flatMap(({ message }) => message.depths ?? []).map(([, depth]) => depth);
+  const layers = Math.max(extra?.num_layers ?? 1, ...found);
+  const least = Math.min(layers, ...found);
+  scale.set(layers, least);
+  $("legend").setAttribute("aria-label", `Colours go from ${layers} layers, dark, to ${least}, light.`);
+  $("legend").firstElementChild.textContent = `${layers} layers`;
+  $("legend").lastElementChild.textContent = least;
+  drawLegend($("legend").querySelector("canvas"), scale);
+  return views.forEach(underline);
+}
+
+function underline({ message, answer: element }) {
+  if (!isUnderlined || !element || !message.depths?.length) return;
+  const least = message.depths.reduce((found, [, depth]) => Math.min(found, depth), scale.least);
+  if (least < scale.least) return drawDepths();
+  underlines.draw(element, message.content, message.depths);
+}
+
+function tell(problem) {
+  $("problem").textContent = problem ?? "";
+  $("problem").hidden = problem === null;
+}
+
+/** What a screen reader says. */
+function say(text) {
+  $("status").textContent = text;
+}
+
+/** Something that has to be known once. */
+function note(text) {
+  const line = made("p", "hint", text, iconButton("close", "Dismiss", () => line.remove()));
+  $("notes").append(line);
+}
+
+// -- controls ---------------------------------------------------------------------------------------------------------
+
+async function attach(chosen) {
+  for (const file of chosen) {
+    try {
+      files.push(await readText(file));
+      tell(null);
+    } catch (error) {
+      tell(error.message);
+    }
+  }
+  drawControls();
+  $("prompt").focus();
+}
+
+function choose(input, take) {
+  input.addEventListener("change", async () => {
+    await take([...input.files]);
+    input.value = "";
+  });
+}
+
+function showSidebar() {
+  document.body.classList.add("listing");
+  $("search").focus();
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("prompt").addEventListener("input", drawControls);
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    send();
+  } else if (event.key === "ArrowUp" && !$("prompt").value && !run()) {
+    const last = views.findLast(({ message }) => message.role === "user");
+    if (last) event.preventDefault();
+    last?.edit();
+  }
+});
+$("stop").addEventListener("click", () => run()?.controller.abort());
+$("new").addEventListener("click", begin);
+$("open-sidebar").addEventListener("click", showSidebar);
+$("close-sidebar").addEventListener("click", () => document.body.classList.remove("listing"));
+$("chat").addEventListener("click", (event) => {
+  if (!$("open-sidebar").contains(event.target)) document.body.classList.remove("listing");
+});
+$("attach").addEventListener("click", () => $("choose-files").click());
+$("import").addEventListener("click", () => $("choose-import").click());
+choose($("choose-files"), attach);
+choose($("choose-import"), ([file]) => importFile(file));
+$("export-markdown").addEventListener("click", exportMarkdown);
+$("export-json").addEventListener("click", exportJson);
+$("export").addEventListener("focusout", ({ relatedTarget }) => $("export").contains(relatedTarget) || ($("export").open = false));
+$("to-end").addEventListener("click", () => follower.begin());
+$("export-all").addEventListener("click", exportAll);
+$("open-settings").addEventListener("click", () => $("settings").showModal());
+$("show-help").addEventListener("click", () => $("help").showModal());
+for (const dialog of document.querySelectorAll("dialog")) {
+  dialog.addEventListener("click", ({ target }) => target === dialog && dialog.close());
+}
+$("reset").addEventListener("click", () => settings.reset());
+$("system").addEventListener("input", () => (conversation.system = $("system").value));
+$("settings").addEventListener("close", () => save(conversation));
+$("keep-system").addEventListener("click", () => {
+  kept.set("system", $("system").value);
+  say("Kept for new conversations.");
+});
+$("model").addEventListener("change", () => {
+  kept.set("model", $("model").value);
+  drawModel();
+  drawContext();
+});
+$("underline").hidden = !canUnderline;
+$("underline").addEventListener("click", () => {
+  isUnderlined = !isUnderlined;
+  kept.set("underline", isUnderlined);
+  drawDepths();
+});
+$("messages").addEventListener("mousemove", ({ clientX, clientY }) => {
+  const found = isUnderlined && underlines.at(clientX, clientY);
+  if (found) showDetails(found.range, `${found.depth} of ${scale.most} layers`, [], []);
+  else hideDetails();
+});
+$("messages").addEventListener("mouseleave", hideDetails);
+$("compare").addEventListener("click", () => {
+  const last = tree.path(conversation).findLast(({ role }) => role === "user");
+  sessionStorage.setItem("d3engine-question", last ? tree.contentOf(last) : "");
+});
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set($("key").value.trim());
+  $("key").value = "";
+  connect();
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  attach([...event.dataTransfer.files]);
+});
+document.addEventListener("keydown", (event) => {
+  const isPlain = !event.target.closest("input, textarea, select, dialog[open]");
+  const name = `${event.ctrlKey || event.metaKey ? "Ctrl+" : ""}${event.shiftKey ? "Shift+" : ""}${event.key}`;
+  if (name === "Escape" && document.body.classList.contains("listing")) document.body.classList.remove("listing");
+  else if (name === "Escape" && run() && !event.target.closest("dialog")) run().controller.abort();
+  else if (name === "Ctrl+Shift+O" || name === "Ctrl+Shift+o") begin();
+  else if (name === "Ctrl+k") showSidebar();
+  else if (event.key === "?" && isPlain) $("help").showModal();
+  else return;
+  event.preventDefault();
+});
+$("theme").value = theme.chosen;
+$("theme").addEventListener("change", () => theme.choose($("theme").value));
+theme.watch(drawDepths);
+addEventListener("pagehide", () => conversations.forEach((one) => runs.has(one.id) && save(one)));
+
+drawIcons();
+draw();
+connect();
+isReady.then((isThere) => {
+  if (!isThere) note("Answers are shown as plain text: the server was built without the page's Markdown libraries.");
+  draw();
+});
+store.open().then((found) => {
+  if (found === null) note("This browser keeps no conversations: they are gone when the page is closed.");
+  conversations.push(...(found ?? []));
+  drawList();
+});

@@ -1,0 +1,47 @@
+"""What tests do with the server's chat in a browser, and what they read off it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ask(page: Any, question: str) -> None:
+    page.fill("#prompt", question)
+    page.press("#prompt", "Enter")  # when it returns, the page has asked
+
+
+def ask_whole(page: Any, question: str) -> None:
+    """Ask, until the answer has ended."""
+    ask(page, question)
+    ended(page)
+
+
+def ended(page: Any) -> None:
+    page.wait_for_selector("#send:visible")
+
+
+def press(page: Any, kind: str, words: str) -> None:
+    """Press a button of the last message of a kind, "user" or "assistant"."""
+    message = page.locator(f".message.{kind}").last
+    message.hover()
+    message.get_by_role("button", name=words, exact=True).click()
+
+
+def questions(page: Any) -> list[str]:
+    found: list[str] = page.locator(".question").all_text_contents()
+    return found
+
+
+def answers(page: Any) -> list[str]:
+    found: list[str] = page.locator(".answer").all_inner_texts()
+    return [text.strip() for text in found]
+
+
+def titles(page: Any) -> list[str]:
+    found: list[str] = page.locator("#conversations .open").all_text_contents()
+    return found
+
+
+def said(body: dict[str, Any]) -> list[tuple[str, str]]:
+    """The messages of a request."""
+    return [(message["role"], message["content"]) for message in body["messages"]]
