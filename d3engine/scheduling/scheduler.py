@@ -181,6 +181,11 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
+    def forget_earlier(self) -> None:
+        """Drop what earlier requests have left to later ones: shared prompt blocks, and answers to look up."""
+        self.prefix_cache.clear()
+        self._answers.clear()
+
     # -- one step ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan | None:
