@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
-from batches import Request, run_together
+from batches import Request, preempting, run_together
 from json_schemas import random_schema
+from slow_sampling import sequence_of
 from tiny_models import save_without_layer
 
 from d3engine import (
@@ -24,6 +26,7 @@ from d3engine import (
     StructuredOutputsParams,
 )
 from d3engine.depth import DepthPolicy
+from d3engine.executor.native_choices import FormsOfRun
 from d3engine.plan import Plan
 from d3engine.request.outputs import CompletionOutput
 from d3engine.request.params import RequestOutputKind
@@ -152,12 +155,7 @@ def test_in_a_batch_too(models: Models, plain: dict[str, CompletionOutput], how:
     asked = [(rule, policy) for policy in policies(models.draft) for rule in RULES]
     numbers.shuffle(asked)
     requests = [Request(PROMPT, params(rule, policy)) for rule, policy in asked]
-
-    def disturb(engine: Engine) -> None:
-        for sequence in engine.scheduler.running if how == "preempted" else ():
-            if numbers.random() < 0.1:
-                engine.scheduler._preempt(sequence)
-
+    disturb = preempting(numbers, 0.1 if how == "preempted" else 0)
     with new_engine(models) as engine:
         plans = cycled(engine)
         done = run_together(engine, requests, numbers, before_step=disturb)
@@ -181,6 +179,56 @@ def test_a_stop_string_ends_drafted_answers_where_it_ends_others(
                 found = engine.generate(list(PROMPT), asked, use_tqdm=False)[0].outputs[0]
                 assert what(found) == what(wanted), (rule, policy, given)
                 assert found.stop_reason == given["stop"][0]
+
+
+def test_step_by_step_on_pytorch_tokens_are_those_of_no_drafts_too(models: Models) -> None:
+    with new_engine(models, backend="torch") as engine:
+        for rule in RULES:
+            found = []
+            for policy in (FullDepth(), PromptLookup(4), Speculative(models.draft, 3)):
+                asked = params(rule, policy, logprobs=None)
+                found.append(engine.generate(list(PROMPT), asked, use_tqdm=False)[0].outputs[0])
+            assert found[0].token_ids == found[1].token_ids == found[2].token_ids, rule
+        assert engine.stats().accepted_tokens > 0
+
+
+class Fragile:
+    """A made-up grammar that any drafted 7 breaks, and 9 in the answer."""
+
+    token_seconds = 0.0
+
+    def __init__(self, tokens: tuple[int, ...] = (), fault: str | None = None) -> None:
+        self.tokens = tokens
+        self.fault = fault
+
+    def allowed(self, drafted: Any = ()) -> Any:
+        if 7 in drafted or 9 in self.tokens:
+            self.fault = "it broke"
+        return np.zeros(2, np.uint8) if self.fault else np.full(2, len(self.tokens) + len(drafted), np.uint8)
+
+    def take(self, token: int) -> None:
+        self.tokens += (token,)
+
+    def copy(self) -> Fragile:
+        return Fragile(self.tokens, self.fault)
+
+    def is_over(self, drafted: Any = ()) -> bool:
+        return False
+
+
+def test_a_fault_that_drafted_tokens_run_into_is_none_of_the_answer() -> None:
+    sequence = sequence_of(SamplingParams())
+    sequence.constraint = Fragile((1,))
+    forms = FormsOfRun.of_loop([sequence])
+    assert forms.allowed_behind(0, [], [2, 3]).tolist() == [3, 3]  # type: ignore[union-attr]
+    assert forms.allowed_behind(0, [], [2, 7]) is None
+    assert forms.allowed_behind(0, [4, 5], []).tolist() == [3, 3]  # type: ignore[union-attr]
+    assert forms.allowed_behind(0, [4, 5], [7]) is None
+    assert forms.allowed_behind(0, [4, 5, 6], [2]).tolist() == [5, 5]  # type: ignore[union-attr]
+    assert not forms.faults
+    assert forms.allowed_behind(0, [4, 5, 6, 9], []).tolist() == [0, 0]  # type: ignore[union-attr]
+    assert forms.faults == {0: "it broke"}
+    assert sequence.constraint.tokens == (1,), "the sequence's own grammar stays where the answer is"
 
 
 def test_random_schemas_are_drafted_with_the_bits_of_no_drafts(engine: Engine, models: Models) -> None:
