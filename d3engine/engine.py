@@ -291,10 +291,10 @@ class Engine(Chats, EngineProperties):
         return len(self._in_flight.outputs)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all shared prompt blocks; running requests keep theirs."""
+        """Forget all shared prompt blocks, and earlier answers that lookups see; running requests keep their blocks."""
         with self._call():
             self._life.check()
-            self.scheduler.prefix_cache.clear()
+            self.scheduler.forget_earlier()
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began."""

@@ -297,12 +297,13 @@ class Cycled:
     `counts` say how many tokens a draft had, how many of them full depth takes as well, and its own token behind these,
     -1 where its logits were not finite; then who drafted, as a `Drafter`, and how many positions a second model has
     computed. All are -1 of a chunk whose sequence had come to its end. `logits` are those of the verified tokens, where
-    a sequence wants log-probabilities.
+    a sequence wants log-probabilities. `faults` are as in `Chosen`.
     """
 
     drafted: IntArray  # [S, C, tokens of a draft at most]
     counts: IntArray  # [S, C, 5]
     logits: npt.NDArray[np.float32] | None = None  # [S, C, tokens + 1, V]
+    faults: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_passes(self) -> int:

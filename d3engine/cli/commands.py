@@ -408,6 +408,7 @@ COMMANDS = {
     "weights": "d3engine.cli.weights",
     "models": "d3engine.cli.models",
     "verify": "d3engine.cli.verify",
+    "speculate": "d3engine.cli.speculate",
     "integrations": "d3engine.cli.integrations",
 }
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""

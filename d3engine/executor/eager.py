@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,19 @@ class _Inputs:
     rotations: Tensor  # [R, D / 2]
     entries: Tensor  # [L, R, 2] where each row's key and value go
     block_tables: Tensor  # [L, C, blocks]
+
+
+class StateWatcher(Protocol):
+    """What looks at the hidden states of each step."""
+
+    def begin(self, hidden: Tensor) -> None:
+        """A step begins with the embedded rows [R, H]."""
+
+    def see(self, layer: int, rows: slice | Tensor, state: Tensor) -> None:
+        """These rows have this `state` before `layer`."""
+
+    def end(self, plan: Plan) -> None:
+        """All layers of the plan's step have run."""
 
 
 class EagerExecutor:
@@ -87,6 +100,7 @@ class EagerExecutor:
             bridges.count_in(self.stats)
         self.slots = None if adapter_slots is None else AdapterSlots(config, *adapter_slots, device)
         self.kept_states = HiddenStateCache(config.hidden_size, dtype, device)
+        self.watcher: StateWatcher | None = None
 
     def with_weights(self, weights: LlamaWeights) -> EagerExecutor:
         """The same over the same pool with other weights of such a model: a student's."""
@@ -123,10 +137,14 @@ class EagerExecutor:
         kept = self.kept_states.follow(plan.drafts, hidden)
         crossings = Crossings(self.bridges, plan.bridged, hidden, self.kernels)
         exits = EarlyExits(plan, self.model, hidden, adapters) if plan.exits else None
+        if self.watcher is not None:
+            self.watcher.begin(hidden)
         for span in plan.spans if exits is None else exits.spans():
             kept.up_to(span.layers.start)
             crossings.up_to(span.layers.start)
             self._run_span(span, plan, inputs, hidden, adapters)
+        if self.watcher is not None:
+            self.watcher.end(plan)
         kept.up_to(self.model.config.num_layers)
         crossings.up_to(self.model.config.num_layers)
         self.copy_entries(plan.copies_after)
@@ -223,6 +241,8 @@ class EagerExecutor:
         entries = inputs.entries[layers, rows].unbind()
         rotations = self.rope.of_layers(inputs.rotations[rows])
         for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
+            if self.watcher is not None and span.part != "mlp":
+                self.watcher.see(layer, rows, state)
             run(layer, state, rotations[layer], self.pool, own_entries, own_attention, adapters=adapters)
 
     def _project(self, span: Span, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:

@@ -222,9 +222,11 @@ class NativeExecutor:
             return self._follow(plan, multi_step, multi_step.control)
         self._end_course()
         if multi_step.cycles:
-            loop = self._loop(plan, multi_step)
+            forms = FormsOfRun.of_loop(plan.sequences)
+            loop = self._loop(plan, multi_step, forms)
             rows = self._rows(plan, multi_step)
-            return _cycled(self._decoder.run_speculative_loop(rows, multi_step.num_steps, **loop), loop["logits"])
+            cycles = self._decoder.run_speculative_loop(rows, multi_step.num_steps, **loop)
+            return _cycled(cycles, loop["logits"], forms)
         forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
         found = self._decoder.run(
             self._rows(plan, multi_step),
@@ -277,20 +279,18 @@ class NativeExecutor:
         return self._followed.cycled(*found) if multi_step.cycles else self._followed.chosen(*found)
 
     def _begin(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> _Followed:
-        rows, forms, logits = (
-            self._rows(plan, multi_step),
-            FormsOfRun.of(plan.sequences),
-            self._logits(plan, multi_step),
-        )
+        rows = self._rows(plan, multi_step)
         if multi_step.cycles:
-            loop = self._loop(plan, multi_step)
+            forms = FormsOfRun.of_loop(plan.sequences)
+            loop = self._loop(plan, multi_step, forms)
             self._decoder.begin_speculative_loop(rows, multi_step.num_steps, control.words, **loop)
             return _Followed(control, forms, loop["logits"] and loop["logits"].logits)
+        forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
         draws = draws_of(plan.sequences, multi_step.choice, forms, self._vocab)
         self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, **logits)
         return _Followed(control, forms, logits.get("logits"))
 
-    def _loop(self, plan: Plan, multi_step: MultiStep) -> dict[str, Any]:
+    def _loop(self, plan: Plan, multi_step: MultiStep, forms: FormsOfRun) -> dict[str, Any]:
         """What the library gets of the drafts of a plan, and of its choices."""
         sequences, iterations = plan.sequences, multi_step.num_steps
         are_open = all(sequence.draft is None or sequence.draft.rule.by_cost for sequence in sequences)
@@ -307,7 +307,7 @@ class NativeExecutor:
             "drafts": drafts,
             "states": self._eager.kept_states.with_room(int(drafts.places.max()) + drafts.most).numpy(),
             "ends": ends_of(sequences),
-            "draws": draws_of(sequences, multi_step.choice, FormsOfRun({}), self._vocab),
+            "draws": draws_of(sequences, multi_step.choice, forms, self._vocab),
             "by_text": text_drafts_of(sequences, iterations * (drafts.most + 1), costs, multi_step),
             "draft_model": self._draft_model._decoder if has_model and self._draft_model is not None else None,
             "logits": logits,
@@ -484,15 +484,15 @@ class _Followed:
 
     def cycled(self, drafted: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Cycled:
         """The same of drafts and their verifications."""
-        return Cycled(drafted, counts, self._next_logits(len(counts)))
+        return Cycled(drafted, counts, self._next_logits(len(counts)), self.forms.faults)
 
     def _next_logits(self, count: int) -> npt.NDArray[np.float32] | None:
         first, self.num_taken = self.num_taken, self.num_taken + count
         return None if self.logits is None else self.logits[first : self.num_taken]
 
 
-def _cycled(found: tuple[IntArray, IntArray], logits: LoopLogits | None) -> Cycled:
-    return Cycled(*found, None if logits is None else logits.logits[: len(found[1])])
+def _cycled(found: tuple[IntArray, IntArray], logits: LoopLogits | None, forms: FormsOfRun) -> Cycled:
+    return Cycled(*found, None if logits is None else logits.logits[: len(found[1])], forms.faults)
 
 
 def _keeps_states(plan: Plan) -> bool:

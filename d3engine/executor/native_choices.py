@@ -31,6 +31,7 @@ class FormsOfRun:
 
     def __init__(self, places: dict[int, tuple[Constraint, frozenset[int]]]) -> None:
         self._places = places
+        self._begun: dict[int, Constraint] = {}  # of a loop
         self._num_known = dict.fromkeys(places, 0)
         self._is_over = dict.fromkeys(places, False)
         self.faults: dict[int, str] = {}
@@ -46,8 +47,37 @@ class FormsOfRun:
             }
         )
 
+    @classmethod
+    def of_loop(cls, sequences: AnySequence[Sequence]) -> FormsOfRun:
+        """At the beginning of draft-and-verify iterations, to be asked by `allowed_behind`."""
+        found = cls.of(sequences)
+        found._begun = {row: place.copy() for row, (place, _) in found._places.items()}
+        return found
+
     def __bool__(self) -> bool:
         return bool(self._places)
+
+    def allowed_behind(self, row: int, added: list[int], drafted: list[int]) -> Mask | None:
+        """What may come behind the tokens that a loop has added to the answer and drafted ones; None for nothing.
+
+        A fault that drafted tokens run into is none of the answer's: nothing follows them, and the form stands where it
+        stood.
+        """
+        place, ends = self._places[row]
+        for token in added[self._num_known[row] :]:
+            place.take(token)
+        self._num_known[row] = len(added)
+        mask = place.allowed(drafted)
+        if place.fault is None:
+            return mask
+        if not drafted:
+            self.faults[row] = place.fault
+            return mask
+        again = self._begun[row].copy()
+        for token in added:
+            again.take(token)
+        self._places[row] = again, ends
+        return None
 
     def allowed(self, row: int, taken: int, token: int) -> Mask | None:
         """What may come after `taken` steps, the last of which has brought `token`; None where the form is over."""
@@ -169,6 +199,7 @@ def draws_of(
         np.array([sequence.index for sequence in sequences], np.int64),
         [_asked(sequence, vocab_size) for sequence in sequences] if choice >= SamplingMode.CUT else None,
         forms.allowed if forms else None,
+        forms.allowed_behind if forms else None,
     )
 
 

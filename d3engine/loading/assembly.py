@@ -18,10 +18,12 @@ from d3engine.depth.labels import policy_in_words
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.draft_target import DraftTargetExecutor
+from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.eagle3 import Eagle3Executor
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.native import NativeExecutor
-from d3engine.loading.draft_model import load_draft_weights, with_cache
+from d3engine.loading.draft_model import load_draft_weights, load_head, with_cache
 from d3engine.loading.executors import build_executor, matrix_form, new_cache
 from d3engine.loading.memory import num_blocks
 from d3engine.loading.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
@@ -55,16 +57,25 @@ def assemble(
     config = settings.config
     make = _on_one_device(settings, weights, bridges) if settings.tensor_parallel_size == 1 else _on_ranks(settings)
     rule = settings.depth.draft_rule(config.num_layers)
-    draft = None
+    draft = head = None
     if rule is not None and rule.model is not None:
-        draft = load_draft_weights(rule.model, settings, tokenizer)
-    executor, blocks = make(None if draft is None else draft.config)
+        head = load_head(rule.model, settings)
+        draft = load_draft_weights(rule.model, settings, tokenizer) if head is None else None
+    second_config = head.config if head is not None else None if draft is None else draft.config
+    executor, blocks = make(second_config)
     cache = new_cache(settings, config, blocks)
     _log_ready(settings, blocks, executor.stats.executor)
     # How far plans may run ahead is the executor's to say: it may be another than the settings hoped for.
     scheduler_config = replace(
         settings.scheduler_config, num_scheduler_steps=executor.max_steps, capabilities=executor.capabilities
     )
+    if head is not None:
+        assert isinstance(executor, EagerExecutor), "a head was refused elsewhere"
+        # A cached prompt would leave no hidden states.
+        scheduler_config = replace(scheduler_config, enable_prefix_caching=False)
+        second_cache = new_cache(settings, head.config, max(blocks // settings.config.num_layers, 1))
+        scheduler = Scheduler(scheduler_config, cache, second_cache, reads_states=True)
+        return Core(scheduler, DraftTargetExecutor(executor, Eagle3Executor(head, executor)))
     if draft is None:
         if rule is not None and rule.by_cost and isinstance(executor, NativeExecutor):
             executor.draft_with(None)

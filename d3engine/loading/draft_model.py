@@ -12,10 +12,11 @@ from d3engine.cache.kv_cache import KVCache
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.interface import Executor
 from d3engine.loading.executors import eager_executor, matrix_form, native_executor, new_cache
-from d3engine.loading.model_directory import model_directory, resolve_max_model_len
+from d3engine.loading.model_directory import holds_eagle3, model_directory, resolve_max_model_len
 from d3engine.loading.resolve import held_config, kept_by_default, resolve_activations, resolve_weight_dtype
 from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
+from d3engine.model.eagle3 import Eagle3Head, load_eagle3
 from d3engine.model.source import files_of
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -49,6 +50,18 @@ class DraftWeights:
     config: ModelConfig
     weights: LlamaWeights
     settings: EngineSettings
+
+
+def load_head(given: str, settings: EngineSettings) -> Eagle3Head | None:
+    """The EAGLE-3 head in directory `given`, for the model of `settings`; None where it holds a model of its own.
+
+    Raises `InvalidValueError` naming `draft_model` where the head does not fit, or cannot run there.
+    """
+    if not holds_eagle3(given):
+        return None
+    allowed = 'a model of its own, or an EAGLE-3 head beside backend="torch" (and enforce_eager=True on a GPU)'
+    require(settings.executor == "eager" and settings.tensor_parallel_size == 1, "draft_model", given, allowed)
+    return load_eagle3(model_directory(given), settings.config, dtype=settings.dtype, device=settings.device)
 
 
 def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenizer | None) -> DraftWeights:

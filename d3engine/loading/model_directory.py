@@ -172,3 +172,13 @@ KINDS = (
     Kind("a directory with a Llama model", _existing),
     Kind("'owner/name' of the Hugging Face hub", hub_directory),
 )
+
+
+def holds_eagle3(given: str) -> bool:
+    """Whether `given` names a directory with an EAGLE-3 head; False where it names none at all."""
+    from d3engine.model.eagle3 import is_eagle3  # which needs torch
+
+    try:
+        return is_eagle3(model_directory(given))
+    except InvalidValueError:
+        return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.depth.speculative_config import policy_of_config
+from d3engine.depth.speculative_config import as_mapping, policy_of_config
 from d3engine.environment import NATIVE_ISA
 from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.files import is_writable
@@ -33,7 +33,7 @@ from d3engine.loading.device import (
 from d3engine.loading.engine_config import EngineConfig
 from d3engine.loading.executors import executor_for
 from d3engine.loading.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype
-from d3engine.loading.model_directory import model_directory, resolve_max_model_len
+from d3engine.loading.model_directory import holds_eagle3, model_directory, resolve_max_model_len
 from d3engine.loading.ranks import is_under_torchrun, own_index, rank_device
 from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
@@ -209,7 +209,11 @@ def _speculation(given: EngineConfig) -> DepthPolicy | None:
     field = "speculative_config" if given.draft_model is None else "draft_model"
     is_full = given.depth == "auto" or isinstance(given.depth, FullDepth)
     require(is_full, field, config, f"absent with depth={given.depth!r}: drafts are verified at full depth")
-    return policy_of_config(config)
+    policy, known = policy_of_config(config), as_mapping(config)
+    if known.get("method") == "eagle3":
+        given_head, allowed = known["model"], 'the directory of an EAGLE-3 head, with "eagle3"'
+        require(holds_eagle3(given_head), f'{field}["model"]', given_head, allowed)
+    return policy
 
 
 def _check_prefix_file(given: EngineConfig) -> None:

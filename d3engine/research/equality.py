@@ -175,7 +175,7 @@ def cases_of(engine: Engine, max_tokens: int) -> list[Case]:
         name: engine.chat_prompt([{"role": "user", "content": text}]) if has_template else text
         for name, text in (("chat", CHAT), ("code", CODE))
     }
-    text = "\n".join([CHAT, *_questions(20), CODE])
+    text = "\n".join([CHAT, *questions(20), CODE])
     prompts["long"] = engine.get_tokenizer().encode(text)[: min(LONG, engine.max_model_len - max_tokens)]
     return [
         Case(
@@ -188,7 +188,8 @@ def cases_of(engine: Engine, max_tokens: int) -> list[Case]:
     ]
 
 
-def _questions(count: int) -> list[str]:
+def questions(count: int) -> list[str]:
+    """The first word problems of the test split."""
     return [problem.question for problem in islice(problems("test", 0), count)]
 
 
@@ -200,7 +201,7 @@ def _strangers(count: int, max_tokens: int) -> list[Case]:
             question.partition(".")[0],
             SamplingParams(temperature=nth % 3 / 2, seed=nth, max_tokens=max_tokens, ignore_eos=True),
         )
-        for nth, question in enumerate(_questions(count))
+        for nth, question in enumerate(questions(count))
     ]
 
 

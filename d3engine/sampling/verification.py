@@ -51,7 +51,13 @@ def _cycles(found: Cycled, plan: Plan) -> list[list[Cycle]]:
     of_rows = (numbers.swapaxes(0, 1).tolist() for numbers in (found.drafted, found.counts))
     return [
         [
-            _cycle(sequence, tokens, numbers, None if found.logits is None else found.logits[nth, row])
+            _cycle(
+                sequence,
+                tokens,
+                numbers,
+                None if found.logits is None else found.logits[nth, row],
+                found.faults.get(row),
+            )
             for nth, (tokens, numbers) in enumerate(zip(drafted, counts, strict=True))
             if numbers[0] >= 0
         ]
@@ -59,15 +65,17 @@ def _cycles(found: Cycled, plan: Plan) -> list[list[Cycle]]:
     ]
 
 
-def _cycle(sequence: Sequence, drafted: list[int], counts: list[int], logits: FloatArray | None) -> Cycle:
-    """A draft, those of its tokens that were accepted and full depth's next one, which is -1 for none; `logits`
-    [tokens + 1, V] are full depth's there."""
+def _cycle(
+    sequence: Sequence, drafted: list[int], counts: list[int], logits: FloatArray | None, fault: str | None
+) -> Cycle:
+    """A draft, those of its tokens that were accepted and full depth's next one, which is -1 for none, perhaps by a
+    `fault` that is known; `logits` [tokens + 1, V] are full depth's there."""
     count, accepted, last, _, computed = counts
     tokens = drafted[:accepted] if last < 0 else [*drafted[:accepted], last]
     asked, logprobs = sequence.params.logprobs, None
     if asked is not None and logits is not None:
         logprobs = logprobs_of(torch.from_numpy(logits[: len(tokens)]), tokens, asked)
-    return Cycle(drafted[:count], tokens, fault_of(sequence) if last < 0 else None, computed, logprobs)
+    return Cycle(drafted[:count], tokens, (fault or fault_of(sequence)) if last < 0 else None, computed, logprobs)
 
 
 def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:

@@ -21,10 +21,15 @@ from d3engine.scheduling.waiting import in_turn
 
 
 class DraftModelBatch:
-    """Which rows the second model runs for the sequences of the `first` one's table, and their blocks in `cache`."""
+    """Which rows the second model runs for the sequences of the `first` one's table, and their blocks in `cache`.
 
-    def __init__(self, cache: KVCache, first: RunningTable) -> None:
+    One that `reads_states` of the first model runs no row before a sequence drafts, and those of drafted tokens again
+    when the first model has verified them.
+    """
+
+    def __init__(self, cache: KVCache, first: RunningTable, *, reads_states: bool = False) -> None:
         self.cache = cache
+        self._reads_states = reads_states
         self._first = first
         self._table = first.of_second_model(cache.num_layers)
 
@@ -51,7 +56,8 @@ class DraftModelBatch:
         slots = np.array([sequence.slot for sequence in in_turn(map(first.sequence, slots.tolist()))], dtype=np.int64)
         starts = table.num_computed[slots]
         # A sequence that does not draft yet is followed up to its last token, which is the first to draft from.
-        stops = first.num_tokens[slots] - np.where(first.drafting[slots], 0, 1)
+        followed = starts if self._reads_states else first.num_tokens[slots] - 1
+        stops = np.where(first.drafting[slots], first.num_tokens[slots], followed)
         lengths = np.where(self._verifies(slots), 0, np.maximum(stops - starts, 0))
         before = np.cumsum(lengths) - lengths
         lengths = np.clip(budget - before, 0, lengths)
@@ -96,6 +102,7 @@ class DraftModelBatch:
         """Take in how far an executor that drafts by itself has come with a slot."""
         self._table.num_computed[slot] = position
 
-    def forget(self, slot: int, length: int) -> None:
-        """Only the first `length` tokens of a slot are still what this model has computed."""
+    def verified(self, slot: int, num_before: int, num_tokens: int) -> None:
+        """Take in that a slot has grown from `num_before` to `num_tokens` tokens: forget what it computed of others."""
+        length = num_before if self._reads_states else num_tokens - 1
         self._table.num_computed[slot] = min(int(self._table.num_computed[slot]), length)

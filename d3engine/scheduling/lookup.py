@@ -59,6 +59,10 @@ class AnswerHistory:
         self._most = max(self._most, most)
         self._tokens = np.concatenate([self._tokens, token_ids, [APART]])[-self._most :]
 
+    def clear(self) -> None:
+        """Forget all answers."""
+        self._tokens = self._tokens[:0]
+
     def newest(self, most: int) -> IntArray:
         """Int64, up to `most` tokens, answers apart by `APART`."""
         return self._tokens[max(0, self._tokens.size - most) :]

@@ -30,14 +30,14 @@ def cycles_ahead(
 ) -> MultiStep | None:
     """The cycles that the sequences of `chunks`, which all draft, can take on their own; None if not even one.
 
-    They are no more than yield `limit` tokens, but at least one. Penalties and forms need the host, and so does a draft
-    by the model's own layers that stops where it is unsure, or runs parts of layers.
+    They are no more than yield `limit` tokens, but at least one. Samplers that no device has need the host, and so does
+    a draft by the model's own layers that stops where it is unsure, or runs parts of layers.
     """
     slots = chunks.slots
     sequences = [table.sequence(slot) for slot in slots.tolist()]
     beyond = Trait.SPLITS_LAYERS | (0 if capabilities.text_drafts else Trait.SECOND_MODEL | Trait.LOOKUP)
     is_beyond = not capabilities.drafts or table.having(beyond, slots).any()
-    needs_host = is_beyond or any(choice_of_token(sequence) > SamplingMode.CUT for sequence in sequences)
+    needs_host = is_beyond or any(choice_of_token(sequence) > capabilities.choice for sequence in sequences)
     if limit <= 1 or needs_host or not all(_draws_a_line(sequence, table) for sequence in sequences):
         return None
     rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]

@@ -50,9 +50,10 @@ class OutputUpdater:
                 self._drafting.propose(sequence, sampled.proposals[row])
                 continue  # to be verified by a later step
             given = depths[row] if sequence.draft is None else self._drafting.settle(sequence, len(tokens))
+            known = sequence.num_tokens
             yield from self._grow(sequence, tokens, given, fault, sampled.logprobs[row] if sampled.logprobs else None)
             if self._second is not None and sequence.status is Status.RUNNING:
-                self._second.forget(sequence.slot, sequence.num_tokens - 1)
+                self._second.verified(sequence.slot, known, sequence.num_tokens)
         if plan.drafts is not None and plan.drafts.model is not None:
             self._take_from_second(plan.drafts.model, sampled, len(plan.sampled))
 

@@ -66,9 +66,19 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """The waiting queue and the running sequences over one cache, and over `second_cache` of a model that drafts."""
+    """The waiting queue and the running sequences over one cache, and over `second_cache` of a model that drafts.
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache, second_cache: KVCache | None = None) -> None:
+    `reads_states`: that model drafts from hidden states of the first one.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCache,
+        second_cache: KVCache | None = None,
+        *,
+        reads_states: bool = False,
+    ) -> None:
         self.config = config
         self.cache = cache
         self.prefix_cache = PrefixCache(cache)
@@ -80,7 +90,9 @@ class Scheduler:
         in_loops = config.capabilities.text_drafts
         self._drafting = Drafting(self._table, self.counters, self._answers, in_loops=in_loops)
         self._under_way = ActiveRun()
-        self._second = None if second_cache is None else DraftModelBatch(second_cache, self._table)
+        self._second = None
+        if second_cache is not None:
+            self._second = DraftModelBatch(second_cache, self._table, reads_states=reads_states)
         self._growing = OutputUpdater(self._table, self.counters, self._drafting, self._second, self.finish)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
@@ -180,6 +192,11 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
+
+    def forget_earlier(self) -> None:
+        """Drop what earlier requests have left to later ones: shared prompt blocks, and answers to look up."""
+        self.prefix_cache.clear()
+        self._answers.clear()
 
     # -- one step ----------------------------------------------------------------------------------------------
 

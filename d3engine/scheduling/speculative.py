@@ -103,6 +103,7 @@ class Drafting:
         assert draft is not None
         if draft.layers is None and not draft.token_ids:
             draft.begin(sequence.step, sequence.room)
+        del draft.token_ids[len(cycle.drafted) :]  # of which a form did not allow more
         new = cycle.drafted[len(draft.token_ids) :]
         draft.token_ids += new
         passes = len(new)

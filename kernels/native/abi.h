@@ -151,6 +151,7 @@ struct D3LogitMask {
     const int64_t* recent;  // the last tokens of the answer: all, or as many as the longest word has
     int64_t num_recent;
     int32_t has_grammar;  // whether the run's `grammar` is called
+    const uint8_t* also_allowed;  // another mask that must allow a token; null: none
 };
 
 // What a row samples with besides its temperature.
@@ -216,7 +217,13 @@ struct D3DraftCosts {
     double model_right, model_judged;  // the draft model's, whatever its confidence
     double gain;   // tokens per second lately, over those of steps without drafts
     int64_t idle;  // iterations without a draft since the last one with
+    double mask;   // seconds of a grammar's mask
 };
+
+// Called for a row with a grammar: returns the mask behind `tokens`, those that the loop has added to the answer and
+// then `num_drafted` of its draft, or null if nothing may follow. The mask lives until the row's next call with as many
+// drafted tokens. Calls may come from another thread than the loop's. A repeated iteration calls again.
+typedef const uint8_t* (*D3DraftGrammar)(int32_t row, const int64_t* tokens, int64_t num_added, int64_t num_drafted);
 
 struct D3Decoder;
 
@@ -255,7 +262,7 @@ struct D3SpeculativeLoop {
     int32_t* control;                 // as in a run, counting iterations
     int32_t* taken;                   // written by `d3_run_speculative_loop`: its iterations, fewer if every row ended
     const D3Bridges* const* bridges;  // over the layers that drafts skip, as in a run
-    // As in a run, without token counts and logit masks; null: every row takes its likeliest token.
+    // As in a run; null: every row takes its likeliest token. Token counts need no room for more tokens.
     const float* temperatures;
     const int64_t *seeds, *indices;
     const D3Sampling* sampling;
@@ -277,6 +284,7 @@ struct D3SpeculativeLoop {
     float* logits;
     const uint8_t* reports;
     const D3LowRank* const* adapters;  // [rows], as in a run; the draft model has none
+    D3DraftGrammar grammar;            // null: no row has a grammar
 };
 
 // The number of instruction sets in this library, best first; their names; whether this machine runs one.

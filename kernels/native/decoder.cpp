@@ -125,7 +125,6 @@ D3Status Decoder::check(const D3Run& run) const {
         for (int64_t i = 0; token_counts && i < token_counts->used; i++)
             if (token_counts->tokens[i] < 0 || token_counts->tokens[i] >= model_.vocab) return D3_BAD_TOKEN;
         const D3LogitMask* logit_mask = run.sampling ? run.sampling[row].logit_mask : nullptr;
-        if (model_.head_tokens && (token_counts || logit_mask)) return D3_BAD_RUN;  // and so do these
         if (logit_mask && !is_valid_logit_mask(*logit_mask, model_.vocab)) return D3_BAD_TOKEN;
         if (logit_mask && logit_mask->has_grammar && !run.grammar) return D3_BAD_RUN;
         if (run.logit_places && run.logit_places[row] >= run.num_logits) return D3_BAD_RUN;
@@ -716,13 +715,13 @@ void Decoder::sample_from_all(const Step& step) {
         if (!needs_all_logits(run, row)) return;
         const D3Sampling& asked = run.sampling[row];
         if (step.taken) count_token(asked, step.taken, run.chosen[(step.taken - 1) * run.rows + row]);
-        float* logits = all_logits_.at(int64_t(row) * model_.vocab);
+        const int count = model_.head_tokens ? int(model_.num_head_tokens) : model_.vocab;
+        const RowLogits logits{all_logits_.at(int64_t(row) * model_.vocab), count, model_.head_tokens};
         if (asked.logit_mask) {
             const uint8_t* grammar = asked.logit_mask->has_grammar ? grammar_masks_[row] : nullptr;
-            apply_logit_mask(logits, model_.vocab, *asked.logit_mask, grammar, run, row, step.taken);
+            apply_logit_mask(logits, *asked.logit_mask, grammar, run, row, step.taken);
         }
-        const int count = model_.head_tokens ? int(model_.num_head_tokens) : model_.vocab;
-        best_[row] = sample(logits, count, model_.head_tokens, asked, draw_params(step, row), orders_[worker]);
+        best_[row] = sample(logits, asked, draw_params(step, row), orders_[worker]);
     });
 }
 

@@ -187,10 +187,10 @@ class Decoder:
 
         `rows` are the last tokens of the answers; a draft by their own layers runs layer l if it begins at a step below
         the row's cutoff there. Others draft as `by_text` says, perhaps by `draft_model`, which no other thread may use
-        meanwhile. Tokens are chosen as `draws` says, without penalties and masks. The tokens are [iterations, rows,
-        most]. The counts [iterations, rows, 5] are: tokens of the draft, accepted ones, and the next token at full
-        depth, -1 if its logits are not finite; the `Drafter`, and how many positions the draft model has computed.
-        Counts of a row that had ended before, by a token of `ends` as in `run`, its room or such logits, are all -1.
+        meanwhile. Tokens are chosen as `draws` says, `draft_form` among it. The tokens are [iterations, rows, most].
+        The counts [iterations, rows, 5] are: tokens of the draft, accepted ones, and the next token at full depth, -1
+        if its logits are not finite; the `Drafter`, and how many positions the draft model has computed. Counts of a
+        row that had ended before, by a token of `ends` as in `run`, its grammar, its room or such logits, are all -1.
         `states` float32 [places, H] and `logits` are written. Raises `NativeError` as `run` does.
         """
         self._check_tables(rows)
@@ -198,6 +198,7 @@ class Decoder:
         taken = c_int32()
         made.taken = ctypes.pointer(taken)
         _check(self._library.d3_run_speculative_loop(self._handle, byref(made)))
+        _raise_error_of_grammar(given)
         return given["drafted"][: taken.value], given["counts"][: taken.value]
 
     def begin_speculative_loop(
@@ -232,7 +233,7 @@ class Decoder:
         logits, draft_model = asked.get("logits"), asked.get("draft_model")
         if logits is not None and (logits.logits.shape != shape or not logits.logits.flags.c_contiguous):
             raise NativeError(f"logits must be a contiguous array {list(shape)}")
-        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, control, asked)
+        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, control, asked, self._vocab)
         if draft_model is not None:
             made.draft_model = draft_model._handle
         given["held"] = (rows, draft_model)  # the rows hold bridges and adapters
@@ -333,7 +334,7 @@ class Decoder:
             run.sampling = ctypes.addressof(sampling)
             held["sampling"] = (sampling, keeps)
         if draws is not None and draws.form is not None:
-            held["grammar"] = GrammarCallback(draws.form, self._vocab)
+            held["grammar"] = GrammarCallback.of_run(draws.form, self._vocab)
             run.grammar = held["grammar"].function
         return run, held
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from d3engine.kernels.native.model import NativeBridges, NativeError, NativeMaps
 
 GRAMMAR = CFUNCTYPE(c_void_p, c_int32, c_int32, c_int64)
+DRAFT_GRAMMAR = CFUNCTYPE(c_void_p, c_int32, POINTER(c_int64), c_int64, c_int64)
 Mask: TypeAlias = npt.NDArray[np.uint8]
 Tokens: TypeAlias = npt.NDArray[np.int64]
 NO_WORDS: tuple[Tokens, Tokens, Tokens, Tokens] = (
@@ -24,6 +25,11 @@ GrammarMask: TypeAlias = Callable[[int, int, int], Mask | None]
 """The mask of a row's grammar at a step, called with (row, steps before, its last token or -1 at the first).
 
 None where the grammar ends. Calls for one row come in order, maybe from another thread; a repeated step calls again.
+"""
+DraftGrammarMask: TypeAlias = Callable[[int, list[int], list[int]], Mask | None]
+"""The mask behind drafted tokens, called with (row, tokens that the loop has added to the answer, drafted tokens).
+
+None where nothing may follow. Calls may come from another thread; a repeated iteration calls again.
 """
 
 _ARRAYS = (
@@ -69,6 +75,7 @@ class _LogitMask(Structure):
         ("recent", c_void_p),
         ("num_recent", c_int64),
         ("has_grammar", c_int32),
+        ("also_allowed", c_void_p),
     )
 
 
@@ -198,7 +205,7 @@ class Draws:
     """How rows draw: `temperatures` float32, 0 for the likeliest token, int64 `seeds` and `indices`; [rows] each.
 
     `asked` holds what else each row samples with, None for a row that needs no token; it is None if no row has a
-    threshold, penalties or a mask. `form` is called for the rows with a grammar.
+    threshold, penalties or a mask. `form` is called for the rows with a grammar, in a speculative loop `draft_form`.
     """
 
     temperatures: npt.NDArray[np.float32]
@@ -206,6 +213,7 @@ class Draws:
     indices: npt.NDArray[np.int64]
     asked: list[RowSampling | None] | None = None
     form: GrammarMask | None = None
+    draft_form: DraftGrammarMask | None = None
 
 
 def sampling_structures(rows: list[RowSampling | None], steps: int) -> tuple[Any, list[Any]]:
@@ -233,13 +241,30 @@ def sampling_structures(rows: list[RowSampling | None], steps: int) -> tuple[Any
 
 
 class GrammarCallback:
-    """A `GrammarMask` as a function of C, which keeps each row's mask until its next call."""
+    """A `GrammarMask`, or a `DraftGrammarMask`, as a function of C, which keeps each mask as long as that needs it."""
 
-    def __init__(self, mask_of: GrammarMask, vocab_size: int) -> None:
+    def __init__(self, masks: _GrammarMasks, function: Any) -> None:
         # The function must not refer to this object, which refers to it: the collector would free what a grammar holds
         # too late.
-        self._masks = masks = _GrammarMasks(mask_of, -(-vocab_size // 8))
-        self.function = GRAMMAR(masks.address_of_next)
+        self._masks = masks
+        self.function = function
+
+    @classmethod
+    def of_run(cls, mask_of: GrammarMask, vocab_size: int) -> GrammarCallback:
+        """For a run: each row's mask until its next call."""
+        masks = _GrammarMasks(vocab_size)
+        return cls(masks, GRAMMAR(lambda *asked: masks.address(asked[0], mask_of, *asked)))
+
+    @classmethod
+    def of_loop(cls, mask_of: DraftGrammarMask, vocab_size: int) -> GrammarCallback:
+        """For a speculative loop: each row's mask until its next call with as many drafted tokens."""
+        masks = _GrammarMasks(vocab_size)
+
+        def address(row: int, tokens: Any, num_added: int, num_drafted: int) -> int | None:
+            known = tokens[: num_added + num_drafted]
+            return masks.address((row, num_drafted), mask_of, row, known[:num_added], known[num_added:])
+
+        return cls(masks, DRAFT_GRAMMAR(address))
 
     @property
     def error(self) -> BaseException | None:
@@ -248,22 +273,22 @@ class GrammarCallback:
 
 
 class _GrammarMasks:
-    def __init__(self, mask_of: GrammarMask, num_bytes: int) -> None:
-        self._mask_of = mask_of
-        self._num_bytes = num_bytes
-        self._masks: dict[int, Mask] = {}
+    def __init__(self, vocab_size: int) -> None:
+        self._num_bytes = -(-vocab_size // 8)
+        self._masks: dict[Any, Mask] = {}
         self.error: BaseException | None = None
 
-    def address_of_next(self, row: int, taken: int, token: int) -> int | None:
+    def address(self, key: Any, mask_of: Callable[..., Mask | None], *asked: Any) -> int | None:
+        """The address of the mask that `mask_of` gives, which lives until the next one of this key."""
         try:
-            mask = None if self.error else self._mask_of(row, taken, token)
+            mask = None if self.error else mask_of(*asked)
             if mask is not None and not self._is_whole(mask):
                 raise NativeError(f"a mask must be a contiguous array of at least {self._num_bytes} bytes")
         except BaseException as error:  # cannot pass through C: the thread that waits for the run raises it
             self.error, mask = error, None
         if mask is None:
             return None
-        self._masks[row] = mask
+        self._masks[key] = mask
         return int(mask.ctypes.data)
 
     def _is_whole(self, mask: Mask) -> bool:

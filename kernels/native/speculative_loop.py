@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from d3engine.kernels.native.runs import Draws, sampling_structures
+from d3engine.kernels.native.runs import DRAFT_GRAMMAR, Draws, GrammarCallback, sampling_structures
 
 if TYPE_CHECKING:
     from d3engine.kernels.native.library import Decoder
@@ -38,7 +38,8 @@ class Drafter(IntEnum):
 class DraftCosts(Structure):
     """`D3DraftCosts`: what drafts cost and how often they are right. Loops read it and bring it up to date.
 
-    `verify` and `draft` [COST_ROWS + 1] are the seconds of a step by its rows, of the model and of its draft model.
+    `verify` and `draft` [COST_ROWS + 1] are the seconds of a step by its rows, of the model and of its draft model;
+    `mask` are those of a grammar's mask.
     """
 
     _fields_ = (
@@ -50,6 +51,7 @@ class DraftCosts(Structure):
         ("model_judged", c_double),
         ("gain", c_double),
         ("idle", c_int64),
+        ("mask", c_double),
     )
 
     @classmethod
@@ -163,6 +165,7 @@ class SpeculativeLoopStructure(Structure):
         *((name, c_void_p) for name in ("drafters", "draft_model", "draft_tables", "draft_positions", "history")),
         ("history_length", c_int64),
         *((name, c_void_p) for name in ("stops", "costs", "logits", "reports", "adapters")),
+        ("grammar", DRAFT_GRAMMAR),
     )
 
 
@@ -173,6 +176,7 @@ def structure_of(
     states: npt.NDArray[np.float32],
     control: npt.NDArray[np.int32] | None,
     asked: LoopOptions,
+    vocab_size: int,
 ) -> tuple[SpeculativeLoopStructure, dict[str, Any]]:
     """The structure of some iterations, and what must live as long as it, `drafted` and `counts` among that."""
     count, ends, draws = len(rows["tokens"]), asked.get("ends"), asked.get("draws")
@@ -201,9 +205,12 @@ def structure_of(
     made.num_states = len(states)
     made.most_ends = 0 if ends is None else ends.shape[1]
     if draws is not None and draws.asked is not None:
-        sampling, keeps = sampling_structures(draws.asked, iterations)
+        sampling, keeps = sampling_structures(draws.asked, 0)
         made.sampling = ctypes.addressof(sampling)
         given["sampling"] = (sampling, keeps)
+    if draws is not None and draws.draft_form is not None:
+        given["grammar"] = GrammarCallback.of_loop(draws.draft_form, vocab_size)
+        made.grammar = given["grammar"].function
     if by_text is not None:
         made.text_room, made.history_length = by_text.texts.shape[1], by_text.history.size
         if by_text.costs is not None:

@@ -31,8 +31,8 @@ def test_config_names_the_policy(config: Any, policy: Any) -> None:
     ("config", "message"),
     [
         (
-            {"method": "eagle3", "model": "x"},
-            r"""speculative_config\["method"\] must be one of 'draft_model', 'ngram', 'suffix'""",
+            {"method": "medusa", "model": "x"},
+            r"""speculative_config\["method"\] must be one of 'draft_model', 'eagle3', 'ngram', 'suffix'""",
         ),
         ({}, r"""speculative_config\["method"\] must be one of"""),
         ({"method": "draft_model"}, r"""speculative_config\["model"\] must be the draft model"""),

@@ -28,12 +28,16 @@ class UsageCounter:
         self._prompt_tokens = sum(len(prepared.prompt_token_ids) for prepared in job.prepared)
         self._completion_tokens = 0
         self._cached = [0] * len(job.prepared)
+        self._drafts = any(prepared.draft_rule is not None for prepared in job.prepared)
+        self._drafted, self._accepted = [0] * len(job.prepared), [0] * len(job.prepared)
         self._unfinished = len(job.prepared)
         self._depth = DepthCount(job) if job.asked.return_depths else None
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Take in an output of the prompt of this number."""
         self._cached[number] = output.num_cached_tokens
+        self._drafted[number] = output.metrics.num_drafted_tokens
+        self._accepted[number] = output.metrics.num_accepted_tokens
         self._unfinished -= output.finished
         for answer in output.outputs:
             self._completion_tokens += len(answer.token_ids)
@@ -46,12 +50,19 @@ class UsageCounter:
         return not self._unfinished
 
     def usage(self) -> Usage:
-        return {
+        found: Usage = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        if self._drafts:
+            drafted, accepted = sum(self._drafted), sum(self._accepted)
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return found
 
     def depth(self) -> dict[str, DepthSummary]:
         """`d3ext` of the whole answer or the last chunk; nothing where it was not asked for."""

@@ -11,13 +11,21 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class PredictedTokens(TypedDict):
+    """Drafted tokens that the model took as its own, and those that it did not, which no other count has."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(TypedDict):
-    """Tokens that went in and came out."""
+    """Tokens that went in and came out; the details of completions where a policy drafts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[PredictedTokens]
 
 
 class DepthsOfTokens(TypedDict):

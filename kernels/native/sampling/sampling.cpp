@@ -27,15 +27,19 @@ float gumbel(uint32_t word) {
 // An upper bound: 16.64 is the noise of the largest number below 1 that `gumbel` takes.
 constexpr float MAX_NOISE = 17.0f;
 
-void mask_tokens(float* logits, int vocab, const uint8_t* mask) {
-    for (int token = 0; token < vocab; token++)
-        if (!(mask[token >> 3] >> (token & 7) & 1)) logits[token] = -INFINITY;
+void mask_tokens(const RowLogits& logits, const uint8_t* mask) {
+    for (int nth = 0; nth < logits.count; nth++)
+        if (!is_allowed(mask, logits.tokens ? logits.tokens[nth] : nth)) logits.values[nth] = -INFINITY;
+}
+
+void exclude(const RowLogits& logits, int64_t token) {
+    if (float* logit = logits.find(token)) *logit = -INFINITY;
 }
 
 // Excludes the tokens that complete a word after the answer: `recent`, then the tokens of this run.
-void mask_words(float* logits, const D3LogitMask& mask, const D3Run& run, int row, int taken) {
+void mask_words(const RowLogits& logits, const D3LogitMask& mask, const D3Run& run, int row, int taken) {
     for (int64_t node = 0, back = 1;; back++) {
-        for (int64_t i = mask.first_bans[node]; i < mask.first_bans[node + 1]; i++) logits[mask.bans[i]] = -INFINITY;
+        for (int64_t i = mask.first_bans[node]; i < mask.first_bans[node + 1]; i++) exclude(logits, mask.bans[i]);
         if (back > mask.num_recent + taken) return;
         const int64_t token =
             back <= taken ? run.chosen[(taken - back) * run.rows + row] : mask.recent[mask.num_recent + taken - back];
@@ -46,9 +50,11 @@ void mask_words(float* logits, const D3LogitMask& mask, const D3Run& run, int ro
     }
 }
 
-void apply_penalties(float* logits, const D3Sampling& asked) {
+void apply_penalties(const RowLogits& logits, const D3Sampling& asked) {
     for (int64_t i = 0; i < asked.token_counts->used; i++) {
-        float& logit = logits[asked.token_counts->tokens[i]];
+        float* place = logits.find(asked.token_counts->tokens[i]);
+        if (!place) continue;
+        float& logit = *place;
         const float often = float(asked.token_counts->counts[i]);
         const float repeated = logit > 0 ? logit / asked.repetition : logit * asked.repetition;
         logit = repeated - (asked.frequency * often + asked.presence * (often > 0 ? 1.0f : 0.0f));
@@ -181,19 +187,29 @@ bool is_valid_logit_mask(const D3LogitMask& mask, int vocab) {
     return are_tokens(mask.bans, mask.num_bans);
 }
 
-void apply_logit_mask(float* logits, int vocab, const D3LogitMask& mask, const uint8_t* grammar, const D3Run& run,
-                      int row, int taken) {
-    for (int64_t i = 0; i < mask.num_biased; i++) logits[mask.biased[i]] += mask.biases[i];
-    if (mask.allowed) mask_tokens(logits, vocab, mask.allowed);
-    if (run.generation[row] + taken < mask.banned_until)
-        for (int64_t i = 0; i < mask.num_banned; i++) logits[mask.banned[i]] = -INFINITY;
-    if (mask.num_bans) mask_words(logits, mask, run, row, taken);
-    if (grammar) mask_tokens(logits, vocab, grammar);
+float* RowLogits::find(int64_t token) const {
+    if (!tokens) return values + token;
+    const int64_t* found = std::lower_bound(tokens, tokens + count, token);
+    return found != tokens + count && *found == token ? values + (found - tokens) : nullptr;
 }
 
-Best sample(float* logits, int count, const int64_t* tokens, const D3Sampling& asked, const DrawParams& how,
-            std::vector<uint64_t>& order) {
-    if (asked.token_counts) apply_penalties(logits, asked);
+void apply_logit_mask(const RowLogits& logits, const D3LogitMask& mask, const uint8_t* grammar, const D3Run& run,
+                      int row, int taken) {
+    for (int64_t i = 0; i < mask.num_biased; i++)
+        if (float* logit = logits.find(mask.biased[i])) *logit += mask.biases[i];
+    if (mask.allowed) mask_tokens(logits, mask.allowed);
+    if (run.generation[row] + taken < mask.banned_until)
+        for (int64_t i = 0; i < mask.num_banned; i++) exclude(logits, mask.banned[i]);
+    if (mask.num_bans) mask_words(logits, mask, run, row, taken);
+    if (grammar) mask_tokens(logits, grammar);
+    if (mask.also_allowed) mask_tokens(logits, mask.also_allowed);
+}
+
+Best sample(const RowLogits& row, const D3Sampling& asked, const DrawParams& how, std::vector<uint64_t>& order) {
+    if (asked.token_counts) apply_penalties(row, asked);
+    float* logits = row.values;
+    const int64_t* tokens = row.tokens;
+    const int count = row.count;
     DrawParams rest = how;
     if (how.temperature != 0 && (asked.log_min_p > -INFINITY || asked.top_k > 0 || asked.top_p < 1)) {
         for (int nth = 0; nth < count; nth++) logits[nth] /= how.temperature;

@@ -41,10 +41,19 @@ struct Mass {
     float confidence() const { return float(1 / sum); }  // the probability of the likeliest token
 };
 
-// The best token of `logits`, which it changes: those of `tokens`, or, with null, of all tokens. `order` is scratch,
-// with room for `count` numbers.
-Best sample(float* logits, int count, const int64_t* tokens, const D3Sampling& asked, const DrawParams& how,
-            std::vector<uint64_t>& order);
+
+// The logits of one row: `count` values, of `tokens`, which ascend, or, with null, of all tokens.
+struct RowLogits {
+    float* values;
+    int count;
+    const int64_t* tokens;
+
+    // The logit of a token, or null if the row has none.
+    float* find(int64_t token) const;
+};
+
+// The best token of `logits`, which it changes. `order` is scratch, with room for all of them.
+Best sample(const RowLogits& logits, const D3Sampling& asked, const DrawParams& how, std::vector<uint64_t>& order);
 
 // Counts the token of the step before `taken` for the penalties, unless it is counted already.
 void count_token(const D3Sampling& asked, int taken, int64_t token);
@@ -54,5 +63,8 @@ bool is_valid_logit_mask(const D3LogitMask& mask, int vocab);
 
 // Applies `mask` at the step `taken` of `run` to the logits of its row; `grammar` is the row's grammar mask, or null.
 // Bias comes first, so that it brings back no excluded token.
-void apply_logit_mask(float* logits, int vocab, const D3LogitMask& mask, const uint8_t* grammar, const D3Run& run,
+void apply_logit_mask(const RowLogits& logits, const D3LogitMask& mask, const uint8_t* grammar, const D3Run& run,
                       int row, int taken);
+
+// Whether a mask allows a token.
+inline bool is_allowed(const uint8_t* mask, int64_t token) { return mask[token >> 3] >> (token & 7) & 1; }

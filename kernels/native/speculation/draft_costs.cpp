@@ -68,6 +68,10 @@ void DraftCosts::time(double* of_rows, int64_t rows, double taken) {
     of_rows[rows] += NEW_WEIGHT * (std::min(taken, of_rows[rows] * OUTLIER) - of_rows[rows]);
 }
 
+void DraftCosts::time_mask(double taken) {
+    known_.mask += (known_.mask > 0 ? NEW_WEIGHT : 1.0) * (taken - known_.mask);
+}
+
 void DraftCosts::count_iteration(int64_t rows, int64_t tokens, double taken, bool drafted) {
     const double gain = double(tokens) / std::max(taken, 1e-9) * verify(rows) / double(rows);
     known_.gain += NEW_WEIGHT * (std::min(gain, double(D3_COST_ROWS)) - known_.gain);

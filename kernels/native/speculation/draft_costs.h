@@ -13,8 +13,10 @@ class DraftCosts {
 public:
     explicit DraftCosts(D3DraftCosts& known) : known_(known) {}
 
-    // Seconds of a step of `rows` rows at full depth, and of one of the draft model.
-    double verify(int64_t rows) const { return seconds(known_.verify, rows); }
+    // Seconds of a step of `rows` rows at full depth with their masks, and of one of the draft model.
+    double verify(int64_t rows) const {
+        return seconds(known_.verify, rows) + mask_share_ * known_.mask * double(rows);
+    }
     double draft(int64_t rows) const { return seconds(known_.draft, rows); }
     // Seconds by which a verification of `rows` rows grows with one more row, averaged over the next few: measured
     // times have steps, where rows share a reading of the weights.
@@ -39,11 +41,15 @@ public:
     // Tokens per second that time should yield: what drafts achieve lately, but no less than a step without drafts.
     double rate(int64_t rows) const { return std::max(known_.gain, 1.0) * double(rows) / verify(rows); }
 
+    // From now on this share of the rows of a step has a grammar, whose mask each of them needs.
+    void set_mask_share(double share) { mask_share_ = share; }
+
     // Count a drafted token that was judged.
     void judge(D3Drafter drafter, int bin, bool right);
     // Take in the measured seconds of a step of `rows` rows.
     void time_verify(int64_t rows, double taken) { time(known_.verify, rows, taken); }
     void time_draft(int64_t rows, double taken) { time(known_.draft, rows, taken); }
+    void time_mask(double taken);
     // Count an iteration of `rows` sequences that gave `tokens` tokens.
     void count_iteration(int64_t rows, int64_t tokens, double taken, bool drafted);
     // Whether to try a short draft although none pays: what was true of the text before may be so no longer. It takes
@@ -59,4 +65,5 @@ private:
     static double seconds(const double* of_rows, int64_t rows);
     static void time(double* of_rows, int64_t rows, double taken);
     D3DraftCosts& known_;
+    double mask_share_ = 0;
 };

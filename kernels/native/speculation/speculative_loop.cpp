@@ -20,10 +20,23 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 SpeculativeLoop::SpeculativeLoop(const D3SpeculativeLoop& args, Decoder& decoder, Decoder* draft_model)
     : args_(args), decoder_(decoder), draft_model_(draft_model), num_layers_(decoder.model().num_layers) {
     if (args.costs) costs_ = std::make_unique<DraftCosts>(*args.costs);
-    for (int row = 0; row < args.rows; row++)
+    for (int row = 0; row < args.rows; row++) {
         rows_.push_back({args.tokens[row], args.positions[row], args.generation[row], args.lengths[row],
                          args.rooms[row], args.draft_positions ? args.draft_positions[row] : 0, false, D3_OWN_LAYERS,
-                         0, 0, 1, 0, {}});
+                         0, 0, 1, 0, {}, 0, 0, {}, {}, {}});
+        const D3Sampling* asked = args.sampling ? args.sampling + row : nullptr;
+        Row& at = rows_.back();
+        if (asked && asked->logit_mask) {
+            const D3LogitMask& mask = *asked->logit_mask;
+            at.recent = mask.num_recent;
+            at.answer.assign(mask.recent, mask.recent + mask.num_recent);
+            at.answer.resize(at.recent + args.iterations * (args.most + 1) + args.most);
+        }
+        if (asked && asked->token_counts) {
+            const D3TokenCounts& known = *asked->token_counts;
+            at.tally = {{known.tokens, known.tokens + known.used}, {known.counts, known.counts + known.used}};
+        }
+    }
 }
 
 D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& decoder, const Decoder* draft_model) {
@@ -50,7 +63,12 @@ D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& de
         if (args.positions[row] < 0 || last >= max_position) return D3_BAD_POSITION;
         if (args.slots[row] < 0 || args.slots[row] >= model.num_slots) return D3_BAD_SLOT;
         if (args.places[row] >= 0 && args.places[row] + args.most > args.num_states) return D3_BAD_STATE;
-        if (args.sampling && (args.sampling[row].token_counts || args.sampling[row].logit_mask)) return D3_BAD_RUN;
+        const D3TokenCounts* token_counts = args.sampling ? args.sampling[row].token_counts : nullptr;
+        if (token_counts && !std::all_of(token_counts->tokens, token_counts->tokens + token_counts->used, is_token))
+            return D3_BAD_TOKEN;
+        const D3LogitMask* logit_mask = args.sampling ? args.sampling[row].logit_mask : nullptr;
+        if (logit_mask && !is_valid_logit_mask(*logit_mask, model.vocab)) return D3_BAD_TOKEN;
+        if (logit_mask && logit_mask->has_grammar && !args.grammar) return D3_BAD_RUN;
         const auto has_all_blocks = [&](const Decoder& of, const int32_t* tables) {
             const int64_t layers = of.model().num_layers, blocks = of.model().max_blocks;
             for (int64_t layer = 0; layer < layers; layer++)
@@ -90,8 +108,9 @@ void SpeculativeLoop::run() {
 
 void SpeculativeLoop::run_iteration(int nth) {
     for (int row = 0; row < args_.rows; row++) std::fill_n(counts(row, nth), D3_LOOP_COUNTS, -1);
-    num_live_ = std::count_if(rows_.begin(), rows_.end(), [](const Row& row) { return !row.has_ended; });
     seconds_ = 0, has_caught_up_ = has_probed_ = false;
+    begin_grammars(nth);
+    num_live_ = std::count_if(rows_.begin(), rows_.end(), [](const Row& row) { return !row.has_ended; });
     begin_drafts(nth);
     draft_by_own_layers(nth);
     draft_by_model(nth);
@@ -132,6 +151,56 @@ bool SpeculativeLoop::ends_answer(int row, int64_t token) const {
     if (!args_.ends) return false;
     const int64_t* ends = args_.ends + row * args_.most_ends;
     return std::find(ends, ends + args_.most_ends, token) != ends + args_.most_ends;
+}
+
+// -- grammars ----------------------------------------------------------------------------------------------------
+
+// Asks each grammar what may follow the answer; one that is complete ends its row.
+void SpeculativeLoop::begin_grammars(int nth) {
+    int64_t live = 0, with_grammar = 0;
+    for (int row = 0; row < args_.rows; row++) {
+        Row& at = rows_[row];
+        at.masks.clear();
+        if (at.has_ended) continue;
+        if (has_grammar(row)) at.has_ended = !mask_at(row, 0, nth);
+        if (!at.has_ended) live++, with_grammar += has_grammar(row);
+    }
+    if (costs_) costs_->set_mask_share(double(with_grammar) / double(std::max<int64_t>(live, 1)));
+}
+
+// The mask of a row's grammar behind the first `place` tokens of its draft. Null where nothing may follow: the grammar
+// is complete, or does not go on with these tokens.
+const uint8_t* SpeculativeLoop::mask_at(int row, int64_t place, int nth) {
+    Row& at = rows_[row];
+    int64_t* added = at.answer.data() + at.recent;
+    for (int64_t before = int64_t(at.masks.size()); before <= place; before++) {
+        std::copy_n(drafted(row, nth), before, added + at.added);
+        const double begun = now();
+        at.masks.push_back(args_.grammar(row, added, at.added, before));
+        const double taken = now() - begun;
+        seconds_ += taken;
+        if (costs_) costs_->time_mask(taken);
+    }
+    return at.masks[place];
+}
+
+// How many of the first `count` drafted tokens the grammar allows, each with something behind it: the last token of an
+// answer is left to the verification.
+int64_t SpeculativeLoop::count_allowed(int row, int64_t count, int nth) {
+    if (!has_grammar(row)) return count;
+    const int64_t* tokens = drafted(row, nth);
+    for (int64_t place = 0; place < count; place++)
+        if (!is_allowed(mask_at(row, place, nth), tokens[place]) || !mask_at(row, place + 1, nth)) return place;
+    return count;
+}
+
+// Ends a draft before its last token.
+void SpeculativeLoop::drop_last(int row) {
+    Row& at = rows_[row];
+    at.wanted = --at.count;
+    if (at.bins.empty()) return;
+    if (costs_) at.all_right /= costs_->chance(D3_DRAFT_MODEL, at.bins.back());
+    at.bins.pop_back();
 }
 
 // -- drafts ------------------------------------------------------------------------------------------------------
@@ -199,6 +268,8 @@ void SpeculativeLoop::look_up(int row, int nth) {
     count = std::find_if(tokens, tokens + count, [](int64_t token) { return token < 0; }) - tokens;
     for (int64_t place = 0; place + 1 < count; place++)
         if (ends_answer(row, tokens[place])) count = place + 1;
+    count = count_allowed(row, count, nth);
+    if (count == 0 && has_grammar(row)) at.masks.resize(1);
     if (count == 0) return;
     at.drafter = D3_LOOKUP;
     at.count = at.wanted = count;
@@ -211,10 +282,12 @@ void SpeculativeLoop::draft_by_own_layers(int nth) {
     };
     for (;;) {
         batch_.clear();
-        for (int row = 0; row < args_.rows; row++)
+        for (int row = 0; row < args_.rows; row++) {
+            if (grows(rows_[row]) && has_grammar(row) && !mask_at(row, rows_[row].count, nth)) drop_last(row);
             if (grows(rows_[row])) add_row(row, rows_[row].count, true, nth);
+        }
         if (batch_.tokens.empty()) return;
-        run_batch(decoder_, args_.tables);
+        run_batch(decoder_, args_.tables, nth);
         for (int row = 0, place = 0; row < args_.rows; row++) {
             Row& at = rows_[row];
             if (!grows(at)) continue;
@@ -233,14 +306,16 @@ void SpeculativeLoop::draft_by_model(int nth) {
     for (;;) {
         batch_.clear();
         int64_t growing = 0;
-        for (int row = 0; row < args_.rows; row++)
+        for (int row = 0; row < args_.rows; row++) {
+            if (grows(rows_[row]) && has_grammar(row) && !mask_at(row, rows_[row].count, nth)) drop_last(row);
             if (grows(rows_[row])) catch_up(row, nth), growing++;
+        }
         if (growing == 0) return;
         const double begun = now();
         const bool is_typical = int64_t(batch_.tokens.size()) <= growing + MAX_LAG;
         has_caught_up_ |= !is_typical;
         batch_.confidences.resize(costs_ || args_.stops ? batch_.tokens.size() : 0);
-        run_batch(*draft_model_, args_.draft_tables);
+        run_batch(*draft_model_, args_.draft_tables, nth);
         if (costs_ && int64_t(batch_.tokens.size()) == growing) costs_->time_draft(growing, now() - begun);
         seconds_ += now() - begun;
         for (int row = 0, place = -1; row < args_.rows; row++) {
@@ -278,11 +353,8 @@ bool SpeculativeLoop::pays_to_go_on(const Row& at) const {
 void SpeculativeLoop::trim(int row) {
     Row& at = rows_[row];
     if (!costs_) return;
-    while (at.count > 1 && at.all_right < costs_->rate(num_live_) * costs_->one_more_row(num_live_ + at.count - 1)) {
-        at.all_right /= costs_->chance(D3_DRAFT_MODEL, at.bins.back());
-        at.bins.pop_back();
-        at.wanted = --at.count;
-    }
+    while (at.count > 1 && at.all_right < costs_->rate(num_live_) * costs_->one_more_row(num_live_ + at.count - 1))
+        drop_last(row);
 }
 
 // The rows of a draft's next token: what the draft model has not computed of the text and of the draft. More than it
@@ -300,7 +372,7 @@ void SpeculativeLoop::catch_up(int row, int nth) {
             batch_.yields.push_back(0);
             batch_.cutoffs.insert(batch_.cutoffs.end(), draft_model_->model().num_layers, INT_MAX);
         }
-        run_batch(*draft_model_, args_.draft_tables);
+        run_batch(*draft_model_, args_.draft_tables, nth);
         seconds_ += now() - begun;
         std::swap(others, batch_);
         has_caught_up_ = true;
@@ -317,6 +389,11 @@ void SpeculativeLoop::catch_up(int row, int nth) {
 
 // Whole sequences at a time, as many as fit into the decoder's rows.
 void SpeculativeLoop::verify(int nth) {
+    for (int row = 0; row < args_.rows; row++) {
+        if (rows_[row].has_ended) continue;
+        const int64_t count = count_allowed(row, rows_[row].count, nth);
+        while (rows_[row].count > count) drop_last(row);
+    }
     for (int first = 0, next = 0; first < args_.rows; first = next) {
         batch_.clear();
         for (; next < args_.rows; next++) {
@@ -327,7 +404,7 @@ void SpeculativeLoop::verify(int nth) {
         }
         if (batch_.tokens.empty()) return;
         const double begun = now();
-        run_batch(decoder_, args_.tables);
+        run_batch(decoder_, args_.tables, nth);
         if (costs_) costs_->time_verify(int64_t(batch_.tokens.size()), now() - begun);
         seconds_ += now() - begun;
         for (int row = first, place = 0; row < next; row++) {
@@ -365,6 +442,11 @@ void SpeculativeLoop::advance(int row, int nth) {
         std::copy_n(tokens, accepted, text(row) + at.position + 1);
         text(row)[at.position + accepted + 1] = std::max<int64_t>(found[2], 0);
     }
+    for (int64_t place = 0; place <= accepted; place++) {
+        const int64_t token = place < accepted ? tokens[place] : found[2];
+        if (!at.answer.empty()) at.answer[at.recent + at.added++] = token;
+        if (args_.sampling && args_.sampling[row].token_counts) at.tally.add(token);
+    }
     at.token = found[2];
     at.position += accepted + 1;
     at.step += accepted + 1;
@@ -391,7 +473,7 @@ void SpeculativeLoop::add_common(int row, int64_t place, int nth) {
         batch_.seeds.push_back(args_.seeds[row]);
         batch_.indices.push_back(args_.indices[row]);
     }
-    if (args_.sampling) batch_.sampling.push_back(args_.sampling[row]);
+    if (args_.sampling) batch_.sampling.push_back(args_.sampling[row]), batch_.origins.push_back({row, place});
 }
 
 // A row of the model's own, of a draft by some of its layers or of a verification.
@@ -414,8 +496,47 @@ void SpeculativeLoop::add_row(int row, int64_t place, bool is_draft, int nth) {
     }
 }
 
-void SpeculativeLoop::run_batch(Decoder& decoder, const int32_t* tables) {
+// Lets the masks and counts of each row be those behind the drafted tokens before it.
+void SpeculativeLoop::sample_behind_drafts(int nth) {
     Batch& b = batch_;
+    const size_t rows = b.sampling.size();
+    b.logit_masks.resize(rows), b.token_counts.resize(rows), b.tallies.resize(rows);
+    for (size_t i = 0; i < rows; i++) {
+        const auto [row, place] = b.origins[i];
+        D3Sampling& asked = b.sampling[i];
+        if (!b.yields.empty() && !b.yields[i]) asked.token_counts = nullptr, asked.logit_mask = nullptr;
+        Row& at = rows_[row];
+        const int64_t* tokens = drafted(row, nth);
+        if (asked.logit_mask) {
+            std::copy_n(tokens, place, at.answer.data() + at.recent + at.added);
+            D3LogitMask& mask = b.logit_masks[i] = *asked.logit_mask;
+            mask.recent = at.answer.data(), mask.num_recent = at.recent + at.added + place;
+            mask.also_allowed = mask.has_grammar ? at.masks[place] : nullptr;
+            mask.has_grammar = false;
+            asked.logit_mask = &mask;
+        }
+        if (asked.token_counts) {
+            TokenTally& tally = b.tallies[i] = at.tally;
+            for (int64_t before = 0; before < place; before++) tally.add(tokens[before]);
+            b.token_counts[i] = {tally.tokens.data(), tally.counts.data(), int64_t(tally.tokens.size()), 0};
+            asked.token_counts = &b.token_counts[i];
+        }
+    }
+}
+
+void SpeculativeLoop::TokenTally::add(int64_t token) {
+    const auto found = std::find(tokens.begin(), tokens.end(), token);
+    if (found != tokens.end()) {
+        counts[found - tokens.begin()]++;
+        return;
+    }
+    tokens.push_back(token);
+    counts.push_back(1);
+}
+
+void SpeculativeLoop::run_batch(Decoder& decoder, const int32_t* tables, int nth) {
+    Batch& b = batch_;
+    sample_behind_drafts(nth);
     b.chosen.resize(b.tokens.size());
     b.scores.resize(b.tokens.size());
     D3Run run{};
@@ -459,6 +580,7 @@ void SpeculativeLoop::Batch::clear() {
     temperatures.clear();
     confidences.clear();
     sampling.clear();
+    origins.clear();
     bridges.clear();
     adapters.clear();
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -24,6 +25,12 @@ public:
     void run_iteration(int nth);
 
 private:
+    // `D3TokenCounts` that grow.
+    struct TokenTally {
+        std::vector<int64_t> tokens;
+        std::vector<int32_t> counts;
+        void add(int64_t token);
+    };
     // The state of a sequence and, within an iteration, of its draft.
     struct Row {
         int64_t token, position, step, length, room;
@@ -34,6 +41,10 @@ private:
         double all_right;       // the probability that all of them are right
         double rate;            // tokens per second that the planned draft promises
         std::vector<int> bins;  // of each drafted token, see `DraftCosts::judge`
+        int64_t recent, added;        // tokens of `answer`: from before, and of the loop
+        std::vector<int64_t> answer;  // the answer's last tokens, then those of the loop, then those of the draft
+        TokenTally tally;             // for penalties, with the tokens of the loop
+        std::vector<const uint8_t*> masks;  // of the grammar, behind the first n tokens of the draft
     };
     // The rows of one step, of drafts or of their verification.
     struct Batch {
@@ -43,6 +54,10 @@ private:
         std::vector<uint8_t> yields;
         std::vector<float> scores, temperatures, confidences;
         std::vector<D3Sampling> sampling;
+        std::vector<std::pair<int, int64_t>> origins;  // of each row: its sequence, and its place behind the last token
+        std::vector<D3LogitMask> logit_masks;
+        std::vector<D3TokenCounts> token_counts;
+        std::vector<TokenTally> tallies;
         std::vector<const D3Bridges*> bridges;
         std::vector<const D3LowRank*> adapters;
         void clear();
@@ -72,7 +87,16 @@ private:
     void add_common(int row, int64_t place, int nth);
     bool reports(int row) const { return args_.logits && args_.reports[row]; }
     void catch_up(int row, int nth);
-    void run_batch(Decoder& decoder, const int32_t* tables);
+    void run_batch(Decoder& decoder, const int32_t* tables, int nth);
+    void sample_behind_drafts(int nth);
+
+    bool has_grammar(int row) const {
+        return args_.sampling && args_.sampling[row].logit_mask && args_.sampling[row].logit_mask->has_grammar;
+    }
+    void begin_grammars(int nth);
+    const uint8_t* mask_at(int row, int64_t place, int nth);
+    int64_t count_allowed(int row, int64_t count, int nth);
+    void drop_last(int row);
 
     int64_t cell(int row, int nth) const { return int64_t(nth) * args_.rows + row; }
     int64_t* drafted(int row, int nth) const { return args_.drafted + cell(row, nth) * args_.most; }
@@ -92,7 +116,7 @@ private:
     std::vector<Row> rows_;
     Batch batch_;
     int64_t num_live_ = 0;      // sequences of the iteration
-    double seconds_ = 0;        // of its steps
+    double seconds_ = 0;        // of its steps and masks
     bool has_probed_ = false;   // one sequence of an iteration is enough
     bool has_caught_up_ = false;  // the draft model read more than a few tokens: not a typical iteration
 };

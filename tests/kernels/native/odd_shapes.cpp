@@ -406,6 +406,17 @@ private:
         std::vector<float> states(s.hidden);
         const std::vector<uint8_t> reports(s.rows, 1);
         std::vector<D3Sampling> cuts(s.rows, {-INFINITY, 0.9f, 3, 1, 0, 0, nullptr, nullptr});
+        static std::vector<uint8_t> mask;  // a grammar that ends after three tokens
+        mask = all_tokens;
+        D3LogitMask grammar = logit_mask;
+        grammar.has_grammar = true;
+        int64_t seen = s.vocab - 1;
+        int32_t seen_count = 2;
+        D3TokenCounts token_counts{&seen, &seen_count, 1, 0};
+        for (int row = 0; row < s.rows; row++) {
+            cuts[row].repetition = 1.1f, cuts[row].token_counts = row % 2 ? &token_counts : nullptr;
+            cuts[row].logit_mask = row % 3 == 2 ? &grammar : row % 3 ? &logit_mask : nullptr;
+        }
         D3DraftCosts costs{};
         for (int rows = 1; rows <= D3_COST_ROWS; rows++) costs.verify[rows] = 1, costs.draft[rows] = 0.01;
         int32_t taken = 0;
@@ -423,10 +434,23 @@ private:
         asked.draft_model = draft_model, asked.draft_tables = tables.data(), asked.draft_positions = computed.data();
         asked.history = history.data(), asked.history_length = int64_t(history.size());
         asked.adapters = adapters.data();
+        asked.grammar = [](int32_t, const int64_t*, int64_t added, int64_t drafted) -> const uint8_t* {
+            return added + drafted < 3 ? mask.data() : nullptr;
+        };
         asked.stops = stops.data(), asked.costs = &costs, asked.logits = logits.data(), asked.reports = reports.data();
         if (d3_run_speculative_loop(decoder, &asked) != D3_OK) fail("drafts by text that were refused", isa);
         for (int row = 0; row < s.rows; row++)
             if (counts[row * D3_LOOP_COUNTS] > most) fail("a draft longer than the longest", isa);
+        for (int row = 2; row < s.rows; row += 3)
+            for (int nth = 0, count = 0; nth < taken; nth++) {
+                const int64_t* found = &counts[(nth * s.rows + row) * D3_LOOP_COUNTS];
+                if (found[0] >= 0) count += int(found[1]) + 1;
+                if (count > 3) fail("a token behind the end of a grammar", isa);
+            }
+        asked.grammar = nullptr;
+        if (s.rows > 2 && d3_run_speculative_loop(decoder, &asked) != D3_BAD_RUN)
+            fail("a row without its grammar that was taken", isa);
+        for (auto& cut : cuts) cut.logit_mask = nullptr;
         asked.text_room--;
         if (d3_run_speculative_loop(decoder, &asked) != D3_BAD_TEXT) fail("a text without room that was taken", isa);
     }

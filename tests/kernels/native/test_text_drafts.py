@@ -12,7 +12,7 @@ from native_models import Case, Shape, isas
 
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeError
-from d3engine.kernels.native.runs import Draws, Rows, RowSampling
+from d3engine.kernels.native.runs import Draws, LogitMask, Rows, RowSampling, TokenCounts
 from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts, LoopLogits, TextDrafts
 
 SHAPE = Shape(layers=3, rows=4, max_positions=96, hidden=48, intermediate=64, vocab=96)
@@ -176,6 +176,32 @@ def test_a_shortened_head_drafts_its_own_tokens_alone() -> None:
         pair.drafter.run(pair.draft.rows, 1, logits=np.empty((1, 4, 96), np.float32))
     with pytest.raises(NativeError, match="do not fit"):
         Pair(0, head_tokens=[4, 2, 6])
+
+
+def test_a_shortened_head_takes_masks_and_penalties() -> None:
+    """It chooses as the whole head does that may choose its tokens alone."""
+    pair = Pair(0, head_tokens=list(range(0, 96, 2)))
+    counts = TokenCounts.of([1, 2, 3, 4, 10], [4, 6, 6, 7])
+    rows = pair._rows(np.arange(4), np.zeros(4, np.int64), np.arange(1, 5))
+    found = []
+    for decoder, head in ((pair.drafter, range(96)), (pair.decoder, range(0, 96, 2))):
+        asked: list[RowSampling | None] = []
+        for row in range(4):
+            allowed = np.isin(np.arange(96), head) & (np.arange(96) % 5 != row)
+            mask = LogitMask(
+                np.array([4, 5, 90]),
+                np.array([3, 50, 4], np.float32),
+                np.packbits(allowed, bitorder="little"),
+                np.array([row * 2, 11]),
+                row,  # a generation step
+                None,
+                [],
+            )
+            asked.append(RowSampling(-2.0 if row else -np.inf, 1.0, 9 * (row > 1), 1.4, 0.5, 0.3, counts, mask))
+        draws = Draws(np.array([0, 1, 2, 0.5], np.float32), np.arange(4), np.arange(4), asked)
+        found.append(decoder.run(rows, 1, draws=draws))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
 def test_lookups_follow_the_text_and_change_no_token() -> None:

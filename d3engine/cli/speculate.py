@@ -1,0 +1,151 @@
+"""`d3engine speculate`: which drafts pay for prompts of one's own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from d3engine.cli.commands import ExitCode, new_app
+from d3engine.cli.engine_options import ENGINE, PANELS, Model, Options, engine_arguments, takes_options
+from d3engine.depth.policy import MAX_DRAFT_LENGTH
+from d3engine.errors import InvalidValueError, require_integer, require_number
+from d3engine.progress import bar_columns, hides_bars
+
+if TYPE_CHECKING:
+    from d3engine.research.speculation import Candidate, Measured, TuneReport
+
+app = new_app(help="Find the drafts that pay for your prompts.", no_args_is_help=True)
+
+_TAKEN = (
+    *("device", "dtype", "weight_dtype", "activations", "kv_cache_dtype", "batch_invariant", "backend", "threads"),
+    *("max_model_len", "kv_cache_memory_bytes", "seed"),
+)
+_OPTIONS = {name: ENGINE[name] for name in _TAKEN}
+
+MAX_LENGTHS = 8
+MAX_AT_ONCE = 256
+SHOWN_POSITIONS = 4
+
+
+def _takes_engine(command: Any) -> Any:
+    return takes_options(command, "engine_options", _OPTIONS, "Engine", PANELS)
+
+
+@app.callback()
+def _speculate() -> None:
+    """Find the drafts that pay for your prompts."""
+
+
+@app.command("tune")
+@_takes_engine
+def tune_command(
+    engine_options: Options,
+    model: Model = "demo",
+    draft_model: Annotated[
+        str | None,
+        typer.Option("--draft-model", "--draft", help="A smaller model of the same vocabulary, to be tried too."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A prompt on each line, or a .json list, asked by the chat template."),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", help="Prompts of that file at most.")] = 16,
+    lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a draft to be tried, with commas.")] = "2,4,8",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of each answer at most.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.0,
+    at_once: Annotated[int, typer.Option("--at-once", help="Prompts answered in one batch.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print which drafter and draft length answer your prompts fastest, and the --speculative-config for it.
+
+    Each drafter answers all prompts with each length, and with as many tokens as pay. Without --prompts these are four
+    built-in ones. The exit code is 1 where a token differs from the answers without drafts.
+    """
+    tried = _read_lengths(lengths)
+    require_integer("--limit", limit, 1)
+    require_integer("--max-tokens", max_tokens, 1)
+    require_number("--temperature", temperature, 0, 100)
+    require_integer("--at-once", at_once, 1, MAX_AT_ONCE)
+    arguments = engine_arguments(model, engine_options)
+    from d3engine.research.analysis.answers import read_prompts
+    from d3engine.research.speculation import BUILT_IN, candidates_of, tune
+
+    asked = BUILT_IN if prompts is None else read_prompts(prompts, limit)
+    passes = 2 + len(list(candidates_of(tried, draft_model)))
+    with tqdm(total=passes * len(asked), unit="prompt", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
+
+        def done(candidate: Candidate, count: int) -> None:
+            bar.set_description(" ".join(_name(candidate)))
+            bar.update(count)
+
+        found = tune(
+            model,
+            arguments,
+            draft_model=draft_model,
+            prompts=asked,
+            lengths=tried,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            at_once=at_once,
+            done=done,
+        )
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        _print(found)
+    if not found.holds:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _read_lengths(given: str) -> list[int]:
+    allowed = f"1 to {MAX_LENGTHS} different integers from 1 to {MAX_DRAFT_LENGTH}, such as 2,4,8"
+    words = [word.strip() for word in given.split(",")]
+    are_numbers = all(word.isascii() and word.isdecimal() for word in words)
+    found = [int(word) for word in words] if are_numbers else []
+    is_right = all(1 <= length <= MAX_DRAFT_LENGTH for length in found) and len(set(found)) == len(found)
+    if not (is_right and 1 <= len(found) <= MAX_LENGTHS):
+        raise InvalidValueError("--lengths", given, allowed)
+    return found
+
+
+def _name(candidate: Candidate) -> tuple[str, str]:
+    if candidate.config is None:
+        return candidate.drafter, ""
+    return candidate.drafter, "as pays" if candidate.length is None else str(candidate.length)
+
+
+def _print(found: TuneReport) -> None:
+    from d3engine.cli.terminal import print_table
+
+    header = ("drafter", "length", "tokens/verification", "accepted", "by position", "tokens/s", "gain", "equal")
+    rows = [_row(found, one) for one in (found.before, *found.candidates, found.after)]
+    best = found.best
+    if best.config is None:
+        said = "Best: no drafts. None of these is faster than both passes without."
+    else:
+        said = f"Best: --speculative-config {shlex.quote(json.dumps(best.config))}"
+    notes = [
+        f"By position: the share of drafts whose 1st, 2nd, ... token was accepted, up to the {SHOWN_POSITIONS}th.",
+        said,
+    ]
+    if found.draft_model is None:
+        notes.insert(1, "Without --draft-model, no model has drafted.")
+    print_table(f"{found.model}: {found.prompts} prompts, {found.before.tokens} tokens a pass", header, rows, notes)
+
+
+def _row(found: TuneReport, one: Measured) -> tuple[str, ...]:
+    per, places = one.tokens_per_verification, one.acceptance_by_position[:SHOWN_POSITIONS]
+    return (
+        *_name(one.candidate),
+        "" if per is None else f"{per:.2f}",
+        f"{one.accepted / one.drafted:.0%}" if one.drafted else "",
+        " ".join(f"{share:.0%}" for share in places),
+        f"{one.tokens_per_second:.1f}",
+        f"{found.gain(one):.2f}",
+        f"{one.equal}/{one.answers}",
+    )
