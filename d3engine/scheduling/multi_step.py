@@ -143,6 +143,9 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     bridged = chunks.traits & Trait.BRIDGED
     if bridged and not capabilities.bridges:
         return None  # only the host's own executor has the maps
+    hooked = bool(chunks.traits & Trait.HOOKED) and bool(table.having(Trait.HOOKED, chunks.slots).any())
+    if hooked and not capabilities.hooks:
+        return None
     if chunks.traits & Trait.STUDENT and not _have_one_student(chunks, table, capabilities):
         return None
     drafts = table.having(Trait.DRAFTS, slots)
@@ -158,7 +161,7 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     if limit == 0 or not is_simple or not yields.all():
         return None
     opens = not ((chunks.steps >= 1) & (chunks.stops - chunks.starts == 1)).all()
-    if opens and (drafts.any() or not (capabilities.openings and _may_open(chunks, table, choice))):
+    if opens and (drafts.any() or hooked or not (capabilities.openings and _may_open(chunks, table, choice))):
         return None
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
     if choice is SamplingMode.REPORT:

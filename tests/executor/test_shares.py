@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import LAYERS, POLICIES, Request, assert_same, block_bytes, run_together, some_requests
-from torch import Tensor
 
 from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative
 from d3engine.depth import DepthPolicy
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.interface import Computed
-from d3engine.executor.shares import Share, joined, share_of
+from d3engine.executor.shares import joined, share_of
 from d3engine.plan import Plan
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import pooling_params
@@ -51,14 +50,9 @@ class SharedOut:
         inside = np.isin(plan.slots, taken)
         self._executor.copy_entries(plan.copies_before)
         shares = [share_of(plan, which.nonzero()[0]) for which in (inside, ~inside)]
-        found = [(share, *self._computed(share)) for share in shares]
+        found = [(share, self._run(share.plan)) for share in shares]
         self._executor.copy_entries(plan.copies_after)
         return joined(plan, found)
-
-    def _computed(self, share: Share) -> tuple[Tensor, Any, Tensor | None]:
-        computed = self._run(share.plan)
-        assert isinstance(computed.logits, Tensor)
-        return computed.logits, computed.depths, computed.states
 
     def _note(self, plan: Plan) -> None:
         drafts = plan.drafts
@@ -69,7 +63,8 @@ class SharedOut:
             "rows apart": any(span.rows is not None for span in plan.spans),
             "halves": any(span.part != "layer" for span in plan.spans),
             "prompt rows": bool(plan.prompt_rows),
-            "pooled rows": bool(plan.pooled_rows.size),
+            "captured rows": bool(plan.captured),
+            "steered rows": bool(plan.steered),
             "proposing": drafts is not None and bool(drafts.proposing),
             "judging": drafts is not None and bool(drafts.judging),
             "kept": drafts is not None and bool(drafts.kept),
@@ -79,7 +74,7 @@ class SharedOut:
 
 
 KINDS = {
-    *("copies", "exits", "projections", "rows apart", "halves", "prompt rows", "pooled rows"),
+    *("copies", "exits", "projections", "rows apart", "halves", "prompt rows", "captured rows"),
     *("proposing", "judging", "kept"),
 }
 
