@@ -166,7 +166,8 @@ class ExecutorCapabilities:
     `bridges` says whether rows may cross by maps the layers that they leave out. `openings` says whether a run may
     follow a step of prompts without the host. `text_drafts` says whether the drafts of such steps may also be those of
     a second model and of lookups: sequences that draft so then draft nowhere else. `students` says whether all rows may
-    run the weights of one student. `hooks`: whether rows may have their hidden states captured or changed.
+    run the weights of one student. `hooks`: whether rows may have their hidden states captured, of which it keeps
+    `states` in one run, or changed.
     """
 
     choice: SamplingMode = SamplingMode.PENALISE
@@ -177,6 +178,7 @@ class ExecutorCapabilities:
     text_drafts: bool = False
     students: bool = False
     hooks: bool = False
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)

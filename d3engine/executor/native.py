@@ -62,7 +62,7 @@ TIMED_ROWS = (1, 2, 4, 6, 8, 16)
 """Rows of the steps that are timed, twice each, where drafts are to pay: the time of some 15 steps for each model."""
 
 LOGITS_BYTES = 2**26
-"""What a run may keep of the logits of rows that want log-probabilities."""
+"""What a run may keep of the logits of rows that want log-probabilities, and of captured hidden states."""
 
 
 class NativeExecutor:
@@ -117,6 +117,7 @@ class NativeExecutor:
             bridges=True,
             students=True,
             hooks=True,
+            states=max(1, LOGITS_BYTES // (4 * eager.model.config.hidden_size)),
             openings=not eager.rope.depends_on_length,  # prompts are left to the eager executor otherwise
         )
         self._draft_model: NativeExecutor | None = None

@@ -168,6 +168,8 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
         limit = min(
             limit, max(1, capabilities.logits // int(np.count_nonzero(table.choice[slots] == SamplingMode.REPORT)))
         )
+    if hooked and (num_captured := _captured_in_step(chunks, table)):
+        limit = min(limit, max(1, capabilities.states // num_captured))
     cutoffs = table.cutoffs[slots]
     steps = table.steps(slots, chunks.stops) if opens else chunks.steps
     num_steps = _steps_in_order(steps, cutoffs, limit - opens)
@@ -177,6 +179,12 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     control = RunControl() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
     return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
+
+
+def _captured_in_step(chunks: Chunks, table: RunningTable) -> int:
+    """Hidden states of a step in which all rows are captured that may be."""
+    captures = (table.sequence(slot).params.captured for slot in chunks.slots.tolist())
+    return sum(len(capture.numbers) for capture in captures if capture is not None)
 
 
 def _have_one_student(chunks: Chunks, table: RunningTable, capabilities: ExecutorCapabilities) -> bool:
