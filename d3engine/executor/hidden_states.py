@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -138,17 +139,21 @@ class NativeStateHooks:
         """What a plan captures and steers in this number of steps; None where it does neither."""
         if not plan.captured and not plan.steered:
             return None
-        captures = [(group.layer, row) for group in plan.captured for row in group.rows.tolist()]
-        steerings = []
-        for group in plan.steered:
-            change, maps = group.steer.changes[group.layer], self._maps_of(group.steer).get(group.layer)
-            addresses = (0 if isinstance(change, tuple) else change.ctypes.data, 0 if maps is None else maps.address)
-            steerings += [(group.layer, row, *group.positions, *addresses) for row in group.rows.tolist()]
-        states = np.empty((num_steps, len(captures), self._model.config.hidden_size), np.float32)
+        captures = [_pairs(group) for group in plan.captured]
+        pairs = np.concatenate([np.empty((0, 2), np.int32), *captures])
+        steerings = [self._steerings(group) for group in plan.steered]
+        states = np.empty((num_steps, len(pairs), self._model.config.hidden_size), np.float32)
         held = [(group.steer, self._maps_of(group.steer)) for group in plan.steered]
-        return Hooks(
-            np.array(steerings, STEERINGS), np.array(captures, np.int32).reshape(len(captures), 2), states, held
-        )
+        return Hooks(np.concatenate([np.empty(0, STEERINGS), *steerings]), pairs, states, held)
+
+    def _steerings(self, group: SteeredRows) -> npt.NDArray[Any]:
+        change, maps = group.steer.changes[group.layer], self._maps_of(group.steer).get(group.layer)
+        found = np.zeros(group.rows.size, STEERINGS)
+        found["layer"], found["row"] = group.layer, group.rows
+        found["start"], found["stop"], found["step"] = group.positions
+        found["vector"] = 0 if isinstance(change, tuple) else change.ctypes.data
+        found["map"] = 0 if maps is None else maps.address
+        return found
 
     def captured(self, plan: Plan, hooks: Hooks | None, steps: slice = slice(None)) -> tuple[Tensor, ...]:
         """The captured states of these steps, [S, rows, H] of each of the plan's captured rows."""
@@ -170,6 +175,11 @@ class NativeStateHooks:
                 if isinstance(change, tuple)
             }
         return self._maps[steer]
+
+
+def _pairs(group: CapturedRows) -> npt.NDArray[np.int32]:
+    """The layer and each row."""
+    return np.stack((np.full(group.rows.size, group.layer), group.rows), axis=1).astype(np.int32)
 
 
 def _low_rank(down: FloatArray, up: FloatArray) -> LowRankMap:

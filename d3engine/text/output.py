@@ -115,6 +115,7 @@ class _Request:
     num_prompt_logprobs_given: int = 0
     num_waiting: int | None = None
     pooling: PromptPooling | None = None
+    captures: bool = False
 
     def is_due(self, interval: int) -> bool:
         """Whether new tokens are due for an output; if so, resets their count.
@@ -228,6 +229,7 @@ class OutputProcessor:
             ],
             kind=kind,
             arrival_time=time.monotonic(),
+            captures=first.params.captured is not None,
         )
         if first.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -308,7 +310,8 @@ class OutputProcessor:
     def _outputs(self, requests: Iterable[_Request]) -> list[RequestOutput]:
         outputs = []
         for request in requests:
-            self._close_collectors(request)
+            if request.captures:
+                self._close_collectors(request)
             finished = request.finished
             if finished:
                 del self._requests[request.request_id]

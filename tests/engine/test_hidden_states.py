@@ -346,7 +346,7 @@ def test_d3_steers_in_front_of_layers_that_a_token_skips(native: Engine) -> None
     assert np.array_equal(states[3][-1], states[2][-1])
 
 
-def test_graphs_and_triton_leave_hooked_steps_to_the_eager_executor(
+def test_graphs_leave_hooked_steps_to_the_eager_executor(
     tiny: TinyLlama, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from d3engine.loading import resolve
