@@ -110,9 +110,9 @@ struct D3Bridges {
     int64_t count;
 };
 
-// A low-rank map (LoRA), added to a matmul of x or in steering to x itself: (x down^T) up. Rows of `down` [rank, columns] and `up` [rank,
-// outputs] are `down_stride` and `up_stride` values apart: behind the columns stand zeros up to a multiple of 16, and
-// 16 values may be read from any output on. A rank of 0 is no map.
+// A low-rank map, added to a matmul of x (LoRA) or, in steering, to x itself: (x down^T) up. Rows of `down` [rank,
+// columns] and `up` [rank, outputs] are `down_stride` and `up_stride` values apart: behind the columns stand zeros up
+// to a multiple of 16, and 16 values may be read from any output on. A rank of 0 is no map.
 struct D3LowRank {
     int32_t kind, rank, columns, outputs;  // D3_FLOAT32, D3_BFLOAT16 or D3_FLOAT16
     int64_t down_stride, up_stride;
@@ -198,8 +198,8 @@ struct D3Run {
     int32_t* control;
     const D3Sampling* sampling;  // [rows], with `temperatures`; null: temperatures only
     // Hidden states that outlive a run, [num_states, hidden], or null. At the n-th step a row saves its state below
-    // layer `kept_layers` at `kept_places` + n, and starts from the state at `resumed_places` + n instead of an embedding.
-    // A negative place means none; [rows] each.
+    // layer `kept_layers` at `kept_places` + n, and starts from the state at `resumed_places` + n instead of an
+    // embedding. A negative place means none; [rows] each.
     float* states;
     int64_t num_states;
     const int64_t *kept_layers, *kept_places, *resumed_places;
