@@ -37,6 +37,9 @@ _PUBLIC = {
     "LoRARequest": "d3engine.executor.adapters",
     "SamplingParams": "d3engine.request.params",
     "StructuredOutputsParams": "d3engine.request.params",
+    "Capture": "d3engine.request.hidden_states",
+    "Steer": "d3engine.request.hidden_states",
+    "HiddenStates": "d3engine.request.hidden_states",
     "RequestOutput": "d3engine.request.outputs",
     "RequestOutputKind": "d3engine.request.params",
     "CompletionOutput": "d3engine.request.outputs",
@@ -98,6 +101,9 @@ if TYPE_CHECKING:
     from d3engine.executor.adapters import LoRARequest as LoRARequest
     from d3engine.integrations.llm import LLM as LLM
     from d3engine.loading.engine_config import EngineConfig as EngineConfig
+    from d3engine.request.hidden_states import Capture as Capture
+    from d3engine.request.hidden_states import HiddenStates as HiddenStates
+    from d3engine.request.hidden_states import Steer as Steer
     from d3engine.request.outputs import CompletionOutput as CompletionOutput
     from d3engine.request.outputs import RequestOutput as RequestOutput
     from d3engine.request.params import RequestOutputKind as RequestOutputKind

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from d3engine.arguments import accepts
 from d3engine.calls.call_lock import CallLock, EngineState, Interrupt
 from d3engine.calls.chats import Chats
-from d3engine.calls.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others
+from d3engine.calls.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others, with_hooks
 from d3engine.calls.request_registry import RequestRegistry
 from d3engine.errors import EngineDeadError, require
 from d3engine.loading.assembly import assemble
@@ -83,6 +83,7 @@ class Engine(Chats, EngineProperties):
                 adapters=self.adapters,
                 check=partial(check_policy, settings),
                 log=Certification(settings.directory, settings.config.num_layers).log,
+                has_ranks=settings.tensor_parallel_size > 1,
             )
             self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
             self._prefix_file = PrefixFile.of(settings, self.executor.stats.executor)
@@ -104,6 +105,8 @@ class Engine(Chats, EngineProperties):
         *,
         use_tqdm: bool = True,
         lora_request: Any = None,
+        capture: Any = None,
+        steer: Any = None,
         **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Answer `prompts` and return their outputs in order.
@@ -111,7 +114,8 @@ class Engine(Chats, EngineProperties):
         A prompt is a text, token ids (a list, or an array of numpy or torch), `{"prompt": text}` or
         `{"prompt_token_ids": ids}`; one prompt may stand alone. One `SamplingParams` serves all prompts, or one stands
         for each; without, generation_config.json decides. `lora_request` names the adapter of all, or is a list with
-        one, or None, for each (`LoRARequest`, or a name). Every prompt is checked before the first one runs. vLLM's
+        one, or None, for each (`LoRARequest`, or a name). `capture` and `steer` are those of `SamplingParams`, of all
+        prompts whose parameters have none. Every prompt is checked before the first one runs. vLLM's
         other arguments are refused by name unless they ask for nothing.
         """
         refuse_others(of_vllm, "generate")
@@ -119,7 +123,7 @@ class Engine(Chats, EngineProperties):
             self._life.check()
             prompts = as_list(prompts)
             given = self.default_sampling_params if sampling_params is None else sampling_params
-            params = params_of_each(len(prompts), given)
+            params = with_hooks(params_of_each(len(prompts), given), capture, steer)
             adapters = adapters_of_each(len(prompts), lora_request)
             ids = [self._in_flight.new_id() for _ in prompts]
             requests = []
@@ -356,7 +360,7 @@ class Engine(Chats, EngineProperties):
                 plan = computed.carried_out(plan)
                 tokens = self.sampler(computed.logits, plan)
                 outputs = self.scheduler.update(plan, tokens, computed.depths)
-                self._in_flight.deliver(plan, tokens, outputs, begun, computed.states)
+                self._in_flight.deliver(plan, tokens, outputs, begun, computed)
 
     def _queue(
         self, prepared: EngineRequest, request_id: str, kind: RequestOutputKind, *, call: str | None = None

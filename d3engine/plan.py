@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
+from d3engine.request.hidden_states import Positions, Steer
 from d3engine.request.outputs import Logprob
 from d3engine.request.sampling_mode import SamplingMode
 from d3engine.request.sequence import Cycle, Proposal, Sequence
@@ -63,6 +64,24 @@ class ExitingChunks:
     rule: ExitRule
     chunks: IntArray  # [n]
     thresholds: FloatArray  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """Rows whose hidden states are wanted in front of `layer`; the number of layers: after the final norm."""
+
+    layer: int
+    rows: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class SteeredRows:
+    """Rows to which `steer` adds its change in front of `layer`; in a run, at those steps that are at `positions`."""
+
+    layer: int
+    steer: Steer
+    positions: Positions
+    rows: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +166,8 @@ class ExecutorCapabilities:
     `bridges` says whether rows may cross by maps the layers that they leave out. `openings` says whether a run may
     follow a step of prompts without the host. `text_drafts` says whether the drafts of such steps may also be those of
     a second model and of lookups: sequences that draft so then draft nowhere else. `students` says whether all rows may
-    run the weights of one student.
+    run the weights of one student. `hooks`: whether rows may have their hidden states captured, of which it keeps
+    `states` in one run, or changed.
     """
 
     choice: SamplingMode = SamplingMode.PENALISE
@@ -157,6 +177,8 @@ class ExecutorCapabilities:
     openings: bool = False
     text_drafts: bool = False
     students: bool = False
+    hooks: bool = False
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +219,8 @@ class Plan:
     `tables` is the cache's own [slots, L, max_blocks]; it stays as it is until the next `schedule()`.
     `copies_before` and `copies_after` are (sources, targets) of flat entries for copy-on-skip, or None.
     `depths` and `spans` are those of chunks that leave at no layer before; `exits` names the chunks that may.
-    `bridged` are the windows that rows cross by a map, by their first layer.
+    `bridged` are the windows that rows cross by a map, by their first layer. In front of a layer states are steered
+    first, then captured, then bridged.
     """
 
     sequences: list[Sequence]
@@ -222,7 +245,8 @@ class Plan:
     exits: tuple[ExitingChunks, ...] = ()
     drafts: DraftWork | None = None
     bridged: tuple[BridgedRows, ...] = ()
-    pooled_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # whose last states are wanted
+    captured: tuple[CapturedRows, ...] = ()  # by layer
+    steered: tuple[SteeredRows, ...] = ()  # by layer
     multi_step: MultiStep | None = None  # the steps that a device may take by itself; None: this one, told by the host
 
     @property

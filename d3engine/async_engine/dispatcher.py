@@ -50,6 +50,7 @@ class _Part:
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             depths=self.depths,
+            hidden_states=last.hidden_states,
         )
 
 

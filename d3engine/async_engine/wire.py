@@ -16,7 +16,8 @@ import msgspec
 
 from d3engine import errors
 from d3engine.depth import DepthPolicy, policy_from_dict
-from d3engine.errors import D3EngineError, FailedError, InvalidValueError
+from d3engine.errors import D3EngineError, FailedError, InvalidValueError, require
+from d3engine.request.hidden_states import Capture, Steer
 from d3engine.request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
 from d3engine.stats import EngineStats
@@ -208,6 +209,8 @@ def plain(name: str, value: Any) -> Any:
         return _plain_policy(name, value)
     if isinstance(value, Enum):
         return value.value
+    allowed = "None, since the engine has a process of its own"
+    require(not isinstance(value, Capture | Steer), name, value, allowed)
     try:
         return msgspec.to_builtins(value, builtin_types=(bytes,))
     except TypeError as error:

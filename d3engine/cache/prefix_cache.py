@@ -17,8 +17,8 @@ import numpy as np
 
 from d3engine.cache.kv_cache import IntArray, KVCache
 
-Salt: TypeAlias = str | tuple[int, str | None] | None
-"""A request's `cache_salt`, or the number of its adapter and that."""
+Salt: TypeAlias = "str | tuple[int | bytes, Salt] | None"
+"""A request's `cache_salt`; or the number of its adapter, or what it is steered by, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,9 @@ class PrefixCache:
 def _root(salt: Salt) -> bytes:
     """What the chain of a salt begins with; it is longer than nothing, so no chain begins like another."""
     if isinstance(salt, tuple):
-        number, own = salt
-        return hashlib.sha256(hashlib.sha256(f"adapter {number}".encode()).digest() + _root(own)).digest()
+        key, own = salt
+        named = f"adapter {key}".encode() if isinstance(key, int) else b"steer " + key
+        return hashlib.sha256(hashlib.sha256(named).digest() + _root(own)).digest()
     return b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
 
 

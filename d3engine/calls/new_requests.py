@@ -13,8 +13,10 @@ from d3engine.depth.policy import DraftRule
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.adapters import AdapterStore
 from d3engine.executor.bridging import BridgeStore
+from d3engine.files import is_writable
 from d3engine.model.config import ModelConfig
 from d3engine.request.engine_request import EngineRequest
+from d3engine.request.hidden_states import Capture, Steer, path_of
 from d3engine.request.params import PRIORITIES, SamplingParams
 from d3engine.request.sequence import Draft, Sequence
 from d3engine.structured.forms import Forms
@@ -66,7 +68,8 @@ class NewRequests:
     `depth` is the policy of requests that bring none; one that does not fit the model is refused at once. Requests
     without a seed get `seed` and their place in the order of arrival. `bridges` has those that policies may name,
     `adapters` those that requests may.
-    `check` raises for a policy that the engine has not; `log` gets each policy that was accepted.
+    `check` raises for a policy that the engine has not; `log` gets each policy that was accepted. `has_ranks`: whether
+    the model is spread over several devices.
     """
 
     def __init__(
@@ -81,9 +84,11 @@ class NewRequests:
         adapters: AdapterStore | None = None,
         check: Callable[[DepthPolicy], None] | None = None,
         log: Callable[[DepthPolicy], None] | None = None,
+        has_ranks: bool = False,
     ) -> None:
         self._adapters = adapters
-        self._num_layers = config.num_layers
+        self._num_layers, self._hidden_size = config.num_layers, config.hidden_size
+        self._has_ranks = has_ranks
         self._prompts = PromptReader(config, tokenizer, max_model_len)
         self._forms = Forms(tokenizer, config.vocab_size)
         self._depth = depth
@@ -120,6 +125,7 @@ class NewRequests:
             adapter = self._adapters.of_request(lora_request)
             without = "None beside a student, whose layers an adapter was not trained for"
             require(schedule.student is None, "lora_request", lora_request, without)
+        self._check_hooks(params, len(token_ids))
         return EngineRequest(
             request_id=request_id,
             prompt=text,
@@ -133,6 +139,22 @@ class NewRequests:
             owner=self,
             adapter=adapter,
         )
+
+    def _check_hooks(self, params: SamplingParams, prompt_length: int) -> None:
+        """Refuse hidden states that the model has not, or that are too many, and what cannot be added to them."""
+        capture, steer = params.captured, params.steered
+        if capture is not None:
+            capture.check(self._num_layers, self._hidden_size, prompt_length, self._max_length(params, prompt_length))
+            path = path_of(capture)
+            require(path is None or is_writable(path), "capture", str(path), "of a path that can be written")
+        if steer is not None:
+            steer.check(self._num_layers, self._hidden_size)
+            exits = (params.depth or self._depth).exit_rule(self._num_layers) is not None
+            require(not exits, "steer", steer, "None with a depth policy whose tokens leave early")
+            require(not self._has_ranks, "steer", steer, "None where tensor_parallel_size is above 1")
+
+    def _max_length(self, params: SamplingParams, prompt_length: int) -> int:
+        return min(prompt_length + (params.max_tokens or self._max_model_len), self._max_model_len)
 
     def probe(self, prepared: EngineRequest) -> Sequence:
         """A sequence like the request's own, to check whether they would fit; it must not be queued."""
@@ -171,12 +193,12 @@ class NewRequests:
             seed=seed & (2**63 - 1),
             priority=prepared.priority,
             arrival=number,
-            max_length=min(len(token_ids) + (params.max_tokens or self._max_model_len), self._max_model_len),
+            max_length=self._max_length(params, len(token_ids)),
             shares_prompt=own.prompt_logprobs is None
             and own.pooling in (None, "last")
             and self._prompts.may_share(token_ids),
             exit_rule=(params.depth or self._depth).exit_rule(self._num_layers),
-            draft=None if rule is None else Draft(rule),
+            draft=None if rule is None or params.is_hooked else Draft(rule),
             adapter=prepared.adapter,
         )
 
@@ -227,6 +249,21 @@ def params_of_each(count: int, given: SamplingParams | AnySequence[SamplingParam
     for params in given:
         require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
     return list(given)
+
+
+def with_hooks(each: list[SamplingParams], capture: object, steer: object) -> list[SamplingParams]:
+    """The parameters with what a call captures and steers by, where they have none.
+
+    Raises `InvalidValueError` where two prompts would write one file.
+    """
+    own_capture = None if capture is None else Capture.of(capture)
+    own_steer = None if steer is None else Steer.of(steer)
+    if own_capture is not None or own_steer is not None:
+        each = [replace(one, capture=one.capture or own_capture, steer=one.steer or own_steer) for one in each]
+    paths = [path for one in each if (path := path_of(one.captured)) is not None]
+    allowed = "a path of its own for each prompt: one SamplingParams each, or no path"
+    require(len(set(paths)) == len(paths), "capture", str(paths[0]) if paths else None, allowed)
+    return each
 
 
 def adapters_of_each(count: int, given: object) -> list[object]:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterable
 from functools import lru_cache
 
-from torch import Tensor
-
 from d3engine.calls.call_lock import EngineState
 from d3engine.depth import Schedule
 from d3engine.errors import require
+from d3engine.executor.interface import Computed
 from d3engine.plan import Plan, Sampled
 from d3engine.request.outputs import RequestOutput, Timings
 from d3engine.request.params import RequestOutputKind
@@ -134,10 +133,11 @@ class RequestRegistry:
             raise
 
     def deliver(
-        self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], begun: float, states: Tensor | None = None
+        self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], begun: float, computed: Computed
     ) -> None:
         """Lay out what came of a step, `begun` at that time of the monotonic clock, for whom it is for."""
-        self._put(self.outputs.process(plan, sampled, tokens, states))
+        captured = [states.float().cpu().numpy() for states in computed.captured]
+        self._put(self.outputs.process(plan, sampled, tokens, captured, computed.num_before))
         if sampled.opened is None:
             self.timings.count_steps(plan.num_steps, plan.num_rows, begun, time.monotonic())
         else:

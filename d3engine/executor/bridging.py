@@ -7,7 +7,8 @@ that is due at a layer. Rows of equal windows cross together, and what they cros
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from d3engine.depth import DepthPolicy, Schedule
 from d3engine.depth.policy import named_student
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.executor.hidden_states import Due
 from d3engine.executor.interface import ExecutorStats
 from d3engine.files import beside
 from d3engine.kernels.weight_format import WeightFormat
@@ -161,24 +163,16 @@ class BridgeStore:
         return {window: held(bridge, quantization=scheme, **self._kind) for window, bridge in found.by_window.items()}
 
 
-class Crossings:
+def crossings(store: BridgeStore | None, bridged: Sequence[BridgedRows], hidden: Tensor, kernels: Any) -> Iterator[Due]:
     """The windows that rows of one step leave out, each crossed when the layers below it have run."""
+    for window in bridged:
+        yield window.first, partial(_cross, store, window, hidden, kernels)
 
-    def __init__(self, store: BridgeStore | None, bridged: Sequence[BridgedRows], hidden: Tensor, kernels: Any) -> None:
-        self._store = store
-        self._kernels = kernels
-        self._due = list(bridged)
-        self._hidden = hidden
 
-    def up_to(self, layer: int) -> None:
-        """All layers below `layer` have run."""
-        while self._due and self._due[0].first <= layer:
-            self._cross(self._due.pop(0))
-
-    def _cross(self, due: BridgedRows) -> None:
-        assert self._store is not None, "a plan names bridges that no schedule was checked for"
-        bridge = self._store.bridges(due.bridges)[due.first, due.stop]
-        rows = torch.from_numpy(np.ascontiguousarray(due.rows, dtype=np.int64)).to(self._hidden.device)
-        state = self._hidden[rows]
-        bridge.cross(self._kernels, state)
-        self._hidden[rows] = state
+def _cross(store: BridgeStore | None, window: BridgedRows, hidden: Tensor, kernels: Any) -> None:
+    assert store is not None, "a plan names bridges that no schedule was checked for"
+    bridge = store.bridges(window.bridges)[window.first, window.stop]
+    rows = torch.from_numpy(np.ascontiguousarray(window.rows, dtype=np.int64)).to(hidden.device)
+    state = hidden[rows]
+    bridge.cross(kernels, state)
+    hidden[rows] = state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -63,4 +65,4 @@ class DraftTargetExecutor:
         own = self.first.run(plan)
         assert isinstance(own.logits, Tensor), "a plan with drafts is run step by step"
         assert isinstance(drafted.logits, Tensor)
-        return Computed(torch.cat((own.logits, drafted.logits)), own.depths, own.states)
+        return replace(own, logits=torch.cat((own.logits, drafted.logits)))

@@ -7,9 +7,10 @@ prefix of the batch, so a skipped layer costs nothing, not even a branch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.adapters import adapters_of
-from d3engine.executor.bridging import BridgeStore, Crossings
+from d3engine.executor.bridging import BridgeStore, crossings
 from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.early_exit import EarlyExits
-from d3engine.executor.hidden_states import HiddenStateCache
+from d3engine.executor.hidden_states import Due, HiddenStateCache, LayerHooks, StateHooks
 from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.executor.students import StudentExecutors
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
@@ -40,19 +41,6 @@ class _Inputs:
     rotations: Tensor  # [R, D / 2]
     entries: Tensor  # [L, R, 2] where each row's key and value go
     block_tables: Tensor  # [L, C, blocks]
-
-
-class StateWatcher(Protocol):
-    """What looks at the hidden states of each step."""
-
-    def begin(self, hidden: Tensor) -> None:
-        """A step begins with the embedded rows [R, H]."""
-
-    def see(self, layer: int, rows: slice | Tensor, state: Tensor) -> None:
-        """These rows have this `state` before `layer`."""
-
-    def end(self, plan: Plan) -> None:
-        """All layers of the plan's step have run."""
 
 
 class EagerExecutor:
@@ -100,7 +88,9 @@ class EagerExecutor:
             bridges.count_in(self.stats)
         self.slots = None if adapter_slots is None else AdapterSlots(config, *adapter_slots, device)
         self.kept_states = HiddenStateCache(config.hidden_size, dtype, device)
-        self.watcher: StateWatcher | None = None
+        self._hooks = StateHooks(config.num_layers, dtype, device)
+        self.watch: Callable[[Plan, Tensor], Iterable[Due]] = lambda plan, hidden: ()
+        """What a second model reads of a step's residual stream [R, H]."""
 
     def with_weights(self, weights: LlamaWeights) -> EagerExecutor:
         """The same over the same pool with other weights of such a model: a student's."""
@@ -134,27 +124,24 @@ class EagerExecutor:
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
         adapters = self._adapters(plan)
-        kept = self.kept_states.follow(plan.drafts, hidden)
-        crossings = Crossings(self.bridges, plan.bridged, hidden, self.kernels)
+        captured: list[Tensor] = []
+        hooks = LayerHooks(
+            self._hooks.changes(plan.steered, hidden),
+            self._hooks.captures(plan.captured, hidden, self.model.final_states, captured),
+            self.kept_states.due(plan.drafts, hidden),
+            crossings(self.bridges, plan.bridged, hidden, self.kernels),
+            self.watch(plan, hidden),
+        )
         exits = EarlyExits(plan, self.model, hidden, adapters) if plan.exits else None
-        if self.watcher is not None:
-            self.watcher.begin(hidden)
-        for span in plan.spans if exits is None else exits.spans():
-            kept.up_to(span.layers.start)
-            crossings.up_to(span.layers.start)
+        for span in hooks.cut(plan.spans if exits is None else exits.spans()):
+            hooks.up_to(span.layers.start)
             self._run_span(span, plan, inputs, hidden, adapters)
-        if self.watcher is not None:
-            self.watcher.end(plan)
-        kept.up_to(self.model.config.num_layers)
-        crossings.up_to(self.model.config.num_layers)
+        hooks.up_to(self.model.config.num_layers)
         self.copy_entries(plan.copies_after)
-        states = None
-        if plan.pooled_rows.size:
-            states = self.model.final_states(hidden[self._tensor(plan.pooled_rows)])
         if exits is not None:
             exits.copy_entries(self.pool, inputs.entries)
-            return replace(exits.computed(), states=states)
-        return Computed(self._logits(plan, hidden, adapters), states=states)
+            return replace(exits.computed(), captured=tuple(captured))
+        return Computed(self._logits(plan, hidden, adapters), captured=tuple(captured))
 
     def _logits(self, plan: Plan, hidden: Tensor, adapters: RowAdapters | None) -> Tensor | Chosen:
         """The logits of the plan's rows, or the tokens that ranks have chosen among themselves."""
@@ -241,8 +228,6 @@ class EagerExecutor:
         entries = inputs.entries[layers, rows].unbind()
         rotations = self.rope.of_layers(inputs.rotations[rows])
         for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
-            if self.watcher is not None and span.part != "mlp":
-                self.watcher.see(layer, rows, state)
             run(layer, state, rotations[layer], self.pool, own_entries, own_attention, adapters=adapters)
 
     def _project(self, span: Span, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.hidden_states import Due
 from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.eagle3 import LAYER, Eagle3Head
@@ -34,8 +36,7 @@ class Eagle3Executor:
         self._texts: defaultdict[int, _Text] = defaultdict(_Text)
         frequencies, self._attention_scaling = inverse_frequencies(head.config)
         self._frequencies = frequencies.to(target.device)
-        self._states: Tensor | None = None
-        target.watcher = self
+        target.watch = self._watch
 
     @property
     def model(self) -> Llama:
@@ -59,27 +60,20 @@ class Eagle3Executor:
 
     # -- what the target leaves behind -------------------------------------------------------------------------
 
-    def begin(self, hidden: Tensor) -> None:
-        """The target begins a step with these rows [R, H]."""
-        self._states = hidden.new_zeros((hidden.shape[0], len(self._head.layers), hidden.shape[1]))
+    def _watch(self, plan: Plan, hidden: Tensor) -> Iterator[Due]:
+        """Keep what the rows [R, H] of sequences that draft by this head are in front of the head's layers."""
+        states = hidden.new_zeros((hidden.shape[0], len(self._head.layers), hidden.shape[1]))
+        for place, layer in enumerate(self._head.layers):
+            yield layer, lambda place=place: states[:, place].copy_(hidden)
+        yield self.model.config.num_layers, lambda: self._keep(plan, states)
 
-    def see(self, layer: int, rows: slice | Tensor, state: Tensor) -> None:
-        """The target's `rows` have this `state` before `layer`."""
-        assert self._states is not None
-        for place, wanted in enumerate(self._head.layers):
-            if wanted == layer:
-                self._states[rows, place] = state
-
-    def end(self, plan: Plan) -> None:
-        """The target's step is over: keep the states of sequences that draft by this head."""
-        assert self._states is not None
+    def _keep(self, plan: Plan, states: Tensor) -> None:
         for chunk, sequence in enumerate(plan.sequences):
             if not _drafts(sequence):
                 continue
             first, last = int(plan.query_starts[chunk]), int(plan.query_starts[chunk + 1])
-            fused = linear(self._states[first:last].flatten(1), self._weight("fc"))
+            fused = linear(states[first:last].flatten(1), self._weight("fc"))
             self._texts[int(plan.slots[chunk])].of("target").write(int(plan.starts[chunk]), fused)
-        self._states = None
 
     # -- drafting ----------------------------------------------------------------------------------------------
 

@@ -21,13 +21,14 @@ class Computed:
     chosen, or drafted and verified, them itself.
 
     `depths` [C] are the layers that each chunk ran, where some left before the plan's last layer, and None where all
-    ran what the plan says. `states` float32 [plan.pooled_rows, H] are these rows' last hidden states after the final
-    norm, None where the plan wants none.
+    ran what the plan says. `captured` are the hidden states [S, rows, H] of each of the plan's captured rows, of S
+    steps, before which the host has had those of `num_before` steps of the same run.
     """
 
     logits: Tensor | Chosen | Cycled
     depths: IntArray | None = None
-    states: Tensor | None = None
+    captured: tuple[Tensor, ...] = ()
+    num_before: int = 0
 
     def carried_out(self, plan: Plan) -> Plan:
         """The plan that this comes of, with as many steps as were really taken."""

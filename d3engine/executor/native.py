@@ -25,6 +25,7 @@ from d3engine.depth import NEVER
 from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import choice_of_step
 from d3engine.executor.eager import EagerExecutor
+from d3engine.executor.hidden_states import NativeStateHooks
 from d3engine.executor.interface import Computed
 from d3engine.executor.native_choices import (
     ChoicesOfStep,
@@ -43,7 +44,7 @@ from d3engine.executor.students import StudentExecutors
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeBridges, NativeMaps
-from d3engine.kernels.native.runs import HiddenStates, Rows
+from d3engine.kernels.native.runs import HiddenStates, Hooks, Rows
 from d3engine.kernels.native.speculative_loop import DraftCosts, LoopLogits
 from d3engine.model.adapters import Adapter
 from d3engine.model.llama import Llama
@@ -61,7 +62,7 @@ TIMED_ROWS = (1, 2, 4, 6, 8, 16)
 """Rows of the steps that are timed, twice each, where drafts are to pay: the time of some 15 steps for each model."""
 
 LOGITS_BYTES = 2**26
-"""What a run may keep of the logits of rows that want log-probabilities."""
+"""What a run may keep of the logits of rows that want log-probabilities, and of captured hidden states."""
 
 
 class NativeExecutor:
@@ -115,12 +116,15 @@ class NativeExecutor:
             text_drafts=True,
             bridges=True,
             students=True,
+            hooks=True,
+            states=max(1, LOGITS_BYTES // (4 * eager.model.config.hidden_size)),
             openings=not eager.rope.depends_on_length,  # prompts are left to the eager executor otherwise
         )
         self._draft_model: NativeExecutor | None = None
         self._costs: DraftCosts | None = None
         self._bridges: dict[str, NativeBridges] = {}
         self._maps: weakref.WeakKeyDictionary[Adapter, NativeMaps] = weakref.WeakKeyDictionary()
+        self._hooks = NativeStateHooks(eager.model)
         self._followed: _Followed | None = None
         self.stats = eager.stats
         self.stats.backend = "native"
@@ -192,8 +196,7 @@ class NativeExecutor:
         if left.any():
             return self._shared(plan, left)
         self.stats.native_steps += 1
-        logits, states = self._logits_of_step(plan)
-        return Computed(logits, states=states)
+        return self._logits_of_step(plan)
 
     def _of_student(self, weights: LlamaWeights, **given: Any) -> NativeExecutor:
         """An executor of a student's weights over the same pool."""
@@ -201,11 +204,13 @@ class NativeExecutor:
 
     def _run(self, plan: Plan) -> Computed:
         if plan.multi_step is not None:
-            found = (
+            computed = (
                 self._open(plan, plan.multi_step) if plan.multi_step.opens else self._run_ahead(plan, plan.multi_step)
             )
+            found = computed.logits
+            assert not isinstance(found, Tensor)
             self.stats.native_steps += found.num_steps if isinstance(found, Chosen) else found.num_passes
-            return Computed(found)
+            return computed
         self._end_course()
         left = self._left_to_eager(plan)
         if left.all():  # also of a step without a row
@@ -217,7 +222,7 @@ class NativeExecutor:
 
     # -- runs --------------------------------------------------------------------------------------------------
 
-    def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Chosen | Cycled:
+    def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Computed:
         if multi_step.control is not None:
             return self._follow(plan, multi_step, multi_step.control)
         self._end_course()
@@ -225,26 +230,29 @@ class NativeExecutor:
             forms = FormsOfRun.of_loop(plan.sequences)
             loop = self._loop(plan, multi_step, forms)
             rows = self._rows(plan, multi_step)
-            cycles = self._decoder.run_speculative_loop(rows, multi_step.num_steps, **loop)
-            return _cycled(cycles, loop["logits"], forms)
+            cycled = self._decoder.run_speculative_loop(rows, multi_step.num_steps, **loop)
+            return Computed(_cycled(cycled, loop["logits"], forms))
         forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
+        hooks = self._hooks.of(plan, multi_step.num_steps)
         found = self._decoder.run(
             self._rows(plan, multi_step),
             multi_step.num_steps,
             draws=draws_of(plan.sequences, multi_step.choice, forms, self._vocab),
             ends=ends_of(plan.sequences) if all_may_end(plan.sequences) else None,
+            hooks=hooks,
             **logits,
         )
-        return Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
+        chosen = Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
+        return Computed(chosen, captured=self._hooks.captured(plan, hooks, slice(chosen.num_steps)))
 
-    def _open(self, plan: Plan, multi_step: MultiStep) -> Chosen:
+    def _open(self, plan: Plan, multi_step: MultiStep) -> Computed:
         """The plan's own step, and the run behind it."""
         self._end_course()
-        opening, _ = self._single(plan)
+        opening = self._single(plan).logits
         assert isinstance(opening, Chosen), "a run opens with a step that wants nothing of the host"
         opened, going_on = time.monotonic(), GoingOn.of(plan, opening)
         if not going_on.chunks.size:
-            return opening
+            return Computed(opening)
         found = self._decoder.run(
             self._rows_behind(plan, multi_step, going_on),
             multi_step.num_steps - 1,
@@ -252,9 +260,8 @@ class NativeExecutor:
             ends=ends_of(going_on.sequences) if all_may_end(going_on.sequences) else None,
         )
         token_ids, scores = going_on.spread(*found)
-        return Chosen(
-            np.concatenate((opening.token_ids, token_ids)), np.concatenate((opening.scores, scores)), opened=opened
-        )
+        tokens, all_scores = np.concatenate((opening.token_ids, token_ids)), np.concatenate((opening.scores, scores))
+        return Computed(Chosen(tokens, all_scores, opened=opened))
 
     def _rows_behind(self, plan: Plan, multi_step: MultiStep, going_on: GoingOn) -> Rows:
         chunks = going_on.chunks
@@ -270,13 +277,19 @@ class NativeExecutor:
             self._maps_of(going_on.sequences),
         )
 
-    def _follow(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> Chosen | Cycled:
+    def _follow(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> Computed:
         """The next step of a run that goes on by itself; the first one begins it."""
         if self._followed is None or self._followed.control is not control:
             self._end_course()
             self._followed = self._begin(plan, multi_step, control)
         found = self._decoder.take(all_done=control.takes_all)
-        return self._followed.cycled(*found) if multi_step.cycles else self._followed.chosen(*found)
+        if multi_step.cycles:
+            return Computed(self._followed.cycled(*found))
+        first = self._followed.num_taken
+        chosen = self._followed.chosen(*found)
+        steps = slice(first, first + chosen.num_steps)
+        captured = self._hooks.captured(plan, self._followed.hooks, steps)
+        return Computed(chosen, captured=captured, num_before=first)
 
     def _begin(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> _Followed:
         rows = self._rows(plan, multi_step)
@@ -287,8 +300,9 @@ class NativeExecutor:
             return _Followed(control, forms, loop["logits"] and loop["logits"].logits)
         forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
         draws = draws_of(plan.sequences, multi_step.choice, forms, self._vocab)
-        self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, **logits)
-        return _Followed(control, forms, logits.get("logits"))
+        hooks = self._hooks.of(plan, multi_step.num_steps)
+        self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, hooks=hooks, **logits)
+        return _Followed(control, forms, logits.get("logits"), hooks)
 
     def _loop(self, plan: Plan, multi_step: MultiStep, forms: FormsOfRun) -> dict[str, Any]:
         """What the library gets of the drafts of a plan, and of its choices."""
@@ -376,44 +390,38 @@ class NativeExecutor:
 
     def _alone(self, plan: Plan) -> Computed:
         self.stats.native_steps += 1
-        found, states = self._single(plan)
-        return Computed(found, states=states)
+        return self._single(plan)
 
     def _shared(self, plan: Plan, left: BoolArray) -> Computed:
         """A step of which some chunks are left to the eager executor, which counts it."""
         own, others = share_of(plan, (~left).nonzero()[0]), share_of(plan, left.nonzero()[0])
-        logits, states = self._logits_of_step(own.plan)
-        found = self._eager.run(others.plan)
-        assert isinstance(found.logits, Tensor), "without ranks tokens are the host's to choose"
-        return joined(plan, [(own, logits, None, states), (others, found.logits, found.depths, found.states)])
+        return joined(plan, [(own, self._logits_of_step(own.plan)), (others, self._eager.run(others.plan))])
 
-    def _single(self, plan: Plan) -> tuple[Tensor | Chosen, Tensor | None]:
-        """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these; and the last
-        states of the pooled rows."""
+    def _single(self, plan: Plan) -> Computed:
+        """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these; and the
+        captured states."""
         choice = choice_of_step(plan)
         if choice is SamplingMode.HOST:
             return self._logits_of_step(plan)
         choices, states = ChoicesOfStep(plan, choice, self._vocab), self._states(plan)
+        hooks = self._hooks.of(plan, 1)
         for part, rows in self._parts(plan, choices.steps):
-            asked = choices.asked(part)
-            choices.take(part, *self._decoder.run(rows, 1, **asked, states=states and states.of_rows(part)))
-        return choices.chosen(), self._pooled(plan, states)
+            own = hooks and hooks.of_rows(part)
+            asked = choices.asked(part) | {"states": states and states.of_rows(part), "hooks": own}
+            choices.take(part, *self._decoder.run(rows, 1, **asked))
+            if hooks is not None and own is not None:
+                hooks.take(part, own)
+        return Computed(choices.chosen(), captured=self._hooks.captured(plan, hooks))
 
-    @torch.inference_mode()
-    def _logits_of_step(self, plan: Plan) -> tuple[Tensor, Tensor | None]:
-        states = self._states(plan)
+    def _logits_of_step(self, plan: Plan) -> Computed:
+        states, hooks = self._states(plan), self._hooks.of(plan, 1)
         wanted, logits = _mask(plan), np.empty((plan.num_rows, self._vocab), np.float32)
         for part, rows in self._parts(plan, np.zeros(plan.num_rows, np.int64)):
-            own = states and states.of_rows(part)
-            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=own)
-        return torch.from_numpy(logits[plan.logit_rows]), self._pooled(plan, states)
-
-    @torch.inference_mode()
-    def _pooled(self, plan: Plan, states: HiddenStates | None) -> Tensor | None:
-        """The last states of a plan's pooled rows, after the final norm."""
-        if states is None or not plan.pooled_rows.size:
-            return None
-        return self.model.final_states(torch.from_numpy(states.states[states.kept_places[plan.pooled_rows]]))
+            kept, own = states and states.of_rows(part), hooks and hooks.of_rows(part)
+            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=kept, hooks=own)
+            if hooks is not None and own is not None:
+                hooks.take(part, own)
+        return Computed(torch.from_numpy(logits[plan.logit_rows]), captured=self._hooks.captured(plan, hooks))
 
     def _parts(self, plan: Plan, steps: IntArray) -> Iterator[tuple[slice, Rows]]:
         """The rows of a single step, as many at a time as go through the layers together, at these steps [R].
@@ -453,19 +461,16 @@ class NativeExecutor:
         return own
 
     def _states(self, plan: Plan) -> HiddenStates | None:
-        """What the rows of drafts leave behind, and what they go on from; behind these the pooled rows' last states."""
+        """What the rows of drafts leave behind, and what they go on from."""
         drafts = plan.drafts
-        if not _keeps_states(plan) and not plan.pooled_rows.size:
+        if drafts is None or not _keeps_states(plan):
             return None
         layers, kept, resumed = np.full((3, plan.num_rows), -1)
-        for rows in () if drafts is None else drafts.kept:
+        for rows in drafts.kept:
             layers[rows.rows], kept[rows.rows] = rows.layer, rows.places
-        for rows in () if drafts is None else drafts.resumed:
+        for rows in drafts.resumed:
             resumed[rows.rows] = rows.places
         most = int(max(kept.max(), resumed.max())) + 1
-        layers[plan.pooled_rows] = plan.tables.shape[1]
-        kept[plan.pooled_rows] = most + np.arange(plan.pooled_rows.size)
-        most += plan.pooled_rows.size
         return HiddenStates(self._eager.kept_states.with_room(most).numpy(), layers, kept, resumed)
 
 
@@ -476,6 +481,7 @@ class _Followed:
     control: RunControl
     forms: FormsOfRun
     logits: npt.NDArray[np.float32] | None
+    hooks: Hooks | None = None
     num_taken: int = 0
 
     def chosen(self, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> Chosen:

@@ -58,7 +58,10 @@ def share_of(plan: Plan, chunks: IntArray) -> Share:
             for asked in plan.prompt_rows
             if (first := int(new_row[asked.rows.start])) >= 0
         ),
-        pooled_rows=_inside(plan.pooled_rows, new_row),
+        captured=tuple(replace(group, rows=_inside(group.rows, new_row)) for group in plan.captured),
+        steered=tuple(
+            replace(group, rows=inside) for group in plan.steered if (inside := _inside(group.rows, new_row)).size
+        ),
         copies_before=None,
         copies_after=None,
         exits=tuple(
@@ -76,27 +79,27 @@ def share_of(plan: Plan, chunks: IntArray) -> Share:
     return Share(own, chunks, rows)
 
 
-def joined(plan: Plan, computed: Iterable[tuple[Share, Tensor, IntArray | None, Tensor | None]]) -> Computed:
-    """What the shares of a plan have computed as the whole step's: logits [logit_rows, V], and who left at what depth.
-
-    Of each share: the logits of its own plan's `logit_rows`, its chunks' depths where some have left early, and the
-    states of its pooled rows.
-    """
-    places, pooled = _places(plan.logit_rows, plan.num_rows), _places(plan.pooled_rows, plan.num_rows)
-    logits, depths, states = None, None, None
-    for share, own_logits, own_depths, own_states in computed:
+def joined(plan: Plan, computed: Iterable[tuple[Share, Computed]]) -> Computed:
+    """What the shares of a plan have computed as the whole step's: logits [logit_rows, V], and what else came of it."""
+    places = _places(plan.logit_rows, plan.num_rows)
+    captured_at = [_places(group.rows, plan.num_rows) for group in plan.captured]
+    logits, depths, captured = None, None, []
+    for share, own in computed:
+        assert isinstance(own.logits, Tensor), "without ranks tokens are the host's to choose"
         if logits is None:
-            logits = own_logits.new_empty((plan.logit_rows.size, own_logits.shape[1]))
-        logits[places[share.rows[share.plan.logit_rows]]] = own_logits
-        if own_depths is not None:
+            logits = own.logits.new_empty((plan.logit_rows.size, own.logits.shape[1]))
+            captured = [
+                states.new_empty((1, group.rows.size, states.shape[2]))
+                for group, states in zip(plan.captured, own.captured, strict=True)
+            ]
+        logits[places[share.rows[share.plan.logit_rows]]] = own.logits
+        if own.depths is not None:
             depths = plan.depths.copy() if depths is None else depths
-            depths[share.chunks] = own_depths
-        if own_states is not None:
-            if states is None:
-                states = own_states.new_empty((plan.pooled_rows.size, own_states.shape[1]))
-            states[pooled[share.rows[share.plan.pooled_rows]]] = own_states
+            depths[share.chunks] = own.depths
+        for whole, at, group, states in zip(captured, captured_at, share.plan.captured, own.captured, strict=True):
+            whole[:, at[share.rows[group.rows]]] = states.to(whole.dtype)
     assert logits is not None, "a step has at least one share"
-    return Computed(logits, depths, states)
+    return Computed(logits, depths, tuple(captured))
 
 
 def _places(members: IntArray, count: int) -> IntArray:

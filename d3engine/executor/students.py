@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.bridging import BridgeStore
@@ -75,11 +74,9 @@ class StudentExecutors(Generic[_Executor]):
             return self.of(name).run(plan)
         assert plan.multi_step is None, "rows of a run have the same weights"
         copy(plan.copies_before)
-        found: list[tuple[Share, Tensor, IntArray | None, Tensor | None]] = []
+        found: list[tuple[Share, Computed]] = []
         for name in sorted(one, key=lambda name: name or ""):
             share = share_of(plan, np.array([chunk for chunk, own in enumerate(names) if own == name]))
-            computed = (main if name is None else self.of(name)).run_share(share.plan)
-            assert isinstance(computed.logits, Tensor), "without ranks tokens are the host's to choose"
-            found.append((share, computed.logits, computed.depths, computed.states))
+            found.append((share, (main if name is None else self.of(name)).run_share(share.plan)))
         copy(plan.copies_after)
         return joined(plan, found)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from d3engine.request.hidden_states import HiddenStates
+
 STEP_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 REQUEST_SECONDS = (1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0)
@@ -118,7 +120,8 @@ class CompletionOutput:
     `depths[i]` counts the layers that ran to compute token i. Where tokens are drafted and verified, it is the token's
     share of the layers run for the draft and for the verification that yielded it, summed over all their rows: the
     rejected ones' too, so it may exceed the layers of the model. `stop_reason` is the stop string or stop token id that
-    ended the sequence, or for finish_reason "abort" what went wrong; None otherwise.
+    ended the sequence, or for finish_reason "abort" what went wrong; None otherwise. `hidden_states` are those that
+    `SamplingParams.capture` asked for, once the sequence has ended.
     """
 
     index: int
@@ -129,6 +132,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: str | int | None
     depths: list[int]
+    hidden_states: HiddenStates | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from typing import Any, Never, TypeAlias, TypeVar
 from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
+from d3engine.request.hidden_states import Capture, Steer
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -366,6 +367,9 @@ class SamplingParams:
         logits_processors: Functions of (generated ids, logits), or of (prompt ids, generated ids, logits), that return
             the next token's logits; they come before all else, one after the other. With drafts they are also asked
             about tokens that are not kept. An engine in another process takes none, and no server does.
+        capture: Hidden states to return with each answer: a `Capture`, a layer, or a list of layers. An engine in
+            another process takes none, and no server does; such a request does not draft.
+        steer: What to add to the residual stream: a `Steer`, or a mapping of layers to vectors; otherwise as `capture`.
 
     Raises:
         InvalidValueError: for any value that is not allowed.
@@ -410,6 +414,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     pooling: str | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    capture: Capture | int | Sequence[int] | None = None
+    steer: Steer | Mapping[int, Any] | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -442,6 +448,14 @@ class SamplingParams:
             object.__setattr__(self, "seed", None)
         if self.logits_processors is not None:
             object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
+        if self.capture is not None:
+            capture = Capture.of(self.capture)
+            require(self.pooling is None, "capture", capture, "None where pooling is given")
+            is_one = self.n == 1 or capture.path is None
+            require(is_one, "n", self.n, "1 where capture has a path, since one file holds the states of one answer")
+            object.__setattr__(self, "capture", capture)
+        if self.steer is not None:
+            object.__setattr__(self, "steer", Steer.of(self.steer))
 
     def _check_structured(self) -> None:
         form = self.structured_outputs
@@ -459,6 +473,21 @@ class SamplingParams:
         """Whether tokens are chosen by what the host alone can do."""
         cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0
         return self.dry_multiplier > 0 or bool(self.logits_processors) or (cuts and not self.greedy)
+
+    @property
+    def captured(self) -> Capture | None:
+        """`capture` as it is kept."""
+        return self.capture  # type: ignore[return-value]
+
+    @property
+    def steered(self) -> Steer | None:
+        """`steer` as it is kept."""
+        return self.steer  # type: ignore[return-value]
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hidden states are captured or changed."""
+        return self.capture is not None or self.steer is not None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

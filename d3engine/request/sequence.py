@@ -257,8 +257,17 @@ class Sequence:
     @property
     def cache_salt(self) -> Salt:
         """Sequences of other salts share no prompt blocks with it."""
-        salt = self.params.cache_salt
+        salt: Salt = self.params.cache_salt
+        steer = self.params.steered
+        if steer is not None and (key := steer.salt(len(self.prompt_token_ids))) is not None:
+            salt = (key, salt)
         return salt if self.adapter is None else (self.adapter.number, salt)
+
+    @property
+    def sharable_prompt(self) -> list[int]:
+        """What of its prompt may come from the prefix cache: states that are captured must be computed."""
+        prompt, capture = self.prompt_token_ids, self.params.captured
+        return prompt if capture is None else prompt[: capture.at(len(prompt)).start + 1]
 
     @property
     def order(self) -> tuple[int, int]:

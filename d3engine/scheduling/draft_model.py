@@ -89,7 +89,7 @@ class DraftModelBatch:
             return None
         self.cache.grow(chunks.slots, self._missing(chunks))
         plan = build_plan(chunks, self._table, self.cache.tables, EntryCopies(), EntryCopies())
-        return replace(plan, prompt_rows=(), pooled_rows=plan.pooled_rows[:0])  # the first model's are asked for
+        return replace(plan, prompt_rows=(), captured=())  # the first model's are asked for
 
     def _missing(self, chunks: Chunks) -> IntArray:
         return self.cache.missing(chunks.slots, chunks.stops, chunks.active)

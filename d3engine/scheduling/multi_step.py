@@ -143,6 +143,9 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     bridged = chunks.traits & Trait.BRIDGED
     if bridged and not capabilities.bridges:
         return None  # only the host's own executor has the maps
+    hooked = bool(chunks.traits & Trait.HOOKED) and bool(table.having(Trait.HOOKED, chunks.slots).any())
+    if hooked and not capabilities.hooks:
+        return None
     if chunks.traits & Trait.STUDENT and not _have_one_student(chunks, table, capabilities):
         return None
     drafts = table.having(Trait.DRAFTS, slots)
@@ -158,13 +161,15 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     if limit == 0 or not is_simple or not yields.all():
         return None
     opens = not ((chunks.steps >= 1) & (chunks.stops - chunks.starts == 1)).all()
-    if opens and (drafts.any() or not (capabilities.openings and _may_open(chunks, table, choice))):
+    if opens and (drafts.any() or hooked or not (capabilities.openings and _may_open(chunks, table, choice))):
         return None
     limit = min(limit, int((table.max_length[slots] - table.num_tokens[slots]).min()))
     if choice is SamplingMode.REPORT:
         limit = min(
             limit, max(1, capabilities.logits // int(np.count_nonzero(table.choice[slots] == SamplingMode.REPORT)))
         )
+    if hooked and (num_captured := _captured_in_step(chunks, table)):
+        limit = min(limit, max(1, capabilities.states // num_captured))
     cutoffs = table.cutoffs[slots]
     steps = table.steps(slots, chunks.stops) if opens else chunks.steps
     num_steps = _steps_in_order(steps, cutoffs, limit - opens)
@@ -174,6 +179,12 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     control = RunControl() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
     return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
+
+
+def _captured_in_step(chunks: Chunks, table: RunningTable) -> int:
+    """Hidden states of a step in which all rows are captured that may be."""
+    captures = (table.sequence(slot).params.captured for slot in chunks.slots.tolist())
+    return sum(len(capture.numbers) for capture in captures if capture is not None)
 
 
 def _have_one_student(chunks: Chunks, table: RunningTable, capabilities: ExecutorCapabilities) -> bool:

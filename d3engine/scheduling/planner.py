@@ -10,15 +10,18 @@ from d3engine.depth.schedule import windows_of
 from d3engine.plan import (
     BoolArray,
     BridgedRows,
+    CapturedRows,
     ExitingChunks,
     MultiStep,
     Plan,
     PromptRows,
     Span,
+    SteeredRows,
     rows_of,
     spans_of,
     spans_of_parts,
 )
+from d3engine.request.hidden_states import Positions, Steer
 from d3engine.request.sampling_mode import SamplingMode
 from d3engine.request.sequence import Sequence
 from d3engine.scheduling.multi_step import at_last_tokens
@@ -65,7 +68,8 @@ def build_plan(
         sample_rows=query_starts[sampled + 1] - 1,
         greedy=greedy,
         prompt_rows=prompt_rows,
-        pooled_rows=_pooled_rows(sequences, chunks, query_starts),
+        captured=_captured_rows(sequences, chunks, query_starts, 1 if multi_step is None else multi_step.num_steps),
+        steered=_steered_rows(sequences, chunks, query_starts, 1 if multi_step is None else multi_step.num_steps),
         copies_before=before.arrays(),
         copies_after=after.arrays(),
         multi_step=multi_step,
@@ -152,18 +156,61 @@ def _prompt_rows(sequences: list[Sequence], chunks: Chunks, query_starts: IntArr
     return tuple(found)
 
 
-def _pooled_rows(sequences: list[Sequence], chunks: Chunks, query_starts: IntArray) -> IntArray:
-    """The rows of prompts whose last hidden states are pooled, in order."""
-    found = [np.empty(0, np.int64)]
+def _captured_rows(
+    sequences: list[Sequence], chunks: Chunks, query_starts: IntArray, num_steps: int
+) -> tuple[CapturedRows, ...]:
+    """The rows whose hidden states are wanted at any of the next steps, or pooled: those of equal layers together."""
+    if not (chunks.traits & Trait.HOOKED or (chunks.steps < 0).any()):
+        return ()
+    found: dict[int, list[IntArray]] = {}
     for chunk, sequence in enumerate(sequences):
-        pooling = sequence.params.pooling
-        if pooling is None or sequence.token_ids:
-            continue
-        start, first, after = int(chunks.starts[chunk]), int(query_starts[chunk]), int(query_starts[chunk + 1])
-        if pooling == "mean":
-            found.append(np.arange(first, after))
-        elif pooling == "cls" and start == 0:
-            found.append(np.array([first]))
-        elif pooling == "last" and int(chunks.stops[chunk]) == len(sequence.prompt_token_ids):
-            found.append(np.array([after - 1]))
-    return np.concatenate(found)
+        capture, pooling = sequence.params.captured, sequence.params.pooling
+        if capture is not None:
+            rows = _rows_at(capture.at(len(sequence.prompt_token_ids)), chunk, chunks, query_starts, num_steps)
+            for layer in capture.numbers if rows.size else ():
+                found.setdefault(layer, []).append(rows)
+        elif pooling is not None and not sequence.token_ids:
+            found.setdefault(chunks.active.shape[1], []).append(
+                _pooled_rows(pooling, sequence, chunk, chunks, query_starts)
+            )
+    return tuple(CapturedRows(layer, rows) for layer in sorted(found) if (rows := np.concatenate(found[layer])).size)
+
+
+def _pooled_rows(pooling: str, sequence: Sequence, chunk: int, chunks: Chunks, query_starts: IntArray) -> IntArray:
+    """The rows of a chunk of a prompt whose last hidden states are pooled."""
+    rows = np.arange(query_starts[chunk], query_starts[chunk + 1])
+    if pooling == "mean":
+        return rows
+    is_there = chunks.starts[chunk] == 0 if pooling == "cls" else chunks.stops[chunk] == len(sequence.prompt_token_ids)
+    place = 0 if pooling == "cls" else -1
+    return rows[[place]] if is_there else rows[:0]
+
+
+def _steered_rows(
+    sequences: list[Sequence], chunks: Chunks, query_starts: IntArray, num_steps: int
+) -> tuple[SteeredRows, ...]:
+    """The rows whose hidden states are changed at any of the next steps: those of equal changes together."""
+    if not chunks.traits & Trait.HOOKED:
+        return ()
+    found: dict[tuple[Steer, Positions], list[IntArray]] = {}
+    for chunk, sequence in enumerate(sequences):
+        steer = sequence.params.steered
+        if steer is not None:
+            positions = steer.at(len(sequence.prompt_token_ids))
+            rows = _rows_at(positions, chunk, chunks, query_starts, num_steps)
+            if rows.size:
+                found.setdefault((steer, positions), []).append(rows)
+    groups = [
+        SteeredRows(layer, steer, positions, np.concatenate(rows))
+        for (steer, positions), rows in found.items()
+        for layer in steer.changes
+    ]
+    return tuple(sorted(groups, key=lambda group: group.layer))
+
+
+def _rows_at(positions: Positions, chunk: int, chunks: Chunks, query_starts: IntArray, num_steps: int) -> IntArray:
+    """The rows of a chunk that are at these positions, or will be at one of the next steps."""
+    start, stop, first = int(chunks.starts[chunk]), int(chunks.stops[chunk]), int(query_starts[chunk])
+    if num_steps > 1:
+        return np.arange(first, first + 1 if positions.count_in(start, start + num_steps) else first)
+    return first + positions.among(np.arange(start, stop)).nonzero()[0]

@@ -31,6 +31,7 @@ class Trait(IntEnum):
     GUIDED = 256  # its answer must have a form
     LOOKUP = 512  # drafts are looked up in its text
     STUDENT = 1024  # its generated tokens run other weights than its prompt
+    HOOKED = 2048  # its hidden states are captured or changed
 
 
 class RunningTable:
@@ -162,6 +163,8 @@ def traits_of(sequence: Sequence) -> int:
         traits |= Trait.TABLED
     if sequence.exit_rule is not None:
         traits |= Trait.EXITS
+    if sequence.params.is_hooked:
+        traits |= Trait.HOOKED
     if schedule.bridges is not None:
         traits |= Trait.BRIDGED
     if schedule.student is not None:

@@ -31,7 +31,8 @@ class SharedPrompts:
 
     def match(self, sequence: Sequence) -> IntArray:
         """Blocks [n, L] that its prompt begins with; n is 0 for one without keys."""
-        return self._cache.match(_prompt(sequence), sequence.prefix_keys, sequence.cache_salt)
+        prompt = np.array(sequence.sharable_prompt, dtype=np.int32)
+        return self._cache.match(prompt, sequence.prefix_keys, sequence.cache_salt)
 
     def keep(self, plan: Plan) -> None:
         """Offer the prompt blocks that a step has filled to later prompts."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AnySequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
-from d3engine.plan import Plan, PromptRows, Sampled
+from d3engine.errors import FailedError
+from d3engine.plan import CapturedRows, Plan, PromptRows, Sampled
+from d3engine.request.hidden_states import HiddenStates, StateCollector, path_of
 from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.pooling import FloatArray, PromptPooling
@@ -41,6 +43,8 @@ class _Completion:
     new_text: list[str] | None = None
     num_given: int = 0
     end_given: bool = False
+    collector: StateCollector | None = None
+    hidden_states: HiddenStates | None = None
 
     def output(self) -> CompletionOutput:
         """The whole output so far."""
@@ -92,6 +96,7 @@ class _Completion:
             finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
             stop_reason=sequence.stop_reason,
             depths=self.depths[since:],
+            hidden_states=self.hidden_states,
         )
 
 
@@ -110,6 +115,7 @@ class _Request:
     num_prompt_logprobs_given: int = 0
     num_waiting: int | None = None
     pooling: PromptPooling | None = None
+    captures: bool = False
 
     def is_due(self, interval: int) -> bool:
         """Whether new tokens are due for an output; if so, resets their count.
@@ -217,11 +223,13 @@ class OutputProcessor:
                     self._detokenizer(sequence),
                     texts=self._placed_texts(sequence),
                     new_text=[] if wants_deltas else None,
+                    collector=_collector(sequence),
                 )
                 for sequence in sequences
             ],
             kind=kind,
             arrival_time=time.monotonic(),
+            captures=first.params.captured is not None,
         )
         if first.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -250,12 +258,17 @@ class OutputProcessor:
         return self._texts.placed(sequence.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def process(
-        self, plan: Plan, sampled: Sampled, tokens: Iterable[NewTokens], states: Tensor | None = None
+        self,
+        plan: Plan,
+        sampled: Sampled,
+        tokens: Iterable[NewTokens],
+        captured: AnySequence[FloatArray] = (),
+        num_before: int = 0,
     ) -> list[RequestOutput]:
         """Add a step's tokens; returns the outputs of requests that have grown or finished, in the order of the batch.
 
-        `states` are the last ones of the plan's pooled rows, where it has some. In a multi-step run with a streaming
-        reader each step gives the outputs that it would give alone.
+        `captured` are the hidden states [S, rows, H] of the plan's captured rows, of the steps after `num_before`. In a
+        multi-step run with a streaming reader each step gives the outputs that it would give alone.
         """
         grown: dict[str, _Request] = {}
         outputs: list[RequestOutput] = []
@@ -269,8 +282,8 @@ class OutputProcessor:
             except Exception as error:
                 self._end_faulty(request, error)
                 grown[request.request_id] = request
-        if states is not None:
-            self._take_states(plan, states.cpu().numpy())
+        for group, states in zip(plan.captured, captured, strict=True):
+            self._take_states(plan, group, states, num_before)
         for new in tokens:
             request = self._requests[new.sequence.request_id]
             self._take(request, new, first, now)
@@ -297,6 +310,8 @@ class OutputProcessor:
     def _outputs(self, requests: Iterable[_Request]) -> list[RequestOutput]:
         outputs = []
         for request in requests:
+            if request.captures:
+                self._close_collectors(request)
             finished = request.finished
             if finished:
                 del self._requests[request.request_id]
@@ -360,13 +375,36 @@ class OutputProcessor:
             completion.closed = True
             completion.add_text(completion.detokenizer.finish())
 
-    def _take_states(self, plan: Plan, states: FloatArray) -> None:
-        chunks, positions = plan.row_chunks[plan.pooled_rows], plan.positions[plan.pooled_rows]
+    def _take_states(self, plan: Plan, captured: CapturedRows, states: FloatArray, num_before: int) -> None:
+        """Give the captured states [S, rows, H], of the steps after `num_before`, to their sequences."""
+        chunks = plan.row_chunks[captured.rows]
+        positions = plan.positions[captured.rows] + num_before + np.arange(len(states))[:, None]
         for chunk in np.unique(chunks).tolist():
-            pooling = self._requests[plan.sequences[chunk].request_id].pooling
-            if pooling is not None:
-                own = chunks == chunk
-                pooling.take(positions[own], states[own])
+            sequence, own = plan.sequences[chunk], chunks == chunk
+            request = self._requests.get(sequence.request_id)
+            if request is None or request.completions[sequence.index].sequence is not sequence:
+                continue  # it has ended while a run went on
+            at, found = positions[:, own].ravel(), states[:, own].reshape(-1, states.shape[2])
+            collector = request.completions[sequence.index].collector
+            if collector is not None:
+                collector.take(captured.layer, at, found)
+            elif request.pooling is not None:
+                request.pooling.take(at, found)
+
+    def _close_collectors(self, request: _Request) -> None:
+        """Hand out the hidden states of sequences that have ended, and write those that belong in a file."""
+        for completion in request.completions:
+            sequence, collector = completion.sequence, completion.collector
+            if collector is None or sequence.status is not Status.FINISHED:
+                continue
+            # The last token runs through no layer.
+            length = sequence.num_tokens - bool(sequence.token_ids)
+            completion.collector, completion.hidden_states = None, collector.collected(length)
+            if (path := path_of(sequence.params.captured)) is not None:
+                try:
+                    completion.hidden_states.write(path, sequence.prompt_token_ids + sequence.token_ids)
+                except OSError as error:
+                    self._end_faulty(request, FailedError(f"{path} cannot be written: {error.strerror or error}"))
 
     def _take_prompt_logprobs(self, request: _Request, rows: PromptRows, found: list[dict[int, Logprob]]) -> None:
         known = request.prompt_logprobs
@@ -374,3 +412,8 @@ class OutputProcessor:
         # A preempted prompt is computed again from its beginning; known rows stay.
         for row in found[max(0, len(known) - 1 - rows.position) :]:
             known.append(request.completions[0].with_texts(row, len(known)))
+
+
+def _collector(sequence: Sequence) -> StateCollector | None:
+    capture = sequence.params.captured
+    return None if capture is None else StateCollector(capture, len(sequence.prompt_token_ids))

@@ -38,11 +38,11 @@ enum D3Status : int32_t {
     D3_BAD_SLOT = 7,
     D3_BAD_BLOCK = 8,    // a layer runs for a row whose table has no block of the pool there
     D3_BUSY = 9,         // another thread uses the decoder
-    D3_BAD_STATE = 10,   // a place is outside the hidden states of the run
+    D3_BAD_STATE = 10,   // a place is outside the hidden states of the run, or a hook outside its rows or the layers
     D3_BAD_BRIDGE = 11,  // a row skips layers without a bridge over them, or with one of other sizes
     D3_BAD_DRAFT = 12,   // a draft is longer than the longest, or than its answer's room
     D3_BAD_TEXT = 13,    // the tokens of an answer, or the tables of the draft model, are too few
-    D3_BAD_MAP = 14,     // a map of an adapter has other sizes than its matrix, or a rank above D3_MAX_RANK
+    D3_BAD_MAP = 14,     // a map has other sizes than its matrix, or a rank above D3_MAX_RANK
 };
 
 // The exponent below that of code 1, and the outliers (bfloat16, by row, then by column): see kernels/bf12.py.
@@ -110,9 +110,9 @@ struct D3Bridges {
     int64_t count;
 };
 
-// A low-rank map (LoRA) that is added to a matmul of x: (x down^T) up. Rows of `down` [rank, columns] and `up` [rank,
-// outputs] are `down_stride` and `up_stride` values apart: behind the columns stand zeros up to a multiple of 16, and
-// 16 values may be read from any output on. A rank of 0 is no map.
+// A low-rank map, added to a matmul of x (LoRA) or, in steering, to x itself: (x down^T) up. Rows of `down` [rank,
+// columns] and `up` [rank, outputs] are `down_stride` and `up_stride` values apart: behind the columns stand zeros up
+// to a multiple of 16, and 16 values may be read from any output on. A rank of 0 is no map.
 struct D3LowRank {
     int32_t kind, rank, columns, outputs;  // D3_FLOAT32, D3_BFLOAT16 or D3_FLOAT16
     int64_t down_stride, up_stride;
@@ -168,6 +168,20 @@ struct D3Sampling {
 // may come from another thread than the run's; those of one row come in order. A repeated step calls again.
 typedef const uint8_t* (*D3Grammar)(int32_t row, int32_t taken, int64_t token);
 
+// A row's hidden state that a run copies out in front of a layer; the number of layers: its last state.
+struct D3Capture {
+    int32_t layer, row;
+};
+
+// What a row's hidden state gains in front of a layer, at the positions start, start + step, ... below `stop`: a vector
+// [hidden] or a map of hidden by hidden channels; the other one is null.
+struct D3Steering {
+    int32_t layer, row;
+    int64_t start, stop, step;
+    const float* vector;
+    const D3LowRank* map;
+};
+
 // `steps` steps of `rows` rows. Layer l runs at the n-th of them for the rows with generation + n < cutoffs[row, l].
 struct D3Run {
     int32_t rows, steps;
@@ -185,8 +199,8 @@ struct D3Run {
     int32_t* control;
     const D3Sampling* sampling;  // [rows], with `temperatures`; null: temperatures only
     // Hidden states that outlive a run, [num_states, hidden], or null. At the n-th step a row saves its state below
-    // layer `kept_layers`, which is the number of layers for its last state, at `kept_places` + n, and starts from the
-    // state at `resumed_places` + n instead of an embedding. A negative place means none; [rows] each.
+    // layer `kept_layers` at `kept_places` + n, and starts from the state at `resumed_places` + n instead of an
+    // embedding. A negative place means none; [rows] each.
     float* states;
     int64_t num_states;
     const int64_t *kept_layers, *kept_places, *resumed_places;
@@ -204,6 +218,12 @@ struct D3Run {
     // [steps, rows] written, or null: the probability of the likeliest token at the row's temperature.
     float* confidences;
     const D3LowRank* const* adapters;  // [rows], or null: the maps of each row's adapter, null for a row without one
+    // Both in ascending order of layers; in front of a layer a row is steered before it is captured.
+    const D3Steering* steerings;
+    int64_t num_steerings;
+    const D3Capture* captures;
+    int64_t num_captures;
+    float* captured;  // [steps, num_captures, hidden] written
 };
 
 // What drafts cost and how often they are right, for `DraftCosts` in draft_costs.h. The loop reads and updates it.

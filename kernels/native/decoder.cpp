@@ -106,6 +106,7 @@ Decoder::Decoder(const D3Model& model, const Kernels& kernels)
     bridged_rows_.reserve(model.max_rows);
     query_blocks_.reserve(size_t(model.max_rows) * model.kv_heads);
     ended_.reserve(model.max_rows);
+    is_needed_.reserve(model.max_rows);
     const int of_head = std::max(group_, BLOCK_QUERIES);
     for (auto& scratch : scratch_) {
         scratch.scores = Floats(int64_t(of_head) * ATTENTION_CHUNK);
@@ -143,6 +144,11 @@ D3Status Decoder::check(const D3Run& run) const {
         }
     }
     if (run.adapters && !has_fitting_maps(run.adapters, run.rows)) return D3_BAD_MAP;
+    if (!has_valid_hooks(run)) return D3_BAD_STATE;
+    for (int64_t nth = 0; nth < run.num_steerings; nth++) {
+        const D3LowRank* map = run.steerings[nth].map;
+        if (map && (!map->rank || !is_map(*map, model_.hidden, model_.hidden))) return D3_BAD_MAP;
+    }
     return run.bridges && !has_bridges(run) ? D3_BAD_BRIDGE : D3_OK;
 }
 
@@ -184,7 +190,10 @@ void Decoder::take(const D3Run& run, int taken) {
 
 void Decoder::step(const Step& step) {
     embed(step);
+    const bool has_hooks = step.run.num_steerings || step.run.num_captures;
+    next_steering_ = next_capture_ = 0;
     for (int layer = 0; layer < model_.num_layers; layer++) {
+        if (has_hooks) run_hooks(step, layer);
         if (step.run.states) save_states(step, layer);
         if (step.run.bridges) apply_bridges(step, layer);
         find_active(step, layer);
@@ -204,7 +213,7 @@ void Decoder::step(const Step& step) {
         begin_maps(step, layer_map(layer, D3_MAP_DOWN), 1, gated_);
         add_product(weights.down, gated_, weights.mlp_post_norm);
     }
-    if (step.run.states) save_states(step, model_.num_layers);
+    if (has_hooks) run_hooks(step, model_.num_layers);
     head(step);
 }
 
@@ -241,6 +250,44 @@ void Decoder::save_states(const Step& step, int layer) {
     for (int row = 0; row < run.rows; row++)
         if (run.kept_layers[row] == layer && run.kept_places[row] >= 0)
             memcpy(state(step, run.kept_places[row]), hidden_.row(row), model_.hidden * sizeof(float));
+}
+
+// All layers below `layer` have run.
+void Decoder::run_hooks(const Step& step, int layer) {
+    const D3Run& run = step.run;
+    for (; next_steering_ < run.num_steerings && run.steerings[next_steering_].layer == layer; next_steering_++) {
+        const D3Steering& one = run.steerings[next_steering_];
+        const int64_t position = step.position(one.row);
+        if (position >= one.start && position < one.stop && (position - one.start) % one.step == 0) steer(one);
+    }
+    float* captured = run.captured + step.taken * run.num_captures * model_.hidden;
+    for (; next_capture_ < run.num_captures && run.captures[next_capture_].layer == layer; next_capture_++)
+        memcpy(captured + next_capture_ * model_.hidden, hidden_.row(run.captures[next_capture_].row),
+               model_.hidden * sizeof(float));
+}
+
+void Decoder::steer(const D3Steering& steering) {
+    float* state = hidden_.row(steering.row);
+    if (steering.vector) return kernels_.add(state, steering.vector, model_.hidden);
+    if (!mapped_.stride()) mapped_ = Rows(model_.max_rows, MAX_MAP_PARTS * D3_MAX_RANK);
+    const MapArgs map = map_args(*steering.map);
+    kernels_.map_down(map, state, 0, map.rank, mapped_.row(0));
+    kernels_.map_up(map, mapped_.row(0), 0, model_.hidden, state);
+}
+
+bool Decoder::has_valid_hooks(const D3Run& run) const {
+    const auto are_valid = [&](const auto* hooks, int64_t count, int last) {
+        for (int64_t nth = 0; nth < count; nth++) {
+            const auto& one = hooks[nth];
+            if (one.row < 0 || one.row >= run.rows || one.layer < (nth ? hooks[nth - 1].layer : 0) || one.layer > last)
+                return false;
+        }
+        return true;
+    };
+    for (int64_t nth = 0; nth < run.num_steerings; nth++)
+        if (run.steerings[nth].step < 1 || !run.steerings[nth].vector == !run.steerings[nth].map) return false;
+    return (!run.num_captures || run.captured) && are_valid(run.captures, run.num_captures, model_.num_layers) &&
+           are_valid(run.steerings, run.num_steerings, model_.num_layers - 1);
 }
 
 void Decoder::find_active(const Step& step, int layer) {
@@ -298,15 +345,15 @@ void Decoder::qkv(const Step& step, int layer) {
 }
 
 // After the last layer's keys and values are stored, rows that need no token stop: most rows of a prompt. Those whose
-// last state is saved go on.
+// last state is captured go on.
 void Decoder::keep_yielding(const Step& step) {
     const D3Run& run = step.run;
     if (!run.yields) return;
+    is_needed_.assign(run.yields, run.yields + run.rows);
+    for (int64_t nth = next_capture_; nth < run.num_captures; nth++) is_needed_[run.captures[nth].row] = true;
     int kept = 0;
     for (int nth = 0; nth < int(active_.size()); nth++) {
-        const int row = active_[nth];
-        const bool is_saved = run.states && run.kept_layers[row] == model_.num_layers && run.kept_places[row] >= 0;
-        if (!run.yields[row] && !is_saved) continue;
+        if (!is_needed_[active_[nth]]) continue;
         if (kept < nth) memcpy(queries_.row(kept), queries_.row(nth), q_size_ * sizeof(float));
         active_[kept++] = active_[nth];
     }

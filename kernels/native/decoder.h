@@ -25,6 +25,8 @@ public:
     bool has_bridges(const D3Run& run) const;
     // Whether the maps of these rows' adapters have the sizes of their matrices.
     bool has_fitting_maps(const D3LowRank* const* adapters, int rows) const;
+    // Whether captures and steerings name layers and rows of the run, in order, and steerings positions.
+    bool has_valid_hooks(const D3Run& run) const;
 
     // Run all steps, or fewer if every row has ended.
     void run(const D3Run& run);
@@ -67,6 +69,8 @@ private:
     void embed(const Step& step);
     float* state(const Step& step, int64_t place) const;
     void save_states(const Step& step, int layer);
+    void run_hooks(const Step& step, int layer);
+    void steer(const D3Steering& steering);
     void find_active(const Step& step, int layer);
     const D3Matrix& next_matrix(const Step& step, int layer) const;
 
@@ -124,6 +128,7 @@ private:
     // `hidden_` has one row per row of the run; the others one per row in `active_`, in that order.
     Rows hidden_, normed_, projected_, queries_, attended_, gated_, inner_;
     std::vector<int> active_;  // the rows that the layer runs
+    int64_t next_steering_ = 0, next_capture_ = 0;  // of the current step
     std::vector<BridgedRow> bridged_rows_;
     std::vector<QueryBlock> query_blocks_;
     std::vector<Scratch> scratch_;
@@ -134,6 +139,7 @@ private:
     Floats all_logits_;            // [rows, vocab], of the rows that sample from all their logits
     std::vector<std::vector<uint64_t>> orders_;   // [threads]: scratch of `sample`
     std::vector<bool> ended_;                     // [rows] of a run
+    std::vector<bool> is_needed_;                 // [rows]: behind the last layer's keys and values
     std::vector<const uint8_t*> grammar_masks_;  // [rows] of a step
     // Of the current matmul: the active rows' maps, [rows] pointers to its first, and how many parts it has.
     std::vector<const D3LowRank*> maps_;

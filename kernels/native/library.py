@@ -35,6 +35,7 @@ from d3engine.kernels.native.runs import (
     Draws,
     GrammarCallback,
     HiddenStates,
+    Hooks,
     Rows,
     RunStructure,
     sampling_structures,
@@ -63,11 +64,11 @@ _REFUSALS = {
     7: "a slot is outside the block tables",
     8: "a layer runs for a row whose table has no block of the pool there",
     9: "the decoder is at work in another thread",
-    10: "a place is outside the hidden states that the run brings",
+    10: "a place is outside the hidden states that the run brings, or a hook outside its rows or the model's layers",
     11: "a row leaves out layers for which it has no bridge, or one of other sizes than the model's",
     12: "a draft is longer than the longest, or than the room of its answer",
     13: "the texts that drafts follow, or what the draft model needs, is missing or too short",
-    14: "a map of an adapter has other sizes than its matrix, or too high a rank",
+    14: "a map has other sizes than its matrix, or too high a rank",
 }
 
 
@@ -127,6 +128,7 @@ class Decoder:
         yields: npt.NDArray[np.bool_] | None = None,
         states: HiddenStates | None = None,
         ends: npt.NDArray[np.int64] | None = None,
+        hooks: Hooks | None = None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Run `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
 
@@ -134,8 +136,8 @@ class Decoder:
         of its own, the end of its grammar, or a score that is not finite. Without `draws` every row takes its likeliest
         token. `logits` float32 [steps, rows, V] is written, or, with `logit_places` int64 [rows], [steps, places, V]
         for the rows that have a place; -1 means none. In a single step `yields` [rows] selects the rows that need
-        these three; those of the others are undefined. Raises `NativeError` for whatever would read or write out of
-        bounds, before it does, and what `draws.form` raises.
+        these three; those of the others are undefined. What `hooks` capture is written. Raises `NativeError` for
+        whatever would read or write out of bounds, before it does, and what `draws.form` raises.
         """
         self._check_tables(rows)
         asks = None if yields is None else np.ascontiguousarray(yields, np.uint8)
@@ -146,6 +148,7 @@ class Decoder:
             run.num_states = len(states.states)
         if ends is not None:
             run.most_ends = ends.shape[1]
+        self._hook(run, given, hooks, steps)
         taken = c_int32()
         run.taken = ctypes.pointer(taken)
         _check(self._library.d3_run(self._handle, byref(run)))
@@ -161,16 +164,19 @@ class Decoder:
         draws: Draws | None = None,
         logits: npt.NDArray[np.float32] | None = None,
         logit_places: npt.NDArray[np.int64] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         """Begin `steps` steps in a background thread, and return; `take` returns their results.
 
         `control` int32 [2] may be read and written during the run: steps begin as long as the first is 0; the second
-        counts those that have begun. The tables are copied; no other run may begin until `finish`. `logits` is written
-        as by `run`, each step's before `take` returns its tokens. Raises `NativeError` as `run` does.
+        counts those that have begun. The tables are copied; no other run may begin until `finish`. `logits`, and what
+        `hooks` capture, are written as by `run`, each step's before `take` returns its tokens. Raises `NativeError` as
+        `run` does.
         """
         wanted = self._wanted(steps, len(rows.tokens), logits, logit_places)
         rows = replace(rows, slots=np.arange(len(rows.tokens)), tables=self._own_tables(rows))
         run, given = self._run_of(rows, steps, draws, control=control, **wanted)
+        self._hook(run, given, hooks, steps)
         _check(self._library.d3_begin(self._handle, byref(run)))
         self._background = (given, given["chosen"], given["scores"])
         self._taken = 0
@@ -308,6 +314,18 @@ class Decoder:
         if logits.shape != (steps, num_places, self._vocab) or not logits.flags.c_contiguous:
             raise NativeError(f"logits must be a contiguous array [{steps}, {num_places}, {self._vocab}]")
         return {"logits": logits} | ({} if places is None else {"logit_places": np.ascontiguousarray(places, np.int64)})
+
+    def _hook(self, run: RunStructure, given: dict[str, Any], hooks: Hooks | None, steps: int) -> None:
+        """Put hooks into the structure of a run, and among what must live as long as the run."""
+        if hooks is None:
+            return
+        shape = (steps, len(hooks.captures), self._hidden)
+        if hooks.captured.shape != shape or not hooks.captured.flags.c_contiguous:
+            raise NativeError(f"captured states must be a contiguous array {list(shape)}")
+        for name in ("steerings", "captures", "captured"):
+            setattr(run, name, getattr(hooks, name).ctypes.data)
+        run.num_steerings, run.num_captures = len(hooks.steerings), len(hooks.captures)
+        given["hooks"] = hooks
 
     def _run_of(
         self, rows: Rows, steps: int, draws: Draws | None, **further: npt.NDArray[Any] | None

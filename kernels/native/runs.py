@@ -57,6 +57,11 @@ class RunStructure(Structure):
         ("bridges", c_void_p),
         ("confidences", c_void_p),
         ("adapters", c_void_p),
+        ("steerings", c_void_p),
+        ("num_steerings", c_int64),
+        ("captures", c_void_p),
+        ("num_captures", c_int64),
+        ("captured", c_void_p),
     )
 
 
@@ -122,9 +127,8 @@ class Rows:
 class HiddenStates:
     """Hidden states that outlive a run: float32 `states` [places, H]; int64 [rows] which row saves or resumes which.
 
-    At the n-th step a row saves its state below layer `kept_layers` (the number of layers: its last state) at
-    `kept_places` + n, and starts from the state at `resumed_places` + n instead of its token's embedding. A place of -1
-    means none.
+    At the n-th step a row saves its state below layer `kept_layers` at `kept_places` + n, and starts from the state at
+    `resumed_places` + n instead of its token's embedding. A place of -1 means none.
     """
 
     states: npt.NDArray[np.float32]
@@ -135,6 +139,47 @@ class HiddenStates:
     def of_rows(self, part: slice) -> HiddenStates:
         """The same buffer for some of the rows."""
         return HiddenStates(self.states, self.kept_layers[part], self.kept_places[part], self.resumed_places[part])
+
+
+STEERINGS = np.dtype(
+    [("layer", "<i4"), ("row", "<i4")]
+    + [(name, "<i8") for name in ("start", "stop", "step")]
+    + [(name, "<u8") for name in ("vector", "map")]
+)
+"""`D3Steering`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hooks:
+    """What a run adds to hidden states, and which it copies out, in front of layers; both in their ascending order.
+
+    `steerings` [n] of `STEERINGS` name addresses of `held`: of a vector float32 [H], or of a `D3LowRank`, the other one
+    being 0. `captures` int32 [n, 2] are layers (the number of layers: the last state) and rows; `captured` float32
+    [steps, n, H] is written.
+    """
+
+    steerings: npt.NDArray[Any]
+    captures: npt.NDArray[np.int32]
+    captured: npt.NDArray[np.float32]
+    held: object = None
+
+    def of_rows(self, part: slice) -> Hooks:
+        """Those of some of the rows; what they capture lies in a new array."""
+        steerings = self.steerings[_inside(self.steerings["row"], part)].copy()
+        captures = self.captures[_inside(self.captures[:, 1], part)].copy()
+        steerings["row"] -= part.start
+        captures[:, 1] -= part.start
+        shape = (self.captured.shape[0], len(captures), self.captured.shape[2])
+        return Hooks(steerings, captures, np.empty(shape, np.float32), self.held)
+
+    def take(self, part: slice, own: Hooks) -> None:
+        """Take in what the hooks of some of the rows have captured."""
+        self.captured[:, _inside(self.captures[:, 1], part)] = own.captured
+
+
+def _inside(rows: npt.NDArray[np.int32], part: slice) -> npt.NDArray[np.bool_]:
+    inside: npt.NDArray[np.bool_] = (rows >= part.start) & (rows < part.stop)
+    return inside
 
 
 @dataclass(frozen=True, eq=False)

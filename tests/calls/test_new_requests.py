@@ -6,8 +6,10 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
+
 import d3engine
-from d3engine import D3, FullDepth, SamplingParams
+from d3engine import D3, FullDepth, InvalidValueError, SamplingParams
 from d3engine.calls.new_requests import NUM_KEPT, NewRequests
 from d3engine.calls.request_registry import NominalDepth
 from d3engine.model.config import ModelConfig
@@ -39,3 +41,10 @@ def test_a_policy_that_many_requests_share_is_worked_out_once() -> None:
     params = SamplingParams(max_tokens=10, depth=D3(alpha=0.9, start=0.6))
     first, second = (requests.prepare([5, 6, 7], params) for _ in range(2))
     assert first.schedule is second.schedule
+
+
+def test_steering_over_several_devices_is_refused() -> None:
+    requests = NewRequests(DEMO, None, depth=FullDepth(), max_model_len=64, seed=0, has_ranks=True)
+    requests.prepare([5, 6, 7], SamplingParams(capture=1))
+    with pytest.raises(InvalidValueError, match="steer must be None where tensor_parallel_size is above 1"):
+        requests.prepare([5, 6, 7], SamplingParams(steer={1: [0.5] * DEMO.hidden_size}))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batches import BLOCK, LAYERS, MAX_LENGTH, assert_same, kv_is_back, run_together, some_requests
@@ -138,6 +139,20 @@ def test_drafts_are_verified_alike_over_two_ranks(
         params = {"depth": policy, "temperature": temperature, "seed": 3}
         wanted = answers(engine_of(directory), prompts, **params)
         assert answers(over_threads(engine_of(directory), 2), prompts, **params) == wanted
+
+
+def test_hidden_states_are_captured_alike_over_two_ranks(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    directory, _ = tiny_llama(num_hidden_layers=LAYERS)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, capture=range(LAYERS + 1))
+    wanted, found = (
+        engine.generate(make_prompts([5, 11]), params, use_tqdm=False)
+        for engine in (engine_of(directory), over_threads(engine_of(directory), 2))
+    )
+    for one, other in zip(found, wanted, strict=True):
+        mine, its = one.outputs[0].hidden_states, other.outputs[0].hidden_states
+        assert mine is not None
+        assert its is not None
+        assert all(np.allclose(mine[layer], its[layer], atol=1e-4) for layer in range(LAYERS + 1))
 
 
 @pytest.mark.parametrize(("scheme", "is_tied"), [("int8", True), ("int4", False), ("fp8", False)])

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import LAYERS, POLICIES, Request, assert_same, block_bytes, run_together, some_requests
-from torch import Tensor
+from batches import CONFIG, LAYERS, POLICIES, Request, assert_same, block_bytes, run_together, some_requests
 
 from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative
 from d3engine.depth import DepthPolicy
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.interface import Computed
-from d3engine.executor.shares import Share, joined, share_of
+from d3engine.executor.shares import joined, share_of
 from d3engine.plan import Plan
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import pooling_params
@@ -51,14 +50,9 @@ class SharedOut:
         inside = np.isin(plan.slots, taken)
         self._executor.copy_entries(plan.copies_before)
         shares = [share_of(plan, which.nonzero()[0]) for which in (inside, ~inside)]
-        found = [(share, *self._computed(share)) for share in shares]
+        found = [(share, self._run(share.plan)) for share in shares]
         self._executor.copy_entries(plan.copies_after)
         return joined(plan, found)
-
-    def _computed(self, share: Share) -> tuple[Tensor, Any, Tensor | None]:
-        computed = self._run(share.plan)
-        assert isinstance(computed.logits, Tensor)
-        return computed.logits, computed.depths, computed.states
 
     def _note(self, plan: Plan) -> None:
         drafts = plan.drafts
@@ -69,7 +63,8 @@ class SharedOut:
             "rows apart": any(span.rows is not None for span in plan.spans),
             "halves": any(span.part != "layer" for span in plan.spans),
             "prompt rows": bool(plan.prompt_rows),
-            "pooled rows": bool(plan.pooled_rows.size),
+            "captured rows": bool(plan.captured),
+            "steered rows": bool(plan.steered),
             "proposing": drafts is not None and bool(drafts.proposing),
             "judging": drafts is not None and bool(drafts.judging),
             "kept": drafts is not None and bool(drafts.kept),
@@ -79,7 +74,7 @@ class SharedOut:
 
 
 KINDS = {
-    *("copies", "exits", "projections", "rows apart", "halves", "prompt rows", "pooled rows"),
+    *("copies", "exits", "projections", "rows apart", "halves", "prompt rows", "captured rows", "steered rows"),
     *("proposing", "judging", "kept"),
 }
 
@@ -93,6 +88,11 @@ def test_a_step_shared_out_computes_what_it_does_undivided(
         requests[nth] = Request(requests[nth].prompt, params)
     for nth in range(1, len(requests), 6):
         requests[nth] = Request(requests[nth].prompt, pooling_params("mean"))
+    for nth in range(2, len(requests), 6):
+        params = replace(requests[nth].params, capture=range(LAYERS + 1))
+        if params.depth is None or params.depth.exit_rule(LAYERS) is None:
+            params = replace(params, steer={1: [0.5] * int(CONFIG["hidden_size"])})
+        requests[nth] = Request(requests[nth].prompt, params)
     arguments: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": 40}
     alone = make_engine(enable_prefix_caching=False, **arguments)
     engine = make_engine(**arguments)
@@ -104,6 +104,11 @@ def test_a_step_shared_out_computes_what_it_does_undivided(
     for nth, request in enumerate(requests):
         (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
         assert_same(found[nth], wanted)
+        for one, other in zip(found[nth].outputs, wanted.outputs, strict=True):
+            assert (one.hidden_states is None) == (other.hidden_states is None)
+            if one.hidden_states is not None and other.hidden_states is not None:
+                for layer in range(LAYERS + 1):
+                    assert np.allclose(one.hidden_states[layer], other.hidden_states[layer], atol=1e-4)
         if wanted.embedding is not None:
             assert np.allclose(found[nth].embedding, wanted.embedding, atol=1e-5)
 

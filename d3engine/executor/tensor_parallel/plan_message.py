@@ -18,6 +18,7 @@ from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER, ExitRule, Schedule
 from d3engine.plan import (
     BridgedRows,
+    CapturedRows,
     DraftWork,
     ExitingChunks,
     HiddenRows,
@@ -122,10 +123,14 @@ class _Message:
     is_ended: bool
 
 
-_RECORDS = (_Message, _Changes, Span, BridgedRows, ExitingChunks, ExitRule, HiddenRows, DraftWork, MultiStep)
+_RECORDS = (
+    *(_Message, _Changes, Span, BridgedRows, CapturedRows, ExitingChunks, ExitRule, HiddenRows, DraftWork, MultiStep),
+)
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in _RECORDS}
 _AS_THEY_ARE = [
-    field.name for field in fields(Plan) if field.name not in ("sequences", "tables", "prompt_rows", "drafts")
+    field.name
+    for field in fields(Plan)
+    if field.name not in ("sequences", "tables", "prompt_rows", "drafts", "steered")  # steering has no ranks
 ]
 
 

@@ -135,6 +135,8 @@ REFUSED = (
     Refused("image_data images lora transforms plugins", _SERVER, ([],)),
     Refused("num_ctx template system_prompt context input_prefix input_suffix", _SERVER),
     Refused("lora_path lora_request adapter adapter_id session_params", _SERVER),
+    Refused("capture steer", "hidden states are the Python library's alone"),
+    Refused("return_hidden_states output_hidden_states", "hidden states are the Python library's alone", (False,)),
     Refused("tool_prompt guideline input_embeds input_ids inputs", _SERVER),
     Refused("mm_processor_kwargs media_io_kwargs parameters options sampling_params", _SERVER, ({},)),
     Refused("raw return_full_text thinking_forced_open", _SERVER, (False,)),

@@ -11,7 +11,7 @@ import torch
 from native_models import Case, Shape
 
 from d3engine.kernels.native.model import Linear, NativeError
-from d3engine.kernels.native.runs import HiddenStates
+from d3engine.kernels.native.runs import STEERINGS, HiddenStates, Hooks
 
 CASE = Case(Shape())
 ROWS = CASE.rows
@@ -62,6 +62,35 @@ def test_hidden_states_stay_within_what_the_run_brings(kind: str) -> None:
         CASE.decoder().run(ROWS, 2, states=replace(states, **{kind: changed(none, 3)}))
     with pytest.raises(NativeError, match="hidden states must be a contiguous array"):
         CASE.decoder().run(ROWS, 2, states=replace(states, states=states.states[:, 1:]))
+
+
+@pytest.mark.parametrize(
+    ("captures", "steering", "said"),
+    [
+        ([(0, len(ROWS.tokens))], None, "a hook outside its rows"),
+        ([(0, -1)], None, "a hook outside its rows"),
+        ([(3, 0)], None, "a hook outside its rows"),
+        ([(-1, 0)], None, "a hook outside its rows"),
+        ([(1, 0), (0, 0)], None, "a hook outside its rows"),
+        ([], (2, 0, 0, 9, 1, 1, 0), "a hook outside its rows"),
+        ([], (0, 0, 0, 9, 0, 1, 0), "a hook outside its rows"),
+        ([], (0, 0, 0, 9, 1, 0, 0), "a hook outside its rows"),
+    ],
+)
+def test_hooks_stay_within_rows_and_layers(captures: list[tuple[int, int]], steering: Any, said: str) -> None:
+    vector = np.zeros(CASE.shape.hidden, np.float32)
+    steerings = np.array([] if steering is None else [steering], STEERINGS)
+    steerings["vector"] *= vector.ctypes.data
+    pairs = np.array(captures, np.int32).reshape(-1, 2)
+    hooks = Hooks(steerings, pairs, np.zeros((2, len(pairs), CASE.shape.hidden), np.float32), vector)
+    with pytest.raises(NativeError, match=said):
+        CASE.decoder().run(ROWS, 2, hooks=hooks)
+
+
+def test_captured_states_have_room_for_every_step() -> None:
+    hooks = Hooks(np.array([], STEERINGS), np.zeros((1, 2), np.int32), np.zeros((1, 1, CASE.shape.hidden), np.float32))
+    with pytest.raises(NativeError, match="captured states must be a contiguous array"):
+        CASE.decoder().run(ROWS, 2, hooks=hooks)
 
 
 def test_a_skipped_layer_needs_no_blocks_in_the_table() -> None:
