@@ -174,6 +174,7 @@ OPENED_ELSEWHERE = {
     # By the path of a file that `open_regular` has opened, or after it.
     *("d3engine/model/bridges.py: safe_open", "d3engine/model/checkpoint.py: safe_open"),
     *("d3engine/research/bridges/fitting.py: safe_open", "weights_tools/convert.py: torch.load"),
+    "d3engine/loading/prefix_file.py: safe_open",
     "weights_tools/convert.py: np.memmap",
     # To write.
     *(
@@ -190,6 +191,10 @@ OPENED_ELSEWHERE = {
     "d3engine/loading/host.py: (group / f'cpu.cfs_{name}_us').read_text",
     "d3engine/loading/host.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
     "d3engine/server/routes/api.py: file.read_bytes",
+    # What was fetched by its SHA-512, and what this installation has written beside it.
+    *("d3engine/server/page_libraries.py: tarfile.open", "d3engine/server/page_libraries.py: note.read_text"),
+    # What a request has written itself.
+    "d3engine/request/hidden_states.py: safe_open",
     # What the training of the bundled model has written itself.
     *("weights_tools/demo_trainer.py: safetensors.torch.load_file", "weights_tools/train_demo.py: torch.load"),
     "weights_tools/demo_trainer.py: (directory / 'tokenizer.model').read_bytes",

@@ -101,8 +101,10 @@ def serve(
 
         def load(name: str, max_model_len: int | None) -> AsyncEngine:
             arguments = engine_arguments(name, {**engine_options, "max_model_len": max_model_len}, LOOPS_CORE)
-            if name == model:  # adapters are of the first model
+            if name == model:  # adapters are of the first model, and a file keeps the prefixes of one
                 arguments |= adapters
+            else:
+                arguments.pop("prefix_cache_file", None)
             return AsyncEngine(name, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
 
         models, room = _further_models(model, further.get("models", []), settings, engine_options, load)

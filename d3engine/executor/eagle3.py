@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,8 +65,8 @@ class Eagle3Executor:
         """Keep what the rows [R, H] of sequences that draft by this head are in front of the head's layers."""
         states = hidden.new_zeros((hidden.shape[0], len(self._head.layers), hidden.shape[1]))
         for place, layer in enumerate(self._head.layers):
-            yield layer, lambda place=place: states[:, place].copy_(hidden)
-        yield self.model.config.num_layers, lambda: self._keep(plan, states)
+            yield layer, partial(_copy, hidden, states[:, place])
+        yield self.model.config.num_layers, partial(self._keep, plan, states)
 
     def _keep(self, plan: Plan, states: Tensor) -> None:
         for chunk, sequence in enumerate(plan.sequences):
@@ -148,6 +149,10 @@ class Eagle3Executor:
 
     def _weight(self, name: str) -> Tensor:
         return self._head.weights[name + ".weight"]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def _drafts(sequence: Sequence) -> bool:
