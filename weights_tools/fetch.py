@@ -21,7 +21,7 @@ from d3engine.children import child_environment, python_command
 from d3engine.environment import CACHE
 from d3engine.errors import FailedError, MissingExtraError, require
 from d3engine.files import beside, free_bytes, naming, write_whole
-from d3engine.loading.model_directory import FETCHED, fetched_directory, fetched_model, names_sampling
+from d3engine.loading.model_directory import FETCHED, chat_defaults, fetched_directory, fetched_model
 from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.model.fields import read_json_object
 
@@ -131,7 +131,7 @@ def fetch_model(name: str, *, overwrite: bool = False, show_progress: bool = Tru
 
 def _give_generation_config(model: Path, wanted: Package) -> None:
     """Write the authors' sampling defaults, unless the model's file has its own."""
-    if wanted.generation_config and not names_sampling(model):
+    if wanted.generation_config and chat_defaults(model):
         file = beside(model, GENERATION_CONFIG_FILE)
         given = (read_json_object(file) if file.is_file() else {}) | dict(wanted.generation_config)
         write_whole(file, json.dumps(given, indent=2) + "\n")

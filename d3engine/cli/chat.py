@@ -16,7 +16,6 @@ import typer
 from d3engine.cli.commands import new_app, note, wrapped
 from d3engine.cli.depth_options import AUTO, Depth, parse_depth, takes_depth
 from d3engine.cli.engine_options import (
-    CHAT_DEFAULTS,
     CHAT_MAX_TOKENS,
     MODEL,
     Lora,
@@ -85,7 +84,9 @@ def chat(
     sampling = {"max_tokens": CHAT_MAX_TOKENS, **sampling}
     check_sampling(sampling)
     _require_template(model)
-    sampling = {**_defaults(model), **sampling}
+    from d3engine.loading.model_directory import chat_defaults
+
+    sampling = {**chat_defaults(model_directory(model)), **sampling}
     engine = open_engine(model, with_adapter(engine_options, lora), depth)
     params = sampling_params(engine, sampling)
     Conversation(engine, params, system, color_depth).run()
@@ -101,13 +102,6 @@ def _require_template(model: str) -> None:
     if load_chat_template(directory) is None:
         allowed = "a model with a chat template (`d3engine generate` takes plain prompts for this one)"
         raise InvalidValueError("model", model, allowed)
-
-
-def _defaults(model: str) -> Options:
-    """With what to sample a model whose own files do not say it."""
-    from d3engine.loading.model_directory import names_sampling
-
-    return {} if names_sampling(model_directory(model)) else CHAT_DEFAULTS
 
 
 class Conversation:

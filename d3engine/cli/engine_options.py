@@ -23,7 +23,7 @@ from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.files import UnreadableFileError, as_json, beside, read_text
 from d3engine.loading.engine_config import EngineConfig
-from d3engine.request.params import FROM_FILE, SamplingParams, StructuredOutputsParams
+from d3engine.request.params import CHAT_DEFAULTS, FROM_FILE, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine
@@ -172,7 +172,6 @@ def _sampling(**defaults: Any) -> dict[str, tuple[str, Any, str]]:
 SAMPLING = _sampling(max_tokens=DEFAULT_MAX_TOKENS)
 """Argument of `SamplingParams` -> flag, type, help. What is not given follows generation_config.json."""
 
-CHAT_DEFAULTS: Options = {"temperature": 0.7, "top_p": 0.9}
 """With what `chat` samples a model whose files do not say it: at 1, an API's default, small models talk nonsense."""
 CHAT_MAX_TOKENS = 512
 

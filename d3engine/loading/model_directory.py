@@ -19,7 +19,7 @@ from d3engine.loading.hub import hub_directory
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
 from d3engine.model.source import CONFIG_FILE, POOLING_FILE, POOLING_MODES, files_of
-from d3engine.request.params import SamplingParams
+from d3engine.request.params import CHAT_DEFAULTS, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -67,9 +67,10 @@ def own_pooling(directory: Path) -> str | None:
     raise ModelFormatError(f"{files.place(POOLING_FILE)} must hold one of {allowed}; got {', '.join(sorted(modes))}")
 
 
-def names_sampling(directory: Path) -> bool:
-    """Whether the model's files say how to sample it. Raises `ModelFormatError`."""
-    return bool({"do_sample", "temperature", "top_p", "top_k", "min_p"} & load_generation_config(directory).keys())
+def chat_defaults(directory: Path) -> Mapping[str, float]:
+    """With what to sample a chat of a model whose own files do not say it. Raises `ModelFormatError`."""
+    named = {"do_sample", "temperature", "top_p", "top_k", "min_p"} & load_generation_config(directory).keys()
+    return {} if named else CHAT_DEFAULTS
 
 
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:

@@ -522,6 +522,8 @@ def pooling_params(pooling: str) -> SamplingParams:
 
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters that a model's generation_config.json may give, and a task of lm-evaluation-harness."""
+CHAT_DEFAULTS: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.9}
+"""Of a chat with a model whose files name none of them."""
 CHECKS: Mapping[str, Check] = {one.name: one.metadata[CHECK] for one in fields(SamplingParams) if one.metadata}
 """Parameter -> the values that it may have; the others are objects of their own."""
 BOUNDS = {name: check for name, check in CHECKS.items() if isinstance(check, Integers | Numbers)}

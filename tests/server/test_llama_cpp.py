@@ -143,4 +143,5 @@ def test_props_and_slots(http: httpx.Client) -> None:
     assert props["total_slots"] == len(slots)
     assert props["default_generation_settings"]["n_ctx"] == slots[0]["n_ctx"]
     assert props["model_alias"] == "demo"
+    assert props["d3ext"] == {"chat_defaults": {}}  # its generation_config.json says how to sample it
     assert not any(slot["is_processing"] for slot in slots)

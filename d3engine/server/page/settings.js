@@ -1,4 +1,5 @@
-// The fields of sampling. An empty one is left out of the request, so that the server's default holds.
+// The fields of sampling. An empty one is left out of the request, so that the server's default holds; where the first
+// model's files do not say how to sample it, the page asks as `d3engine chat` does.
 
 import { getJson } from "./api.js";
 import { made } from "./icons.js";
@@ -48,6 +49,8 @@ const OWN = ["messages", "model", "n", "stream", "stream_options", "return_depth
 export class Settings {
   #inputs = new Map();
   #defaults = {};
+  #ofChats = {}; // what the page samples the first model with, whose files do not say it
+  #isFirst = true;
 
   constructor(place) {
     for (const [title, ...fields] of GROUPS) {
@@ -76,10 +79,12 @@ export class Settings {
     const { repeat_penalty, n_predict: _, ...own } = props?.default_generation_settings.params ?? {};
     this.#defaults = { ...own, ...(repeat_penalty === undefined ? {} : { repetition_penalty: repeat_penalty }) };
     if (own.top_k <= 0) delete this.#defaults.top_k;
+    Object.assign(this.#defaults, (this.#ofChats = props?.d3ext?.chat_defaults ?? {}));
   }
 
   /** Show what holds where a field is empty: numbers of the server's first model, for that one. */
   showDefaults(isFirst) {
+    this.#isFirst = isFirst;
     for (const [name, value] of Object.entries(this.#defaults)) {
       const input = this.#inputs.get(name);
       if (input) input.placeholder = isFirst ? Number(value.toPrecision(4)) : "the model's";
@@ -88,7 +93,7 @@ export class Settings {
 
   /** What is chosen, as fields of a request; fails with a sentence where it cannot be sent. */
   values() {
-    const found = {};
+    const found = this.#isFirst ? { ...this.#ofChats } : {};
     for (const [name, input] of this.#inputs) {
       const value = input.value.trim();
       if (input.validity.badInput) throw new Error(`${labelOf(name)} must be a number.`);

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from d3engine.loading.model_directory import chat_defaults
 from d3engine.server.errors import RequestError
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_prompt
@@ -46,6 +47,7 @@ async def llama_props(request: Request) -> Response:
         "bos_token": named.get("bos_token", ""),
         "eos_token": named.get("eos_token", ""),
         "build_info": f"d3engine {__version__}",
+        "d3ext": {"chat_defaults": await served.in_thread(chat_defaults, client.settings.directory)},
     }
     return json_response(found)
 

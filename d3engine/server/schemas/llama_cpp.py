@@ -127,6 +127,7 @@ class LlamaProps(TypedDict):
     bos_token: str
     eos_token: str
     build_info: str
+    d3ext: dict[str, Any]
 
 
 class LlamaSlot(TypedDict):

@@ -65,6 +65,27 @@ def test_a_request_has_what_was_chosen_and_no_more(open_chat: Callable[..., Any]
     assert "temperature" not in script.bodies[2]
 
 
+def test_a_model_whose_files_name_no_sampling_is_asked_as_by_the_command_chat(
+    open_chat: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    script.pieces = whole("Yes")
+    plain, chats = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"temperature": 0.7, "top_p": 0.9}
+    props = {"default_generation_settings": {"params": plain}, "d3ext": {"chat_defaults": chats}}
+    page = open_chat(address)
+    page.route("**/props", lambda route: route.fulfill(json=props))
+    page.reload()
+    page.click("#open-settings")
+    page.wait_for_selector("#sampling-temperature[placeholder='0.7']")
+    page.keyboard.press("Escape")
+    ask_whole(page, "One?")
+    page.click("#open-settings")
+    page.fill("#sampling-temperature", "0.2")
+    page.keyboard.press("Escape")
+    ask_whole(page, "Two?")
+    assert [(body["temperature"], body["top_p"]) for body in script.bodies] == [(0.7, 0.9), (0.2, 0.9)]
+
+
 def test_empty_fields_show_the_servers_defaults_and_take_its_bounds(open_chat: Callable[..., Any], url: str) -> None:
     page = open_chat(url)
     page.click("#open-settings")
