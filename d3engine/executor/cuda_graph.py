@@ -10,9 +10,11 @@ Prompts, replays and whatever else is not plain decoding go through the eager ex
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -23,6 +25,7 @@ from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import (
+    CaptureMemoryError,
     CudaGraphs,
     GraphBridges,
     GraphShape,
@@ -41,6 +44,8 @@ from d3engine.model.adapters import RowAdapters, matrices_of
 from d3engine.model.llama import Llama
 from d3engine.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
 from d3engine.request.sampling_mode import SamplingMode
+
+_log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 2048
 """Graphs to keep: several times what one policy needs (sizes times depths), but each request may bring its own."""
@@ -62,10 +67,8 @@ class GraphExecutor:
         self._model = eager.model
         self._kernels = eager.kernels
         self._device = eager.device
-        has_ranks = eager.model.ranks is not None
-        self._recorder: Recorder = (
-            CudaGraphs(eager.device, has_ranks=has_ranks) if eager.device.type == "cuda" else Repeats()
-        )
+        self._has_ranks = eager.model.ranks is not None
+        self._recorder: Recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
         self._max_model_len = max_model_len
         blocks = -(-max_model_len // eager.block_size)
         self._sizes = batch_sizes(max_num_seqs)
@@ -81,6 +84,8 @@ class GraphExecutor:
         self._choice = DeviceChoice(eager.model, self._sizes[-1], eager.device)
         self._graphs: OrderedDict[GraphShape, Step] = OrderedDict()  # the one used last stands last
         self._expected: Iterator[GraphShape] = iter(())
+        self._num_expected = 0
+        self._has_told = False  # that there was no memory for a graph, not even in place of others
         self.max_steps = max_steps
         self._bridges = GraphBridges(eager.bridges, eager.kernels, self._sizes[-1], eager.device)
         self._adapters = torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=eager.device)
@@ -142,15 +147,24 @@ class GraphExecutor:
 
     def expect(self, schedule: Schedule) -> None:
         """Answers will have this schedule: `prepare_next` captures the graphs that they need, as many as are kept."""
-        self._expected = islice(expected_shapes(schedule, self._sizes, self._max_model_len), MAX_GRAPHS)
+        shapes = list(islice(expected_shapes(schedule, self._sizes, self._max_model_len), MAX_GRAPHS))
+        self._expected, self._num_expected = iter(shapes), len(shapes)
+
+    def expected_bytes(self) -> int:
+        """About what the driver will take for the graphs that are expected; after `take_largest`."""
+        return self._recorder.bytes_for(self._num_expected)
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
-        """Capture one of the graphs that are expected and not there yet."""
+        """Capture one of the graphs that are expected and not there yet, as long as there is memory to spare."""
         shape = next((shape for shape in self._expected if shape not in self._graphs), None)
-        if shape is not None:
-            self._graph(shape)
-        return shape is not None
+        if shape is None:
+            return False
+        if self._recorder.has_reserve() and self._try_capture(shape):
+            return True
+        self._expected = iter(())
+        _log.warning("no memory to spare for further CUDA graphs: the rest is captured on first use")
+        return False
 
     # -- graphs ------------------------------------------------------------------------------------------------
 
@@ -165,21 +179,57 @@ class GraphExecutor:
         ]
 
     def _graph(self, shape: GraphShape) -> Step:
-        if shape not in self._graphs:
-            begun = time.perf_counter()
-            self._rows.num_rows.zero_()  # recording runs a step: on no rows
-            self._rows.taken.zero_()
+        if shape not in self._graphs and not self._try_capture(shape) and not self._try_again(shape):
+            if not self._has_told:
+                _log.warning("no memory for a CUDA graph: steps of %d rows run without one", shape.rows)
+            self._has_told = True
             rows = self._rows.first(shape.rows)
-            self._bridges.prepare(shape.crossed)
-            self._graphs[shape] = self._recorder.record(lambda: self._step(rows, shape))
-            stats = self.stats
-            stats.graphs_captured += 1
-            stats.graph_capture_seconds += time.perf_counter() - begun
-            stats.graph_memory_bytes = self._recorder.memory_bytes()
-            if len(self._graphs) > MAX_GRAPHS:
-                self._graphs.popitem(last=False)  # a run that needs it holds it until its tokens are there
+            self._keep(shape, lambda: self._step(rows, shape))  # or every run would try again
         self._graphs.move_to_end(shape)
         return self._graphs[shape]
+
+    def _try_capture(self, shape: GraphShape) -> bool:
+        """Capture a graph; False where there is no memory for it."""
+        # A trial step that one rank breaks off leaves its collectives to the others: that is the end.
+        with suppress(CaptureMemoryError if self._has_ranks else torch.OutOfMemoryError):
+            self._capture(shape)
+            return True
+        torch.cuda.empty_cache()  # with no error under way, which would hold what the step has taken
+        return False
+
+    def _try_again(self, shape: GraphShape) -> bool:
+        """Capture a graph in the memory of the older half of the others."""
+        # With ranks, one more trial step, or a graph that only this rank lacks, would wait for the others for ever.
+        if self._has_ranks or self._has_told:  # or dropping graphs was of no use before
+            return False
+        for _ in range(len(self._graphs) // 2):
+            self._drop_oldest()
+        torch.cuda.empty_cache()
+        return self._try_capture(shape)
+
+    def _capture(self, shape: GraphShape) -> None:
+        begun = time.perf_counter()
+        self._rows.num_rows.zero_()  # recording runs a step: on no rows
+        self._rows.taken.zero_()
+        rows = self._rows.first(shape.rows)
+        self._bridges.prepare(shape.crossed)
+        self._keep(shape, self._recorder.record(lambda: self._step(rows, shape)))
+        self.stats.graphs_captured += 1
+        self.stats.graph_capture_seconds += time.perf_counter() - begun
+
+    def _keep(self, shape: GraphShape, step: Step) -> None:
+        """Keep what carries out this shape, and drop what was used longest ago where that is too much."""
+        self._graphs[shape] = step
+        while len(self._graphs) > MAX_GRAPHS:
+            self._drop_oldest()
+        # All ranks must keep the same graphs, and each measures bytes by itself: there the number alone decides.
+        while not self._has_ranks and len(self._graphs) > 1 and self._recorder.is_full():
+            self._drop_oldest()
+        self.stats.graph_memory_bytes = self._recorder.memory_bytes()
+
+    def _drop_oldest(self) -> None:
+        """Drop the graph used longest ago; a run that needs it holds it until its tokens are there."""
+        self._recorder.forget(self._graphs.popitem(last=False)[1])
 
     def _step(self, rows: DecodeRows, shape: GraphShape) -> None:
         """What a graph holds: from the tokens that stand in `rows` to the next ones."""

@@ -107,27 +107,60 @@ Step = Callable[[], None]
 """Carries out one decode step on the rows that stand in device memory."""
 
 
+RESERVE = 2**30
+"""Bytes that captures ahead of need leave free, or 2 % of the device if that is less."""
+
+BYTES_SHARE = 0.05
+"""Of a device's memory, what the driver may take for graphs."""
+
+
+class CaptureMemoryError(torch.OutOfMemoryError):
+    """There is no memory for a graph, of a step that has run."""
+
+
 class Recorder(Protocol):
     """Turns a step's launches into something that repeats them."""
 
-    def record(self, step: Step) -> Step: ...
+    def record(self, step: Step) -> Step:
+        """Raises `torch.OutOfMemoryError` where there is no memory, `CaptureMemoryError` if the step has run before."""
+        ...
+
+    def forget(self, step: Step) -> None:
+        """Count the memory of what `record` has returned no more: it is dropped."""
+        ...
 
     def memory_bytes(self) -> int: ...
 
+    def bytes_for(self, count: int) -> int:
+        """About what the driver will take for `count` more graphs, by the largest one yet."""
+        ...
+
+    def is_full(self) -> bool:
+        """Whether the driver has taken more for graphs than it may."""
+        ...
+
+    def has_reserve(self) -> bool:
+        """Whether there is memory for a graph that nothing needs yet."""
+        ...
+
+
+ERROR_MODE = "thread_local"
+"""Of captures: other threads may ask the device for what they need meanwhile, as NCCL's own does, or one that loads a
+bridge."""
+
 
 class CudaGraphs:
-    """Captures steps as CUDA graphs that share one memory pool: they run one after another.
+    """Captures steps as CUDA graphs that share one memory pool: they run one after another."""
 
-    `has_ranks`: steps hold collectives. NCCL's own thread then asks the device for what it still waits for, which
-    must not spoil a capture; the capture itself is of this thread's launches either way.
-    """
-
-    def __init__(self, device: torch.device, *, has_ranks: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._error_mode = "thread_local" if has_ranks else "global"
+        total = torch.cuda.mem_get_info(device)[1]
+        self._reserve = min(RESERVE, total // 50)
+        self._most_bytes = int(BYTES_SHARE * total)
+        self._driver_bytes: dict[Step, int] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._memory = 0
+        self._pool_bytes = 0
         self._first = self._capture_nothing()
 
     def record(self, step: Step) -> Step:
@@ -142,22 +175,39 @@ class CudaGraphs:
             step()
         self._stream.synchronize()  # a fault of the device shows here, and not in the capture
         self._make_room()
-        before = torch.cuda.memory_reserved(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode=self._error_mode)
-            try:
-                step()
-            finally:
-                graph.capture_end()
+        reserved, free = torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0]
+        replay = self._capture(step)
         current.wait_stream(self._stream)
-        self._memory += torch.cuda.memory_reserved(self._device) - before
+        pool_bytes = torch.cuda.memory_reserved(self._device) - reserved
+        self._pool_bytes += pool_bytes
+        # torch does not count what the driver takes for a graph
+        taken = free - torch.cuda.mem_get_info(self._device)[0]
+        self._driver_bytes[replay] = max(0, taken - pool_bytes)
+        return replay
+
+    def _capture(self, step: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(self._pool, capture_error_mode=ERROR_MODE)
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            # The driver's own error is of another class than that of torch's allocator, and may hide the latter.
+            if any("out of memory" in str(one) for one in (error, error.__context__)):
+                raise CaptureMemoryError(str(error)) from error
+            raise
         replay: Step = graph.replay
         return replay
 
+    def forget(self, step: Step) -> None:
+        self._driver_bytes.pop(step, None)
+
     def _make_room(self) -> None:
         """Give back what torch keeps: before the first capture, which takes most, and where little is left."""
-        if not self._memory or torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE:
+        if not self._pool_bytes or torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE:
             torch.cuda.empty_cache()
 
     def _capture_nothing(self) -> torch.cuda.CUDAGraph:
@@ -170,13 +220,26 @@ class CudaGraphs:
         with torch.inference_mode(False):
             number = torch.zeros(1, device=self._device)
             torch.cuda.synchronize(self._device)
-            with torch.cuda.graph(graph, stream=self._stream):
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=ERROR_MODE):
                 number.add_(1)
         return graph
 
     def memory_bytes(self) -> int:
-        """What torch's allocator has reserved in addition since the first graph."""
-        return self._memory
+        """What torch's allocator has reserved for the graphs' pool, and the driver has taken for each of them."""
+        return self._pool_bytes + sum(self._driver_bytes.values())
+
+    def bytes_for(self, count: int) -> int:
+        return min(self._most_bytes, count * max(self._driver_bytes.values(), default=0))
+
+    def is_full(self) -> bool:
+        return sum(self._driver_bytes.values()) > self._most_bytes
+
+    def has_reserve(self) -> bool:
+        wanted = self._reserve + self.bytes_for(1)
+        if torch.cuda.mem_get_info(self._device)[0] < wanted:
+            torch.cuda.empty_cache()
+        has_free = torch.cuda.mem_get_info(self._device)[0] >= wanted
+        return has_free and sum(self._driver_bytes.values()) + self.bytes_for(1) <= self._most_bytes
 
 
 class Repeats:
@@ -186,8 +249,20 @@ class Repeats:
         step()
         return step
 
+    def forget(self, step: Step) -> None:
+        """Nothing is counted."""
+
     def memory_bytes(self) -> int:
         return 0
+
+    def bytes_for(self, count: int) -> int:
+        return 0
+
+    def is_full(self) -> bool:
+        return False
+
+    def has_reserve(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, eq=False)

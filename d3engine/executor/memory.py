@@ -16,6 +16,7 @@ from torch import Tensor
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import FullDepth
+from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.interface import Computed, Executor
 from d3engine.plan import Plan
 from d3engine.request.params import SamplingParams
@@ -45,6 +46,8 @@ def workspace_bytes(
     executor.take_largest()
     _draw(executor.run(plan), plan, config)
     needed = before - free_bytes() - executor.pool.nbytes
+    if isinstance(executor, GraphExecutor):
+        needed += executor.expected_bytes()  # one graph was measured, many are to come
     del executor
     _give_back()
     return max(0, needed)

@@ -147,7 +147,7 @@ def build_executor(
         return _native(settings, eager)
     begins_early = False
     if settings.device.type == "cuda" and settings.kernels == "triton":  # the trial comes before any capture
-        graphs = partial(CudaGraphs, settings.device, has_ranks=ranks is not None)
+        graphs = partial(CudaGraphs, settings.device)
         new_recorder = graphs if settings.executor == "graphs" else Repeats
         begins_early = settle_programmatic_launch(settings.device, new_recorder)
     executor: Executor = eager if settings.executor == "eager" else _graphs(settings, eager)
