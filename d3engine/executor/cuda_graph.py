@@ -117,6 +117,7 @@ class GraphExecutor:
     def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Chosen:
         control = multi_step.control
         if self._followed is None or self._followed.control is not control:
+            self._followed = None  # it is over, and holds its graphs
             adapted = self._write_adapters(plan)
             shapes = self._shapes(multi_step, adapted)
             steps = [self._graph(shape) for shape in shapes]  # all before the rows are there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from d3engine.loading import resolve
 from d3engine.request.sampling_mode import SamplingMode
 
 MIB = 2**20
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 class FakeCuda:
@@ -227,8 +229,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def answer(engine: Engine) -> list[int]:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    return engine.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
+    return engine.generate([[1, 2]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_a_capture_ahead_of_need_that_finds_no_memory_ends_the_captures_and_nothing_else(
@@ -288,3 +289,16 @@ def test_a_rank_that_has_no_memory_for_a_trial_step_ends_as_the_others_wait_for_
     NoMemory(monkeypatch, 2)
     with pytest.raises(EngineDeadError):
         answer(engine)
+
+
+def test_a_streamed_run_that_is_over_holds_no_graph_that_is_dropped(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = engine.executor
+    assert isinstance(executor, GraphExecutor)
+    list(engine.stream([1, 2], GREEDY))
+    assert executor._followed is not None
+    oldest = weakref.ref(next(iter(executor._graphs.values())))
+    NoMemory(monkeypatch, 0)
+    engine.generate([[1, 2], [3, 4]], GREEDY, use_tqdm=False)
+    assert oldest() is None
