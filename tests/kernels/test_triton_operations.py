@@ -123,20 +123,6 @@ def test_a_driver_is_told_the_same_by_a_recipe_as_by_triton() -> None:
     assert [len(case["anew"]) for case in found] == [1, 1, 1, 1, 1, 2, 4] * 2
 
 
-def test_eager_steps_run_no_kernel_that_graphs_do_not_hold() -> None:
-    """But for attention of many rows; of two models, each with floats, bytes and 4-bit weights, at 1 to 64 rows."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    command = [sys.executable, str(root / "tests/support/kernel_variants.py")]
-    result = subprocess.run(command, env=environment | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert len(found) == 12
-    for held, asked, missing in found.values():
-        assert held >= asked > 20
-        assert not missing
-
-
 def test_memory_that_no_argument_holds_for_sure_is_never_bound() -> None:
     """A description's tensor that lies in two arguments may lie in one alone the next time."""
     memory = torch.arange(8.0)

@@ -1,4 +1,4 @@
-"""A program that prints which compiled kernels of eager steps no graph has, of two models at 1 to 64 rows.
+"""A program that prints which compiled kernels of eager steps no graph has, and which no warm-up compiles.
 
 Nothing is compiled: launches are described on meta tensors, and their specializations compared.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import d3engine.kernels.triton as kernels
 from d3engine.executor.graph_shapes import batch_sizes
+from d3engine.executor.warm_up import row_classes
 from d3engine.kernels.ahead_of_time import specialization
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.triton import launches
@@ -22,6 +23,11 @@ from d3engine.kernels.triton.paged_attention import AttentionInputs, attention_l
 from d3engine.kernels.triton.products import product_tile
 
 DTYPE, MOST_ROWS, BLOCKS = torch.bfloat16, 64, 512
+SHAPES = (
+    launches.SHAPES["llama2-7b"],
+    launches.SHAPES["llama3-8b"],
+    ModelShape("qwen2.5-0.5b", 896, 14, 2, 64, 4864, 151936),  # so small that products are cut by rows in many ways
+)
 
 
 def layer(shape: ModelShape, rows: int, weights: str, attention: AttentionInputs, count: Tensor | None) -> list[Launch]:
@@ -51,9 +57,10 @@ def layer(shape: ModelShape, rows: int, weights: str, attention: AttentionInputs
         found += add(x, weight(size, x.shape[1]), None, hidden, num_rows=count)[1]
     vocabulary = weight(shape.vocab_size, size)
     tile = product_tile(rows, vocabulary, DTYPE)
-    assert tile is not None
-    logits = meta(rows, shape.vocab_size, dtype=torch.float32)
-    return [*found, *logits_launches(tile, hidden, norm, 1e-5, vocabulary, logits, count, None)]
+    if tile is not None:
+        logits = meta(rows, shape.vocab_size, dtype=torch.float32)
+        found += logits_launches(tile, hidden, norm, 1e-5, vocabulary, logits, count, None)
+    return [step for step in found if isinstance(step, Launch)]
 
 
 def graph(shape: ModelShape, rows: int, weights: str) -> list[Launch]:
@@ -64,11 +71,10 @@ def graph(shape: ModelShape, rows: int, weights: str) -> list[Launch]:
 
 
 def eager(shape: ModelShape, starts: list[int], weights: str, blocks: int = 43) -> list[Launch]:
-    """What an eager step launches on chunks that begin at `starts`, but for long chunks, which no graph has."""
+    """What an eager step launches on chunks that begin at `starts`."""
     tables = meta(1, len(starts) - 1, blocks, dtype=kernels.TABLE_DTYPE)
     (attention,) = kernels.attention_inputs(starts, [16 * blocks] * (len(starts) - 1), tables)
-    found = layer(shape, starts[-1], weights, attention, None)
-    return [launch for launch in found if "long_chunks" not in launch.kernel.fn.__name__]
+    return layer(shape, starts[-1], weights, attention, None)
 
 
 def variants(found: list[Launch]) -> set[str]:
@@ -76,15 +82,25 @@ def variants(found: list[Launch]) -> set[str]:
     return {f"{one.kernel.fn.__module__}.{one.kernel.fn.__name__} {specialization(one, 90)}" for one in found}
 
 
-missing = {}
+found = {}
 for launches.PROGRAMMATIC in (False, True):
-    for name in ("llama2-7b", "llama3-8b"):
+    for shape in SHAPES:
         for weights in ("", "int8", "int4"):
-            shape = launches.SHAPES[name]
             held = set().union(*[variants(graph(shape, rows, weights)) for rows in batch_sizes(MOST_ROWS)])
             asked: set[str] = set()
             for rows in range(1, MOST_ROWS + 1):
                 for starts in ([0, rows], [*range(rows + 1)], [0, 1, rows] if rows > 1 else [0, 1]):
                     asked |= variants(eager(shape, starts, weights)) | variants(eager(shape, starts, weights, 1))
-            missing[f"{name} {weights} {launches.PROGRAMMATIC}"] = [len(held), len(asked), sorted(asked - held)]
-print(json.dumps(missing))
+            in_graphs = {one for one in asked if "long_chunks" not in one}
+            classes = row_classes(shape.num_heads // shape.num_kv_heads)
+            warmed = held.union(*[variants(eager(shape, [0, rows], weights)) for rows in classes])
+            for rows in range(MOST_ROWS + 1, 1100, 7):
+                for starts in ([0, rows], [0, rows - 1, rows]):
+                    asked |= variants(eager(shape, starts, weights))
+            found[f"{shape.name} {weights} {launches.PROGRAMMATIC}"] = {
+                "graphs": len(held),
+                "eager": len(in_graphs),
+                "in no graph": sorted(in_graphs - held),
+                "not warmed up": sorted(asked - warmed),
+            }
+print(json.dumps(found))
