@@ -71,8 +71,7 @@ CHOICES = (SamplingMode.GREEDY, SamplingMode.CUT, SamplingMode.DRAW)
 
 
 def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) -> Iterator[GraphShape]:
-    """The shapes that answers of this schedule need: the largest first, then those of most layers, then
-    the others from few rows to many.
+    """The shapes that answers of this schedule need: the largest first, then those of most layers, then the others.
 
     Penalties are rare, and need memory of their own: their graphs are captured on first use.
     """

@@ -1,6 +1,6 @@
-"""Compile, before the first request, the kernels that requests will need.
+"""Compilation of kernels before the first request.
 
-Kernels differ by classes of rows, so a small prompt of each class and the graphs of the deepest step compile all.
+Kernels differ by classes of rows: one small prompt of each class and the graphs of the deepest step compile all.
 """
 
 from __future__ import annotations
