@@ -24,6 +24,7 @@ from d3engine.calls.chats import Chats
 from d3engine.calls.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others, with_hooks
 from d3engine.calls.request_registry import RequestRegistry
 from d3engine.errors import EngineDeadError, require
+from d3engine.executor.warm_up import warm_up
 from d3engine.loading.assembly import assemble
 from d3engine.loading.depth import Certification
 from d3engine.loading.engine_config import RENAMED, EngineConfig
@@ -86,6 +87,8 @@ class Engine(Chats, EngineProperties):
                 has_ranks=settings.tensor_parallel_size > 1,
             )
             self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
+            if settings.warms_up:
+                warm_up(self.executor, settings.scheduler_config, block_size=settings.block_size)
             self._prefix_file = PrefixFile.of(settings, self.executor.stats.executor)
             if self._prefix_file is not None:
                 self._prefix_file.read(self.scheduler.prefix_cache, self.executor.pool)

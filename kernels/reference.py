@@ -38,6 +38,9 @@ from d3engine.kernels.reference_attention import paged_attention as paged_attent
 from d3engine.kernels.sampling import SamplingRows, cut_min_p_, cut_top, penalised
 from d3engine.kernels.weight_format import WeightFormat
 
+TABLE_DTYPE = torch.int64
+"""Of the block tables of a step."""
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF

@@ -179,7 +179,8 @@ class EagerExecutor:
         rotations = self.rope.rotations(
             self._tensor(plan.positions), None if lengths is None else self._tensor(lengths)
         )
-        return _Inputs(rotations, self._tensor(entries), self._tensor(tables))
+        on_device = torch.from_numpy(np.ascontiguousarray(tables)).to(self.device, self.kernels.TABLE_DTYPE)
+        return _Inputs(rotations, self._tensor(entries), on_device)
 
     def _run_span(self, span: Span, plan: Plan, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:
         if span.projected_rows is not None:

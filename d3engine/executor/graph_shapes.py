@@ -66,8 +66,12 @@ def _crossed(active: BoolArray, name: str) -> tuple[Crossed, ...]:
     return tuple(Crossed(first, stop, name) for first, stop in windows_of(active))
 
 
+CHOICES = (SamplingMode.GREEDY, SamplingMode.CUT, SamplingMode.DRAW)
+"""How the tokens of expected graphs are chosen."""
+
+
 def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) -> Iterator[GraphShape]:
-    """The shapes that answers of this schedule need: the largest first, then from few rows to many.
+    """The shapes that answers of this schedule need: the largest first, then those of most layers, then the others.
 
     Penalties are rare, and need memory of their own: their graphs are captured on first use.
     """
@@ -81,9 +85,9 @@ def expected_shapes(schedule: Schedule, sizes: list[int], max_model_len: int) ->
         found[tuple(active.nonzero()[0].tolist())] = () if name is None else _crossed(active, name)
     deepest, beside = next(iter(found.items()))
     yield GraphShape(sizes[-1], deepest, SamplingMode.CUT, beside)
-    for size, choice, (those, crossed) in product(
-        sizes, (SamplingMode.GREEDY, SamplingMode.CUT, SamplingMode.DRAW), found.items()
-    ):
+    for size, choice in product(sizes, CHOICES):
+        yield GraphShape(size, deepest, choice, beside)
+    for size, choice, (those, crossed) in product(sizes, CHOICES, list(found.items())[1:]):
         yield GraphShape(size, those, choice, crossed)
 
 

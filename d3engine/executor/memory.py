@@ -44,7 +44,7 @@ def workspace_bytes(
     before = free_bytes()
     executor = build(num_blocks)
     executor.take_largest()
-    _draw(executor.run(plan), plan, config)
+    draw(executor.run(plan), plan, config)
     needed = before - free_bytes() - executor.pool.nbytes
     if isinstance(executor, GraphExecutor):
         needed += executor.expected_bytes()  # one graph was measured, many are to come
@@ -53,7 +53,7 @@ def workspace_bytes(
     return max(0, needed)
 
 
-def _draw(computed: Computed, plan: Plan, config: SchedulerConfig) -> None:
+def draw(computed: Computed, plan: Plan, config: SchedulerConfig) -> None:
     """Choose as many tokens as a step may by what takes most memory: cuts, which sort rows, while all logits live."""
     assert isinstance(computed.logits, Tensor), "the largest plan wants logits of prompts"
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)

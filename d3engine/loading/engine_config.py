@@ -89,6 +89,7 @@ class EngineConfig:
         prefix_cache_file_bytes: Maximum bytes of entries in that file.
         admission: When waiting requests join the batch: `Immediate()` (also None), or `IntervalAdmission(steps)`.
         enforce_eager: Run without CUDA graphs and without the native library: the host calls each operation.
+        warm_up: Compile kernels and capture the first CUDA graphs before the engine is ready, on a GPU.
         num_scheduler_steps: Tokens of each answer that a batch may generate without the host; None: 16 with CUDA graphs
             or the native library, where few answers of a small model get up to 128 and streams four times as many.
             Without either it is 1.
@@ -138,6 +139,7 @@ class EngineConfig:
     prefix_cache_file_bytes: int = argument(2**29, Integers(1), panel="Memory")
     admission: Admission | None = argument(None)
     enforce_eager: bool = argument(False, Switch())
+    warm_up: bool = argument(True, Switch(), panel="Advanced")
     num_scheduler_steps: int | None = argument(None, Integers(1, 256))
     num_threads: int | None = argument(None, Integers(1, MOST_THREADS))
     tensor_parallel_size: int = argument(1, Integers(1, MOST_RANKS), panel="Engine")

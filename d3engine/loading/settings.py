@@ -60,6 +60,11 @@ class EngineSettings(EngineConfig):
         return "triton" if is_triton else "torch"
 
     @property
+    def warms_up(self) -> bool:
+        """Whether kernels are compiled before the engine is ready: those that Triton compiles for a GPU."""
+        return self.warm_up and self.device.type == "cuda" and self.kernels == "triton"
+
+    @property
     def own_bridges(self) -> frozenset[str]:
         """The bridges that the engine's policy names, or that by which it drafts, and its student."""
         student = named_student(self.depth)

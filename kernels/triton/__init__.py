@@ -9,6 +9,7 @@ from d3engine.kernels.triton.decode_rows import begin_step, decode_attention_inp
 from d3engine.kernels.triton.gate_up import gate_up
 from d3engine.kernels.triton.linear_residual import linear_residual
 from d3engine.kernels.triton.lm_head import lm_head, lm_head_argmax, lm_head_sample
+from d3engine.kernels.triton.paged_attention import TABLE_DTYPE as TABLE_DTYPE
 from d3engine.kernels.triton.paged_attention import attention_inputs, paged_attention
 from d3engine.kernels.triton.qkv import qkv
 from d3engine.kernels.triton.rms_norm import add_norm, rms_norm

@@ -26,6 +26,7 @@ from d3engine.kernels.triton import qkv as any_qkv
 from d3engine.kernels.triton.attention_kernels import Room
 from d3engine.kernels.triton.copy_entries import copy_entries
 from d3engine.kernels.triton.decode_rows import begin_step, decode_attention_inputs, end_step
+from d3engine.kernels.triton.paged_attention import TABLE_DTYPE as TABLE_DTYPE
 from d3engine.kernels.triton.paged_attention import AttentionInputs, paged_attention
 from d3engine.kernels.triton.rms_norm import add_norm, rms_norm
 from d3engine.kernels.triton.sample import count_tokens, sample

@@ -132,7 +132,10 @@ class Launch:
         programmatic = PROGRAMMATIC and capability >= PROGRAMMATIC_CAPABILITY
         if programmatic:
             options |= {"launch_pdl": True, **self.programmatic_options}
-        return self.arguments | {"PDL": programmatic}, options
+        filled: dict[str, Any] = {"PDL": programmatic}
+        if "num_rows_ptr" in self.arguments and self.arguments["num_rows_ptr"] is None:
+            filled["num_rows_ptr"] = every_row(self._device())
+        return self.arguments | filled, options
 
     def run(self) -> Any:
         """Launch on the current stream of the tensors' device; a grid without programs is no launch.
@@ -154,6 +157,12 @@ class Launch:
 
     def _device(self) -> torch.device:
         return next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+
+
+@cache
+def every_row(device: torch.device) -> Tensor:
+    """The count of live rows that kernels read where there is none: prompts run the kernels that graphs hold."""
+    return torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
 
 
 @cache

@@ -24,7 +24,7 @@ from torch import Tensor
 from d3engine.kernels.kv_pool import Fp8Pool
 from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.triton import launches
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.launches import Launch, every_row
 from d3engine.kernels.weight_format import WeightFormat
 
 MOST_RECIPES = 4096
@@ -193,7 +193,9 @@ def _bound(step: Step, kernel: Any, numbers: _Numbers) -> _BoundLaunch | _BoundC
     values: list[Any] = []
     places: list[tuple[int, int, int]] = []
     for nth, value in enumerate(step.in_order()):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value is every_row(value.device):
+            value = value.data_ptr()  # it lasts as long as the process
+        elif isinstance(value, Tensor):
             if value.numel():
                 places.append((nth, *numbers.place(value)))
             value = 0  # nothing is read of an empty one

@@ -26,6 +26,9 @@ from d3engine.kernels.triton.attention_kernels import MOST_SPLITS, SPLIT, Room, 
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 from d3engine.kernels.triton.operations import Step, performed
 
+TABLE_DTYPE = torch.int32
+"""Of the block tables of every step: with those of graphs, prompts run the kernels that graphs hold."""
+
 ROWS_IN_TURN = 64
 """Rows of a replay that meet in the room of their splits at once; a batch of this number of rows needs as much."""
 

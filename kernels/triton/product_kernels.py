@@ -58,10 +58,7 @@ def hyperbolic_tangent(x):
 @triton.jit
 def live_rows(num_rows_ptr, total_rows):
     """Rows to compute: all, or fewer if the device says so."""
-    if num_rows_ptr is None:
-        return total_rows
-    else:  # noqa: RET505 (Triton's frontend needs the other branch of a constexpr condition)
-        return tl.minimum(tl.load(num_rows_ptr), total_rows)
+    return tl.minimum(tl.load(num_rows_ptr), total_rows)
 
 
 @triton.jit

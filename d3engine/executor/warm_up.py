@@ -1,0 +1,57 @@
+"""Compilation of kernels before the first request.
+
+Kernels differ by classes of rows: one small prompt of each class and the graphs of the deepest step compile all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from d3engine.executor.graph_shapes import CHOICES, batch_sizes
+from d3engine.executor.interface import Executor
+from d3engine.executor.memory import draw, largest_plan
+from d3engine.progress import bar_columns, hides_bars
+from d3engine.scheduling.scheduler import SchedulerConfig
+
+_log = logging.getLogger(__name__)
+
+PRODUCT_ROWS = (1, 2, 9, 17, 33, 65, 129, 257, 385, 513)
+"""The first row count of each tile of a product; those from 129 on are of quantized weights."""
+
+
+def warm_up(executor: Executor, config: SchedulerConfig, *, block_size: int) -> None:
+    """Run a prompt of each class of rows, and capture the expected graphs of most layers.
+
+    Graphs of fewer layers need no further kernel: they are captured while the engine waits. The pool's entries are
+    overwritten, so this comes before the first of them is kept.
+    """
+    model, steps_before = executor.model.config, executor.stats.eager_steps
+    most = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    rows = [count for count in row_classes(model.num_heads // model.num_kv_heads) if count <= most]
+    graphs = len(batch_sizes(config.max_num_seqs)) * len(CHOICES)
+    begun = time.perf_counter()
+    with tqdm(desc="Compiling", total=len(rows) + graphs, disable=hides_bars(), ncols=bar_columns()) as bar:
+        for count in rows:
+            alone = replace(config, max_num_seqs=1, max_num_batched_tokens=count)
+            plan, _ = largest_plan(alone, model.num_layers, block_size)
+            draw(executor.run(plan), plan, alone)
+            bar.update()
+        executor.stats.eager_steps = steps_before  # of requests alone
+        for _ in range(graphs):
+            if not executor.prepare_next():
+                break
+            bar.update()
+    seconds = time.perf_counter() - begun
+    _log.info("kernels for prompts of any length and %d graphs in %.1f s", executor.stats.graphs_captured, seconds)
+
+
+def row_classes(group: int) -> list[int]:
+    """The first row count of each class, where `group` heads of queries share one of keys and values.
+
+    Attention packs the rows of a prompt times these heads into tiles of its own three classes.
+    """
+    return sorted({*PRODUCT_ROWS, 16 // group + 1, 256 // group + 1})

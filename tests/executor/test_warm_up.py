@@ -1,0 +1,66 @@
+"""An engine on a GPU compiles its kernels before it is ready, and none while a request waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import CONFIG
+
+from d3engine import Engine
+
+ROOT = Path(__file__).parents[2]
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def printed_by(program: str, *arguments: str) -> Any:
+    """What a program of `tests/support` prints, with Triton as on a GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tests/support" / program), *arguments]
+    result = subprocess.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@needs_triton
+def test_no_step_loads_a_kernel_after_the_warm_up(tmp_path: Path) -> None:
+    """Prompts of 1 to 80 rows, batches, and answers of three ways to choose, by graphs of several depths."""
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    warm, cold = (printed_by("compiled_once.py", str(tmp_path), given) for given in ("true", "false"))
+    assert warm["start"] >= sum(cold["later"].values()) > 40
+    assert not warm["later"]
+    assert not cold["start"]
+    assert warm["steps"] == cold["steps"]
+    assert min(warm["steps"]) > 80
+
+
+@needs_triton
+def test_prompts_run_the_kernels_of_graphs_and_of_the_warm_up() -> None:
+    """But for attention of long chunks; of three models with weights of three forms, compared on meta tensors."""
+    found = printed_by("kernel_variants.py")
+    assert len(found) == 18
+    for model in found.values():
+        assert model["graphs"] >= model["eager"] > 20
+        assert not model["in no graph"]
+        assert not model["not warmed up"]
+
+
+def test_only_triton_on_a_gpu_warms_up(make_engine: Callable[..., Engine]) -> None:
+    settings = make_engine().settings
+    assert settings.warm_up
+    assert not settings.warms_up
+    on_gpu = replace(settings, device=torch.device("cuda"))
+    assert on_gpu.warms_up
+    assert not replace(on_gpu, warm_up=False).warms_up
+    assert not replace(on_gpu, backend="torch").warms_up
