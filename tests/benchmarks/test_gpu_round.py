@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,30 @@ def test_files_of_several_calls_are_joined(file: Path, report: dict[str, Any], t
     files[1].write_text(json.dumps(halves[1] | {"environment": report["environment"] | {"commit": "other"}}))
     with pytest.raises(ValueError, match="different commit"):
         gpu_round.join([str(path) for path in files])
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what git has of this commit and nothing that is built or installed, as the lent machine gets it."""
+    folder = tmp_path_factory.mktemp("bare")
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode:
+        pytest.skip("this is no checkout")
+    subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [None, "2"])
+def test_the_tests_of_the_round_need_nothing_that_is_built(bare: Path, workers: str | None) -> None:
+    command = tests_of_the_round.command(on_gpu=True)
+    if "-n" in command:
+        command[command.index("-n") :] = ["-n", workers] if workers else ["-p", "no:xdist"]
+    elif workers:
+        pytest.skip("xdist is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [*command, "--collect-only"], cwd=bare, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "test_programmatic_launch_on_gpu.py" in done.stdout
+    assert "test_interleaved.py" not in done.stdout  # of tests/kernels/native
