@@ -19,7 +19,9 @@ from benchmarks.gpu.tables import switch_table
 def test_a_way_that_is_wrong_is_far_and_fails_the_part(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
     question = switches._splits("wrong", TINY[0], [9], HERE)
     wrong = {"today": (), "without the base of its powers": (("paged_attention", "_LOG2_E", 1.0),)}
-    monkeypatch.setattr(switches, "questions", lambda _: [switches.Question("q", TINY[0], question.case, wrong)])
+    monkeypatch.setattr(
+        switches, "questions", lambda _: [lambda: [switches.Question("q", TINY[0], question.case, wrong)]]
+    )
     monkeypatch.setattr(switches, "reading", lambda _: [])
     monkeypatch.setattr(switches, "launching", lambda _: {})
     report: dict[str, Any] = {}
