@@ -50,7 +50,7 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "device": Part(device.run, 45),
-    "first_light": Part(end_to_end.first_light, 180, "models", quiet_s=45),
+    "first_light": Part(end_to_end.first_light, 240, "models", quiet_s=90),
     "decode": Part(end_to_end.decode, 190, "models", quiet_s=90),
     "peers": Part(peers.run, 270, "cases"),
     "tests": Part(tests.run, 230),

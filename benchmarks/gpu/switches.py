@@ -95,6 +95,7 @@ def _run(report: dict[str, Any], current: Round) -> None:
     for found, launches in launched:
         if current.on_gpu and current.left() > LEAST_S:
             found["kernels"] = [_machine_code(launch) for launch in launches]
+            current.keep(report)
     failed = [row for row in report["rows"] if "error" in row or any(_has_failed(v) for v in row["variants"].values())]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(report['rows'])} questions have a variant that failed; see `error`")

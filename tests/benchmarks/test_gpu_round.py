@@ -212,7 +212,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("workers", [None, "2"])
+@pytest.mark.parametrize("workers", [None, "1"])
 def test_the_tests_of_the_round_need_nothing_that_is_built(bare: Path, workers: str | None) -> None:
     command = tests_of_the_round.command(on_gpu=True)
     if "-n" in command:

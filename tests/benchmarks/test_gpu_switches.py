@@ -6,13 +6,15 @@ import io
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from round_clock import HERE
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu import switches
+from benchmarks.gpu import device, switches
 from benchmarks.gpu.cases import TINY
+from benchmarks.gpu.common import Round
 from benchmarks.gpu.tables import switch_table
 
 
@@ -42,3 +44,18 @@ def test_the_table_names_the_fastest_right_way_and_what_it_gains() -> None:
     assert "100 (8)" in line
     assert line.split()[-4:] == ["fast", "10.0", "120", "20.0%"]
     assert "failed" in line
+
+
+@pytest.mark.parametrize(("mode", "is_on"), [("graphs", True), ("eager", False)])
+def test_kernels_are_launched_as_an_engine_of_the_mode_does(
+    mode: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.kernels.triton import launches
+
+    monkeypatch.setattr(device, "settle_programmatic_launch", lambda *_: setattr(launches, "PROGRAMMATIC", True))
+    with device.launched_as_in_engines(Round(torch.device("cuda"), False, 1e6, mode=mode)) as programmatic:
+        assert programmatic is is_on
+        assert launches.PROGRAMMATIC is is_on
+        question = switches._dependent_launch("norm", TINY[0], lambda: switches._short_norm(TINY[0], HERE))
+        assert next(iter(question.variants)) == ("PDL on" if is_on else "PDL off")
+    assert launches.PROGRAMMATIC is False
