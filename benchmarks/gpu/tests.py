@@ -22,8 +22,8 @@ _OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR)\b")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|deselected)\b")
 
 
-def command(on_gpu: bool) -> list[str]:
-    """The pytest of this part; a rehearsal runs one quick file, as kernels take minutes in the interpreter."""
+def pytest_arguments(on_gpu: bool) -> list[str]:
+    """What Python runs in this part; a rehearsal runs one quick file, as kernels take minutes in the interpreter."""
     if not on_gpu:  # that file needs no conftest, and importing transformers takes longer than all of it
         targets, own = ["tests/kernels/test_reference_rows.py"], ["--noconftest"]
     else:
@@ -33,20 +33,20 @@ def command(on_gpu: bool) -> list[str]:
             own += ["-n", "14"]  # most of the time is compiling, on the host
     # A header would name folders of the machine.
     usual = ["-p", "no:cacheprovider", "-vv", "-ra", "--tb=short", "--no-header"]
-    return python_command("-m", "pytest", *targets, *usual, *own)
+    return ["-m", "pytest", *targets, *usual, *own]
 
 
 def run(report: dict[str, Any], current: Round) -> None:
     """Run the tests and record counts and the end of the output; a failed test fails this part."""
-    arguments = command(current.on_gpu)
+    command = python_command(*pytest_arguments(current.on_gpu))
     environment = dict(os.environ)
     if current.on_gpu:
         environment.pop("TRITON_INTERPRET", None)
     timeout = max(10.0, min(TIMEOUT_S, current.left() - 3.0))
-    report.update(command=["python", *arguments[1:]], timeout_s=timeout, timed_out=False)
+    report.update(command=["python", *command[1:]], timeout_s=timeout, timed_out=False)
     start = time.monotonic()
     process = subprocess.Popen(
-        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=timeout)

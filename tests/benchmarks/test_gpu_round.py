@@ -18,6 +18,7 @@ from round_clock import ROOT, set_clock
 from benchmarks import gpu_round
 from benchmarks.gpu import end_to_end, peers
 from benchmarks.gpu import tests as tests_of_the_round
+from d3engine.children import python_command
 from d3engine.model.config import QUANTIZATION_SCHEMES
 
 
@@ -214,7 +215,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("workers", [None, "1"])
 def test_the_tests_of_the_round_need_nothing_that_is_built(bare: Path, workers: str | None) -> None:
-    command = tests_of_the_round.command(on_gpu=True)
+    command = python_command(*tests_of_the_round.pytest_arguments(on_gpu=True))
     if "-n" in command:
         command[command.index("-n") :] = ["-n", workers] if workers else ["-p", "no:xdist"]
     elif workers:
