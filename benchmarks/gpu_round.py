@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +32,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import arrivals, device, end_to_end, kernels, peers, switches, tests
-from benchmarks.gpu.common import MODES, Round
+from benchmarks.gpu.common import MODES, DeviceLost, Round
 from benchmarks.gpu.tables import show
 from benchmarks.report import environment, write_json
 
@@ -42,20 +44,25 @@ class Part:
     run: Callable[[dict[str, Any], Round], None]
     share: float  # of the time, in proportion to the other parts'
     figures: str | None = None  # what holds figures where an engine was run, in whatever mode
+    quiet_s: float = math.inf  # it hangs where it keeps nothing new for so long
+    goes_on: bool = False  # whether its rows are one by one, and another process goes on behind one that died
 
 
 PARTS: dict[str, Part] = {
     "device": Part(device.run, 45),
-    "switches": Part(switches.run, 200),
-    "decode": Part(end_to_end.decode, 260, "models"),
-    "tests": Part(tests.run, 230),
-    "kernels": Part(kernels.run, 230),
-    "quantized": Part(end_to_end.quantization, 150, "models"),
-    "cache": Part(end_to_end.cache, 90, "models"),
-    "llama3": Part(end_to_end.llama3, 140, "models"),
+    "first_light": Part(end_to_end.first_light, 240, "models", quiet_s=90),
+    "decode": Part(end_to_end.decode, 190, "models", quiet_s=90),
     "peers": Part(peers.run, 270, "cases"),
+    "tests": Part(tests.run, 230),
+    "switches": Part(switches.run, 200, quiet_s=60, goes_on=True),
+    "kernels": Part(kernels.run, 230, quiet_s=60, goes_on=True),
+    "batches": Part(end_to_end.batches, 90, "models", quiet_s=90),
+    "quantized": Part(end_to_end.quantization, 150, "models", quiet_s=90),
+    "cache": Part(end_to_end.cache, 90, "models", quiet_s=90),
+    "llama3": Part(end_to_end.llama3, 140, "models", quiet_s=90),
     "arrivals": Part(arrivals.run, 180, "rows"),
 }
+ROOT = Path(__file__).parents[1]
 BUDGET_S, REHEARSAL_S = 1500.0, 1e6
 """For all parts together, unless one says otherwise: a rehearsal's shares of a GPU's time would be those of an
 interpreter, which takes a minute for what takes a device a moment."""
@@ -67,10 +74,12 @@ GRACE_S = 15.0
 
 def run_here(name: str, current: Round) -> dict[str, Any]:
     """Run one part in this process: what it found, with `status`, and `traceback` where it failed."""
-    found: dict[str, Any] = {"status": "running"}
+    found: dict[str, Any] = current.kept() | {"status": "running"}
     try:
         PARTS[name].run(found, current)
         found["status"] = "skipped" if "skipped" in found else "done"
+    except DeviceLost:
+        found.update(status="lost", traceback=traceback.format_exc())
     except Exception:
         found.update(status="failed", traceback=traceback.format_exc())
     current.keep(found)
@@ -78,24 +87,54 @@ def run_here(name: str, current: Round) -> dict[str, Any]:
 
 
 def run_apart(name: str, current: Round) -> dict[str, Any]:
-    """Run one part in a process of its own: a kernel that faults or hangs takes no other part with it."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Run one part in a process of its own: a kernel that faults or hangs takes no other part with it.
+
+    A part that goes on does so in another process, behind the row at which the one before ended.
+    """
+    deaths: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, device.sampled() as load:
         own = replace(current, file=Path(folder) / "found.json")
-        os.environ["PYTHONSAFEPATH"] = "1"  # a spawned process searches the working directory first without it
-        process = get_context("spawn").Process(target=_run_and_leave, args=(name, own))
-        process.start()
-        limit = max(LEAST_S, current.left()) + GRACE_S
-        process.join(limit)
-        hangs = process.is_alive()
-        if hangs:
+        while True:
+            before = _progress(own.kept())
+            how = _watch(name, own)
+            found = own.kept()
+            if found.get("status", "running") == "running":
+                text = f"the part's process {how}; what it had found until then is kept"
+                found.update(status="lost", traceback=text)
+            may_go_on = PARTS[name].goes_on and current.left() >= LEAST_S and _progress(found) != before
+            if found["status"] != "lost" or not may_go_on:
+                break
+            deaths.append(found.pop("traceback"))
+            own.keep(found)
+    if found["status"] == "lost":
+        found["status"] = "failed"
+    return found | ({"deaths": deaths} if deaths else {}) | ({"load": load} if load else {})
+
+
+def _progress(found: dict[str, Any]) -> tuple[int, int]:
+    return len(found.keys() - {"traceback"}), len(found.get("rows", ()))
+
+
+def _watch(name: str, own: Round) -> str:
+    """Run a part's process to its end, or end it where it hangs; what became of it."""
+    assert own.file is not None
+    os.environ["PYTHONSAFEPATH"] = "1"  # a spawned process searches the working directory first without it
+    process = get_context("spawn").Process(target=_run_and_leave, args=(name, own))
+    process.start()
+    begun = news = time.monotonic()
+    limit, quiet, seen = max(LEAST_S, own.left()) + GRACE_S, PARTS[name].quiet_s, own.kept()
+    if math.isfinite(quiet):  # half of the time at most, so that another mode or process has the rest
+        quiet = min(quiet, max(LEAST_S, own.left() / 2))
+    while process.is_alive():
+        now = time.monotonic()
+        if (found := own.kept()) != seen:
+            seen, news = found, now
+        if now - begun >= limit or now - news >= quiet:
             process.kill()
             process.join()
-        assert own.file is not None
-        found: dict[str, Any] = json.loads(own.file.read_text(encoding="utf-8")) if own.file.exists() else {}
-    if found.get("status", "running") == "running":
-        how = f"was stopped after {limit:.0f} s" if hangs else f"died with exit code {process.exitcode}"
-        found.update(status="failed", traceback=f"the part's process {how}; what it had found until then is kept")
-    return found
+            return f"was stopped after {now - begun:.0f} s"
+        process.join(min(1.0, limit))
+    return f"died with exit code {process.exitcode}"
 
 
 def _run_and_leave(name: str, current: Round) -> None:
@@ -111,7 +150,7 @@ def run_modes(
 ) -> dict[str, Any]:
     """Run one part; where its engine fails without a figure, again in the next mode. Earlier failures are kept."""
     earlier: list[dict[str, Any]] = []
-    modes = MODES[MODES.index(current.mode) :] if PARTS[name].figures else MODES[:1]
+    modes = MODES[MODES.index(current.mode) :] if PARTS[name].figures else (current.mode,)
     for mode in modes:
         found = start(name, replace(current, mode=mode))
         is_last = mode == modes[-1] or current.left() < LEAST_S
@@ -156,6 +195,8 @@ def run_parts(
             found = run_modes(name, replace(current, budget=budget), start, console)
         found["part_seconds"] = time.monotonic() - begun
         report["parts"][name] = found
+        if name == "first_light" and found["status"] == "done":
+            current = replace(current, mode=found["models"][-1]["mode"])  # later parts need not fail anew
         for ceiling, row in found.get("ceilings", {}).items():
             current.ceilings[ceiling] = max(row["rates"])
         if "traceback" in found:
@@ -166,13 +207,13 @@ def run_parts(
 def join(files: Sequence[str]) -> dict[str, Any]:
     """One report of several: every part from the first file that has figures of it, with the command it came from.
 
-    Raises `ValueError` for files of different commits, devices or kinds.
+    Raises `ValueError` for files of different commits, trees, versions, devices or kinds.
     """
     reports = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
     for report in reports[1:]:
-        for key in ("commit", "versions"):
-            if report["environment"][key] != reports[0]["environment"][key]:
-                raise ValueError(f"the files are of different {key}: {report['environment'][key]}")
+        for key in ("commit", "tree", "versions"):
+            if report["environment"].get(key) != reports[0]["environment"].get(key):
+                raise ValueError(f"the files are of different {key}: {report['environment'].get(key)}")
         if report["rehearsal"] != reports[0]["rehearsal"] or _device(report) != _device(reports[0]):
             raise ValueError(f"the files are of different devices: {_device(report)} and {_device(reports[0])}")
     parts: dict[str, Any] = {}
@@ -185,6 +226,17 @@ def join(files: Sequence[str]) -> dict[str, Any]:
             parts[name] = {"command": found[0][0]} | found[0][1]
     first: dict[str, Any] = reports[0]
     return first | {"budget_s": sum(report["budget_s"] for report in reports), "parts": parts}
+
+
+def tree_hash(folder: Path) -> str:
+    """A hash of the sources that were measured, which a copy without git has too; nothing that was built counts."""
+    found = sha256()
+    for top in ("d3engine", "kernels"):
+        for file in sorted((folder / top).rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h", ".inc"):
+                for part in (file.relative_to(folder).as_posix().encode(), file.read_bytes()):
+                    found.update(sha256(part).digest())
+    return found.hexdigest()[:16]
 
 
 def _device(report: dict[str, Any]) -> str | None:
@@ -207,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     current = Round(torch.device("cpu" if options.smoke else "cuda"), options.smoke, options.budget, mode=options.mode)
     report = {
         "benchmark": "gpu_round",
-        "environment": environment("benchmarks.gpu_round", arguments),
+        "environment": environment("benchmarks.gpu_round", arguments) | {"tree": tree_hash(ROOT)},
         "rehearsal": options.smoke,
         "budget_s": options.budget,
         "parts": {},

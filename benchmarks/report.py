@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from d3engine.files import write_whole
+from d3engine.version import __version__
 
 PACKAGES = ("d3engine", "torch", "transformers", "numpy")
 
@@ -121,7 +122,7 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        return __version__ if package == "d3engine" else None  # of a checkout that is not installed
 
 
 def _cpu() -> str:

@@ -12,11 +12,12 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from d3engine.loading.device import capability
 from d3engine.model.config import QUANTIZATION_SCHEMES
 
 Call = Callable[[], object]
+Made = TypeVar("Made")
 MODES = ("graphs", "no-pdl", "eager", "reference")
 """How an engine is run: as by default; then without programmatic launch, without CUDA graphs as well, and with kernels
 of plain torch instead of Triton's."""
@@ -79,6 +81,13 @@ class Round:
         if self.file is not None:
             write_whole(self.file, json.dumps(found))
 
+    def kept(self) -> dict[str, Any]:
+        """What `keep` has written down, by a process before this one; nothing at the start of a part."""
+        if self.file is None or not self.file.exists():
+            return {}
+        found: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
+        return found
+
     def share(self, num_bytes: float, seconds: float | None) -> float | None:
         """What moving `num_bytes` in `seconds` is of the measured copy rate; None where one is not known."""
         rate = self.ceilings.get("copy")
@@ -105,6 +114,35 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, if there is anything to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class DeviceLost(RuntimeError):
+    """The device answers nothing more in this process; another process may go on."""
+
+
+def require_device(current: Round) -> None:
+    """Raise `DeviceLost` where an error before has ended the device's context: then every later call fails too."""
+    try:
+        synchronize(current.device)
+    except Exception as error:
+        raise DeviceLost(f"{type(error).__name__}: {error}"[:500]) from error
+
+
+def made(
+    makers: Iterable[Callable[[], Iterable[Made]]], known: Callable[[str], bool], fails: Callable[[str, str], None]
+) -> Iterator[Made]:
+    """What the makers make, one after another; one that raises goes to `fails` by name, and the next one follows.
+
+    A maker whose name is `known` is left out: it has failed before.
+    """
+    for place, make in enumerate(makers):
+        name = f"inputs of group {place}"
+        if known(name):
+            continue
+        try:
+            yield from make()
+        except Exception:
+            fails(name, traceback.format_exc())
 
 
 def eager_seconds(call: Call, device: torch.device) -> float:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
+import statistics
 import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +18,7 @@ import torch
 
 from benchmarks.gpu.common import Round, eager_seconds
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
-from d3engine.loading.device import capability
+from d3engine.loading.device import capability, settle_programmatic_launch
 
 FACTS = (
     "name",
@@ -28,6 +33,8 @@ FACTS = (
     "temperature.gpu",
     "mig.mode.current",
 )
+SAMPLED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+REHEARSED_PROGRAMS = 4
 
 
 def run(report: dict[str, Any], current: Round) -> None:
@@ -69,8 +76,62 @@ def programmatic_launch(current: Round) -> str:
     if current.on_gpu and capability(current.device) < launches.PROGRAMMATIC_CAPABILITY:
         return "not tried: this device does not have it"
     recorder = CudaGraphs(current.device) if current.on_gpu else Repeats()
-    with patch.object(launches, "PROGRAMMATIC", True):
+    # The interpreter runs one program after another: all those of a device would take it more than a minute.
+    programs = programmatic.PROGRAMS if current.on_gpu else REHEARSED_PROGRAMS
+    with patch.object(launches, "PROGRAMMATIC", True), patch.object(programmatic, "PROGRAMS", programs):
         return programmatic.fault(current.device, recorder.record) or "passed"
+
+
+@contextmanager
+def launched_as_in_engines(current: Round) -> Iterator[bool]:
+    """Within it kernels are launched as an engine of this mode does; whether by programmatic launch.
+
+    Tiles, registers and what a kernel does first depend on it.
+    """
+    if not current.has_triton:
+        yield False
+        return
+    from d3engine.kernels.triton import launches
+
+    with patch.object(launches, "PROGRAMMATIC", False):
+        if current.leaves_out("no-pdl"):
+            pass
+        elif current.on_gpu:
+            settle_programmatic_launch(current.device, lambda: CudaGraphs(current.device))
+        else:
+            launches.PROGRAMMATIC = programmatic_launch(current) == "passed"
+        yield launches.PROGRAMMATIC
+
+
+@contextmanager
+def sampled() -> Iterator[dict[str, Any]]:
+    """Fill in, at its end, the clocks, power and reasons to throttle that nvidia-smi has seen each second within it."""
+    found: dict[str, Any] = {}
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield found
+        return
+    command = [program, f"--query-gpu={','.join(SAMPLED)}", "--format=csv,noheader,nounits", "-l", "1"]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
+        try:
+            yield found
+        finally:
+            process.kill()
+            process.wait()
+            output.seek(0)
+            rows = [[value.strip() for value in line.split(",")] for line in output if line.endswith("\n")]
+            if rows := [row for row in rows if len(row) == len(SAMPLED)]:
+                found.update(zip(SAMPLED, map(_spread, zip(*rows, strict=True)), strict=True))
+
+
+def _spread(values: Sequence[str]) -> Any:
+    """Least, median and most of numbers; of anything else how often each was seen."""
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        return dict(Counter(values))
+    return {"min": min(numbers), "median": statistics.median(numbers), "max": max(numbers)}
 
 
 def ceilings(current: Round) -> dict[str, dict[str, Any]]:

@@ -65,15 +65,15 @@ class Setting:
 
 
 ALL_DEPTHS = (32, 28, 24, 20, 16)
+FIRST_LIGHT = (Setting(1, 16, (32,), tokens=17),)
 DECODE = (
     Setting(1, 16, ALL_DEPTHS, (BBH, SLOW)),
     Setting(8, 512, ALL_DEPTHS, (BBH,), mixed=True),
-    Setting(64, 512, ALL_DEPTHS, (BBH,), mixed=True),
     Setting(1, 2048, (32, 24, 16), (BBH,)),
     Setting(8, 2048, (32, 24, 16), (BBH,)),
-    Setting(64, 16, (32, 24, 16)),
     Setting(1, 16, (32,), (GSM8K,), tokens=1025),
 )
+BATCHES = (Setting(64, 512, ALL_DEPTHS, (BBH,), mixed=True), Setting(64, 16, (32, 24, 16)))
 FEWER = (
     Setting(1, 16, ALL_DEPTHS, (BBH,)),
     Setting(8, 512, (32, 24, 16), (BBH,)),
@@ -85,11 +85,25 @@ FULL_ONLY = (Setting(1, 16, (32,)), Setting(8, 512, (32,)))
 SMOKE = (Setting(1, 16, (8, 6, 4), (D3(0.8, 0.5),), tokens=9), Setting(3, 40, (8, 4), (), tokens=5, mixed=True))
 
 
+def first_light(report: dict[str, Any], current: Round) -> None:
+    """Llama-2-7B in bfloat16, one prompt and 17 tokens at full depth: whether the engine runs and is right."""
+    _llama2(report, FIRST_LIGHT if current.on_gpu else (replace(SMOKE[0], depths=(8,), schedules=()),), current)
+
+
 def decode(report: dict[str, Any], current: Round) -> None:
-    """Llama-2-7B in bfloat16: every batch size, context and depth."""
+    """Llama-2-7B in bfloat16 at batch 1 and 8: every context and depth."""
+    _llama2(report, DECODE if current.on_gpu else SMOKE, current)
+
+
+def batches(report: dict[str, Any], current: Round) -> None:
+    """Llama-2-7B in bfloat16 at batch 64."""
+    _llama2(report, BATCHES if current.on_gpu else SMOKE[1:], current)
+
+
+def _llama2(report: dict[str, Any], settings: Sequence[Setting], current: Round) -> None:
     report["models"] = []
     with random_model("llama2-7b", current) as model:
-        measure_model(report, model, DECODE if current.on_gpu else SMOKE, current)
+        measure_model(report, model, settings, current)
     judge(report)
 
 

@@ -25,9 +25,9 @@ def read(source: Tensor, programs: int, stages: int) -> Tensor:
 
 
 @triton.jit
-def _read_kernel(source, sums, steps, SIZE: tl.constexpr, STAGES: tl.constexpr):
-    begin = source + tl.program_id(0).to(tl.int64) * steps * SIZE
+def _read_kernel(source, sums, STEPS: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr):
+    begin = source + tl.program_id(0).to(tl.int64) * STEPS * SIZE
     total = tl.zeros([SIZE], tl.int32)
-    for step in tl.range(0, steps, num_stages=STAGES):
+    for step in tl.range(0, STEPS, num_stages=STAGES):
         total += tl.load(begin + step * SIZE + tl.arange(0, SIZE), eviction_policy="evict_first")
     tl.store(sums + tl.program_id(0), tl.sum(total, 0))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from benchmarks.gpu import kernels as part_kernels
 from benchmarks.gpu.cases import BLOCK_SIZE, EPS, SHAPES, TINY, Case, Draw, Shape, cases, in_float64, quantized_cases
-from benchmarks.gpu.common import Round, synchronize, timed
+from benchmarks.gpu.common import Round, made, require_device, synchronize, timed
+from benchmarks.gpu.device import launched_as_in_engines
 from d3engine.kernels import reference
 
 LEAST_S = 3.0
@@ -52,27 +54,48 @@ def run(report: dict[str, Any], current: Round) -> None:
     if not current.has_triton:
         report["skipped"] = "Triton is not installed"
         return
+    with launched_as_in_engines(current):
+        _run(report, current)
+
+
+def _run(report: dict[str, Any], current: Round) -> None:
     torch.manual_seed(0)
-    report["reading"] = reading(current)
-    report["launching"] = launching(current)
+    for name, measure in (("reading", reading), ("launching", launching)):
+        if name not in report:
+            current.keep(report | {name: None})  # which a process behind one that dies of it leaves out
+            report[name] = measure(current)
     report.setdefault("rows", [])
+    known = {(row["question"], row["shape"]) for row in report["rows"]}
     launched: list[tuple[dict[str, Any], list[Any]]] = []
-    for question in questions(current):
+
+    def fails(name: str, text: str) -> None:
+        report["rows"].append({"question": name, "shape": "", "today": "", "variants": {}, "error": text})
+        current.keep(report)
+        require_device(current)
+
+    for question in made(questions(current), lambda name: (name, "") in known, fails):
+        if (question.name, question.shape.name) in known:
+            continue
         if current.left() < LEAST_S:
             report["stopped"] = f"time: before {question.name} of {question.shape.name}"
             break
         row = {"question": question.name, "shape": question.shape.name, "today": next(iter(question.variants))}
+        row["variants"] = {}
         report["rows"].append(row)
+        current.keep(report | {"rows": [*report["rows"][:-1], row | {"error": part_kernels.ENDED}]})
         try:
             ask(row, question, current, launched)
+            if current.on_gpu:
+                torch.cuda.empty_cache()
         except Exception:
             row["error"] = traceback.format_exc()
-        if current.on_gpu:
-            torch.cuda.empty_cache()
         current.keep(report)
+        if "error" in row:
+            require_device(current)
     for found, launches in launched:
         if current.on_gpu and current.left() > LEAST_S:
             found["kernels"] = [_machine_code(launch) for launch in launches]
+            current.keep(report)
     failed = [row for row in report["rows"] if "error" in row or any(_has_failed(v) for v in row["variants"].values())]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(report['rows'])} questions have a variant that failed; see `error`")
@@ -130,13 +153,13 @@ def ask(
     row["bytes_moved"] = case.bytes_moved
     exact = case.results(reference, {name: in_float64(value) for name, value in case.inputs.items()})
     usual = part_kernels._errors(case, reference, exact).get("relative_error", [])
-    row["variants"] = {}
     for name, settings in question.variants.items():
         if current.left() < LEAST_S:
             break
         found = row["variants"][name] = {}
         try:
             with switched(settings):
+                found["programmatic"] = programmatic_launches()
                 with recorded() as launches:
                     found |= part_kernels._errors(case, kernels, exact)
                 if current.on_gpu:
@@ -149,6 +172,13 @@ def ask(
             # Where a tile does not fit the device, that is its answer.
             kind = "does_not_fit" if type(error).__name__ == "OutOfResources" else "error"
             found[kind] = f"{type(error).__name__}: {error}"[:500]
+            require_device(current)
+
+
+def programmatic_launches() -> bool:
+    """Whether kernels are launched that way now."""
+    launches = import_module("d3engine.kernels.triton.launches")
+    return bool(launches.PROGRAMMATIC)
 
 
 @contextmanager
@@ -198,34 +228,38 @@ def _has_failed(found: dict[str, Any]) -> bool:
     return "error" in found or bool(found.get("is_far"))
 
 
-def questions(current: Round) -> Iterator[Question]:
-    """All questions, those first whose answers are worth most."""
+def questions(current: Round) -> Iterator[Callable[[], Iterable[Question]]]:
+    """Makers of all questions, those first whose answers are worth most."""
+
+    def one(make: Callable[..., Question], *given: Any) -> Callable[[], Iterable[Question]]:
+        return lambda: [make(*given)]
+
     shape, grouped = SHAPES if current.on_gpu else (TINY[0], TINY[0])
     few, many = (8, 64) if current.on_gpu else (3, 3)
-    yield _dependent_launch("a kernel with next to no work", shape, _short_norm(shape, current))
+    yield one(_dependent_launch, "a kernel with next to no work", shape, partial(_short_norm, shape, current))
     for rows in (1, few) if current.on_gpu else (few,):
-        yield _dependent_launch(f"a layer, {rows} rows", shape, _layer(shape, rows, current))
+        yield one(_dependent_launch, f"a layer, {rows} rows", shape, partial(_layer, shape, rows, current))
     long, short = (4096, 64) if current.on_gpu else (200, 9)
     for each in dict.fromkeys((shape, grouped)):
         uneven = [long] + [short] * (15 if current.on_gpu else 2)
-        yield _splits("one long row among short ones", each, uneven, current)
-        yield _splits("one row", each, [long // 4], current)
-        yield _splits("even rows", each, [long // 8] * many, current)
-        yield _stages("even rows", each, [long // 8] * many, current)
+        yield one(_splits, "one long row among short ones", each, uneven, current)
+        yield one(_splits, "one row", each, [long // 4], current)
+        yield one(_splits, "even rows", each, [long // 8] * many, current)
+        yield one(_stages, "even rows", each, [long // 8] * many, current)
     # Float weights meet cuBLAS early; small ones save it reading them as floats, and pay for each 128 rows again.
     borders = {"": (24, 64, 128), "int8": (128, 512), "int4": (128, 512)} if current.on_gpu else {"int8": (3,)}
     for scheme, counts in borders.items():
         for rows in counts:
-            yield from _borders(shape, rows, scheme, current)
+            yield partial(_borders, shape, rows, scheme, current)
     for rows in (1, few, many) if current.on_gpu else (few,):
         for scheme in ("", "int8", "int4") if current.on_gpu else ("",):
-            yield from _tiles(shape, rows, scheme, current)
+            yield partial(_tiles, shape, rows, scheme, current)
 
 
-def _dependent_launch(name: str, shape: Shape, case: Case) -> Question:
-    ways = (("off", False), ("on", True))
-    variants = {f"PDL {way}": (("launches", "PROGRAMMATIC", value),) for way, value in ways}
-    return Question(f"{name}: PDL", shape, case, variants)
+def _dependent_launch(name: str, shape: Shape, make: Callable[[], Case]) -> Question:
+    ways = sorted((("off", False), ("on", True)), key=lambda way: way[1] != programmatic_launches())  # today's first
+    variants: dict[str, Settings] = {f"PDL {way}": (("launches", "PROGRAMMATIC", value),) for way, value in ways}
+    return Question(f"{name}: PDL", shape, make(), variants)
 
 
 def _short_norm(shape: Shape, current: Round) -> Case:

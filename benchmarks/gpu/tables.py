@@ -19,12 +19,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     parts = report["parts"]
     if rows := parts.get("kernels", {}).get("rows"):
         console.print(kernel_table(rows))
-    for name in ("llama3", "cache", "quantized", "decode"):
+    for name in ("llama3", "cache", "quantized", "batches", "decode", "first_light"):
         if models := parts.get(name, {}).get("models"):
             console.print(depth_table(name, models))
             console.print(verdict_table(name, models))
     if rows := parts.get("switches", {}).get("rows"):
-        console.print(reading_table(parts["switches"]["reading"]))
+        console.print(reading_table(parts["switches"]["reading"] or []))
         console.print(switch_table(rows))
     if cases := parts.get("peers", {}).get("cases"):
         console.print(peer_table(cases))
@@ -61,7 +61,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
     if name == "switches" and "rows" in found:
         failed = sum("error" in row or any("error" in w for w in row["variants"].values()) for row in found["rows"])
         said.append(f"{len(found['rows'])} choices, {failed} with a way that failed")
-    if "launching" in found:
+    if found.get("launching"):
         by_recipe, anew = (found["launching"][way] * 1e6 for way in ("by_recipe", "anew"))
         said.append(f"a layer launched by the host in {by_recipe:.0f} us, {anew:.0f} us described anew")
     if name == "kernels" and "rows" in found:

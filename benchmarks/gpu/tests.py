@@ -22,20 +22,26 @@ _OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR)\b")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|deselected)\b")
 
 
+def pytest_arguments(on_gpu: bool) -> list[str]:
+    """What Python runs in this part; a rehearsal runs one quick file, as kernels take minutes in the interpreter."""
+    if not on_gpu:  # that file needs no conftest, and importing transformers takes longer than all of it
+        targets, own = ["tests/kernels/test_reference_rows.py"], ["--noconftest"]
+    else:
+        # The native library is no part of a checkout and runs on the CPU. Tests of the engine run on both devices.
+        targets, own = ["tests/gpu", "tests/kernels"], ["--ignore=tests/kernels/native", "-k", "not cpu"]
+        if importlib.util.find_spec("xdist"):
+            own += ["-n", "14"]  # most of the time is compiling, on the host
+    # A header would name folders of the machine.
+    usual = ["-p", "no:cacheprovider", "-vv", "-ra", "--tb=short", "--no-header"]
+    return ["-m", "pytest", *targets, *usual, *own]
+
+
 def run(report: dict[str, Any], current: Round) -> None:
     """Run the tests and record counts and the end of the output; a failed test fails this part."""
-    # A rehearsal runs one quick file: CI runs the others for themselves, and kernels take minutes in the interpreter.
-    targets = ["tests/gpu", "tests/kernels"] if current.on_gpu else ["tests/kernels/test_reference_rows.py"]
-    command = python_command("-m", "pytest", *targets, "-p", "no:cacheprovider", "-vv", "-ra", "--tb=short")
-    command.append("--no-header")  # it names folders of the machine
+    command = python_command(*pytest_arguments(current.on_gpu))
     environment = dict(os.environ)
     if current.on_gpu:
         environment.pop("TRITON_INTERPRET", None)
-        command += ["-k", "not cpu"]  # tests of the engine run on both; here the other one would only take time
-        if importlib.util.find_spec("xdist"):
-            command += ["-n", "14"]  # most of the time is compiling, on the host
-    else:
-        command += ["--noconftest"]  # that file needs none, and importing transformers takes longer than all of it
     timeout = max(10.0, min(TIMEOUT_S, current.left() - 3.0))
     report.update(command=["python", *command[1:]], timeout_s=timeout, timed_out=False)
     start = time.monotonic()
@@ -51,7 +57,8 @@ def run(report: dict[str, Any], current: Round) -> None:
     report["exit_code"] = process.returncode
     text = output.decode(errors="replace")
     report.update(seconds=time.monotonic() - start, counts=counts(text), tail=text[-TAIL_CHARACTERS:])
-    report["not_passed"] = [line[:300] for line in text.splitlines() if re.search(r"\b(FAILED|ERROR)\b", line)][:60]
+    not_passed = [line[:300] for line in text.splitlines() if re.search(r"\b(FAILED|ERROR)\b", line)]
+    report["not_passed"] = sorted(not_passed, key=lambda line: "FAILED" not in line)[:60]  # errors drown no failure
     if report["exit_code"] != 0:
         raise RuntimeError(f"the tests did not pass: {report['counts']}, exit code {report['exit_code']}")
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from round_clock import ROOT, set_clock
 from benchmarks import gpu_round
 from benchmarks.gpu import end_to_end, peers
 from benchmarks.gpu import tests as tests_of_the_round
+from d3engine.children import python_command
 from d3engine.model.config import QUANTIZATION_SCHEMES
 
 
@@ -42,18 +45,6 @@ def report(file: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_part_runs_in_a_process_of_its_own_which_writes_what_it_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "round.json"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(gpu_round, "run_here", None)
-    assert gpu_round.main(["--smoke", "--parts=device", f"--out={file}"]) == 0
-    (part,) = json.loads(file.read_text())["parts"].values()
-    assert part["status"] == "done"
-    assert list(part["ceilings"]) == ["copy", "read", "matmul"]
-
-
 def test_every_part_ends(report: dict[str, Any]) -> None:
     statuses = {name: part["status"] for name, part in report["parts"].items()}
     assert statuses == dict.fromkeys(gpu_round.PARTS, "done")
@@ -78,6 +69,7 @@ def test_every_operation_is_near_float64(report: dict[str, Any]) -> None:
     found = report["parts"]["kernels"]
     assert found["triton"] == "interpreted, not timed"
     operations = {row["operation"] for row in found["rows"]}
+    assert all(row["programmatic"] for row in found["rows"])
     assert {"paged_attention 9", "linear_residual down", "sample, cuts and penalties"} <= operations
     assert len(found["rows"]) == 2 * 19 + len(QUANTIZATION_SCHEMES) * 7
     for row in found["rows"]:
@@ -96,6 +88,7 @@ def test_each_choice_runs_every_way_and_every_way_is_right(report: dict[str, Any
         assert row["today"] == next(iter(row["variants"]))
         for name, way in row["variants"].items():
             assert "error" not in way, (row["question"], name)
+            assert way["programmatic"] is (name != "PDL off"), (row["question"], name)
             assert max(way["relative_error"]) < 2e-5, (row["question"], name)
 
 
@@ -199,8 +192,54 @@ def test_files_of_several_calls_are_joined(file: Path, report: dict[str, Any], t
         path.write_text(json.dumps(half))
     assert gpu_round.main(["--join", *map(str, files), f"--out={tmp_path / 'joined.json'}"]) == 0
     joined = json.loads((tmp_path / "joined.json").read_text())
-    assert list(joined["parts"]) == ["device", "decode", "tests", "peers"]
+    assert list(joined["parts"]) == ["device", "decode", "peers", "tests"]
     assert joined["parts"]["decode"]["models"] == parts["decode"]["models"]
     files[1].write_text(json.dumps(halves[1] | {"environment": report["environment"] | {"commit": "other"}}))
     with pytest.raises(ValueError, match="different commit"):
         gpu_round.join([str(path) for path in files])
+    files[1].write_text(json.dumps(halves[1] | {"environment": report["environment"] | {"tree": "other"}}))
+    with pytest.raises(ValueError, match="different tree"):
+        gpu_round.join([str(path) for path in files])
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what git has of this commit and nothing that is built or installed, as the lent machine gets it."""
+    folder = tmp_path_factory.mktemp("bare")
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode:
+        pytest.skip("this is no checkout")
+    subprocess.run(["tar", "x"], cwd=folder, input=archive.stdout, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [None, "1"])
+def test_the_tests_of_the_round_need_nothing_that_is_built(bare: Path, workers: str | None) -> None:
+    command = python_command(*tests_of_the_round.pytest_arguments(on_gpu=True))
+    if "-n" in command:
+        command[command.index("-n") :] = ["-n", workers] if workers else ["-p", "no:xdist"]
+    elif workers:
+        pytest.skip("xdist is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [*command, "--collect-only"], cwd=bare, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "test_programmatic_launch_on_gpu.py" in done.stdout
+    assert "test_interleaved.py" not in done.stdout  # of tests/kernels/native
+
+
+def test_the_round_runs_in_a_bare_folder_each_part_in_its_own_process(bare: Path, tmp_path: Path) -> None:
+    arguments = ["-m", "benchmarks.gpu_round", "--smoke", "--parts=device", f"--out={tmp_path / 'round.json'}"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, *arguments], cwd=bare, env=environment, stdout=subprocess.DEVNULL, check=True)
+    report = json.loads((tmp_path / "round.json").read_text())
+    (part,) = report["parts"].values()
+    assert part["status"] == "done"
+    assert list(part["ceilings"]) == ["copy", "read", "matmul"]
+    assert report["environment"]["commit"] is None
+    assert report["environment"]["tree"] == gpu_round.tree_hash(bare)
+    assert report["environment"]["versions"]["d3engine"] is not None
+    with (bare / "kernels/triton/launches.py").open("a") as file:
+        file.write("\n")
+    assert report["environment"]["tree"] != gpu_round.tree_hash(bare)

@@ -6,7 +6,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +20,7 @@ from rich.console import Console
 from round_clock import HERE
 
 from benchmarks import gpu_round
-from benchmarks.gpu import common
+from benchmarks.gpu import common, device, kernels
 from benchmarks.gpu.common import Round, time_limit
 from benchmarks.gpu.tests import counts
 
@@ -120,6 +124,86 @@ def test_what_a_part_had_found_is_kept_although_its_process_dies(apart: Callable
     found = apart(dies)
     assert (found["status"], found["so_far"]) == ("failed", 1)
     assert "died with exit code 3" in found["traceback"]
+
+
+@pytest.mark.parametrize("ending", ["sticky error", "exit", "hang"])
+def test_a_part_goes_on_behind_the_case_that_ended_its_process(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, dead = multiprocessing.get_context("fork").Event(), []
+
+    def synchronize(*_: Any) -> None:
+        if dead:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def make(name: str) -> list[Any]:
+        synchronize()
+        if name == "unmade":
+            raise MemoryError
+        return [(SimpleNamespace(name="tiny"), 1, SimpleNamespace(operation=name))]
+
+    def measure(row: dict[str, Any], case: Any, current: Round) -> None:
+        if case.operation == "bad":
+            if ending == "exit":
+                os._exit(3)
+            if ending == "hang":
+                hangs.set()
+                signal.pause()
+            dead.append(case)
+        synchronize()
+        row["measured"] = True
+
+    def now() -> float:  # a long time passes at once where the part hangs, and else none
+        return 1e9 if hangs.is_set() else 0.0
+
+    names = ["first", "unmade", "bad", "last"]
+    monkeypatch.setattr(kernels, "all_cases", lambda _: [partial(make, name) for name in names])
+    monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(kernels, "launched_as_in_engines", lambda _: nullcontext(False))
+    monkeypatch.setattr(common, "synchronize", synchronize)
+    monkeypatch.setattr(gpu_round, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(gpu_round, "get_context", lambda _: multiprocessing.get_context("fork"))
+    found = gpu_round.run_apart("kernels", HERE)
+    rows = {row["operation"]: row for row in found["rows"]}
+    assert list(rows) == ["first", "inputs of group 1", "bad", "last"]
+    assert [name for name, row in rows.items() if "measured" in row] == ["first", "last"]
+    assert found["status"] == "failed"
+    assert "2 of 4 cases failed" in found["traceback"]
+    reasons = {"sticky error": "DeviceLost", "exit": "died with exit code 3", "hang": "was stopped after"}
+    (death,) = found["deaths"]
+    assert reasons[ending] in death
+
+
+def test_the_mode_of_first_light_is_that_of_all_later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(found: dict[str, Any], current: Round) -> None:
+        if current.mode == "graphs":
+            raise RuntimeError("not in graphs")
+        found["models"] = [{"calls_s": [1.0], "mode": current.mode}]
+
+    def later(found: dict[str, Any], current: Round) -> None:
+        found["mode"] = current.mode
+
+    parts = {"first_light": gpu_round.Part(first, 1, "models"), "later": gpu_round.Part(later, 1)}
+    monkeypatch.setattr(gpu_round, "PARTS", parts)
+    assert run(["first_light", "later"], HERE)["later"]["mode"] == "no-pdl"
+
+
+def test_clocks_and_power_are_sampled_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, written = tmp_path / "nvidia-smi", tmp_path / "written"
+    program.write_text(
+        "#!/bin/sh\necho '1980, 2619, 650.5, 60, 0x0'\necho '1755, 2619, 700.5, 62, 0x4'\n"
+        f"touch {written}\nexec sleep 1000\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with device.sampled() as load:
+        while not written.exists():
+            time.sleep(0.01)
+    assert load["clocks.sm"] == {"min": 1755, "median": 1867.5, "max": 1980}
+    assert load["power.draw"]["max"] == 700.5
+    assert load["clocks_throttle_reasons.active"] == {"0x0": 1, "0x4": 1}
+    monkeypatch.setenv("PATH", "")
+    with device.sampled() as load:
+        pass
+    assert load == {}
 
 
 def test_a_part_can_be_sent_to_a_process_that_is_not_forked() -> None:

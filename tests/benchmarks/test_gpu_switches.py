@@ -6,20 +6,24 @@ import io
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from round_clock import HERE
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu import switches
+from benchmarks.gpu import device, switches
 from benchmarks.gpu.cases import TINY
+from benchmarks.gpu.common import Round
 from benchmarks.gpu.tables import switch_table
 
 
 def test_a_way_that_is_wrong_is_far_and_fails_the_part(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
     question = switches._splits("wrong", TINY[0], [9], HERE)
     wrong = {"today": (), "without the base of its powers": (("paged_attention", "_LOG2_E", 1.0),)}
-    monkeypatch.setattr(switches, "questions", lambda _: [switches.Question("q", TINY[0], question.case, wrong)])
+    monkeypatch.setattr(
+        switches, "questions", lambda _: [lambda: [switches.Question("q", TINY[0], question.case, wrong)]]
+    )
     monkeypatch.setattr(switches, "reading", lambda _: [])
     monkeypatch.setattr(switches, "launching", lambda _: {})
     report: dict[str, Any] = {}
@@ -40,3 +44,18 @@ def test_the_table_names_the_fastest_right_way_and_what_it_gains() -> None:
     assert "100 (8)" in line
     assert line.split()[-4:] == ["fast", "10.0", "120", "20.0%"]
     assert "failed" in line
+
+
+@pytest.mark.parametrize(("mode", "is_on"), [("graphs", True), ("eager", False)])
+def test_kernels_are_launched_as_an_engine_of_the_mode_does(
+    mode: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.kernels.triton import launches
+
+    monkeypatch.setattr(device, "settle_programmatic_launch", lambda *_: setattr(launches, "PROGRAMMATIC", True))
+    with device.launched_as_in_engines(Round(torch.device("cuda"), False, 1e6, mode=mode)) as programmatic:
+        assert programmatic is is_on
+        assert launches.PROGRAMMATIC is is_on
+        question = switches._dependent_launch("norm", TINY[0], lambda: switches._short_norm(TINY[0], HERE))
+        assert next(iter(question.variants)) == ("PDL on" if is_on else "PDL off")
+    assert launches.PROGRAMMATIC is False
