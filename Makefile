@@ -47,7 +47,7 @@ chat: $(VENV)/.installed-gguf $(VENV)/.native
 	@$(BIN)/d3engine chat $(MODEL)
 
 test: $(VENV)/.installed-test $(VENV)/.native
-	@echo "All tests: about three minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
+	@echo "All tests: about seven minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
 	@echo "no GPU, Triton's kernels are interpreted. What is skipped is named with its reason at the end."
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
