@@ -160,7 +160,8 @@ def train_command(
 
     --window A:B puts one trained layer in the place of several, --width narrows MLPs in closed form; both may be given,
     and trained on. Memory and time are said first. A run that was cut off, or ended by --minutes, goes on where its
-    saved state (OUT.part) ends. d3engine calibrate --check "distilled ..." certifies what comes out, or does not.
+    saved state (OUT.begin, OUT.part) ends. d3engine calibrate --check "distilled ..." certifies what comes out, or does
+    not.
     """
     from d3engine.model.students import STUDENT_FILE, read_student, write_student
 
@@ -184,21 +185,25 @@ def train_command(
     if width is not None:
         require_number("--width", width, 0, 1, open_low=True)
 
-    from d3engine.research.distillation.training import Distillation, TrainingOptions, run_key, shape_of
+    from d3engine.research.bridges.fitting import text_hash
+    from d3engine.research.distillation.training import Distillation, TrainingOptions, kept_shape, run_key, shape_of
 
     options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens)
     run, fingerprint = _open(directory, threads, dtype)
     own, held_out = _read(answers, fingerprint, held_out_texts)
+    beginning = target.with_name(f"{target.name}.begin")
     if begin is None:
-        shape = _shape(run, window, keep, width, narrowed, own[:refit_texts])
+        texts_seen = text_hash([one.token_ids for one in own[:refit_texts]])
+        begun = json.dumps([fingerprint, dtype, window, keep, width, narrowed, texts_seen])
+        shape = kept_shape(beginning, begun, lambda: _shape(run, window, keep, width, narrowed, own[:refit_texts]))
     else:
+        begun = sha256_of(begin, sys.maxsize)
         student = read_student(begin, run.config)
         require(student.fingerprint == fingerprint, "--begin", str(begin), "a student of these weights")
         shape = shape_of(student)
     training = Distillation(run, shape, options)
     _tell(training, own, held_out[:curve_texts])
     state = target.with_name(f"{target.name}.part")
-    begun = None if begin is None else sha256_of(begin, sys.maxsize)
     key = run_key(fingerprint, begun, shape, options, own)
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with progress_bar("train", "step", options.all_steps) as bar:
@@ -225,6 +230,7 @@ def train_command(
             write_output("--report", report, json.dumps(found, indent=2) + "\n")
         if finished:
             state.unlink(missing_ok=True)
+            beginning.unlink(missing_ok=True)
         skip = f" skip-layers={','.join(map(str, shape.skip_layers))}" if shape.skip_layers else ""
         note(f'student written to {target}: --depth "distilled{skip} student={target}"')
 

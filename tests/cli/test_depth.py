@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tiny_models import TinyLlama
 
 from d3engine import Distilled, Engine, FixedSkip, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
+from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, Student, read_student, write_student
@@ -163,9 +164,49 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp_path: Path) -> None:
-    from d3engine.loading.model_directory import model_directory
+def test_what_a_student_begins_with_is_not_computed_again(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it would be another: of more answers, say."""
+    refits: list[int] = []
 
+    def counted(run: AnswerPass, texts: Sequence[OwnAnswer], *others: Any, **named: Any) -> Any:
+        refits.append(len(texts))
+        return narrow(run, texts, *others, **named)
+
+    monkeypatch.setattr(module, "narrow", counted)
+    out, state = tmp_path / "student.safetensors", tmp_path / "student.safetensors.begin"
+    words = [
+        "depth",
+        "train",
+        "demo",
+        "--answers",
+        str(answers),
+        "--width",
+        "0.5",
+        "--narrowed",
+        "13:16",
+        "--steps",
+        "2",
+    ]
+    words += ["--out", str(out), "--refit-texts"]
+    for refit_texts, minutes, seen in (("3", "0.0001", [3]), ("3", "0.0001", [3]), ("4", "0.0001", [3, 4])):
+        result = invoke([*words, refit_texts, "--minutes", minutes])
+        assert result.exit_code == 0, result.stderr
+        assert refits == seen
+        assert state.exists()
+    begun = read_student(out, ModelConfig.from_directory(model_directory("demo")))
+    result = invoke([*words, "4"])
+    assert result.exit_code == 0, result.stderr
+    assert refits == [3, 4]
+    assert not state.exists(), "the run is over"
+    ended = read_student(out, ModelConfig.from_directory(model_directory("demo")))
+    for layer, named in begun.layers.items():
+        assert torch.equal(ended.layers[layer][NEURONS], named[NEURONS])
+        assert not torch.equal(ended.layers[layer]["down"], named["down"])
+
+
+def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp_path: Path) -> None:
     out, report = tmp_path / "student.safetensors", tmp_path / "report.json"
     words = ["depth", "train", "demo", "--answers", str(answers), "--window", "9:12", "--width", "0.5"]
     words += ["--narrowed", "12:16", "--hidden-steps", "4", "--steps", "3", "--judge-every", "3"]

@@ -333,6 +333,25 @@ def narrowed_shape(
     return Shape(shape.skip_layers, {**shape.start, **narrow(run, texts, layers, width, progress=progress)})
 
 
+def kept_shape(path: Path, key: str, make: Callable[[], Shape]) -> Shape:
+    """The shape that an earlier run of this `key` has kept there; otherwise what `make` makes in minutes, kept too."""
+
+    def read(tensor: Callable[[str], Tensor], words: Mapping[str, str]) -> Shape:
+        skip, names = as_json(words["shape"], path)
+        start: dict[int, dict[str, Tensor]] = {}
+        for layer, name in names:
+            start.setdefault(layer, {})[name] = tensor(f"{layer}.{name}")
+        return Shape(tuple(skip), start)
+
+    if (found := read_state(path, key, read)) is not None:
+        return found
+    made = make()
+    tensors = {(layer, name): tensor for layer, named in made.start.items() for name, tensor in named.items()}
+    words = {"shape": json.dumps([made.skip_layers, list(tensors)])}
+    write_state(path, key, {f"{layer}.{name}": t.contiguous() for (layer, name), t in tensors.items()}, words)
+    return made
+
+
 def shape_of(student: Student) -> Shape:
     """A student of a file, to be trained further."""
     return Shape(student.skip_layers, {layer: _floats(named) for layer, named in student.layers.items()})
@@ -342,10 +361,8 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor if name == NEURONS else tensor.float() for name, tensor in tensors.items()}
 
 
-def run_key(
-    fingerprint: str, begun: str | None, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer]
-) -> str:
-    """By which a saved state is known to be of this very run; `begun` is the hash of the student it began with."""
+def run_key(fingerprint: str, begun: str, shape: Shape, options: TrainingOptions, own: Sequence[OwnAnswer]) -> str:
+    """By which a saved state is known to be of this very run; `begun` names the student that it began with."""
     sizes = {layer: {name: list(t.shape) for name, t in named.items()} for layer, named in shape.start.items()}
     texts = text_hash([one.token_ids for one in own])
     return json.dumps([fingerprint, begun, list(shape.skip_layers), sizes, vars(options), texts], sort_keys=True)
