@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,12 +27,15 @@ from d3engine.loading.device import capability
 from d3engine.model.config import QUANTIZATION_SCHEMES
 
 Call = Callable[[], object]
-Made = TypeVar("Made")
+Row = dict[str, Any]
+Fill = Callable[[Row], None]
 MODES = ("graphs", "no-pdl", "eager", "reference")
 """How an engine is run: as by default; then without programmatic launch, without CUDA graphs as well, and with kernels
 of plain torch instead of Triton's."""
+LEAST_S = 3.0
+"""A row is not begun with less time than this."""
 ROTATED_BYTES = 256 * 2**20
-"""Inputs are rotated over copies of these bytes together: several times the L2 cache of any GPU (50 - 126 MB)."""
+"""Inputs are rotated over copies that take this together: several times the L2 cache of any GPU (50 - 126 MB)."""
 
 
 @dataclass(frozen=True)
@@ -128,21 +131,48 @@ def require_device(current: Round) -> None:
         raise DeviceLost(f"{type(error).__name__}: {error}"[:500]) from error
 
 
-def made(
-    makers: Iterable[Callable[[], Iterable[Made]]], known: Callable[[str], bool], fails: Callable[[str, str], None]
-) -> Iterator[Made]:
-    """What the makers make, one after another; one that raises goes to `fails` by name, and the next one follows.
+def fill_rows(
+    report: Row, makers: Iterable[Callable[[], Iterable[tuple[Row, Fill]]]], blank: Row, current: Round
+) -> None:
+    """Add to the report the rows that makers begin, each with what fills it in, and keep it before and after that.
 
-    A maker whose name is `known` is left out: it has failed before.
+    `blank` names what tells rows apart, of which one that a process before has kept is left out. A maker that raises
+    leaves `blank` itself, with its place in the first field; the next one follows.
     """
-    for place, make in enumerate(makers):
-        name = f"inputs of group {place}"
-        if known(name):
+    rows: list[Row] = report.setdefault("rows", [])
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in blank)
+
+    known = {key(row) for row in rows}
+
+    def begun() -> Iterator[tuple[Row, Fill]]:
+        for place, make in enumerate(makers):
+            failed = blank | {next(iter(blank)): f"inputs of group {place}"}
+            if key(failed) in known:  # made again, they would fail again
+                continue
+            try:
+                yield from make()
+            except Exception:
+                yield failed | {"error": traceback.format_exc()}, lambda row: None
+
+    for row, fill in begun():
+        if key(row) in known:
             continue
+        if current.left() < LEAST_S:
+            report["stopped"] = f"time: before {', '.join(map(str, key(row)))}"
+            break
+        rows.append(row)
+        current.keep(report | {"rows": [*rows[:-1], row | {"error": "the process ended within this one"}]})
         try:
-            yield from make()
+            fill(row)
+            if current.on_gpu:
+                torch.cuda.empty_cache()
         except Exception:
-            fails(name, traceback.format_exc())
+            row["error"] = traceback.format_exc()
+        current.keep(report)
+        if "error" in row:
+            require_device(current)
 
 
 def eager_seconds(call: Call, device: torch.device) -> float:

@@ -7,7 +7,6 @@ Quantized matrices have no such peers: plain torch unpacks them at every call.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import ModuleType
@@ -18,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.cases import SHAPES, TINY, Case, Inputs, Shape, cases, copy_of, in_float64, quantized_cases
-from benchmarks.gpu.common import ROTATED_BYTES, Round, made, require_device, timed
+from benchmarks.gpu.common import ROTATED_BYTES, Fill, Round, Row, fill_rows, timed
 from benchmarks.gpu.device import launched_as_in_engines
 from d3engine.kernels import reference
 
 FAR = 4.0
 """A kernel whose error is this multiple of that of plain torch at the same dtype is wrong."""
-LEAST_S = 3.0
-ENDED = "the process ended within this one"
 
 
 def run(report: dict[str, Any], current: Round) -> None:
@@ -34,51 +31,28 @@ def run(report: dict[str, Any], current: Round) -> None:
     if current.has_triton:
         report["triton"] = "measured" if current.on_gpu else "interpreted, not timed"
     report["schemes"] = list(current.schemes)
-    report.setdefault("rows", [])
-    known = {(row["shape"], row["rows"], row["operation"]) for row in report["rows"]}
     torch.manual_seed(0)
-
-    def fails(name: str, text: str) -> None:
-        report["rows"].append({"shape": "", "rows": 0, "operation": name, "error": text})
-        current.keep(report)
-        require_device(current)
-
     with launched_as_in_engines(current) as programmatic:
-        for shape, rows, case in made(all_cases(current), lambda name: ("", 0, name) in known, fails):
-            if (shape.name, rows, case.operation) in known:
-                continue
-            if current.left() < LEAST_S:
-                report["stopped"] = f"time: before {case.operation} of {shape.name} at {rows} rows"
-                break
-            row = {"shape": shape.name, "rows": rows, "operation": case.operation, "programmatic": programmatic}
-            report["rows"].append(row)
-            current.keep(report | {"rows": [*report["rows"][:-1], row | {"error": ENDED}]})
-            try:
-                measure(row, case, current)
-                if current.on_gpu:
-                    torch.cuda.empty_cache()
-            except Exception:
-                row["error"] = traceback.format_exc()
-            current.keep(report)
-            if "error" in row:
-                require_device(current)
+        fill_rows(report, all_cases(current, programmatic), {"operation": "", "shape": "", "rows": 0}, current)
     failed = [row for row in report["rows"] if "error" in row or row.get("is_far")]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(report['rows'])} cases failed; see their `error` and `is_far`")
 
 
-def all_cases(current: Round) -> Iterator[Callable[[], Iterator[tuple[Shape, int, Case]]]]:
-    """Makers of every case with its shape and rows; quantized matrices come after the others of a shape."""
+def all_cases(current: Round, programmatic: bool) -> Iterator[Callable[[], Iterator[tuple[Row, Fill]]]]:
+    """Makers of a row for every case; quantized matrices come after the others of a shape."""
 
-    def made_by(make: Callable[..., Iterable[Case]], shape: Shape, *given: Any) -> Iterator[tuple[Shape, int, Case]]:
-        yield from ((shape, given[0], case) for case in make(shape, *given))
+    def begin(make: Callable[..., Iterable[Case]], shape: Shape, rows: int, *given: Any) -> Iterator[tuple[Row, Fill]]:
+        for case in make(shape, rows, *given):
+            row = {"shape": shape.name, "rows": rows, "operation": case.operation, "programmatic": programmatic}
+            yield row, partial(measure, case=case, current=current)
 
     for shape in SHAPES if current.on_gpu else TINY:
         for rows in shape.rows:
-            yield partial(made_by, cases, shape, rows, current)
+            yield partial(begin, cases, shape, rows, current)
         for rows in shape.rows if current.on_gpu else shape.rows[-1:]:
             for scheme in current.schemes:
-                yield partial(made_by, quantized_cases, shape, rows, current, scheme)
+                yield partial(begin, quantized_cases, shape, rows, current, scheme)
 
 
 def measure(row: dict[str, Any], case: Case, current: Round) -> None:

@@ -9,7 +9,6 @@ under way, which is what a slow one can be blamed on.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,11 +22,10 @@ from torch import Tensor
 
 from benchmarks.gpu import kernels as part_kernels
 from benchmarks.gpu.cases import BLOCK_SIZE, EPS, SHAPES, TINY, Case, Draw, Shape, cases, in_float64, quantized_cases
-from benchmarks.gpu.common import Round, made, require_device, synchronize, timed
+from benchmarks.gpu.common import LEAST_S, Fill, Round, Row, fill_rows, require_device, synchronize, timed
 from benchmarks.gpu.device import launched_as_in_engines
 from d3engine.kernels import reference
 
-LEAST_S = 3.0
 KIB_IN_FLIGHT = (8, 16, 32, 64)
 """Bytes under way a processor at which reading is timed: what kernels have, and about twice what Hopper needs."""
 LAUNCHED_LAYERS = 100
@@ -64,39 +62,19 @@ def _run(report: dict[str, Any], current: Round) -> None:
         if name not in report:
             current.keep(report | {name: None})  # which a process behind one that dies of it leaves out
             report[name] = measure(current)
-    report.setdefault("rows", [])
-    known = {(row["question"], row["shape"]) for row in report["rows"]}
-    launched: list[tuple[dict[str, Any], list[Any]]] = []
+    launched: list[tuple[Row, list[Any]]] = []
 
-    def fails(name: str, text: str) -> None:
-        report["rows"].append({"question": name, "shape": "", "today": "", "variants": {}, "error": text})
-        current.keep(report)
-        require_device(current)
+    def begin(make: Callable[[], Iterable[Question]]) -> Iterator[tuple[Row, Fill]]:
+        for question in make():
+            row = {"question": question.name, "shape": question.shape.name, "today": next(iter(question.variants))}
+            yield row | {"variants": {}}, partial(ask, question=question, current=current, launched=launched)
 
-    for question in made(questions(current), lambda name: (name, "") in known, fails):
-        if (question.name, question.shape.name) in known:
-            continue
-        if current.left() < LEAST_S:
-            report["stopped"] = f"time: before {question.name} of {question.shape.name}"
-            break
-        row = {"question": question.name, "shape": question.shape.name, "today": next(iter(question.variants))}
-        row["variants"] = {}
-        report["rows"].append(row)
-        current.keep(report | {"rows": [*report["rows"][:-1], row | {"error": part_kernels.ENDED}]})
-        try:
-            ask(row, question, current, launched)
-            if current.on_gpu:
-                torch.cuda.empty_cache()
-        except Exception:
-            row["error"] = traceback.format_exc()
-        current.keep(report)
-        if "error" in row:
-            require_device(current)
+    fill_rows(report, (partial(begin, make) for make in questions(current)), {"question": "", "shape": ""}, current)
     for found, launches in launched:
         if current.on_gpu and current.left() > LEAST_S:
             found["kernels"] = [_machine_code(launch) for launch in launches]
             current.keep(report)
-    failed = [row for row in report["rows"] if "error" in row or any(_has_failed(v) for v in row["variants"].values())]
+    failed = [row for row in report["rows"] if any(map(_has_failed, (row, *row.get("variants", {}).values())))]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(report['rows'])} questions have a variant that failed; see `error`")
 
@@ -143,9 +121,7 @@ def launching(current: Round) -> dict[str, Any]:
     return found
 
 
-def ask(
-    row: dict[str, Any], question: Question, current: Round, launched: list[tuple[dict[str, Any], list[Any]]]
-) -> None:
+def ask(row: Row, question: Question, current: Round, launched: list[tuple[Row, list[Any]]]) -> None:
     """Fill in error and time of each variant; `launched` takes what each has launched, without any memory."""
     from d3engine.kernels import triton as kernels
 

@@ -59,7 +59,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
     if name == "tests":
         said.append(", ".join(f"{number} {outcome}" for outcome, number in found.get("counts", {}).items()))
     if name == "switches" and "rows" in found:
-        failed = sum("error" in row or any("error" in w for w in row["variants"].values()) for row in found["rows"])
+        failed = sum(any("error" in w for w in (row, *row.get("variants", {}).values())) for row in found["rows"])
         said.append(f"{len(found['rows'])} choices, {failed} with a way that failed")
     if found.get("launching"):
         by_recipe, anew = (found["launching"][way] * 1e6 for way in ("by_recipe", "anew"))
@@ -183,14 +183,14 @@ def switch_table(rows: Sequence[dict[str, Any]]) -> Table:
         failed = "error" in row or any("error" in way or way.get("is_far") for way in ways.values())
         timed = {name: _seconds(way) for name, way in ways.items() if _seconds(way) and not way.get("is_far")}
         best = min(timed, key=lambda name: timed[name], default="-")
-        today = ways.get(row["today"], {})
-        gain = f"{timed[row['today']] / timed[best] - 1:.1%}" if row["today"] in timed else "-"
+        first = row.get("today", "-")
+        gain = f"{timed[first] / timed[best] - 1:.1%}" if first in timed else "-"
         table.add_row(
             row["shape"],
             row["question"] + (" [red]failed[/]" if failed else ""),
-            row["today"],
-            _microseconds(today),
-            _bandwidth(today),
+            first,
+            _microseconds(ways.get(first, {})),
+            _bandwidth(ways.get(first, {})),
             best,
             _microseconds(ways.get(best, {})),
             _bandwidth(ways.get(best, {})),

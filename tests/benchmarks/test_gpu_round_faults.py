@@ -138,16 +138,16 @@ def test_a_part_goes_on_behind_the_case_that_ended_its_process(ending: str, monk
         synchronize()
         if name == "unmade":
             raise MemoryError
-        return [(SimpleNamespace(name="tiny"), 1, SimpleNamespace(operation=name))]
+        return [({"operation": name, "shape": "tiny", "rows": 1}, measure)]
 
-    def measure(row: dict[str, Any], case: Any, current: Round) -> None:
-        if case.operation == "bad":
+    def measure(row: dict[str, Any]) -> None:
+        if row["operation"] == "bad":
             if ending == "exit":
                 os._exit(3)
             if ending == "hang":
                 hangs.set()
                 signal.pause()
-            dead.append(case)
+            dead.append(row)
         synchronize()
         row["measured"] = True
 
@@ -155,8 +155,7 @@ def test_a_part_goes_on_behind_the_case_that_ended_its_process(ending: str, monk
         return 1e9 if hangs.is_set() else 0.0
 
     names = ["first", "unmade", "bad", "last"]
-    monkeypatch.setattr(kernels, "all_cases", lambda _: [partial(make, name) for name in names])
-    monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(kernels, "all_cases", lambda *_: [partial(make, name) for name in names])
     monkeypatch.setattr(kernels, "launched_as_in_engines", lambda _: nullcontext(False))
     monkeypatch.setattr(common, "synchronize", synchronize)
     monkeypatch.setattr(gpu_round, "time", SimpleNamespace(monotonic=now))
