@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
 import re
@@ -79,6 +80,16 @@ def printing_last(show: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         show()
+
+
+def tell_verdict(found: Any, show: Callable[[Any], None], as_json: bool) -> None:
+    """Print a report as JSON or by `show`; the command fails where the report says that something does not hold."""
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        show(found)
+    if not found.holds:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 PROGRAM = "d3engine"

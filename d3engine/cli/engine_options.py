@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -172,9 +172,7 @@ def _sampling(**defaults: Any) -> dict[str, tuple[str, Any, str]]:
 SAMPLING = _sampling(max_tokens=DEFAULT_MAX_TOKENS)
 """Argument of `SamplingParams` -> flag, type, help. What is not given follows generation_config.json."""
 
-"""With what `chat` samples a model whose files do not say it: at 1, an API's default, small models talk nonsense."""
 CHAT_MAX_TOKENS = 512
-
 CHAT_SAMPLING = _sampling(max_tokens=CHAT_MAX_TOKENS, **CHAT_DEFAULTS)
 """Of a conversation."""
 
@@ -189,9 +187,16 @@ SAMPLES: OptionTable = {"n": options_of(SamplingParams)["n"], **SAMPLING, **STRU
 """With several answers to one prompt, and forms for them."""
 
 
-def takes_engine(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `engine_options` of a typer command by the options of the engine."""
-    return takes_options(command, "engine_options", ENGINE, "Engine", PANELS)
+COMPUTING = (
+    *("device", "dtype", "weight_dtype", "activations", "kv_cache_dtype"),
+    *("batch_invariant", "backend", "threads"),
+)
+"""Options of the engine that decide how numbers are computed."""
+
+
+def takes_engine(command: Callable[..., Any], names: Iterable[str] = ENGINE) -> Callable[..., Any]:
+    """Replace the parameter `engine_options` of a typer command by the options of the engine, or by some of them."""
+    return takes_options(command, "engine_options", {name: ENGINE[name] for name in names}, "Engine", PANELS)
 
 
 def takes_chat_sampling(command: Callable[..., Any]) -> Callable[..., Any]:

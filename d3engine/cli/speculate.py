@@ -1,17 +1,18 @@
-"""`d3engine speculate`: which drafts pay for prompts of one's own."""
+"""`d3engine speculate`: which drafts pay for your prompts."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tqdm import tqdm
 
-from d3engine.cli.commands import ExitCode, new_app
-from d3engine.cli.engine_options import ENGINE, PANELS, Model, Options, engine_arguments, takes_options
+from d3engine.cli.commands import new_app, tell_verdict
+from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.errors import InvalidValueError, require_integer, require_number
 from d3engine.progress import bar_columns, hides_bars
@@ -21,19 +22,9 @@ if TYPE_CHECKING:
 
 app = new_app(help="Find the drafts that pay for your prompts.", no_args_is_help=True)
 
-_TAKEN = (
-    *("device", "dtype", "weight_dtype", "activations", "kv_cache_dtype", "batch_invariant", "backend", "threads"),
-    *("max_model_len", "kv_cache_memory_bytes", "seed"),
-)
-_OPTIONS = {name: ENGINE[name] for name in _TAKEN}
-
 MAX_LENGTHS = 8
 MAX_AT_ONCE = 256
 SHOWN_POSITIONS = 4
-
-
-def _takes_engine(command: Any) -> Any:
-    return takes_options(command, "engine_options", _OPTIONS, "Engine", PANELS)
 
 
 @app.callback()
@@ -42,7 +33,7 @@ def _speculate() -> None:
 
 
 @app.command("tune")
-@_takes_engine
+@partial(takes_engine, names=(*COMPUTING, "max_model_len", "kv_cache_memory_bytes", "seed"))
 def tune_command(
     engine_options: Options,
     model: Model = "demo",
@@ -94,12 +85,7 @@ def tune_command(
             at_once=at_once,
             done=done,
         )
-    if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
-    else:
-        _print(found)
-    if not found.holds:
-        raise typer.Exit(ExitCode.FAILED)
+    tell_verdict(found, _print, as_json)
 
 
 def _read_lengths(given: str) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tqdm import tqdm
 
-from d3engine.cli.commands import ExitCode, new_app
-from d3engine.cli.engine_options import ENGINE, PANELS, Model, Options, engine_arguments, takes_options
+from d3engine.cli.commands import new_app, tell_verdict
+from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.errors import require_integer
 from d3engine.progress import bar_columns, hides_bars
 
@@ -18,17 +18,9 @@ if TYPE_CHECKING:
 
 app = new_app()
 
-_TAKEN = ("device", "dtype", "weight_dtype", "activations", "kv_cache_dtype", "batch_invariant", "backend", "threads")
-_OPTIONS = {name: ENGINE[name] for name in _TAKEN}
-"""Options of the engine that decide how numbers are computed; the others are what the checks vary."""
-
-
-def _takes_engine(command: Any) -> Any:
-    return takes_options(command, "engine_options", _OPTIONS, "Engine", PANELS)
-
 
 @app.command()
-@_takes_engine
+@partial(takes_engine, names=COMPUTING)  # the others are what the checks vary
 def verify(
     engine_options: Options,
     model: Model = "demo",
@@ -56,12 +48,7 @@ def verify(
             bar.update()
 
         found = verify_equality(model, arguments, draft_model=draft_model, max_tokens=max_tokens, done=done)
-    if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
-    else:
-        _print(found)
-    if not found.holds:
-        raise typer.Exit(ExitCode.FAILED)
+    tell_verdict(found, _print, as_json)
 
 
 def _print(found: EqualityReport) -> None:

@@ -18,7 +18,6 @@ from d3engine.model.config import ModelConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.word_problems import problems
-from d3engine.text.chat_template import load_chat_template
 from d3engine.text.prompts import Prompt
 from d3engine.version import __version__
 
@@ -170,11 +169,7 @@ class EqualityReport:
 
 def cases_of(engine: Engine, max_tokens: int) -> list[Case]:
     """A chat, code and a long prompt, greedy and sampled; answers go on behind an end of text."""
-    has_template = load_chat_template(engine.directory) is not None
-    prompts: dict[str, Prompt] = {
-        name: engine.chat_prompt([{"role": "user", "content": text}]) if has_template else text
-        for name, text in (("chat", CHAT), ("code", CODE))
-    }
+    prompts: dict[str, Prompt] = {"chat": as_chat(engine, CHAT), "code": as_chat(engine, CODE)}
     text = "\n".join([CHAT, *questions(20), CODE])
     prompts["long"] = engine.get_tokenizer().encode(text)[: min(LONG, engine.max_model_len - max_tokens)]
     return [
@@ -186,6 +181,11 @@ def cases_of(engine: Engine, max_tokens: int) -> list[Case]:
         for seed, (name, prompt) in enumerate(prompts.items())
         for kind, temperature in TEMPERATURES.items()
     ]
+
+
+def as_chat(engine: Engine, text: str) -> Prompt:
+    """The text as a user's message, where the model has a chat template."""
+    return text if engine.chat_template() is None else engine.chat_prompt([{"role": "user", "content": text}])
 
 
 def questions(count: int) -> list[str]:

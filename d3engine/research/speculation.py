@@ -1,4 +1,4 @@
-"""Drafters and draft lengths against no drafts, over prompts of the user's own."""
+"""Drafters and draft lengths against no drafts, over the user's prompts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from d3engine.errors import require
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
-from d3engine.research.equality import CHAT, CODE, questions
-from d3engine.text.chat_template import load_chat_template
+from d3engine.research.equality import CHAT, CODE, as_chat, questions
 from d3engine.text.prompts import Prompt
 
 MAX_MODEL_LEN = 2048
@@ -179,7 +178,7 @@ def tune(
     # An answer that a lookup finds must be another prompt's, and no prompt be cheaper than the first time.
     common = {"max_model_len": length, "max_num_seqs": at_once, "enable_prefix_caching": False}
     with Engine(model, **common | dict(arguments), speculative_config=config) as engine:
-        asked = Asked([_as_chat(engine, prompt) for prompt in prompts], at_once, max_tokens, temperature)
+        asked = Asked([as_chat(engine, prompt) for prompt in prompts], at_once, max_tokens, temperature)
         plain, *candidates = [Candidate(None), *candidates_of(lengths, draft_model)]
         for candidate in (plain, candidates[-1]):  # a warm-up
             replace(asked, prompts=asked.prompts[:1], max_tokens=8).answered_by(engine, candidate)
@@ -241,10 +240,3 @@ def _without_end(counts: Iterator[int]) -> tuple[int, ...]:
     while found and not found[-1]:
         found.pop()
     return tuple(found)
-
-
-def _as_chat(engine: Engine, text: str) -> Prompt:
-    """The text as a user's message, where the model has a chat template."""
-    if load_chat_template(engine.directory) is None:
-        return text
-    return engine.chat_prompt([{"role": "user", "content": text}])
