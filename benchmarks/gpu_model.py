@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the whole model")
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="bf16")
     parser.add_argument("--batch", type=int, choices=CONTEXT_BATCHES, default=1, help="rows of a step")
-    parser.add_argument("--prompt", type=int, choices=PROMPTS, help="a step over these tokens of one prompt instead")
+    parser.add_argument("--prompt", type=int, choices=PROMPTS, help="a step over N tokens of one prompt instead")
     parser.add_argument("--sampled", action="store_true", help="choose under top-p, not the likeliest")
     parser.add_argument("--context", type=int, default=512, help="entries of each row")
     parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="what entries are held in")

@@ -44,7 +44,7 @@ class Part:
     run: Callable[[dict[str, Any], Round], None]
     share: float  # of the time, in proportion to the other parts'
     figures: str | None = None  # what holds figures where an engine was run, in whatever mode
-    quiet_s: float = math.inf  # it hangs where it keeps nothing new for so long
+    quiet_s: float = math.inf  # it hangs where it keeps nothing new for this time
     goes_on: bool = False  # whether its rows are one by one, and another process goes on behind one that died
 
 
@@ -69,7 +69,7 @@ interpreter, which takes a minute for what takes a device a moment."""
 LEAST_S = 15.0
 """A part is not begun with less than this."""
 GRACE_S = 15.0
-"""A part that goes on so long after its time hangs, and is ended."""
+"""A part that goes on for this after its time hangs, and is ended."""
 
 
 def run_here(name: str, current: Round) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def run_here(name: str, current: Round) -> dict[str, Any]:
 
 
 def run_apart(name: str, current: Round) -> dict[str, Any]:
-    """Run one part in a process of its own: a kernel that faults or hangs takes no other part with it.
+    """Run one part in a separate process: a kernel that faults or hangs takes no other part with it.
 
     A part that goes on does so in another process, behind the row at which the one before ended.
     """

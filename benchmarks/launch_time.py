@@ -37,7 +37,7 @@ Operation = Callable[[], Any]
 
 
 def operations(rows: int, answers: int) -> dict[str, Operation]:
-    """A layer's operations, and all of them in a row, over a prompt's chunk beside answers, `rows` in all."""
+    """A layer's operations, and all of them in a row, over a prompt's chunk and `answers` answers, `rows` in all."""
     from d3engine.kernels import triton as kernels
 
     def floats(*shape: int) -> torch.Tensor:

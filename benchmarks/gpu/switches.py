@@ -29,7 +29,7 @@ from d3engine.kernels import reference
 KIB_IN_FLIGHT = (8, 16, 32, 64)
 """Bytes under way a processor at which reading is timed: what kernels have, and about twice what Hopper needs."""
 LAUNCHED_LAYERS = 100
-"""This number of layers has fewer kernels than a stream holds before the host must wait."""
+"""Layers that have fewer kernels than a stream holds before the host must wait."""
 LAUNCHED_ROWS = 32
 PROCESSORS = 132  # where there is no device to ask
 
@@ -233,8 +233,10 @@ def questions(current: Round) -> Iterator[Callable[[], Iterable[Question]]]:
 
 
 def _dependent_launch(name: str, shape: Shape, make: Callable[[], Case]) -> Question:
-    ways = sorted((("off", False), ("on", True)), key=lambda way: way[1] != programmatic_launches())  # today's first
-    variants: dict[str, Settings] = {f"PDL {way}": (("launches", "PROGRAMMATIC", value),) for way, value in ways}
+    today = programmatic_launches()
+    variants: dict[str, Settings] = {
+        f"PDL {'on' if way else 'off'}": (("launches", "PROGRAMMATIC", way),) for way in (today, not today)
+    }
     return Question(f"{name}: PDL", shape, make(), variants)
 
 

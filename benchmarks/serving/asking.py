@@ -1,4 +1,4 @@
-"""The client: requests over HTTP, one after the other on several streams, or at times of their own; and what it saw."""
+"""The client: requests over HTTP, one after the other on several streams, or at given times; and what it saw."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Arrivals:
         self._waiting += 1
 
     def took(self, steps: int) -> None:
-        """Steps have been taken at once, since requests came."""
+        """`steps` steps have been taken at once since requests came."""
         self._by_step += [self._waiting] + [0] * (steps - 1)
         self._waiting = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from d3engine.depth import DepthPolicy, FullDepth
@@ -99,7 +99,7 @@ class TuneReport:
     prompts: int
     before: Measured
     after: Measured
-    candidates: list[Measured] = field(default_factory=list)
+    candidates: Sequence[Measured] = ()
 
     @property
     def plain_rate(self) -> float:
@@ -148,10 +148,10 @@ class TuneReport:
 
 def candidates_of(lengths: Sequence[int], draft_model: str | None) -> Iterator[Candidate]:
     """Every drafter with each of these lengths, and with as many tokens as pay."""
-    for method in METHODS:
-        if method == "draft_model" and draft_model is None:
-            continue
-        config = {"method": method, **({"model": draft_model} if method == "draft_model" else {})}
+    configs: list[dict[str, Any]] = [{"method": "ngram"}, {"method": "suffix"}]
+    if draft_model is not None:
+        configs.append({"method": "draft_model", "model": draft_model})
+    for config in configs:
         yield from (Candidate({**config, "num_speculative_tokens": length}) for length in lengths)
         yield Candidate(config)
 
@@ -160,13 +160,13 @@ def tune(
     model: str,
     arguments: Mapping[str, Any],
     *,
-    draft_model: str | None = None,
-    prompts: Sequence[str] = BUILT_IN,
-    lengths: Sequence[int] = (2, 4, 8),
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    at_once: int = 1,
-    done: Callable[[Candidate, int], None] = lambda candidate, prompts: None,
+    draft_model: str | None,
+    prompts: Sequence[str],
+    lengths: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    at_once: int,
+    done: Callable[[Candidate, int], None],
 ) -> TuneReport:
     """Answer all prompts by each candidate, `at_once` together, on one engine with `arguments`.
 
@@ -174,12 +174,11 @@ def tune(
     raises, and `InvalidValueError` where an answer without drafts has no token.
     """
     length = min(ModelConfig.from_directory(model_directory(model)).max_length, MAX_MODEL_LEN)
-    config = {"method": "suffix"} if draft_model is None else {"method": "draft_model", "model": draft_model}
+    plain, *candidates = [Candidate(None), *candidates_of(lengths, draft_model)]
     # An answer that a lookup finds must be another prompt's, and no prompt be cheaper than the first time.
     common = {"max_model_len": length, "max_num_seqs": at_once, "enable_prefix_caching": False}
-    with Engine(model, **common | dict(arguments), speculative_config=config) as engine:
+    with Engine(model, **common | dict(arguments), speculative_config=candidates[-1].config) as engine:
         asked = Asked([as_chat(engine, prompt) for prompt in prompts], at_once, max_tokens, temperature)
-        plain, *candidates = [Candidate(None), *candidates_of(lengths, draft_model)]
         for candidate in (plain, candidates[-1]):  # a warm-up
             replace(asked, prompts=asked.prompts[:1], max_tokens=8).answered_by(engine, candidate)
         first, wanted = asked.answered_by(engine, plain, done=done)

@@ -135,7 +135,7 @@ def fewest_to_certify(tolerance: Tolerance) -> int:
 
 
 def most_kept(num_candidates: int, halvings: int) -> int:
-    """Candidates that stay after `halvings` of screening, at most."""
+    """Candidates that stay after `halvings` halvings of screening, at most."""
     return max(-(-num_candidates // (1 << halvings)), min(num_candidates, FINALISTS))
 
 
@@ -236,7 +236,7 @@ def _effect(schedule: Schedule, max_tokens: int) -> np.ndarray[tuple[int, ...], 
 
 LEAVE_LEVEL = 0.05
 FIRST_OF = 10
-"""Full depth answers one problem of this number first: where it knows nothing, that shows at once."""
+"""Full depth answers one problem in this number first: where it knows nothing, that shows at once."""
 
 
 class Fate(StrEnum):

@@ -62,7 +62,7 @@ def depth_questions(
 ) -> list[Question]:
     """Questions by which a policy's depth is set, which takes no answers: of the validation split, where there is one.
 
-    BBH has none; of its own questions one in this number is taken, from all tasks.
+    BBH has none; its questions are taken at equal distances, from all tasks.
     """
     if most is None:
         most = min(DEPTH_QUESTIONS, len(benchmark.questions))
