@@ -19,17 +19,24 @@ from benchmarks.gpu.tables import switch_table
 
 
 def test_a_way_that_is_wrong_is_far_and_fails_the_part(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
+    """And so does a question whose inputs cannot be made."""
     question = switches._splits("wrong", TINY[0], [9], HERE)
     wrong = {"today": (), "without the base of its powers": (("paged_attention", "_LOG2_E", 1.0),)}
+
+    def unmade() -> list[switches.Question]:
+        raise MemoryError
+
     monkeypatch.setattr(
-        switches, "questions", lambda _: [lambda: [switches.Question("q", TINY[0], question.case, wrong)]]
+        switches, "questions", lambda _: [unmade, lambda: [switches.Question("q", TINY[0], question.case, wrong)]]
     )
     monkeypatch.setattr(switches, "reading", lambda _: [])
     monkeypatch.setattr(switches, "launching", lambda _: {})
     report: dict[str, Any] = {}
-    with pytest.raises(RuntimeError, match="1 of 1 questions have a variant that failed"):
+    with pytest.raises(RuntimeError, match="2 of 2 questions have a variant that failed"):
         switches.run(report, HERE)
-    assert [way["is_far"] for way in report["rows"][0]["variants"].values()] == [False, True]
+    failed, row = report["rows"]
+    assert (failed["question"], "MemoryError" in failed["error"]) == ("inputs of group 0", True)
+    assert [way["is_far"] for way in row["variants"].values()] == [False, True]
 
 
 def test_the_table_names_the_fastest_right_way_and_what_it_gains() -> None:
@@ -39,8 +46,10 @@ def test_the_table_names_the_fastest_right_way_and_what_it_gains() -> None:
         "wrong": {"device_s": 1e-6, "gb_per_s": 1200.0, "is_far": True},
     }
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(switch_table([{"question": "tile", "shape": "tiny", "today": "today", "variants": ways}]))
-    line = console.export_text().splitlines()[1]
+    unmade = {"question": "inputs of group 1", "shape": "", "error": "MemoryError"}
+    console.print(switch_table([{"question": "tile", "shape": "tiny", "today": "today", "variants": ways}, unmade]))
+    line, last = console.export_text().splitlines()[1:]
+    assert "inputs of group 1 failed" in last
     assert "100 (8)" in line
     assert line.split()[-4:] == ["fast", "10.0", "120", "20.0%"]
     assert "failed" in line
