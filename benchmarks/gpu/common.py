@@ -136,7 +136,7 @@ def fill_rows(
 ) -> None:
     """Add to the report the rows that makers begin, each with what fills it in, and keep it before and after that.
 
-    `blank` names what tells rows apart, of which one that a process before has kept is left out. A maker that raises
+    The fields of `blank` tell rows apart; one that a process before has kept is left out. A maker that raises
     leaves `blank` itself, with its place in the first field; the next one follows.
     """
     rows: list[Row] = report.setdefault("rows", [])
@@ -169,7 +169,7 @@ def fill_rows(
             if current.on_gpu:
                 torch.cuda.empty_cache()
         except Exception:
-            row["error"] = traceback.format_exc()
+            row.setdefault("error", traceback.format_exc())
         current.keep(report)
         if "error" in row:
             require_device(current)
