@@ -27,7 +27,7 @@ from d3engine.model.llama import Llama
 from d3engine.plan import CapturedRows, DraftWork, HiddenRows, Plan, Span, SteeredRows
 from d3engine.request.hidden_states import FloatArray, Steer
 
-Due: TypeAlias = tuple[int, Callable[[], None]]
+Due: TypeAlias = tuple[int, Callable[[], object]]
 """A layer, and what is done to the residual stream in front of it."""
 
 
@@ -85,7 +85,7 @@ class LayerHooks:
 
 
 class StateHooks:
-    """Captures and steers the rows of steps; `final` makes the last states of a model, after its final norm."""
+    """Captures and steers the rows of steps."""
 
     def __init__(self, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
         self._num_layers = num_layers
@@ -95,7 +95,10 @@ class StateHooks:
     def captures(
         self, captured: Iterable[CapturedRows], hidden: Tensor, final: Callable[[Tensor], Tensor], found: list[Tensor]
     ) -> Iterator[Due]:
-        """What `captured` wants of `hidden` [R, H] comes into `found`, [1, rows, H] each."""
+        """What `captured` wants of `hidden` [R, H] comes into `found`, [1, rows, H] each.
+
+        `final` is the model's final norm, for states behind its last layer.
+        """
         for group in captured:
             yield group.layer, partial(self._capture, group, hidden, final, found)
 
