@@ -406,7 +406,7 @@ def test_arguments_of_generate_are_those_of_prompts_that_have_none(native: Engin
     expected = answer(native, PROMPTS[:1], greedy(capture=Capture(3), steer=Steer({1: torch.from_numpy(VECTOR)})))
     assert_equal(outputs[:1], expected)
     assert [states.shape for states in states_of(outputs[1])] == [(1, HIDDEN)]
-    with pytest.raises(InvalidValueError, match="capture must be a path of its own for each prompt"):
+    with pytest.raises(InvalidValueError, match="capture must be another path for each prompt"):
         native.generate(PROMPTS, greedy(), use_tqdm=False, capture=Capture(3, path=tmp_path / "states"))
 
 
@@ -502,7 +502,7 @@ def test_an_engine_in_another_process_refuses_both(tiny: TinyLlama, transport: s
             return found
 
     if transport == "process":
-        with pytest.raises(InvalidValueError, match="must be None, since the engine has a process of its own"):
+        with pytest.raises(InvalidValueError, match="must be None, since the engine runs in another process"):
             asyncio.run(ask())
     else:
         assert [states.shape for states in states_of(asyncio.run(ask()))] == [(5 + TOKENS - 1, HIDDEN)]
