@@ -415,9 +415,7 @@ class NativeExecutor:
             self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], **given)
         return Computed(torch.from_numpy(logits[plan.logit_rows]), captured=self._hooks.captured(plan, hooks))
 
-    def _parts(
-        self, plan: Plan, steps: IntArray, hooks: Hooks | None
-    ) -> Iterator[tuple[slice, Rows, dict[str, Any]]]:
+    def _parts(self, plan: Plan, steps: IntArray, hooks: Hooks | None) -> Iterator[tuple[slice, Rows, dict[str, Any]]]:
         """The rows of a single step, as many at a time as go through the layers together, at these steps [R].
 
         With them comes what the library is given of their hidden states; `hooks` takes in what that captures.
