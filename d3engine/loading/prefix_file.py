@@ -52,7 +52,8 @@ class PrefixFile:
             "executor": executor.partition(", threads")[0],
             "torch": torch.__version__,
         }
-        for name in ("dtype", "weight_dtype", "kv_dtype", "activations", "weight_compression", "block_size"):
+        types = ("dtype", "weight_dtype", "kv_dtype", "activations", "weight_compression")
+        for name in (*types, "block_size", "kernels", "batch_invariant"):
             depends_on[name] = str(getattr(settings, name))
         return cls(Path(settings.prefix_cache_file), settings.prefix_cache_file_bytes, json.dumps(depends_on))
 

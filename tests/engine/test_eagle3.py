@@ -228,5 +228,7 @@ def test_a_head_that_does_not_fit_is_refused_by_name(target: TinyLlama, head: Pa
 def test_where_no_head_runs_it_is_refused_by_name(target: TinyLlama, head: Path, native_library: None) -> None:
     with pytest.raises(InvalidValueError, match=r'draft_model must be a whole model, or .* beside backend="torch"'):
         new_engine(target, backend="native", speculative_config=config_of(head))
+    with pytest.raises(InvalidValueError, match="prefix_cache_file must be None with an EAGLE-3 head"):
+        new_engine(target, prefix_cache_file=head / "prefixes", speculative_config=config_of(head))
     with pytest.raises(InvalidValueError, match=r"must be the directory of an EAGLE-3 head"):
         new_engine(target, speculative_config=config_of(target.directory))
