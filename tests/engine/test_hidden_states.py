@@ -488,19 +488,30 @@ def test_positions_are_counted_as_they_are_found(which: Any) -> None:
         assert everywhere[positions.among(everywhere)].tolist() == everywhere[which].tolist()
 
 
-@pytest.mark.parametrize("transport", ["thread", "process"])
-def test_an_engine_in_another_process_refuses_both(tiny: TinyLlama, transport: str, native_library: None) -> None:
-    async def ask() -> RequestOutput:
+def asked_of(tiny: TinyLlama, transport: str, *each: SamplingParams) -> list[RequestOutput | InvalidValueError]:
+    """What an engine behind this transport answers to each, or raises."""
+
+    async def ask() -> list[RequestOutput | InvalidValueError]:
+        found: list[RequestOutput | InvalidValueError] = []
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
         async with AsyncEngine(tiny.directory, transport=transport, kv_cache_memory_bytes=2**22, **options) as engine:
-            found = None
-            async for output in engine.generate(PROMPTS[1], greedy(capture=[1], steer={1: VECTOR})):
-                found = output
-            assert found is not None
-            return found
+            for params in each:
+                try:
+                    found += [output async for output in engine.generate(PROMPTS[1], params)][-1:]
+                except InvalidValueError as error:
+                    found.append(error)
+        return found
 
-    if transport == "process":
-        with pytest.raises(InvalidValueError, match="must be None, since the engine runs in another process"):
-            asyncio.run(ask())
-    else:
-        assert [states.shape for states in states_of(asyncio.run(ask()))] == [(5 + TOKENS - 1, HIDDEN)]
+    return asyncio.run(ask())
+
+
+def test_an_engine_on_a_thread_gives_them(tiny: TinyLlama, native_library: None) -> None:
+    (output,) = asked_of(tiny, "thread", greedy(capture=[1], steer={1: VECTOR}))
+    assert isinstance(output, RequestOutput)
+    assert [states.shape for states in states_of(output)] == [(5 + TOKENS - 1, HIDDEN)]
+
+
+def test_an_engine_in_another_process_refuses_both(tiny: TinyLlama, native_library: None) -> None:
+    found = asked_of(tiny, "process", greedy(capture=[1]), greedy(steer={1: VECTOR}))
+    for name, error in zip(("capture", "steer"), found, strict=True):
+        assert str(error).startswith(f"{name} must be None, since the engine runs in another process")
