@@ -75,6 +75,9 @@ class LayerHooks:
         for span in spans:
             low, high = span.layers.start, span.layers.stop
             inside = [layer for layer in layers if low < layer < high]
+            if not inside:
+                yield span
+                continue
             for start, stop in pairwise([low, *inside, high]):
                 yield replace(span, layers=range(start, stop))
 
@@ -142,12 +145,10 @@ class NativeStateHooks:
         """What a plan captures and steers in this number of steps; None where it does neither."""
         if not plan.captured and not plan.steered:
             return None
-        captures = [_pairs(group) for group in plan.captured]
-        pairs = np.concatenate([np.empty((0, 2), np.int32), *captures])
-        steerings = [self._steerings(group) for group in plan.steered]
+        pairs = np.concatenate([np.empty((0, 2), np.int32), *map(_pairs, plan.captured)])
+        steerings = np.concatenate([np.empty(0, STEERINGS), *map(self._steerings, plan.steered)])
         states = np.empty((num_steps, len(pairs), self._model.config.hidden_size), np.float32)
-        held = [(group.steer, self._maps_of(group.steer)) for group in plan.steered]
-        return Hooks(np.concatenate([np.empty(0, STEERINGS), *steerings]), pairs, states, held)
+        return Hooks(steerings, pairs, states, held=[group.steer for group in plan.steered])  # and so their maps
 
     def _steerings(self, group: SteeredRows) -> npt.NDArray[Any]:
         change, maps = group.steer.changes[group.layer], self._maps_of(group.steer).get(group.layer)
