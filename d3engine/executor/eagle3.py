@@ -85,13 +85,12 @@ class Eagle3Executor:
         self.stats.eager_steps += 1
         last_states: dict[int, Tensor] = {}
         for chunk, sequence in enumerate(plan.sequences):
-            first, last = int(plan.query_starts[chunk]), int(plan.query_starts[chunk + 1])
-            positions = torch.arange(int(plan.starts[chunk]), int(plan.stops[chunk]), device=self._target.device)
-            tokens = torch.from_numpy(plan.token_ids[first:last].astype("int64")).to(self._target.device)
-            has_row = positions > 0
-            if bool(has_row.any()):
+            start, stop = max(int(plan.starts[chunk]), 1), int(plan.stops[chunk])
+            if start < stop:
+                last = int(plan.query_starts[chunk + 1])
+                tokens = torch.from_numpy(plan.token_ids[last - (stop - start) : last].astype("int64"))
                 text = self._texts[int(plan.slots[chunk])]
-                last_states[chunk] = self._rows(text, tokens[has_row], positions[has_row], sequence.num_tokens)[-1]
+                last_states[chunk] = self._rows(text, tokens.to(self._target.device), start, sequence.num_tokens)[-1]
         sampled = torch.stack([last_states[chunk] for chunk in plan.sampled.tolist()]) if plan.sampled.size else None
         logits = torch.full((plan.sampled.size, self._head.config.vocab_size), -torch.inf, device=self._target.device)
         if sampled is not None:
@@ -99,12 +98,13 @@ class Eagle3Executor:
             logits[:, self._head.token_ids] = found.float()
         return Computed(logits)
 
-    def _rows(self, text: _Text, tokens: Tensor, positions: Tensor, num_known: int) -> Tensor:
-        """The last states [n, H] of neighbouring rows, whose keys and values are kept."""
-        config, start = self._head.config, int(positions[0])
-        drafted = text["own"].read(start - 1, int(positions[-1])) if int(positions[-1]) >= num_known else None
-        states = text["target"].read(start - 1, int(positions[-1]), room=len(positions))
-        if drafted is not None:
+    def _rows(self, text: _Text, tokens: Tensor, start: int, num_known: int) -> Tensor:
+        """The last states [n, H] of neighbouring rows from position `start` on, whose keys and values are kept."""
+        config, stop = self._head.config, start + len(tokens)
+        positions = torch.arange(start, stop, device=tokens.device)
+        states = text["target"].read(start - 1, stop - 1)
+        if stop > num_known:
+            drafted = text["own"].read(start - 1, stop - 1)
             states = torch.where((positions >= num_known)[:, None], drafted, states)
         embedded = self._target.model.embed(tokens)
         both = torch.cat(
@@ -116,7 +116,6 @@ class Eagle3Executor:
         )
         text["keys"].write(start, self._rotated(keys, positions).flatten(1))
         text["values"].write(start, values.flatten(1))
-        stop = int(positions[-1]) + 1
         all_keys, all_values = (
             text[name]
             .read(1, stop)
@@ -172,11 +171,11 @@ class _KeptRows:
             self._rows = grown
         self._rows[start:stop] = rows
 
-    def read(self, start: int, stop: int, room: int = 0) -> Tensor:
-        """The rows of positions [start, stop); zeros where none were written, up to `room` rows in all."""
+    def read(self, start: int, stop: int) -> Tensor:
+        """The rows of positions [start, stop); zeros where none were written."""
         assert self._rows is not None, "the target has run, or a row before"
         found = self._rows[start:stop]
-        lacking = max(room, stop - start) - len(found)
+        lacking = stop - start - len(found)
         return torch.cat((found, found.new_zeros((lacking, found.shape[1])))) if lacking > 0 else found
 
 
