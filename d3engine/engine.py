@@ -331,8 +331,9 @@ class Engine(Chats, EngineProperties):
     def close(self) -> None:
         """Drop weights, cache and requests, and write the prefix cache file; calling it again does nothing."""
         with self._call():
+            is_sound = self._life.is_sound  # a fault may have left any entries behind
             if self._life.close():
-                if self._prefix_file is not None:
+                if self._prefix_file is not None and is_sound:
                     self._prefix_file.write(self.scheduler.prefix_cache, self.executor.pool)
                 self.executor.close()
                 del self.executor

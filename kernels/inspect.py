@@ -132,8 +132,8 @@ def inspect(
     the first if there is none. What does not depend on them is compiled once, as is every specialization that several
     launches share. Of launches for several row counts there are those for `rows` alone, if any. With `spills_only`
     what a kernel has in flight is not inspected. With `batch_invariant` projections are those of `batch_invariant.py`;
-    with `matmul_rows` those of up to these rows are inspected that torch would get else. `programmatic`: launched so
-    where the device has it. `jobs` processes compile.
+    with `matmul_rows` also those of up to this number of rows that torch would get. `programmatic`: launched so where
+    the device has it. `jobs` processes compile.
     Raises `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.

@@ -192,8 +192,8 @@ def _rows_at_once(num_tokens: int, num_columns: int) -> int:
 
 
 _CHANNELS_APART = 16
-"""Pieces begin at multiples of these output channels, at which products of few rows begin anew anyway: a product by
-pieces is then that of the whole matrix, in most shapes to the bit."""
+"""Pieces begin at multiples of this output channel, where products of few rows begin anew anyway: a product by pieces
+is then that of the whole matrix, in most shapes to the bit."""
 
 
 def rotate_(heads: Tensor, rotations: Tensor) -> None:

@@ -159,7 +159,7 @@ class ReplyFuture:
 
 
 Tap: TypeAlias = "Callable[[Sequence[Any]], int]"
-"""Takes this number of the first of what came at once for a reader who waits; for the rest he is woken."""
+"""Takes the first of what came at once for a reader that waits, and says how many; for the rest it is woken."""
 
 
 class LoopWaker:

@@ -209,7 +209,7 @@ def plain(name: str, value: Any) -> Any:
         return _plain_policy(name, value)
     if isinstance(value, Enum):
         return value.value
-    allowed = "None, since the engine has a process of its own"
+    allowed = "None, since the engine runs in another process"
     require(not isinstance(value, Capture | Steer), name, value, allowed)
     try:
         return msgspec.to_builtins(value, builtin_types=(bytes,))

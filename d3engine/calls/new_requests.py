@@ -261,7 +261,7 @@ def with_hooks(each: list[SamplingParams], capture: object, steer: object) -> li
     if own_capture is not None or own_steer is not None:
         each = [replace(one, capture=one.capture or own_capture, steer=one.steer or own_steer) for one in each]
     paths = [path for one in each if (path := path_of(one.captured)) is not None]
-    allowed = "a path of its own for each prompt: one SamplingParams each, or no path"
+    allowed = "another path for each prompt: one SamplingParams each, or no path"
     require(len(set(paths)) == len(paths), "capture", str(paths[0]) if paths else None, allowed)
     return each
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,14 +35,14 @@ class Eagle3Executor:
         self._head = head
         self._target = target
         self.stats = ExecutorStats()
-        self._texts: defaultdict[int, _Text] = defaultdict(_Text)
+        self._texts: defaultdict[int, _Text] = defaultdict(lambda: defaultdict(_KeptRows))  # by slot
         frequencies, self._attention_scaling = inverse_frequencies(head.config)
         self._frequencies = frequencies.to(target.device)
         target.watch = self._watch
 
     @property
     def model(self) -> Llama:
-        """The target: a head has no model of its own."""
+        """The target: a head is no whole model."""
         return self._target.model
 
     @property
@@ -65,7 +66,7 @@ class Eagle3Executor:
         """Keep what the rows [R, H] of sequences that draft by this head are in front of the head's layers."""
         states = hidden.new_zeros((hidden.shape[0], len(self._head.layers), hidden.shape[1]))
         for place, layer in enumerate(self._head.layers):
-            yield layer, partial(_copy, hidden, states[:, place])
+            yield layer, partial(states[:, place].copy_, hidden)
         yield self.model.config.num_layers, partial(self._keep, plan, states)
 
     def _keep(self, plan: Plan, states: Tensor) -> None:
@@ -74,7 +75,7 @@ class Eagle3Executor:
                 continue
             first, last = int(plan.query_starts[chunk]), int(plan.query_starts[chunk + 1])
             fused = linear(states[first:last].flatten(1), self._weight("fc"))
-            self._texts[int(plan.slots[chunk])].of("target").write(int(plan.starts[chunk]), fused)
+            self._texts[int(plan.slots[chunk])]["target"].write(int(plan.starts[chunk]), fused)
 
     # -- drafting ----------------------------------------------------------------------------------------------
 
@@ -84,13 +85,12 @@ class Eagle3Executor:
         self.stats.eager_steps += 1
         last_states: dict[int, Tensor] = {}
         for chunk, sequence in enumerate(plan.sequences):
-            first, last = int(plan.query_starts[chunk]), int(plan.query_starts[chunk + 1])
-            positions = torch.arange(int(plan.starts[chunk]), int(plan.stops[chunk]), device=self._target.device)
-            tokens = torch.from_numpy(plan.token_ids[first:last].astype("int64")).to(self._target.device)
-            has_row = positions > 0
-            if bool(has_row.any()):
+            start, stop = max(int(plan.starts[chunk]), 1), int(plan.stops[chunk])
+            if start < stop:
+                last = int(plan.query_starts[chunk + 1])
+                tokens = torch.from_numpy(plan.token_ids[last - (stop - start) : last].astype("int64"))
                 text = self._texts[int(plan.slots[chunk])]
-                last_states[chunk] = self._rows(text, tokens[has_row], positions[has_row], sequence.num_tokens)[-1]
+                last_states[chunk] = self._rows(text, tokens.to(self._target.device), start, sequence.num_tokens)[-1]
         sampled = torch.stack([last_states[chunk] for chunk in plan.sampled.tolist()]) if plan.sampled.size else None
         logits = torch.full((plan.sampled.size, self._head.config.vocab_size), -torch.inf, device=self._target.device)
         if sampled is not None:
@@ -98,12 +98,13 @@ class Eagle3Executor:
             logits[:, self._head.token_ids] = found.float()
         return Computed(logits)
 
-    def _rows(self, text: _Text, tokens: Tensor, positions: Tensor, num_known: int) -> Tensor:
-        """The last states [n, H] of neighbouring rows, whose keys and values are kept."""
-        config, start = self._head.config, int(positions[0])
-        drafted = text.of("own").read(start - 1, int(positions[-1])) if int(positions[-1]) >= num_known else None
-        states = text.of("target").read(start - 1, int(positions[-1]), room=len(positions))
-        if drafted is not None:
+    def _rows(self, text: _Text, tokens: Tensor, start: int, num_known: int) -> Tensor:
+        """The last states [n, H] of neighbouring rows from position `start` on, whose keys and values are kept."""
+        config, stop = self._head.config, start + len(tokens)
+        positions = torch.arange(start, stop, device=tokens.device)
+        states = text["target"].read(start - 1, stop - 1)
+        if stop > num_known:
+            drafted = text["own"].read(start - 1, stop - 1)
             states = torch.where((positions >= num_known)[:, None], drafted, states)
         embedded = self._target.model.embed(tokens)
         both = torch.cat(
@@ -113,11 +114,10 @@ class Eagle3Executor:
             linear(both, self._weight(f"{LAYER}self_attn.{name}_proj")).view(len(both), -1, config.head_dim)
             for name in "qkv"
         )
-        text.of("keys").write(start, self._rotated(keys, positions).flatten(1))
-        text.of("values").write(start, values.flatten(1))
-        stop = int(positions[-1]) + 1
+        text["keys"].write(start, self._rotated(keys, positions).flatten(1))
+        text["values"].write(start, values.flatten(1))
         all_keys, all_values = (
-            text.of(name)
+            text[name]
             .read(1, stop)
             .view(stop - 1, -1, config.head_dim)
             .repeat_interleave(config.group_size, dim=1)
@@ -133,7 +133,7 @@ class Eagle3Executor:
         gated = silu(linear(normed, self._weight(LAYER + "mlp.gate_proj")))
         gated *= linear(normed, self._weight(LAYER + "mlp.up_proj"))
         states = states + linear(gated, self._weight(LAYER + "mlp.down_proj"))
-        text.of("own").write(start, states)
+        text["own"].write(start, states)
         return states
 
     def _rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
@@ -151,15 +151,11 @@ class Eagle3Executor:
         return self._head.weights[name + ".weight"]
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
-
-
 def _drafts(sequence: Sequence) -> bool:
     return sequence.draft is not None and sequence.draft.rule.model is not None
 
 
-class _Numbers:
+class _KeptRows:
     """Rows by position, with room for as many as were written."""
 
     def __init__(self) -> None:
@@ -175,20 +171,13 @@ class _Numbers:
             self._rows = grown
         self._rows[start:stop] = rows
 
-    def read(self, start: int, stop: int, room: int = 0) -> Tensor:
-        """The rows of positions [start, stop); zeros where none were written, up to `room` rows in all."""
+    def read(self, start: int, stop: int) -> Tensor:
+        """The rows of positions [start, stop); zeros where none were written."""
         assert self._rows is not None, "the target has run, or a row before"
         found = self._rows[start:stop]
-        lacking = max(room, stop - start) - len(found)
+        lacking = stop - start - len(found)
         return torch.cat((found, found.new_zeros((lacking, found.shape[1])))) if lacking > 0 else found
 
 
-class _Text:
-    """What is kept of the text in one slot: the target's fused states, the head's own, its keys and values."""
-
-    def __init__(self) -> None:
-        self._numbers: defaultdict[str, _Numbers] = defaultdict(_Numbers)
-
-    def of(self, name: str) -> _Numbers:
-        """The rows of this kind."""
-        return self._numbers[name]
+_Text: TypeAlias = "defaultdict[str, _KeptRows]"
+"""What is kept of one text: "target", its fused states, "own" ones, "keys" and "values"."""

@@ -27,7 +27,7 @@ from d3engine.model.llama import Llama
 from d3engine.plan import CapturedRows, DraftWork, HiddenRows, Plan, Span, SteeredRows
 from d3engine.request.hidden_states import FloatArray, Steer
 
-Due: TypeAlias = tuple[int, Callable[[], None]]
+Due: TypeAlias = tuple[int, Callable[[], object]]
 """A layer, and what is done to the residual stream in front of it."""
 
 
@@ -75,6 +75,9 @@ class LayerHooks:
         for span in spans:
             low, high = span.layers.start, span.layers.stop
             inside = [layer for layer in layers if low < layer < high]
+            if not inside:
+                yield span
+                continue
             for start, stop in pairwise([low, *inside, high]):
                 yield replace(span, layers=range(start, stop))
 
@@ -85,7 +88,7 @@ class LayerHooks:
 
 
 class StateHooks:
-    """Captures and steers the rows of steps; `final` makes the last states of a model, after its final norm."""
+    """Captures and steers the rows of steps."""
 
     def __init__(self, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
         self._num_layers = num_layers
@@ -95,7 +98,10 @@ class StateHooks:
     def captures(
         self, captured: Iterable[CapturedRows], hidden: Tensor, final: Callable[[Tensor], Tensor], found: list[Tensor]
     ) -> Iterator[Due]:
-        """What `captured` wants of `hidden` [R, H] comes into `found`, [1, rows, H] each."""
+        """What `captured` wants of `hidden` [R, H] comes into `found`, [1, rows, H] each.
+
+        `final` is the model's final norm, for states behind its last layer.
+        """
         for group in captured:
             yield group.layer, partial(self._capture, group, hidden, final, found)
 
@@ -139,12 +145,10 @@ class NativeStateHooks:
         """What a plan captures and steers in this number of steps; None where it does neither."""
         if not plan.captured and not plan.steered:
             return None
-        captures = [_pairs(group) for group in plan.captured]
-        pairs = np.concatenate([np.empty((0, 2), np.int32), *captures])
-        steerings = [self._steerings(group) for group in plan.steered]
+        pairs = np.concatenate([np.empty((0, 2), np.int32), *map(_pairs, plan.captured)])
+        steerings = np.concatenate([np.empty(0, STEERINGS), *map(self._steerings, plan.steered)])
         states = np.empty((num_steps, len(pairs), self._model.config.hidden_size), np.float32)
-        held = [(group.steer, self._maps_of(group.steer)) for group in plan.steered]
-        return Hooks(np.concatenate([np.empty(0, STEERINGS), *steerings]), pairs, states, held)
+        return Hooks(steerings, pairs, states, held=[group.steer for group in plan.steered])  # and so their maps
 
     def _steerings(self, group: SteeredRows) -> npt.NDArray[Any]:
         change, maps = group.steer.changes[group.layer], self._maps_of(group.steer).get(group.layer)

@@ -403,29 +403,22 @@ class NativeExecutor:
         choice = choice_of_step(plan)
         if choice is SamplingMode.HOST:
             return self._logits_of_step(plan)
-        choices, states = ChoicesOfStep(plan, choice, self._vocab), self._states(plan)
-        hooks = self._hooks.of(plan, 1)
-        for part, rows in self._parts(plan, choices.steps):
-            own = hooks and hooks.of_rows(part)
-            asked = choices.asked(part) | {"states": states and states.of_rows(part), "hooks": own}
-            choices.take(part, *self._decoder.run(rows, 1, **asked))
-            if hooks is not None and own is not None:
-                hooks.take(part, own)
+        choices, hooks = ChoicesOfStep(plan, choice, self._vocab), self._hooks.of(plan, 1)
+        for part, rows, given in self._parts(plan, choices.steps, hooks):
+            choices.take(part, *self._decoder.run(rows, 1, **choices.asked(part), **given))
         return Computed(choices.chosen(), captured=self._hooks.captured(plan, hooks))
 
     def _logits_of_step(self, plan: Plan) -> Computed:
-        states, hooks = self._states(plan), self._hooks.of(plan, 1)
         wanted, logits = _mask(plan), np.empty((plan.num_rows, self._vocab), np.float32)
-        for part, rows in self._parts(plan, np.zeros(plan.num_rows, np.int64)):
-            kept, own = states and states.of_rows(part), hooks and hooks.of_rows(part)
-            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], states=kept, hooks=own)
-            if hooks is not None and own is not None:
-                hooks.take(part, own)
+        hooks = self._hooks.of(plan, 1)
+        for part, rows, given in self._parts(plan, np.zeros(plan.num_rows, np.int64), hooks):
+            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], **given)
         return Computed(torch.from_numpy(logits[plan.logit_rows]), captured=self._hooks.captured(plan, hooks))
 
-    def _parts(self, plan: Plan, steps: IntArray) -> Iterator[tuple[slice, Rows]]:
+    def _parts(self, plan: Plan, steps: IntArray, hooks: Hooks | None) -> Iterator[tuple[slice, Rows, dict[str, Any]]]:
         """The rows of a single step, as many at a time as go through the layers together, at these steps [R].
 
+        With them comes what the library is given of their hidden states; `hooks` takes in what that captures.
         Entries of one part are in the pool before the next one comes, whatever their layer.
         """
         cutoffs = np.zeros((plan.num_rows, plan.tables.shape[1]), np.int32)  # which no step is before
@@ -434,8 +427,10 @@ class NativeExecutor:
             cutoffs[awake, span.layers.start : span.layers.stop] = NEVER
         bridges, of_chunks = self._bridges_of_rows(plan), self._maps_of(plan.sequences)
         maps = None if of_chunks is None else [of_chunks[chunk] for chunk in plan.row_chunks.tolist()]
+        states = self._states(plan)
         for start in range(0, plan.num_rows, self._max_rows):
             part = slice(start, min(start + self._max_rows, plan.num_rows))
+            own = hooks and hooks.of_rows(part)
             yield (
                 part,
                 Rows(
@@ -448,7 +443,10 @@ class NativeExecutor:
                     bridges and bridges[part],
                     maps and maps[part],
                 ),
+                {"states": states and states.of_rows(part), "hooks": own},
             )
+            if hooks is not None and own is not None:
+                hooks.take(part, own)
 
     def _bridges_of_rows(self, plan: Plan) -> list[NativeBridges | None] | None:
         """By what each row of a step crosses the layers that it leaves out; None where none does."""

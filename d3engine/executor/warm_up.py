@@ -52,6 +52,6 @@ def warm_up(executor: Executor, config: SchedulerConfig, *, block_size: int) -> 
 def row_classes(group: int) -> list[int]:
     """The first row count of each class, where `group` heads of queries share one of keys and values.
 
-    Attention packs the rows of a prompt times these heads into tiles of its own three classes.
+    Attention packs the rows of a prompt times these heads into tiles of three other classes.
     """
     return sorted({*PRODUCT_ROWS, 16 // group + 1, 256 // group + 1})

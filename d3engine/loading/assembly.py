@@ -61,8 +61,8 @@ def assemble(
     if rule is not None and rule.model is not None:
         head = load_head(rule.model, settings)
         draft = load_draft_weights(rule.model, settings, tokenizer) if head is None else None
-    second_config = head.config if head is not None else None if draft is None else draft.config
-    executor, blocks = make(second_config)
+    second_model = draft if head is None else head
+    executor, blocks = make(None if second_model is None else second_model.config)
     cache = new_cache(settings, config, blocks)
     _log_ready(settings, blocks, executor.stats.executor)
     # How far plans may run ahead is the executor's to say: it may be another than the settings hoped for.

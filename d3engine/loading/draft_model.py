@@ -53,14 +53,16 @@ class DraftWeights:
 
 
 def load_head(given: str, settings: EngineSettings) -> Eagle3Head | None:
-    """The EAGLE-3 head in directory `given`, for the model of `settings`; None where it holds a model of its own.
+    """The EAGLE-3 head in directory `given`, for the model of `settings`; None where it holds a whole model.
 
     Raises `InvalidValueError` naming `draft_model` where the head does not fit, or cannot run there.
     """
     if not holds_eagle3(given):
         return None
-    allowed = 'a model of its own, or an EAGLE-3 head beside backend="torch" (and enforce_eager=True on a GPU)'
+    allowed = 'a whole model, or an EAGLE-3 head beside backend="torch" (and enforce_eager=True on a GPU)'
     require(settings.executor == "eager" and settings.tensor_parallel_size == 1, "draft_model", given, allowed)
+    alone = "None with an EAGLE-3 head, which reads the hidden states of whole prompts"
+    require(settings.prefix_cache_file is None, "prefix_cache_file", str(settings.prefix_cache_file), alone)
     return load_eagle3(model_directory(given), settings.config, dtype=settings.dtype, device=settings.device)
 
 

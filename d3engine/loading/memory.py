@@ -171,7 +171,7 @@ class Fit:
 
 
 def fit(config: ModelConfig, scheme: str | None, devices: Sequence[int], demand: Demand) -> Fit:
-    """How `config` fits with weights of `scheme` (None: bfloat16) on devices of these bytes, a rank on each."""
+    """How `config` fits with weights of `scheme` (None: bfloat16) on devices with this memory, a rank on each."""
     named = scheme or str(DTYPE).removeprefix("torch.")
     of_scheme = config if scheme == config.quantization else config.quantized(scheme)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +27,9 @@ from d3engine.loading.settings import EngineSettings
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.version import __version__
 
-LOGGER = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
+
 KEY_BYTES = hashlib.sha256().digest_size
-_NAMES = ("keys", "parents", "tokens", "digests", "values")
 _OF = "d3engine.prefixes"
 
 
@@ -51,20 +52,19 @@ class PrefixFile:
             "executor": executor.partition(", threads")[0],
             "torch": torch.__version__,
         }
-        for name in ("dtype", "weight_dtype", "kv_dtype", "activations", "weight_compression", "block_size"):
+        types = ("dtype", "weight_dtype", "kv_dtype", "activations", "weight_compression")
+        for name in (*types, "block_size", "kernels", "batch_invariant"):
             depends_on[name] = str(getattr(settings, name))
         return cls(Path(settings.prefix_cache_file), settings.prefix_cache_file_bytes, json.dumps(depends_on))
 
     def write(self, cache: PrefixCache, pool: KVPool) -> None:
         """Keep the prefixes that were used last; without any the file stays as it is. A failure is logged."""
-        prefixes = cache.lasting()
-        parts = [part for part in values_and_scales(pool) if part is not None]
-        block_bytes = sum(part[0].nbytes for part in parts)
-        prefixes = prefixes[: self.most_bytes // (block_bytes * max(1, len(prefixes[0].blocks)))] if prefixes else []
+        parts, sizes = _parts(pool, cache.num_layers)
+        prefixes = cache.lasting()[: self.most_bytes // sum(sizes)]
         if not prefixes:
             return
         blocks = torch.from_numpy(np.stack([one.blocks for one in prefixes]).astype(np.int64))  # [N, L]
-        values = [_bytes_of(part[blocks.to(part.device)].cpu(), len(prefixes)) for part in parts]
+        values = [part[blocks.to(part.device)].cpu().view(torch.uint8).flatten(1) for part in parts]
         tensors = {
             "keys": _rows(one.key for one in prefixes),
             "parents": _rows(one.parent.ljust(KEY_BYTES, b"\0") for one in prefixes),
@@ -75,9 +75,9 @@ class PrefixFile:
         try:
             write_whole(self.path, save(tensors, metadata={_OF: self.made_by}))
         except OSError as error:
-            LOGGER.warning("%s: the prefix cache was not kept: %s", self.path, error.strerror or error)
+            _log.warning("%s: the prefix cache was not kept: %s", self.path, error.strerror or error)
             return
-        LOGGER.info("%s: %d blocks of prompts kept", self.path, len(prefixes))
+        _log.info("%s: %d blocks of prompts kept", self.path, len(prefixes))
 
     def read(self, cache: PrefixCache, pool: KVPool) -> None:
         """Take in what fits, the prefixes that were used last; why a file is left aside is logged."""
@@ -87,24 +87,22 @@ class PrefixFile:
             count = self._read(cache, pool)
         except (D3EngineError, SafetensorError, OSError, ValueError, KeyError) as error:
             cache.clear()
-            LOGGER.warning("%s: left aside, the prefix cache begins empty: %s", self.path, error)
+            _log.warning("%s: left aside, the prefix cache begins empty: %s", self.path, error)
             return
-        LOGGER.info("%s: %d blocks of prompts read", self.path, count)
+        _log.info("%s: %d blocks of prompts read", self.path, count)
 
     def _read(self, cache: PrefixCache, pool: KVPool) -> int:
-        parts = [part for part in values_and_scales(pool) if part is not None]
+        parts, sizes = _parts(pool, cache.num_layers)
         with open_regular(self.path) as opened, safe_open(path_of(opened), framework="pt") as file:
             made_by = (file.metadata() or {}).get(_OF)
             if made_by is None:
                 raise ValueError("it is no file of prefixes")
             if made_by != self.made_by:
                 raise ValueError("it was written by another model, version, machine or setting")
-            keys, parents, tokens, digests = (file.get_tensor(name).numpy() for name in _NAMES[:-1])
+            names = ("keys", "parents", "tokens", "digests")
+            keys, parents, tokens, digests = found = [file.get_tensor(name).numpy() for name in names]
             values, count = file.get_slice("values"), min(len(keys), cache.room)
-            row_bytes = cache.num_layers * sum(part[0].nbytes for part in parts)
-            if values.get_shape() != [len(keys), row_bytes] or not len(keys) == len(parents) == len(tokens) == len(
-                digests
-            ):
+            if any(values.get_shape() != [len(one), sum(sizes)] for one in found):
                 raise ValueError("its tensors are of other shapes")
             for place in reversed(range(count)):  # the last to come in are the first to stay
                 parent = parents[place].tobytes()
@@ -114,28 +112,21 @@ class PrefixFile:
                 if not is_own or prefix.key in cache or _digest(prefix, row) != digests[place].tobytes():
                     raise ValueError("a block is not what was written")
                 blocks = torch.from_numpy(cache.restore(prefix).astype(np.int64))
-                for part, own in zip(parts, _split(row, parts, len(blocks)), strict=True):
-                    part[blocks.to(part.device)] = own.to(part.device)
+                for part, own in zip(parts, torch.split(row, sizes), strict=True):
+                    entries = own.clone().view(part.dtype).view(len(blocks), *part.shape[1:])
+                    part[blocks.to(part.device)] = entries.to(part.device)
         return count
 
 
-def _rows(rows: object) -> Tensor:
+def _rows(rows: Iterable[bytes]) -> Tensor:
     """Byte strings of one length as uint8 [N, length]."""
-    return torch.from_numpy(np.stack([np.frombuffer(row, dtype=np.uint8) for row in rows]))  # type: ignore[attr-defined]
+    return torch.from_numpy(np.stack([np.frombuffer(row, dtype=np.uint8) for row in rows]))
 
 
-def _bytes_of(values: Tensor, count: int) -> Tensor:
-    return values.contiguous().view(torch.uint8).reshape(count, -1)
-
-
-def _split(row: Tensor, parts: list[Tensor], num_layers: int) -> list[Tensor]:
-    """Of the bytes of a logical block, what each part of the pool has [L, ...]."""
-    sizes = [num_layers * part[0].nbytes for part in parts]
-    pieces = torch.split(row, sizes)
-    return [
-        piece.clone().view(part.dtype).view(num_layers, *part.shape[1:])
-        for piece, part in zip(pieces, parts, strict=True)
-    ]
+def _parts(pool: KVPool, num_layers: int) -> tuple[list[Tensor], list[int]]:
+    """The tensors of a pool, and the bytes that a logical block has in each."""
+    parts = [part for part in values_and_scales(pool) if part is not None]
+    return parts, [num_layers * part[0].nbytes for part in parts]
 
 
 def _digest(prefix: Prefix, row: Tensor) -> bytes:

@@ -39,12 +39,8 @@ class Eagle3Head:
 def is_eagle3(directory: Path) -> bool:
     """Whether a model directory holds an EAGLE-3 head."""
     files = files_of(directory)
-    return files.has(CONFIG_FILE) and _architecture(files.read_json_object(CONFIG_FILE)) in ARCHITECTURES
-
-
-def _architecture(config: dict[str, Any]) -> object:
-    named = config.get("architectures")
-    return named[0] if isinstance(named, list) and named else None
+    named = files.read_json_object(CONFIG_FILE).get("architectures") if files.has(CONFIG_FILE) else None
+    return isinstance(named, list) and any(named[:1] == [one] for one in ARCHITECTURES)
 
 
 def load_eagle3(directory: Path, target: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:

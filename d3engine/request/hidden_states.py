@@ -263,18 +263,14 @@ class StateCollector:
 
 def _layers(name: str, given: object) -> tuple[int, ...]:
     allowed = f"a layer, or a list of 1 or more different layers, from 0 to {MAX_LAYER}"
-    found = [given] if isinstance(given, int | np.integer) and not isinstance(given, bool) else given
-    is_list = isinstance(found, Sequence | range) and not isinstance(found, str | bytes)
-    require(is_list, name, given, allowed)
-    assert isinstance(found, Sequence)
-    are_layers = 0 < len(found) <= MAX_LAYER + 1 and all(_is_layer(one) for one in found)
-    require(are_layers and len(set(found)) == len(found), name, given, allowed)
-    return tuple(sorted(int(one) for one in found))
+    found: Any = [given] if _is_layer(given) else given
+    is_list = isinstance(found, Sequence) and not isinstance(found, bytes) and 0 < len(found) <= MAX_LAYER + 1
+    require(is_list and all(map(_is_layer, found)) and len(set(found)) == len(found), name, given, allowed)
+    return tuple(sorted(map(int, found)))
 
 
 def _is_layer(value: object) -> bool:
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_integer and 0 <= int(value) <= MAX_LAYER  # type: ignore[call-overload]
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= int(value) <= MAX_LAYER
 
 
 def _check_range(name: str, layer: int, last: int) -> None:
@@ -291,11 +287,10 @@ def _check_positions(given: object) -> None:
     require(are_integers and (given.step is None or given.step >= 1), "positions", given, allowed)
 
 
-def _changes(name: str, given: object) -> Mapping[int, Change]:
+def _changes(name: str, given: Any) -> Mapping[int, Change]:
     allowed = f"a mapping of layers from 0 to {MAX_LAYER} to vectors, or to pairs of matrices (down [r, H], up [H, r])"
     is_mapping = isinstance(given, Mapping) and bool(given) and all(map(_is_layer, given))
     require(is_mapping, name, given, allowed)
-    assert isinstance(given, Mapping)
     return MappingProxyType({int(layer): _change(name, layer, given[layer]) for layer in sorted(given)})
 
 
@@ -309,17 +304,13 @@ def _change(name: str, layer: int, given: Any) -> Change:
     return down, up
 
 
-def _numbers(given: Any) -> Any:
-    """A tensor of PyTorch as numpy's array; anything else as it is."""
-    return given.detach().cpu().float().numpy() if hasattr(given, "detach") else given
-
-
 def _floats(name: str, layer: int, given: Any, dimensions: int) -> npt.NDArray[np.float32]:
-    """A copy as float32, which cannot be changed."""
+    """A copy as float32, which cannot be changed, of numbers in a list, an array or a tensor of PyTorch."""
     allowed = "of finite numbers: a vector, or a pair of matrices, at each layer"
     try:
         with np.errstate(over="ignore"):
-            found = np.array(_numbers(given), np.float32, order="C")
+            numbers = given.detach().cpu().float().numpy() if hasattr(given, "detach") else given
+            found = np.array(numbers, np.float32, order="C")
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidValueError(name, f"{given!r:.80} at layer {layer}", allowed) from error
     fits = found.ndim == dimensions and found.size > 0 and bool(np.isfinite(found).all())

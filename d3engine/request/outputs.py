@@ -53,7 +53,7 @@ class HistogramCounter:
 
 
 class Timings:
-    """Of one engine, since it began. A run of several steps counts as that number of equal length."""
+    """Of one engine, since it began. A run of several steps counts as steps of equal length."""
 
     def __init__(self) -> None:
         self.step_seconds = HistogramCounter(STEP_SECONDS)

@@ -50,6 +50,7 @@ def build_plan(
     mlps = table.mlps(slots, chunks.active) if chunks.traits & Trait.SPLITS_LAYERS else None
     prompt_rows = _prompt_rows(sequences, chunks, query_starts) if (chunks.steps < 0).any() else ()
     greedy = not prompt_rows and bool((table.choice[slots] == SamplingMode.GREEDY).all())
+    num_steps = 1 if multi_step is None else multi_step.num_steps
     return Plan(
         sequences=sequences,
         slots=slots,
@@ -68,8 +69,8 @@ def build_plan(
         sample_rows=query_starts[sampled + 1] - 1,
         greedy=greedy,
         prompt_rows=prompt_rows,
-        captured=_captured_rows(sequences, chunks, query_starts, 1 if multi_step is None else multi_step.num_steps),
-        steered=_steered_rows(sequences, chunks, query_starts, 1 if multi_step is None else multi_step.num_steps),
+        captured=_captured_rows(sequences, chunks, query_starts, num_steps),
+        steered=_steered_rows(sequences, chunks, query_starts, num_steps),
         copies_before=before.arrays(),
         copies_after=after.arrays(),
         multi_step=multi_step,

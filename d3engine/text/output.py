@@ -213,6 +213,7 @@ class OutputProcessor:
     def add(self, sequences: list[Sequence], prompt: str | None, kind: RequestOutputKind) -> None:
         """Begin a request of these sequences, with outputs of `kind`."""
         first, wants_deltas = sequences[0], kind is RequestOutputKind.DELTA
+        capture = first.params.captured
         request = _Request(
             request_id=first.request_id,
             prompt=prompt,
@@ -223,13 +224,13 @@ class OutputProcessor:
                     self._detokenizer(sequence),
                     texts=self._placed_texts(sequence),
                     new_text=[] if wants_deltas else None,
-                    collector=_collector(sequence),
+                    collector=None if capture is None else StateCollector(capture, len(sequence.prompt_token_ids)),
                 )
                 for sequence in sequences
             ],
             kind=kind,
             arrival_time=time.monotonic(),
-            captures=first.params.captured is not None,
+            captures=capture is not None,
         )
         if first.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -412,8 +413,3 @@ class OutputProcessor:
         # A preempted prompt is computed again from its beginning; known rows stay.
         for row in found[max(0, len(known) - 1 - rows.position) :]:
             known.append(request.completions[0].with_texts(row, len(known)))
-
-
-def _collector(sequence: Sequence) -> StateCollector | None:
-    capture = sequence.params.captured
-    return None if capture is None else StateCollector(capture, len(sequence.prompt_token_ids))

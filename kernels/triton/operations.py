@@ -28,7 +28,7 @@ from d3engine.kernels.triton.launches import Launch, every_row
 from d3engine.kernels.weight_format import WeightFormat
 
 MOST_RECIPES = 4096
-"""Beyond these the oldest goes: a recipe is some 3 KB, and a step of other row counts makes five new ones a layer."""
+"""Beyond it the oldest goes: a recipe is some 3 KB, and a step of other row counts makes five new ones a layer."""
 
 
 @dataclass(frozen=True, slots=True)

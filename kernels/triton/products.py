@@ -26,7 +26,7 @@ Not yet measured on a GPU. Of quantized weights beside float32, too.
 """
 
 UNPACK_ROWS = 512
-"""Up to here rows of half precision read quantized weights as they lie; for more they are unpacked for torch.matmul.
+"""Up to this many rows of half precision read quantized weights as they lie; more need them unpacked for torch.matmul.
 
 Unpacking costs 3 bytes a weight of 8 bits whatever the rows, and each 128 rows make floats of all weights anew: by
 arithmetic the two are even somewhere between 350 and 750 rows. Not yet measured on a GPU.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batches import Request, preempting, run_together
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyLlama, random_prompts
 from torch import Tensor
@@ -181,21 +183,14 @@ def test_answers_are_those_without_drafts(target: TinyLlama, head: Path, how: st
         for nth in range(len(PROMPTS))
     ]
     with new_engine(target, depth=FullDepth()) as engine:
-        full = [SamplingParams(**{**vars(one), "depth": None}) for one in params]
         wanted = [
-            engine.generate(prompt, one, use_tqdm=False)[0].outputs[0].token_ids
-            for prompt, one in zip(PROMPTS, full, strict=True)
+            engine.generate(prompt, replace(one, depth=None), use_tqdm=False)[0].outputs[0].token_ids
+            for prompt, one in zip(PROMPTS, params, strict=True)
         ]
+    requests = [Request(tuple(prompt), one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    disturb = preempting(numbers, 0.1 if how == "preempted" else 0)
     with new_engine(target, depth=Speculative(str(head))) as engine:
-        for nth, (prompt, one) in enumerate(zip(PROMPTS, params, strict=True)):
-            engine.add_request(str(nth), prompt, one)
-        done = {}
-        while engine.has_unfinished_requests():
-            for sequence in engine.scheduler.running if how == "preempted" else ():
-                if numbers.random() < 0.1:
-                    engine.scheduler._preempt(sequence)
-            done |= {int(output.request_id): output for output in engine.step() if output.finished}
-            engine.scheduler.check_integrity()
+        done = run_together(engine, requests, numbers, before_step=disturb)
         assert (engine.stats().num_preemptions > 0) == (how == "preempted")
         assert engine.stats().drafted_tokens > 0
     assert [done[nth].outputs[0].token_ids for nth in range(len(PROMPTS))] == wanted
@@ -231,9 +226,9 @@ def test_a_head_that_does_not_fit_is_refused_by_name(target: TinyLlama, head: Pa
 
 
 def test_where_no_head_runs_it_is_refused_by_name(target: TinyLlama, head: Path, native_library: None) -> None:
-    with pytest.raises(
-        InvalidValueError, match=r'draft_model must be a model of its own, or .* beside backend="torch"'
-    ):
+    with pytest.raises(InvalidValueError, match=r'draft_model must be a whole model, or .* beside backend="torch"'):
         new_engine(target, backend="native", speculative_config=config_of(head))
+    with pytest.raises(InvalidValueError, match="prefix_cache_file must be None with an EAGLE-3 head"):
+        new_engine(target, prefix_cache_file=head / "prefixes", speculative_config=config_of(head))
     with pytest.raises(InvalidValueError, match=r"must be the directory of an EAGLE-3 head"):
         new_engine(target, speculative_config=config_of(target.directory))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from batches import assert_same
 from safetensors.numpy import load_file
 from tiny_models import TINY, TinyLlama, random_prompts, save_random, save_tiny_llama
 from torch import Tensor
@@ -359,10 +360,7 @@ def test_graphs_leave_hooked_steps_to_the_eager_executor(
         answer(engine, PROMPTS, greedy())
         assert engine.stats().graph_steps > 0
     for output, expected in zip(outputs, alone, strict=True):
-        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-        if expected.outputs[0].hidden_states is not None:
-            for found, states in zip(states_of(output), states_of(expected), strict=True):
-                assert_close(found, torch.from_numpy(states))
+        assert_same(output, expected)
 
 
 def test_a_path_gets_a_file_and_float16_halves_it(native: Engine, tmp_path: Path) -> None:
@@ -406,7 +404,7 @@ def test_arguments_of_generate_are_those_of_prompts_that_have_none(native: Engin
     expected = answer(native, PROMPTS[:1], greedy(capture=Capture(3), steer=Steer({1: torch.from_numpy(VECTOR)})))
     assert_equal(outputs[:1], expected)
     assert [states.shape for states in states_of(outputs[1])] == [(1, HIDDEN)]
-    with pytest.raises(InvalidValueError, match="capture must be a path of its own for each prompt"):
+    with pytest.raises(InvalidValueError, match="capture must be another path for each prompt"):
         native.generate(PROMPTS, greedy(), use_tqdm=False, capture=Capture(3, path=tmp_path / "states"))
 
 
@@ -490,19 +488,30 @@ def test_positions_are_counted_as_they_are_found(which: Any) -> None:
         assert everywhere[positions.among(everywhere)].tolist() == everywhere[which].tolist()
 
 
-@pytest.mark.parametrize("transport", ["thread", "process"])
-def test_an_engine_in_another_process_refuses_both(tiny: TinyLlama, transport: str, native_library: None) -> None:
-    async def ask() -> RequestOutput:
+def asked_of(tiny: TinyLlama, transport: str, *each: SamplingParams) -> list[RequestOutput | InvalidValueError]:
+    """What an engine behind this transport answers to each, or raises."""
+
+    async def ask() -> list[RequestOutput | InvalidValueError]:
+        found: list[RequestOutput | InvalidValueError] = []
         options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
         async with AsyncEngine(tiny.directory, transport=transport, kv_cache_memory_bytes=2**22, **options) as engine:
-            found = None
-            async for output in engine.generate(PROMPTS[1], greedy(capture=[1], steer={1: VECTOR})):
-                found = output
-            assert found is not None
-            return found
+            for params in each:
+                try:
+                    found += [output async for output in engine.generate(PROMPTS[1], params)][-1:]
+                except InvalidValueError as error:
+                    found.append(error)
+        return found
 
-    if transport == "process":
-        with pytest.raises(InvalidValueError, match="must be None, since the engine has a process of its own"):
-            asyncio.run(ask())
-    else:
-        assert [states.shape for states in states_of(asyncio.run(ask()))] == [(5 + TOKENS - 1, HIDDEN)]
+    return asyncio.run(ask())
+
+
+def test_an_engine_on_a_thread_gives_them(tiny: TinyLlama, native_library: None) -> None:
+    (output,) = asked_of(tiny, "thread", greedy(capture=[1], steer={1: VECTOR}))
+    assert isinstance(output, RequestOutput)
+    assert [states.shape for states in states_of(output)] == [(5 + TOKENS - 1, HIDDEN)]
+
+
+def test_an_engine_in_another_process_refuses_both(tiny: TinyLlama, native_library: None) -> None:
+    found = asked_of(tiny, "process", greedy(capture=[1]), greedy(steer={1: VECTOR}))
+    for name, error in zip(("capture", "steer"), found, strict=True):
+        assert str(error).startswith(f"{name} must be None, since the engine runs in another process")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from batches import Request, preempting, run_together
 from stepping import watch
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy_after
@@ -252,17 +253,9 @@ def test_a_request_answers_as_alone_whatever_happens_to_its_draft(
         "preempted now and then": {"max_num_batched_tokens": 24},
     }[how]
     engine = make_engine(**changes)
-    waiting, done = dict(enumerate(zip(prompts, requests, strict=True))), {}
-    while waiting or engine.has_unfinished_requests():
-        if waiting and (numbers.random() < 0.3 or not engine.has_unfinished_requests()):
-            nth = min(waiting)
-            engine.add_request(str(nth), *waiting.pop(nth))
-        if how == "preempted now and then":
-            for sequence in engine.scheduler.running:
-                if numbers.random() < 0.12:
-                    engine.scheduler._preempt(sequence)
-        done |= {int(output.request_id): output for output in engine.step() if output.finished}
-        engine.scheduler.check_integrity()
+    together = [Request(tuple(prompt), params) for prompt, params in zip(prompts, requests, strict=True)]
+    disturb = preempting(numbers, 0.12 if how == "preempted now and then" else 0)
+    done = run_together(engine, together, numbers, before_step=disturb)
     # With small steps a request of two sequences gives way to one that has none.
     assert engine.stats().num_preemptions > 0
     for nth, (wanted, params) in enumerate(zip(alone, requests, strict=True)):

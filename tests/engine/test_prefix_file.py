@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from tiny_models import save_tiny_llama
 
-from d3engine import D3, AsyncEngine, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine import D3, AsyncEngine, Engine, EngineDeadError, FullDepth, InvalidValueError, SamplingParams
 from d3engine.cache.kv_cache import KVCache
 from d3engine.cache.prefix_cache import PrefixCache, Salt
 
@@ -116,6 +116,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "nothing, but blocks have another size": (lambda path: None, {"block_size": 8}),
     "nothing, but entries have another type": (lambda path: None, {"kv_cache_dtype": "fp8"}),
     "nothing, but another code computes": (lambda path: None, {"backend": "torch"}),
+    "nothing, but sums do not depend on the batch": (lambda path: None, {"batch_invariant": True}),
 }
 
 
@@ -136,6 +137,17 @@ def test_a_file_that_is_not_this_engines_is_left_aside_and_said(
         assert answers(engine) == found
     with make(**changes) as engine:  # which the engine before has written anew
         assert len(engine.scheduler.prefix_cache) > 0
+
+
+def test_an_engine_that_a_fault_has_ended_leaves_the_file_as_it_is(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make() as engine:
+        answers(engine, cache_salt="one")
+        monkeypatch.setattr(engine.executor, "run", lambda plan: 1 / 0)
+        with pytest.raises(EngineDeadError):
+            answers(engine)
+    assert not (tmp_path / "prefixes").exists()
 
 
 def test_an_engine_that_serves_writes_it_when_it_closes(make: Make, model: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from batches import (
     assert_same,
     block_bytes,
     kv_is_back,
+    preempting,
     run_together,
     some_requests,
 )
@@ -108,9 +109,7 @@ def test_a_request_answers_as_alone_while_random_sequences_are_preempted_and_the
     numbers = random.Random(seed)
 
     def disturb(engine: Engine) -> None:
-        for sequence in engine.scheduler.running:
-            if numbers.random() < 0.12:
-                engine.scheduler._preempt(sequence)
+        preempting(numbers, 0.12)(engine)
         if numbers.random() < 0.05:
             engine.reset_prefix_cache()
 

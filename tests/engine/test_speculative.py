@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batches import Request, preempting, run_together
 from tiny_models import TinyLlama, random_prompts, save_without_layer
 
 from d3engine import D3, Engine, FullDepth, Lossless, PromptLookup, SamplingParams, Speculative, UnifiedSkip
@@ -101,19 +102,9 @@ def test_every_request_answers_as_alone_and_as_full_depth(
     }[how]
     engine = new_engine(target, Speculative(draft, 3), **changes)
     asked = requests(draft, 11)
-    waiting, done = dict(enumerate(asked)), {}
-    for _ in range(3000):
-        if waiting and (numbers.random() < 0.4 or not engine.has_unfinished_requests()):
-            nth = min(waiting)
-            engine.add_request(str(nth), *waiting.pop(nth))
-        if how == "preempted now and then":
-            for sequence in engine.scheduler.running:
-                if numbers.random() < 0.1:
-                    engine.scheduler._preempt(sequence)
-        done |= {int(output.request_id): output for output in engine.step() if output.finished}
-        engine.scheduler.check_integrity()
-        if not waiting and not engine.has_unfinished_requests():
-            break
+    together = [Request(tuple(prompt), params) for prompt, params in asked]
+    disturb = preempting(numbers, 0.1 if how == "preempted now and then" else 0)
+    done = run_together(engine, together, numbers, before_step=disturb)
     assert (engine.stats().num_preemptions > 0) == (how != "small steps")
     assert 0.2 < (engine.stats().acceptance_rate or 0) < 1
     for nth, (wanted, (_, params)) in enumerate(zip(alone, asked, strict=True)):

@@ -104,11 +104,6 @@ def test_a_step_shared_out_computes_what_it_does_undivided(
     for nth, request in enumerate(requests):
         (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
         assert_same(found[nth], wanted)
-        for one, other in zip(found[nth].outputs, wanted.outputs, strict=True):
-            assert (one.hidden_states is None) == (other.hidden_states is None)
-            if one.hidden_states is not None and other.hidden_states is not None:
-                for layer in range(LAYERS + 1):
-                    assert np.allclose(one.hidden_states[layer], other.hidden_states[layer], atol=1e-4)
         if wanted.embedding is not None:
             assert np.allclose(found[nth].embedding, wanted.embedding, atol=1e-5)
 

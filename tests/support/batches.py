@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy
 from d3engine.model.weights import LayerWeights, LlamaWeights
+from d3engine.request.hidden_states import HiddenStates
 from d3engine.request.outputs import RequestOutput
 
 LAYERS, VOCABULARY, MAX_LENGTH, BLOCK = 6, 300, 64, 4
@@ -130,6 +132,7 @@ def assert_same(found: RequestOutput, wanted: RequestOutput) -> None:
         assert one.depths == other.depths
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
         assert_close_logprobs(one.logprobs, other.logprobs)
+        assert_close_states(one.hidden_states, other.hidden_states)
     assert_close_logprobs(found.prompt_logprobs, wanted.prompt_logprobs)
 
 
@@ -139,6 +142,15 @@ def assert_close_logprobs(found: list[Any] | None, wanted: list[Any] | None) -> 
         assert (row is None) == (other is None)
         for token, logprob in (row or {}).items():
             assert logprob.logprob == pytest.approx(other[token].logprob, abs=2e-3)
+
+
+def assert_close_states(found: HiddenStates | None, wanted: HiddenStates | None) -> None:
+    if found is None or wanted is None:
+        assert found is wanted
+        return
+    assert found.layers == wanted.layers
+    for layer in found.layers:
+        assert np.allclose(found[layer], wanted[layer], atol=1e-4)
 
 
 def preempting(numbers: random.Random, share: float) -> Callable[[Engine], None]:

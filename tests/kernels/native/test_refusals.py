@@ -10,7 +10,8 @@ import pytest
 import torch
 from native_models import Case, Shape
 
-from d3engine.kernels.native.model import Linear, NativeError
+from d3engine.kernels.low_rank import LowRankMap
+from d3engine.kernels.native.model import Linear, NativeError, NativeMaps
 from d3engine.kernels.native.runs import STEERINGS, HiddenStates, Hooks
 
 CASE = Case(Shape())
@@ -65,25 +66,34 @@ def test_hidden_states_stay_within_what_the_run_brings(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("captures", "steering", "said"),
+    ("captures", "steering"),
     [
-        ([(0, len(ROWS.tokens))], None, "a hook outside its rows"),
-        ([(0, -1)], None, "a hook outside its rows"),
-        ([(3, 0)], None, "a hook outside its rows"),
-        ([(-1, 0)], None, "a hook outside its rows"),
-        ([(1, 0), (0, 0)], None, "a hook outside its rows"),
-        ([], (2, 0, 0, 9, 1, 1, 0), "a hook outside its rows"),
-        ([], (0, 0, 0, 9, 0, 1, 0), "a hook outside its rows"),
-        ([], (0, 0, 0, 9, 1, 0, 0), "a hook outside its rows"),
+        ([(0, len(ROWS.tokens))], []),
+        ([(0, -1)], []),
+        ([(3, 0)], []),
+        ([(-1, 0)], []),
+        ([(1, 0), (0, 0)], []),
+        ([], [(2, 0, 0, 9, 1, 1, 0)]),
+        ([], [(0, 0, 0, 9, 0, 1, 0)]),
+        ([], [(0, 0, 0, 9, 1, 0, 0)]),
     ],
 )
-def test_hooks_stay_within_rows_and_layers(captures: list[tuple[int, int]], steering: Any, said: str) -> None:
+def test_hooks_stay_within_rows_and_layers(captures: list[tuple[int, int]], steering: list[Any]) -> None:
     vector = np.zeros(CASE.shape.hidden, np.float32)
-    steerings = np.array([] if steering is None else [steering], STEERINGS)
+    steerings = np.array(steering, STEERINGS)
     steerings["vector"] *= vector.ctypes.data
     pairs = np.array(captures, np.int32).reshape(-1, 2)
     hooks = Hooks(steerings, pairs, np.zeros((2, len(pairs), CASE.shape.hidden), np.float32), vector)
-    with pytest.raises(NativeError, match=said):
+    with pytest.raises(NativeError, match="a hook outside its rows"):
+        CASE.decoder().run(ROWS, 2, hooks=hooks)
+
+
+def test_a_map_that_steers_has_the_sizes_of_a_hidden_state() -> None:
+    narrow = LowRankMap(torch.ones(2, CASE.shape.hidden - 1), torch.ones(2, CASE.shape.hidden))
+    maps = NativeMaps((narrow.to(torch.float32, torch.device("cpu")),))
+    steerings = np.array([(0, 0, 0, 9, 1, 0, maps.address)], STEERINGS)
+    hooks = Hooks(steerings, np.zeros((0, 2), np.int32), np.zeros((2, 0, CASE.shape.hidden), np.float32), maps)
+    with pytest.raises(NativeError, match="a map has other sizes"):
         CASE.decoder().run(ROWS, 2, hooks=hooks)
 
 
