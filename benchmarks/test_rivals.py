@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def implementations() -> dict[str, Callable[[], Any]]:
     """What makes each implementation's module of operations."""
     found: dict[str, Callable[[], Any]] = {"plain torch": lambda: reference}
     if ON_GPU or shutil.which("g++"):
-        found["torch.compile"] = compiled_reference
+        found["torch.compile"] = CompiledReference
     if ON_GPU:
         found["Triton"] = triton_kernels
     return found
@@ -48,23 +47,15 @@ def triton_kernels() -> Any:
     return triton
 
 
-def compiled_reference() -> Any:
-    """The reference's operations, each under torch.compile."""
-    names = (
-        "rms_norm",
-        "qkv",
-        "paged_attention",
-        "linear_residual",
-        "gate_up",
-        "lm_head",
-        "lm_head_argmax",
-        "lm_head_sample",
-        "sample",
-        "count_tokens",
-        "copy_entries",
-    )
-    operations = {name: torch.compile(getattr(reference, name), dynamic=False) for name in names}
-    return SimpleNamespace(attention_inputs=reference.attention_inputs, **operations)
+class CompiledReference:
+    """The reference's operations, each under torch.compile from its first call on."""
+
+    attention_inputs = staticmethod(reference.attention_inputs)
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        compiled = torch.compile(getattr(reference, operation), dynamic=False)
+        setattr(self, operation, compiled)
+        return compiled
 
 
 def case_of(operation: str, rows: int) -> Case:
