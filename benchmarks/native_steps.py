@@ -43,8 +43,8 @@ def runs_here(weight_format: str) -> bool:
     return BYTE_ACTIVATIONS not in weight_format or reads_interleaved_blocks()
 
 
-def random_matrix(weight_format: str, rows: int, columns: int) -> Weight:
-    """A matrix [rows, columns] in one of `FORMATS`, in the layout in which an engine holds it on this machine."""
+def random_matrix(weight_format: str, rows: int, columns: int, isa: str = "auto") -> Weight:
+    """A matrix [rows, columns] in one of `FORMATS`, in the layout in which an engine holds it for `isa`."""
     if weight_format.startswith("Q"):
         blocks = _random_blocks(weight_format.removesuffix(BYTE_ACTIVATIONS), rows, columns)
         return blocks_in_lanes(blocks) if BYTE_ACTIVATIONS in weight_format else blocks
@@ -55,7 +55,7 @@ def random_matrix(weight_format: str, rows: int, columns: int) -> Weight:
         narrow = numbers.bfloat16()
         return packed(narrow) if weight_format == "bf12" else narrow
     quantized = quantize_matrix(numbers, weight_format)
-    return in_lanes(quantized) if reads_interleaved() else quantized
+    return in_lanes(quantized) if reads_interleaved(isa) else quantized
 
 
 def _random_blocks(type_name: str, rows: int, columns: int) -> BlockWeight:
@@ -99,7 +99,13 @@ class NativeSteps:
     """
 
     def __init__(
-        self, sizes: Sizes, weight_format: str, *, head_format: str = "float32", kv_cache_dtype: str = "float32"
+        self,
+        sizes: Sizes,
+        weight_format: str,
+        *,
+        head_format: str = "float32",
+        kv_cache_dtype: str = "float32",
+        isa: str = "auto",
     ) -> None:
         self.sizes = sizes
         blocks = -(-sizes.context // BLOCK_SIZE)
@@ -108,9 +114,9 @@ class NativeSteps:
         self._tables = order.astype(np.int32).reshape(sizes.rows, sizes.layers, blocks)
         angles = torch.arange(sizes.context)[:, None] / 1e4 ** torch.linspace(0, 1, sizes.head_dim // 2)
         norm, rotations = torch.ones(sizes.hidden), torch.polar(torch.ones_like(angles), angles)
-        matrices = {name: Linear(random_matrix(weight_format, *shape)) for name, shape in sizes.matrices.items()}
+        matrices = {name: Linear(random_matrix(weight_format, *shape, isa)) for name, shape in sizes.matrices.items()}
         layer = partial(NativeLayer, attention_norm=norm, mlp_norm=norm, rotations=rotations)
-        head = random_matrix(head_format, sizes.vocab, sizes.hidden)
+        head = random_matrix(head_format, sizes.vocab, sizes.hidden, isa)
         pool = _random_pool(count + 1, sizes, kv_cache_dtype)
         self.layer_bytes = sum(_nbytes(linear.weight) for linear in matrices.values())
         self.head_bytes = _nbytes(head)
@@ -127,7 +133,7 @@ class NativeSteps:
             scale=sizes.head_dim**-0.5,
         )
         self.decoder = Decoder(
-            model, max_blocks=blocks, num_slots=sizes.rows, max_rows=max(64, sizes.rows), num_threads=1
+            model, max_blocks=blocks, num_slots=sizes.rows, max_rows=max(64, sizes.rows), num_threads=1, isa=isa
         )
 
     def rows(self, count: int, *, context: int = 16, skipped: Sequence[int] = (), **further: Any) -> Rows:
@@ -137,9 +143,9 @@ class NativeSteps:
         cutoffs[:, list(skipped)] = SKIPPED
         return Rows(ones, (context - 1) * ones, ones, np.arange(count), cutoffs, self._tables, **further)
 
-    def step(self, rows: Rows) -> None:
-        """Run one step."""
-        self.decoder.run(rows, 1)
+    def step(self, rows: Rows, count: int = 1) -> None:
+        """Run `count` steps."""
+        self.decoder.run(rows, count)
 
     def bytes_read(self, count: int, *, context: int = 16, skipped: Sequence[int] = ()) -> int:
         """Bytes that a step has to read: the matrices of the layers that run, their entries, and the LM head."""

@@ -1,0 +1,164 @@
+"""Ratios of processor times within one run, beside those that are stored for the instruction set.
+
+    python -m benchmarks.regressions           # exit status 1 for a ratio that is off by more than a factor of 2
+    python -m benchmarks.regressions --store   # replaces the stored ratios of the instruction sets that run here
+
+Times differ between machines and with what else they do; ratios of one thread's processor time do less. So a
+regression of one part is seen, and one of all parts alike is not. What is read fits into the second cache but for
+float32, so that neighbours on the machine disturb little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.native_steps import BYTE_ACTIVATIONS, NativeSteps, Sizes
+from benchmarks.report import environment, positive, tell, write_json
+from d3engine.kernels.native.library import isas_here, reads_interleaved_blocks
+
+STORED = Path(__file__).parent / "results" / "ratios.json"
+BOUND = 2.0
+ROUNDS = 25
+SIZES = Sizes(layers=2, hidden=256, intermediate=256, heads=4, kv_heads=1, head_dim=64, rows=8, context=1088)
+STEPS, LONG, DRAFT = 16, 1024, 4
+RATIOS = {
+    "8 rows / 1 row": ("8 rows", "int8"),
+    "float32 / bfloat16": ("float32", "bfloat16"),
+    "bf12 / bfloat16": ("bf12", "bfloat16"),
+    "int8 / bfloat16": ("int8", "bfloat16"),
+    "int4 / bfloat16": ("int4", "bfloat16"),
+    "fp8 / bfloat16": ("fp8", "bfloat16"),
+    "Q8_0 / bfloat16": ("Q8_0", "bfloat16"),
+    "Q4_K / bfloat16": ("Q4_K", "bfloat16"),
+    "Q6_K / bfloat16": ("Q6_K", "bfloat16"),
+    "Q4_K, 8-bit activations / Q4_K": ("Q4_K" + BYTE_ACTIVATIONS, "Q4_K"),
+    "half the layers / all": ("half the layers", "int8"),
+    f"context {LONG} / {STEPS}": ("long context", "int8"),
+    "fp8 cache / float32 cache": ("long context, fp8", "long context"),
+    f"draft of {DRAFT} and verification / step": ("drafts", "int8"),
+    "adapter / none": ("adapter", "int8"),
+}
+"""What is over what, by the names of `cases`."""
+
+
+def cases(isa: str) -> dict[str, Callable[[], object]]:
+    """`STEPS` steps each, or as many drafts."""
+    wanted = {name for pair in RATIOS.values() for name in pair}
+    formats = {"float32", "bfloat16", "bf12", "int8", "int4", "fp8", "Q8_0", "Q4_K", "Q6_K"}
+    if reads_interleaved_blocks(isa):
+        formats.add("Q4_K" + BYTE_ACTIVATIONS)
+    models = {name: NativeSteps(SIZES, name, isa=isa) for name in sorted(formats)}
+    plain, narrow = models["int8"], NativeSteps(SIZES, "int8", kv_cache_dtype="fp8", isa=isa)
+
+    def drafts() -> None:
+        for _ in range(STEPS):
+            plain.draft_and_verify(1, DRAFT, skipped=[1])
+
+    found: dict[str, Callable[[], object]] = {
+        name: partial(model.step, model.rows(1), STEPS) for name, model in models.items()
+    }
+    found |= {
+        "8 rows": partial(plain.step, plain.rows(8), STEPS),
+        "half the layers": partial(plain.step, plain.rows(1, skipped=[1]), STEPS),
+        "long context": partial(plain.step, plain.rows(1, context=LONG), STEPS),
+        "long context, fp8": partial(narrow.step, narrow.rows(1, context=LONG), STEPS),
+        "drafts": drafts,
+        "adapter": partial(plain.step, plain.rows(1, adapters=[plain.adapter(8)]), STEPS),
+    }
+    assert found.keys() <= wanted
+    return found
+
+
+def measure(isa: str, rounds: int) -> dict[str, float]:
+    """The ratios for an instruction set: of the least processor time of each case, the cases taking turns."""
+    timed = cases(isa)
+    least = dict.fromkeys(timed, float("inf"))
+    for _ in range(rounds):
+        for name, run in timed.items():
+            began = time.thread_time()
+            run()
+            least[name] = min(least[name], time.thread_time() - began)
+    return {name: least[over] / least[under] for name, (over, under) in RATIOS.items() if over in least}
+
+
+def stored() -> dict[str, dict[str, float]]:
+    """The stored ratios by instruction set."""
+    found: dict[str, dict[str, float]] = json.loads(STORED.read_text(encoding="utf-8"))["ratios"]
+    return found
+
+
+def differences(found: dict[str, float], wanted: dict[str, float], bound: float) -> list[str]:
+    """Names of ratios that are off by more than a factor of `bound`, up or down."""
+    return [name for name, value in found.items() if not 1 / bound <= value / wanted[name] <= bound]
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a row for each ratio, with the stored value and how far it is off."""
+    known = stored() if STORED.exists() else {}
+    table = Table(title=f"ratios of processor time; bound: a factor of {report['bound']:g}", title_justify="left")
+    for column in ("instruction set", "ratio", "here", "stored", "here / stored"):
+        table.add_column(column, justify="right")
+    for isa, found in report["ratios"].items():
+        wanted = known.get(isa, {})
+        for name, value in found.items():
+            has = name in wanted
+            beside = (f"{wanted[name]:.3g}", f"{value / wanted[name]:.2f}") if has else ("none", "")
+            table.add_row(isa, name, f"{value:.3g}", *beside)
+    console.print(table)
+
+
+def judged(ratios: dict[str, dict[str, float]], bound: float, rounds: int) -> list[str]:
+    """What is wrong with the ratios; one that is off counts where a second measurement finds it off too."""
+    known, failures = stored(), []
+    for isa, found in ratios.items():
+        if isa not in known:
+            failures.append(f"no ratios are stored for {isa}: --store keeps those of this machine")
+        elif off := differences(found, known[isa], bound):
+            again = differences(measure(isa, rounds), known[isa], bound)
+            failures += [f"{isa}: {name} is off by more than a factor of {bound:g}" for name in off if name in again]
+    return failures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, compare, and store where that is asked for."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.regressions", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--isa", nargs="+", choices=isas_here(), default=isas_here()[:1], help="of them [best]"
+    )
+    parser.add_argument("--bound", type=float, default=BOUND, help=f"factor that a ratio may be off by [{BOUND:g}]")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"turns of each case [{ROUNDS}]")
+    parser.add_argument("--store", action="store_true", help="keep the ratios of these instruction sets")
+    parser.add_argument("--json", metavar="FILE", help="also write the ratios to this file")
+    options = parser.parse_args(arguments)
+    report: dict[str, Any] = {
+        "benchmark": "regressions",
+        "environment": environment("benchmarks.regressions", arguments),
+        "bound": options.bound,
+        "ratios": {isa: measure(isa, options.rounds) for isa in options.isa},
+    }
+    tell(report, show, width=110, file=options.json)
+    if options.store:
+        kept = stored() if STORED.exists() else {}
+        write_json(report | {"ratios": kept | report["ratios"]}, STORED)
+        return 0
+    failures = judged(report["ratios"], options.bound, options.rounds)
+    for failure in failures:
+        print(failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
