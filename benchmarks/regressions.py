@@ -135,9 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.regressions", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument(
-        "--isa", nargs="+", choices=isas_here(), default=isas_here()[:1], help="of them [best]"
-    )
+    parser.add_argument("--isa", nargs="+", choices=isas_here(), default=isas_here()[:1], help="of them [best]")
     parser.add_argument("--bound", type=float, default=BOUND, help=f"factor that a ratio may be off by [{BOUND:g}]")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"turns of each case [{ROUNDS}]")
     parser.add_argument("--store", action="store_true", help="keep the ratios of these instruction sets")

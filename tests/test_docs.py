@@ -103,6 +103,27 @@ def test_the_tables_of_the_code_are_whole() -> None:
     assert {"### d3engine serve", "### d3engine bridge fit"} <= set(site.splitlines())
     assert "| `--kv-cache-dtype` |" in site
     assert "| `d3engine:layers_run_total` | counter |" in site
+    assert "| `EngineDeadError` | `RuntimeError` |" in site
+    assert "| 503 | Service Unavailable | `server_error` | `overloaded_error` |" in site
+
+
+def test_the_page_of_routes_has_every_route_and_field() -> None:
+    """Each link to a body leads to its heading."""
+    from d3engine.server.app import ROUTES
+    from d3engine.server.schemas.requests import ChatRequest
+    from tools.docs_reference import http
+
+    lines = list(http())
+    headings = {line.lstrip("# ") for line in lines if line.startswith("#")}
+    routes = {(method, route.path.replace(":path}", "}")) for route in ROUTES for method in route.methods or ()}
+    assert {f"{method} {path}" for method, path in routes if method != "HEAD"} <= headings
+    assert {f"| `{name}`" for name in ChatRequest.__struct_encode_fields__} <= {line.split(" |")[0] for line in lines}
+    linked = {anchor for line in lines for anchor in re.findall(r"\(#(\w+)\)", line)}
+    assert linked <= {heading.lower() for heading in headings}
+    assert "| `temperature` | number (0.0 to 2.0) |  |" in lines
+    assert "| `top_p` | number (above 0.0, at most 1.0) |  |" in lines
+    assert "| `stop_token_ids` | list (at most 256 values) of integer (at least 0) |  |" in lines
+    assert '| `tool_choice` | `"none"` or `"auto"` or `"required"` or [NamedTool](#namedtool) |  |' in lines
 
 
 def test_words_that_people_type_lead_to_a_page() -> None:

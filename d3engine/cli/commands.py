@@ -226,7 +226,7 @@ def _unknown(error: Any) -> str:
 
 
 class ExitCode(IntEnum):
-    """The exit codes of every command; `docs/reference/cli.md` explains them to users."""
+    """The exit codes of every command; `docs/reference/errors.md` explains them to users."""
 
     DONE = 0
     FAILED = 1  # it ran and failed, or what was asked is not so

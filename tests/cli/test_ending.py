@@ -111,7 +111,7 @@ def test_errors_of_input_are_2_and_those_on_the_way_1() -> None:
 
 
 def test_every_exit_code_is_in_the_docs() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "errors.md").read_text()
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {int(code) for code in ExitCode}
 
 
