@@ -105,6 +105,8 @@ class Linear:
                 raise NativeError(f"the native library knows no {weight.dtype} matrices")
             kind = _FLOAT_KINDS[weight.dtype]
             return MatrixStructure(kind, *weight.shape, address_of(weight, weight.dtype), None, bias)
+        if weight.native_kind is None:
+            raise NativeError(f"the native library knows no matrices of {type(weight).__name__}")
         values, *others = _addresses(*weight.tensors)
         if isinstance(weight, PackedWeight):
             bf12 = Bf12Structure(weight.exponent, *others)

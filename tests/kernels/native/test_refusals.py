@@ -13,6 +13,7 @@ from native_models import Case, Shape
 from d3engine.kernels.low_rank import LowRankMap
 from d3engine.kernels.native.model import Linear, NativeError, NativeMaps
 from d3engine.kernels.native.runs import STEERINGS, HiddenStates, Hooks
+from d3engine.kernels.quantized import Int8Weight
 
 CASE = Case(Shape())
 ROWS = CASE.rows
@@ -139,3 +140,13 @@ def test_models_of_other_sizes_and_kinds_are_refused() -> None:
         case.model = model
         with pytest.raises(NativeError, match=said):
             case.decoder()
+
+
+def test_a_format_that_the_library_does_not_know_is_named() -> None:
+    """An engine decodes by PyTorch then."""
+
+    class Unknown(Int8Weight):
+        native_kind = None  # type: ignore[assignment]
+
+    with pytest.raises(NativeError, match="knows no matrices of Unknown"):
+        Linear(Unknown(torch.zeros(2, 3, dtype=torch.int8), torch.ones(2))).structure()
