@@ -75,7 +75,8 @@ shipped:
 # The pages of docs/ with the reference, as a site in build/site; fails for a link or a name that leads nowhere.
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "The site is in build/site: open build/site/index.html"
+	@echo "The site is in build/site: open build/site/index.html, or for its search too:"
+	@echo "$(BIN)/python -m http.server --directory build/site, and then http://127.0.0.1:8000/"
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
 # flight, or reads what the kernel before it may not have written yet. The last is for devices without programmatic launch.

@@ -104,7 +104,7 @@ def http() -> Iterator[str]:
     yield from ("## Routes", "")
     for path, methods in found["paths"].items():
         for method, route in methods.items():
-            yield from ("", f"### {method.upper()} {path}", "", _line(route["summary"]), "", "| | |", "|---|---|")
+            yield from ("", f"### {method.upper()} {path}", "", _line(route["summary"]), "", "| part | content |", "|---|---|")
             yield from _about(route)
     yield from ("", "## Bodies")
     for name, schema in sorted(found["components"]["schemas"].items()):
