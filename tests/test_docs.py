@@ -104,6 +104,7 @@ def test_the_tables_of_the_code_are_whole() -> None:
     assert "| `--kv-cache-dtype` |" in site
     assert "| `d3engine:layers_run_total` | counter |" in site
     assert "| `EngineDeadError` | `RuntimeError` |" in site
+    assert "| `gguf-coder-1.5b-avx512` | " in site
     assert "| 503 | Service Unavailable | `server_error` | `overloaded_error` |" in site
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,15 @@ from typing import Any
 MARK = re.compile(r"<!-- table of (\w+) -->")
 
 
-ICON = Path(__file__).parents[1] / "d3engine" / "server" / "page" / "icon.svg"
+ROOT = Path(__file__).parents[1]
+ICON = ROOT / "d3engine" / "server" / "page" / "icon.svg"
+
+
+def on_config(config: Any) -> Any:
+    """MkDocs calls this first: benchmarks are imported from the checkout."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -104,7 +114,15 @@ def http() -> Iterator[str]:
     yield from ("## Routes", "")
     for path, methods in found["paths"].items():
         for method, route in methods.items():
-            yield from ("", f"### {method.upper()} {path}", "", _line(route["summary"]), "", "| part | content |", "|---|---|")
+            yield from (
+                "",
+                f"### {method.upper()} {path}",
+                "",
+                _line(route["summary"]),
+                "",
+                "| part | content |",
+                "|---|---|",
+            )
             yield from _about(route)
     yield from ("", "## Bodies")
     for name, schema in sorted(found["components"]["schemas"].items()):
@@ -196,6 +214,30 @@ def statuses() -> Iterator[str]:
         yield f"| {status} | {phrases[status]} | `{kind}` | `{ANTHROPICS_TYPES.get(status, 'invalid_request_error')}` |"
 
 
+def benchmark_runs() -> Iterator[str]:
+    """The committed runs of benchmarks: what was measured, by which command, where."""
+    yield from ("| run | measures | command | processor | commit |", "|---|---|---|---|---|")
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        ran = json.loads(path.read_text(encoding="utf-8")).get("environment")
+        if ran is not None:
+            module = re.search(r"-m benchmarks\.(\w+)", ran["command"])
+            assert module is not None, path
+            file = ROOT / "benchmarks" / module[1]
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            says = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            cells = f"`{path.stem}`", _line(says.split("\n\n")[0]), f"`{ran['command']}`", ran["cpu"], ran["commit"]
+            yield f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def tokens_per_second() -> Iterator[str]:
+    """The figures of the chart on the first page."""
+    from benchmarks.headline import OURS, PEER, figures
+
+    yield from (f"| tokens per second | {OURS} | {PEER} |", "|---|---|---|")
+    for what, pair in figures().items():
+        yield f"| {what} | {pair[OURS]:.1f} | {pair[PEER]:.1f} |"
+
+
 def _line(text: str | None) -> str:
     """A text in one cell of a table."""
     words = re.sub(r"\[/?[a-z ]+\]", "", " ".join((text or "").split("\f")[0].split()))
@@ -210,4 +252,6 @@ TABLES = {
     "http": http,
     "errors": errors,
     "statuses": statuses,
+    "benchmark_runs": benchmark_runs,
+    "tokens_per_second": tokens_per_second,
 }

@@ -1,0 +1,100 @@
+"""Figures that the pages quote in words, or in tables of answers and weights, are those of committed runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import headline
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def result(name: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()))
+
+
+def words_of(page: str) -> str:
+    """The words of a page of the how-to pages, on one line."""
+    return " ".join((DOCS / "how-to" / page).read_text().split())
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=["README", "index"])
+def test_a_page_says_what_the_chart_shows(page: Path) -> None:
+    """The text in place of the picture has its figures."""
+    shown = headline.figures()
+    named = {"one answer, with drafts": "with drafts"}
+    said = "; ".join(
+        f"{named.get(what, what)} {pair['d3engine']:.0f} and {pair['llama.cpp']:.0f}" for what, pair in shown.items()
+    )
+    assert f": {said}](" in page.read_text()
+
+
+@pytest.mark.parametrize("size", ["0.5b", "1.5b"])
+def test_tool_calls_are_those_of_the_run(size: str) -> None:
+    counts = result(f"tool-calls-coder-{size}")["counts"]
+    names = ("calls", "calls that parse", "calls that are valid", "answers that call the right function")
+    row = " | ".join(str(counts[name]) for name in names)
+    assert f"| {size.upper()} | {row} |" in words_of("tools.md")
+
+
+def test_the_cost_of_an_adapter_is_that_of_the_run() -> None:
+    one, eight = (row["ratio"] for row in result("lora-coder-0.5b")["rows"])
+    page = words_of("lora.md")
+    for ratio, lead in ((one, "at every matrix adds"), (eight, "token, and")):
+        median, least, most = (100 * ratio[name] - 100 for name in ("median", "min", "max"))
+        assert f"{lead} {median:.0f} % ({least:.0f} to {most:.0f})" in page
+
+
+def test_json_schemas_are_those_of_the_run() -> None:
+    report = result("json-schemas")
+    counts = report["counts"]
+    schemas, valid = counts["schemas"], counts["valid instances"]
+    page = words_of("structured.md")
+    assert f"takes {counts['accepted']:,} of {schemas:,} schemas" in page
+    assert f"({100 * counts['accepted'] / schemas:.1f} %)" in page
+    assert report["wrongly allowed"] == []
+    assert f"none of their {counts['invalid instances']:,} invalid instances" in page
+    assert f"{100 * counts['valid instances allowed'] / valid:.1f} % of {valid:,} valid ones" in page
+
+
+@pytest.mark.parametrize("name", ["weights-smollm2", "weights-groups-smollm2"])
+def test_what_weight_formats_cost_is_that_of_the_run(name: str) -> None:
+    page = words_of("quantize.md")
+    for row in result(name)["rows"]:
+        if row["weights"] == "float32":
+            continue
+        kl, loss = "{value:.4f} ({low:.4f} to {high:.4f})", "{value:+.4f} ({low:+.4f} to {high:+.4f})"
+        same = {figure: 100 * value for figure, value in row["same"].items()}
+        cells = kl.format(**row["kl"]), "{value:.1f} % ({low:.1f} to {high:.1f})".format(**same)
+        assert f"| {row['depth']} | {row['weights']} | {' | '.join(cells)} | {loss.format(**row['loss'])} |" in page
+
+
+def test_the_gain_by_own_layers_is_that_of_the_run() -> None:
+    best = max(cell["speedup"]["median"] for cell in result("lossless-demo-cpu")["cells"])
+    assert f"the bundled model gains {best:.2f} times at best" in words_of("speculative.md")
+
+
+def test_quantized_answers_of_the_bundled_model_are_right() -> None:
+    report = result("quantization-demo")
+    assert report["settings"]["problems"] == 500
+    exact = [of["exact_match"]["value"] for row in report["rows"] for of in row["depths"].values()]
+    same = [of["identical_answers"]["value"] for row in report["rows"] for of in row["depths"].values()]
+    assert set(exact + same) == {1.0}
+    assert "all of 500 word problems right and alike under int8, int4 and fp8" in words_of("quantize.md")
+
+
+def test_what_the_native_library_saves_is_that_of_the_runs() -> None:
+    def over_eager(name: str, kinds: tuple[str, ...]) -> list[float]:
+        rows = [row for row in result(name)["decode"] if row["batch"] == 1 and row["kind"] in kinds]
+        return [row["over"]["eager"]["median"] for row in rows]
+
+    (floats,), (bits,) = (over_eager("cpu-eager-smollm2-zen4", (kind,)) for kind in ("f32", "4-bit"))
+    demo = over_eager("cpu-demo-zen4", ("f32", "16-bit", "12-bit", "8-bit", "4-bit"))
+    page = words_of("cpu.md")
+    assert f"takes {floats:.0f} (float32) to {bits:.0f} times (4 bits) as long" in page
+    assert f"the bundled model's {min(demo):.0f} to {max(demo):.0f} times" in page
