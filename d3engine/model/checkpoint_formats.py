@@ -448,14 +448,18 @@ def _name_of(file: GGUFFile, name: str, names: TensorNames, layout: GGUFLayout) 
     return own[name]
 
 
-def to_adjacent_pairs(weight: Tensor, num_heads: int) -> Tensor:
+def to_adjacent_pairs(weight: Tensor, num_heads: int, rotary_dim: int | None = None) -> Tensor:
     """Permute rows of each head from half-split order (rope pairs j and j + D / 2) to adjacent pairs (2j, 2j + 1).
 
     Half-split is transformers' order; Meta's files, llama2.c's, GGUF files and this engine use adjacent pairs.
-    weight: [num_heads * D, ...], any dtype. Returns the same shape, contiguous.
+    weight: [num_heads * D, ...], any dtype. `rotary_dim`: the first rows of a head that these are, None for all; later
+    ones stay. Returns the same shape, contiguous.
     """
-    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
+    heads = weight.reshape(num_heads, -1, *weight.shape[1:])
+    made = heads.clone()
+    turned = made[:, :rotary_dim]
+    turned[:, 0::2], turned[:, 1::2] = heads[:, :rotary_dim].chunk(2, dim=1)
+    return made.view(weight.shape)
 
 
 def to_half_split(weight: Tensor, num_heads: int) -> Tensor:
