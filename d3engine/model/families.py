@@ -12,7 +12,10 @@ from d3engine.model.family_fields import (
     exaone4_layers_without_rope,
     exaone4_windows,
     gemma_scale,
+    gguf_ernie,
+    gguf_exaone4,
     gguf_gemma3,
+    gguf_granite,
     gguf_olmo,
     gguf_query_scalar,
     granite_multipliers,
@@ -51,6 +54,10 @@ _GGUF_NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GRANITE_4_KEYS = (
+    "expert_shared_feed_forward_length",
+    *(f"ssm.{name}" for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")),
+)
 _GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 _GLM: dict[str, Any] = {
     "num_key_value_heads": 2,
@@ -130,6 +137,8 @@ FAMILIES = (
                 "residual_scale": "residual_multiplier",
                 "logit_scale": "logits_scaling",
             },
+            optional_keys=_GRANITE_4_KEYS,
+            more_fields=gguf_granite,
         ),
     ),
     Family(
@@ -149,6 +158,7 @@ FAMILIES = (
             "phi3",
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
+            ends=("<|end|>",),
         ),
     ),
     Family(
@@ -285,6 +295,13 @@ FAMILIES = (
         layers_without_rope=exaone4_layers_without_rope,
         windows=exaone4_windows,
         has_head_norms=True,
+        gguf=GGUFLayout(
+            "exaone4",
+            modules=_GGUF_NORMS_BEHIND,
+            optional_keys=_GGUF_WINDOW_KEYS,
+            more_fields=gguf_exaone4,
+            pre_tokenizers={"exaone4": "gpt-2"},
+        ),
     ),
     Family(
         ("GlmForCausalLM",),
@@ -310,6 +327,15 @@ FAMILIES = (
         has_interleaved_rope=True,
         partial_rotary_factor=0.5,
         biases=biases("attention_bias"),
+        gguf=GGUFLayout(
+            "glm4",
+            modules={
+                "ffn_up": "mlp.gate_up_proj",
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+            },
+            pre_tokenizers=dict.fromkeys(("glm4", "chatglm-bpe"), "smaug-bpe"),
+        ),
     ),
     Family(
         ("Ernie4_5ForCausalLM",),
@@ -324,6 +350,7 @@ FAMILIES = (
         default_theta=500_000.0,
         has_interleaved_rope=True,
         biases=biases("use_bias", "use_bias", "use_bias"),
+        gguf=GGUFLayout("ernie4_5", more_fields=gguf_ernie),
     ),
     Family(
         ("GemmaForCausalLM",),

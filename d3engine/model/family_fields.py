@@ -220,6 +220,25 @@ def gguf_gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def gguf_ernie(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_bias": config["attention_bias"]}
+
+
+def gguf_exaone4(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    window = fields.integer("attention.sliding_window", low=0, default=0)
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return {"sliding_window": window, **_gguf_kinds(fields, config)}
+
+
+def gguf_granite(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A dense Granite 4 is a Granite; its file keeps keys of the mamba layers and experts that it has none of."""
+    name, inner = "expert_shared_feed_forward_length", config["intermediate_size"]
+    if fields.integer(name, low=0, default=0) not in (0, inner):
+        fields.refuse(name, f"absent, or feed_forward_length={inner}")
+    return {}
+
+
 def gguf_olmo(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     """An OLMo 3 is an "olmo2" with a window, and its layers with one have plain rope."""
     scaling = config["rope_scaling"] or {}
