@@ -133,7 +133,7 @@ class LayerQuantizer:
     def _layer(self, index: int) -> Iterator[tuple[str, Groups]]:
         config, names = self._config, self._config.tensor_names
         prefix, norms = names.layer(index), names.norms
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         normed = self._normed(self.hidden, prefix, norms.attention)
         qkv, made = self._product(normed, [attention + name for name in names.qkv])
         yield from made.items()
@@ -142,11 +142,11 @@ class LayerQuantizer:
         yield from made.items()
         self.hidden += self._normed(output, prefix, norms.attention_post)
         normed = self._normed(self.hidden, prefix, norms.mlp)
-        gate_up, made = self._product(normed, [mlp + name for name in names.gate_up])
+        gate_up, made = self._product(normed, [prefix + name for name in names.gate_up])
         yield from made.items()
         gate, up = gate_up.chunk(2, dim=1)
         gated = reference.activated(gate, config.activation).mul_(up)
-        down, made = self._product(gated, [mlp + "down_proj"])
+        down, made = self._product(gated, [prefix + names.down])
         yield from made.items()
         self.hidden += self._normed(down, prefix, norms.mlp_post)
 
@@ -197,7 +197,7 @@ class LayerQuantizer:
         if config.has_head_norms:
             pairs = zip((query, key), HEAD_NORMS, strict=True)
             query, key = (self._normed(heads, attention, name) for heads, name in pairs)
-        query, key = (_turned(part, rotations) for part in (query, key))
+        query, key = (_turned(part, rotations, config) for part in (query, key))
         cap, scale = config.soft_caps.attention, config.attention_scale
         if cap is None and (window or self._length) >= self._length:
             found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -208,8 +208,10 @@ class LayerQuantizer:
         return found.transpose(1, 2).reshape(len(qkv), -1)
 
 
-def _turned(heads: Tensor, rotations: Tensor) -> Tensor:
+def _turned(heads: Tensor, rotations: Tensor, config: ModelConfig) -> Tensor:
     """Heads [..., L, D] in transformers' order of channels, turned by `rotations` [L, D / 2]."""
-    first, second = heads.chunk(2, dim=-1)
-    turned = torch.complex(first.contiguous(), second.contiguous()) * rotations
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    stop, axis = config.rotary_dim, -1 if config.has_interleaved_rope else -2
+    pairs = heads[..., :stop].reshape(*heads.shape[:-1], *((-1, 2) if axis == -1 else (2, -1)))
+    first, second = pairs.unbind(axis)
+    turned = torch.complex(first.contiguous(), second.contiguous()) * rotations[:, : stop // 2]
+    return torch.cat([torch.stack([turned.real, turned.imag], axis).flatten(-2), heads[..., stop:]], dim=-1)

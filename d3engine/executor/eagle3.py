@@ -36,7 +36,7 @@ class Eagle3Executor:
         self._target = target
         self.stats = ExecutorStats()
         self._texts: defaultdict[int, _Text] = defaultdict(lambda: defaultdict(_KeptRows))  # by slot
-        frequencies, self._attention_scaling = inverse_frequencies(head.config)
+        frequencies, self._attention_scaling = inverse_frequencies(head.config, len(target.rope.table))
         self._frequencies = frequencies.to(target.device)
         target.watch = self._watch
 

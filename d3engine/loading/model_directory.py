@@ -76,12 +76,12 @@ def chat_defaults(directory: Path) -> Mapping[str, float]:
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
     """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope.
 
-    None is the model's own length, or the window of a family that has none in transformers: up to there it changes
-    nothing. Raises `InvalidValueError` for a length beyond either.
+    None is the model's own length; or the window of a family that has none in transformers, or the trained length of a
+    longrope: up to there these change nothing. Raises `InvalidValueError` for a length beyond the first two.
     """
     window = config.longest_text
     if max_model_len is None:
-        return min(config.max_length, window or config.max_length)
+        return config.default_length
     limit = None if config.rope.rope_type == "dynamic" else config.max_length
     length = require_integer("max_model_len", max_model_len, 2, limit)
     if window is not None and window < length:

@@ -50,6 +50,7 @@ class PrefixFile:
             "version": __version__,
             "weights": fingerprint(settings.directory),
             "executor": executor.partition(", threads")[0],
+            "long_rope": settings.config.rope.is_long(settings.max_model_len),
             "torch": torch.__version__,
         }
         types = ("dtype", "weight_dtype", "kv_dtype", "activations", "weight_compression")

@@ -203,7 +203,7 @@ class RowAdapters:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a module with one map: its place among an adapter's, and the number of heads whose rows are turned."""
+    """Rows of a module with one map: its place among an adapter's, and the number of heads to put into pairs."""
 
     place: int
     rows: int
@@ -243,7 +243,7 @@ def read_adapter(
             down = _tensor(checkpoint, module + _DOWN, (rank, columns))
             up = _tensor(checkpoint, module + _UP, (rows, rank)) * scale
             for part, own in zip(parts, torch.split(up, [part.rows for part in parts]), strict=True):
-                turned = own if part.num_heads is None else to_adjacent_pairs(own, part.num_heads)
+                turned = own if part.num_heads is None else to_adjacent_pairs(own, part.num_heads, config.rotary_dim)
                 held = dtype or _stored(checkpoint, module)
                 made = LowRankMap(down, turned.t()).to(held, device)
                 if device.type != "meta" and not all(bool(one.isfinite().all()) for one in (made.down, made.up)):
@@ -281,9 +281,10 @@ def _modules(config: ModelConfig) -> dict[str, tuple[int, list[_Part]]]:
     for layer in range(config.num_layers):
         place = {name: layer * len(LAYER_MAPS) + nth for nth, name in enumerate(LAYER_MAPS)}
         prefix = names.layer(layer)
+        in_pairs = config.has_interleaved_rope
         qkv = [
-            _Part(place["q"], config.q_size, config.num_heads),
-            _Part(place["k"], config.kv_size, config.num_kv_heads),
+            _Part(place["q"], config.q_size, None if in_pairs else config.num_heads),
+            _Part(place["k"], config.kv_size, None if in_pairs else config.num_kv_heads),
             _Part(place["v"], config.kv_size),
         ]
         gate_up = [_Part(place[name], config.intermediate_size) for name in ("gate", "up")]
@@ -291,8 +292,8 @@ def _modules(config: ModelConfig) -> dict[str, tuple[int, list[_Part]]]:
             found[f"{prefix}self_attn.{name}"] = hidden, parts
         found[f"{prefix}self_attn.o_proj"] = config.q_size, [_Part(place["o"], hidden)]
         for name, parts in rows_of(names.gate_up, gate_up).items():
-            found[f"{prefix}mlp.{name}"] = hidden, parts
-        found[f"{prefix}mlp.down_proj"] = config.intermediate_size, [_Part(place["down"], hidden)]
+            found[prefix + name] = hidden, parts
+        found[prefix + names.down] = config.intermediate_size, [_Part(place["down"], hidden)]
     if config.multipliers == Multipliers():  # others scale what the head reads
         found["lm_head"] = hidden, [_Part(config.num_layers * len(LAYER_MAPS), config.vocab_size)]
     return found

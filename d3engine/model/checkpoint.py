@@ -244,7 +244,7 @@ def _check_index(path: Path, index: dict[str, str], entries: dict[str, TensorEnt
 
 def is_layer_matrix(name: str) -> bool:
     """Whether a tensor, by its name as a float, is a matrix of a layer."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_linear.weight"))
 
 
 def has_groups(scheme: str | None) -> bool:

@@ -30,7 +30,7 @@ from d3engine.model.checkpoint import (
 from d3engine.model.family import GGUF_LAYER_MODULES, GGUFLayout, OwnNames, TensorNames
 from d3engine.model.fields import Fields, of_a_model
 from d3engine.model.gguf_file import GGUFFile
-from d3engine.model.gguf_metadata import FREQ_FACTORS, gguf_family
+from d3engine.model.gguf_metadata import ROPE_TENSORS, gguf_family
 from d3engine.model.quantization_config import FP8_GROUPS, Block
 
 
@@ -360,7 +360,7 @@ def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
     Raises `ModelFormatError` for a tensor that no model here has, or whose rows are not the config's heads.
     """
     family, layout = gguf_family(file)
-    names = {_name_of(file, name, family.names, layout): name for name in file.tensors if name != FREQ_FACTORS}
+    names = {_name_of(file, name, family.names, layout): name for name in file.tensors if name not in ROPE_TENSORS}
     heads = {module: config[field] for module, field in _HEADS.items()} if layout.adjacent_pairs else {}
     tensors = GGUFTensors(file, names, heads, family.norm_offset)
     return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
@@ -448,14 +448,18 @@ def _name_of(file: GGUFFile, name: str, names: TensorNames, layout: GGUFLayout) 
     return own[name]
 
 
-def to_adjacent_pairs(weight: Tensor, num_heads: int) -> Tensor:
+def to_adjacent_pairs(weight: Tensor, num_heads: int, rotary_dim: int | None = None) -> Tensor:
     """Permute rows of each head from half-split order (rope pairs j and j + D / 2) to adjacent pairs (2j, 2j + 1).
 
     Half-split is transformers' order; Meta's files, llama2.c's, GGUF files and this engine use adjacent pairs.
-    weight: [num_heads * D, ...], any dtype. Returns the same shape, contiguous.
+    weight: [num_heads * D, ...], any dtype. `rotary_dim`: the first rows of a head that these are, None for all; later
+    ones stay. Returns the same shape, contiguous.
     """
-    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
+    heads = weight.reshape(num_heads, -1, *weight.shape[1:])
+    made = heads.clone()
+    turned = made[:, :rotary_dim]
+    turned[:, 0::2], turned[:, 1::2] = heads[:, :rotary_dim].chunk(2, dim=1)
+    return made.view(weight.shape)
 
 
 def to_half_split(weight: Tensor, num_heads: int) -> Tensor:

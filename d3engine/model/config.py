@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import family_of, no_windows, sliding_window
+from d3engine.model.families import family_of
 from d3engine.model.family import NO_CAPS, Biases, Family, Multipliers, SoftCaps, TensorNames
+from d3engine.model.family_fields import no_windows, sliding_window
 from d3engine.model.fields import Fields
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
+from d3engine.model.rope_config import PARTIAL, RopeConfig, read_rope_config
 from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
 
 __all__ = [
@@ -21,17 +23,15 @@ __all__ = [
     "GENERATION_CONFIG_FILE",
     "QUANTIZATION_SCHEMES",
     "ModelConfig",
-    "RopeConfig",
     "load_generation_config",
     "not_applied",
-    "read_rope_config",
 ]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rope_interleaved": ((False,), ", since weights must be in the half-split order of transformers"),
-    "partial_rotary_factor": ((1.0,), ", since Llama rotates whole heads"),
+    PARTIAL: ((1.0,), ", since Llama rotates whole heads"),
     "is_causal": ((True,), ", since a token attends to those before it alone"),
     "use_bidirectional_attention": ((False,), ", since a token attends to those before it alone"),
     "is_encoder_decoder": ((False,), ", since there is no encoder"),
@@ -67,7 +67,7 @@ _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
 """Keys of generation_config.json that change the output and are not applied, with the values without effect."""
 
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of `_NEUTRAL` that families with soft caps read."""
+"""Keys of `_NEUTRAL` that families with soft caps read, as those with a `partial_rotary_factor` read that."""
 
 _MAX_LAYERS = 10_000
 """Far above any real model, low enough that the names built from it stay harmless."""
@@ -106,6 +106,7 @@ class ModelConfig:
     embedding_scale: float = 1.0  # of the embedding's rows, rounded to the dtype of activations
     soft_caps: SoftCaps = NO_CAPS
     local_rope: RopeConfig | None = None  # of the layers with a window; None: `rope`
+    has_interleaved_rope: bool = False  # whether rope pairs channels 2j and 2j + 1 of the files, not j and j + D / 2
 
     @classmethod
     def from_directory(cls, path: ModelSource) -> ModelConfig:
@@ -128,8 +129,8 @@ class ModelConfig:
         is the union of both files', those of config.json first. Raises `ModelFormatError`.
         """
         family = family_of(Fields(config, CONFIG_FILE))
-        own = {family.own_names.fields.get(name, name): value for name, value in config.items()}
-        fields = Fields({**family.defaults, **own}, CONFIG_FILE)
+        own = {name: config[given] for given, name in family.own_names.fields.items() if given in config}
+        fields = Fields({**family.defaults, **config, **own}, CONFIG_FILE)
         _refuse_other_models(fields, family)
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
@@ -170,6 +171,7 @@ class ModelConfig:
             embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else 1.0,
             soft_caps=NO_CAPS if family.soft_caps is None else family.soft_caps(fields),
             local_rope=local_rope,
+            has_interleaved_rope=family.has_interleaved_rope,
         )
 
     def quantized(self, scheme: str | None) -> ModelConfig:
@@ -185,6 +187,17 @@ class ModelConfig:
         stretches = self.rope.rope_type in ("linear", "dynamic") and self.local_rope is None
         stretch = self.rope.factor if stretches else None
         return int(self.max_position_embeddings * (stretch or 1))
+
+    @property
+    def default_length(self) -> int:
+        """The longest text where no length is asked for: of a longrope that up to which transformers agrees."""
+        lengths = (self.max_length, self.rope.trained_length, self.longest_text)
+        return min(length for length in lengths if length is not None)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The channels of a head that rope turns, its first ones."""
+        return self.rope.rotary_dim or self.head_dim
 
     @property
     def attention_scale(self) -> float:
@@ -262,7 +275,7 @@ def _refuse_other_models(fields: Fields, family: Family) -> None:
         if fields.get(name) not in (None, *family.activation_names):
             fields.refuse(name, " or ".join(map(repr, family.activation_names)))
     for name, (neutral, why) in _NEUTRAL.items():
-        if family.soft_caps is not None and name in _SOFT_CAPS:
+        if (name == PARTIAL and family.partial_rotary_factor) or (name in _SOFT_CAPS and family.soft_caps):
             continue
         value = fields.get(name)
         if value is not None and value not in neutral:
@@ -296,7 +309,9 @@ def _has_theta(rope: Any) -> bool:
 
 
 def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int, theta: float | None = None) -> RopeConfig:
-    rope = read_rope_config(fields, head_dim, max_positions, theta or family.default_theta)
+    rope = read_rope_config(
+        fields, head_dim, max_positions, theta or family.default_theta, family.partial_rotary_factor
+    )
     if family.rope_types is not None and rope.rope_type not in family.rope_types:
         name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
         fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")
@@ -348,157 +363,3 @@ def _dtype(fields: Fields) -> str | None:
     if dtype not in DTYPES:
         fields.refuse(name, f"one of {', '.join(DTYPES)}")
     return str(dtype)
-
-
-# The keys transformers reads for each rope type, beyond the type and theta themselves.
-_ROPE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
-}
-
-_MAX_FACTOR = 1_000_000
-"""Far above any real model, low enough that the length it stretches to is a number."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """The fields that transformers' rope functions read; None where the type does not use one.
-
-    `factor` is None only for "default", and for a yarn with null: the ratio of the context lengths then.
-    """
-
-    rope_type: str = "default"
-    theta: float = 10_000.0
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-def read_rope_config(fields: Fields, head_dim: int, max_positions: int, default_theta: float) -> RopeConfig:
-    """Return the rope of a config, read as transformers reads it. Raises `ModelFormatError`.
-
-    Both spellings are read, and must agree: `rope_theta` with `rope_scaling` (transformers 4), and `rope_parameters`
-    (transformers 5).
-    """
-    found = []
-    for name in ("rope_parameters", "rope_scaling"):
-        value = fields.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            fields.refuse(name, "an object or null")
-        if value:
-            found.append(_read_rope(fields, name, value, max_positions, default_theta))
-    if not found:
-        found.append(_read_rope(fields, "rope_parameters", {}, max_positions, default_theta))
-    if found[0] != found[-1]:
-        fields.refuse("rope_scaling", "the same as rope_parameters where both are given")
-    if found[0].rope_type == "dynamic" and head_dim == 2:
-        raise ModelFormatError(f"{fields.source}: head_dim must be above 2 for dynamic rope; got 2")
-    return found[0]
-
-
-def _read_rope(
-    outer: Fields, name: str, values: Mapping[str, Any], max_positions: int, default_theta: float
-) -> RopeConfig:
-    rope = Fields(values, f"{outer.source}: {name}")
-    rope_type = _rope_type(rope)
-    _refuse_unknown_rope_keys(rope, rope_type)
-    known = _ROPE_KEYS[rope_type]
-    original = None
-    if "original_max_position_embeddings" in known:
-        original = _original_max_positions(outer, rope, max_positions)
-    rescales = rope_type != "default"
-    if rescales and "factor" not in values:
-        raise ModelFormatError(f"{rope.source}: factor is missing")
-    null_allowed = rope_type == "yarn"
-    config = RopeConfig(
-        rope_type=rope_type,
-        theta=_rope_theta(outer, rope, default_theta),
-        factor=(rope.optional_number if null_allowed else rope.number)("factor") if rescales else None,
-        low_freq_factor=rope.number("low_freq_factor") if "low_freq_factor" in known else None,
-        high_freq_factor=rope.number("high_freq_factor") if "high_freq_factor" in known else None,
-        original_max_position_embeddings=original,
-        attention_factor=rope.optional_number("attention_factor"),
-        # Zero means "not set" for these four: transformers takes them with `or` and `and`.
-        beta_fast=rope.number("beta_fast", default=32.0, zero_allowed=True) or 32.0,
-        beta_slow=rope.number("beta_slow", default=1.0, zero_allowed=True) or 1.0,
-        mscale=rope.optional_number("mscale", zero_allowed=True),
-        mscale_all_dim=rope.optional_number("mscale_all_dim", zero_allowed=True),
-        truncate=rope.boolean("truncate", default=True),
-    )
-    _check_rope_ranges(rope, config)
-    return config
-
-
-def _rope_type(rope: Fields) -> str:
-    key = "rope_type" if rope.get("rope_type") is not None else "type"
-    rope_type = "default" if rope.get(key) is None else rope.get(key)
-    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
-        rope.refuse(key, f"one of {', '.join(_ROPE_KEYS)}")
-    if rope.get("type") not in (None, rope_type):
-        rope.refuse("type", f"the same as rope_type={rope_type!r}")
-    return rope_type
-
-
-def _refuse_unknown_rope_keys(rope: Fields, rope_type: str) -> None:
-    """Raise for a key that is not read and could change the angles."""
-    neutral = {"rope_type", "type", "rope_theta"}
-    for key, value in rope.values.items():
-        without_effect = (
-            value is None
-            or (key == "partial_rotary_factor" and value == 1)
-            or (key == "finetuned" and value is True)  # yarn's own configs: says how the weights were trained
-        )
-        if key not in neutral | _ROPE_KEYS[rope_type] and not without_effect:
-            allowed = ", ".join(sorted(_ROPE_KEYS[rope_type])) or "none"
-            rope.refuse(key, f"absent, since rope type {rope_type!r} reads: {allowed}")
-
-
-def _rope_theta(outer: Fields, rope: Fields, default: float) -> float:
-    theta = outer.optional_number("rope_theta")
-    inner = rope.optional_number("rope_theta")
-    if theta is not None and inner is not None and theta != inner:
-        rope.refuse("rope_theta", f"the same as the rope_theta={theta} beside it")
-    chosen = inner or theta or default
-    if chosen <= 1:
-        (rope if inner else outer).refuse("rope_theta", "a finite number above 1")
-    return chosen
-
-
-def _original_max_positions(outer: Fields, rope: Fields, max_positions: int) -> int:
-    """Inside the rope parameters or next to them; without either, max_position_embeddings as in transformers."""
-    name = "original_max_position_embeddings"
-    outside = outer.integer(name) if outer.get(name) is not None else None
-    inner = rope.integer(name) if rope.get(name) is not None else None
-    if outside is not None and inner is not None and outside != inner:
-        rope.refuse(name, f"the same as the {name}={outside} beside it")
-    return inner or outside or max_positions
-
-
-def _check_rope_ranges(rope: Fields, config: RopeConfig) -> None:
-    if config.factor is not None and not 1 <= config.factor <= _MAX_FACTOR:
-        rope.refuse("factor", f"a number from 1 to {_MAX_FACTOR:,}")
-    if (config.high_freq_factor or math.inf) <= (config.low_freq_factor or 0):
-        rope.refuse("high_freq_factor", f"a number above low_freq_factor={config.low_freq_factor}")
-    if config.beta_fast < config.beta_slow:
-        rope.refuse("beta_fast", f"a number of at least beta_slow={config.beta_slow}")

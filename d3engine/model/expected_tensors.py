@@ -99,8 +99,8 @@ def _float_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     products = [
         *((f"self_attn.{name}", (sum(rows), hidden), biases.qkv) for name, rows in qkv.items()),
         ("self_attn.o_proj", (hidden, config.q_size), biases.output),
-        *((f"mlp.{name}", (sum(rows), hidden), biases.mlp) for name, rows in gate_up.items()),
-        ("mlp.down_proj", (hidden, intermediate), biases.mlp),
+        *((name, (sum(rows), hidden), biases.mlp) for name, rows in gate_up.items()),
+        (names.down, (hidden, intermediate), biases.mlp),
     ]
     shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
@@ -235,6 +235,8 @@ def fingerprint(model: ModelSource) -> str:
         computes.append({"layers_without_rope": config.layers_without_rope})
     if any(config.windows):
         computes.append({"windows": config.windows})
+    if config.has_interleaved_rope:
+        computes.append("interleaved rope")
     if config.local_rope is not None:
         computes.append({"local_rope": asdict(config.local_rope)})
     if config.soft_caps != NO_CAPS:

@@ -2,221 +2,42 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.family import (
-    Biases,
-    Family,
-    GGUFLayout,
-    LayerNorms,
-    Multipliers,
-    OwnNames,
-    SoftCaps,
-    TensorNames,
-    Windows,
+from d3engine.model.family import Biases, Family, GGUFLayout, LayerNorms, OwnNames, SoftCaps, TensorNames
+from d3engine.model.family_fields import (
+    biases,
+    dense_granite,
+    exaone4_layers_without_rope,
+    exaone4_windows,
+    gemma_scale,
+    gguf_ernie,
+    gguf_exaone4,
+    gguf_gemma3,
+    gguf_granite,
+    gguf_olmo,
+    gguf_query_scalar,
+    granite_multipliers,
+    internlm2_biases,
+    internlm3_biases,
+    is_tied,
+    layers_of_no_rope,
+    llama_biases,
+    no_cap_of_scores,
+    olmo3_local_theta,
+    qwen_windows,
+    smollm3_layers_without_rope,
+    soft_caps,
+    window_but_every,
+    window_by_layer,
+    window_everywhere,
 )
 from d3engine.model.fields import Fields
 
 # After loading, every model is a Llama, with or without an optional part of a layer; no kernel knows families.
 
-
-def _biases(qkv: str, output: str, mlp: str | None = None) -> Callable[[Fields], Biases]:
-    """Reads each bias from the field of that name; None: no bias."""
-    return lambda fields: Biases(fields.boolean(qkv), fields.boolean(output), mlp is not None and fields.boolean(mlp))
-
-
-_llama_biases = _biases("attention_bias", "attention_bias", "mlp_bias")
-
-
-def _internlm3_biases(fields: Fields) -> Biases:
-    """Its own spelling, or the one that transformers 5 saves; transformers too refuses unequal ones."""
-    attention = "qkv_bias" if fields.get("qkv_bias") is not None else "attention_bias"
-    others = "bias" if fields.get("bias") is not None else "mlp_bias"
-    if fields.boolean(attention) != fields.boolean(others):
-        fields.refuse(attention, f"the same as {others}={fields.boolean(others)}")
-    return Biases(*[fields.boolean(attention)] * 3)
-
-
-def _internlm2_biases(fields: Fields) -> Biases:
-    """Its own spelling, or that of a config made of a GGUF file; none at all means that there are biases."""
-    name = "bias" if fields.get("attention_bias") is None else "attention_bias"
-    has_bias = fields.boolean(name, default=True)
-    return Biases(qkv=has_bias, output=has_bias)
-
-
-def _granite_multipliers(fields: Fields) -> Multipliers:
-    return Multipliers(
-        embedding=_multiplier(fields, "embedding_multiplier"),
-        attention=_multiplier(fields, "attention_multiplier"),
-        residual=_multiplier(fields, "residual_multiplier"),
-        logits=_multiplier(fields, "logits_scaling"),
-    )
-
-
-def _multiplier(fields: Fields, name: str) -> float:
-    # Squares and products of these must be numbers too: far beyond any real model, and still sane in float32.
-    value = fields.number(name, default=1.0)
-    if not 1e-6 <= value <= 1e6:
-        fields.refuse(name, "a number from 1e-06 to 1,000,000")
-    return value
-
-
-def _is_tied(fields: Fields) -> None:
-    if not fields.boolean("tie_word_embeddings"):
-        fields.refuse("tie_word_embeddings", "true, since a LlamaModel has no LM head of its own")
-
-
-def sliding_window(fields: Fields) -> int | None:
-    """The field of that name."""
-    return None if fields.get("sliding_window") is None else fields.integer("sliding_window")
-
-
-def no_windows(fields: Fields, num_layers: int) -> Windows:
-    """None for each layer, whatever `layer_types` says of a window that no text is longer than."""
-    _layer_types(fields, has_window=sliding_window(fields) is not None)
-    return (None,) * num_layers
-
-
-def _window_everywhere(fields: Fields, num_layers: int) -> Windows:
-    """`sliding_window` in every layer, as transformers' class has it, which does not read `layer_types`."""
-    _layer_types(fields, has_window=False)
-    return (sliding_window(fields),) * num_layers
-
-
-def _window_by_layer(fields: Fields, num_layers: int, *, slides: Callable[[int], bool] = lambda layer: True) -> Windows:
-    """`sliding_window` in the layers that `layer_types` names; without it, in those that `slides` says."""
-    window = sliding_window(fields)
-    kinds = _layer_types(fields, has_window=window is not None)
-    if kinds is None:
-        return tuple(window if slides(layer) else None for layer in range(num_layers))
-    if len(kinds) != num_layers:
-        fields.refuse("layer_types", f"absent, or a list of num_hidden_layers={num_layers} kinds of attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
-    first = fields.integer("max_window_layers", low=0, default=28)
-    if fields.boolean("use_sliding_window"):
-        return _window_by_layer(fields, num_layers, slides=lambda layer: layer >= first)
-    _layer_types(fields, has_window=False)
-    return (None,) * num_layers
-
-
-def _window_but_every(count: int, name: str | None = None) -> Callable[[Fields, int], Windows]:
-    """A window in all layers but every `count`-th, or as many as the field `name` says."""
-
-    def windows(fields: Fields, num_layers: int) -> Windows:
-        period = count if name is None else fields.integer(name, default=count)
-        fields.integer("sliding_window")  # layers of that kind have other rotations even where no text is longer
-        return _window_by_layer(fields, num_layers, slides=lambda layer: (layer + 1) % period != 0)
-
-    return windows
-
-
-def _layer_types(fields: Fields, *, has_window: bool) -> list[Any] | None:
-    """The kinds of attention, where they are given; raises `ModelFormatError` for others than full and sliding."""
-    allowed = ("full_attention", "sliding_attention") if has_window else ("full_attention",)
-    kinds = fields.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind not in allowed for kind in kinds)):
-        fields.refuse("layer_types", f"{' or '.join(map(repr, allowed))} for every layer, or absent")
-    return kinds
-
-
-def _smollm3_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    flags = fields.get("no_rope_layers")
-    if flags is None:
-        interval = fields.integer("no_rope_layer_interval", default=4)
-        return tuple(range(interval - 1, num_layers, interval))
-    is_list = isinstance(flags, list) and all(type(flag) is int and flag in (0, 1) for flag in flags)
-    if not is_list or len(flags) < num_layers:
-        fields.refuse("no_rope_layers", f"null or a list of num_hidden_layers={num_layers} numbers, 0 or 1 (has rope)")
-    return tuple(layer for layer in range(num_layers) if not flags[layer])
-
-
-def _gemma_scale(fields: Fields) -> Multipliers:
-    return Multipliers(attention=fields.number("query_pre_attn_scalar", default=256) ** -0.5)
-
-
-def _soft_caps(fields: Fields) -> SoftCaps:
-    return SoftCaps(
-        attention=fields.optional_number("attn_logit_softcapping"),
-        logits=fields.optional_number("final_logit_softcapping"),
-    )
-
-
-def _no_cap_of_scores(fields: Fields) -> None:
-    if fields.get("attn_logit_softcapping") is not None:
-        fields.refuse("attn_logit_softcapping", "absent, since transformers does not apply it in Gemma 3")
-
-
-def _olmo3_local_theta(fields: Fields) -> float:
-    """transformers gives `rope_theta` to layers without a window alone; llama.cpp gives it to all."""
-    if fields.optional_number("rope_theta") not in (None, 500_000.0):
-        fields.refuse("rope_theta", "500000, or in rope_parameters for both kinds of layers")
-    return 500_000.0
-
-
-def _gguf_kinds(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have a window, where a file says it: a flag for each, or the period of those without one."""
-    name, num_layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
-    given = fields.get(name)
-    if given is None:
-        return {}
-    if isinstance(given, list):
-        if len(given) != num_layers or any(type(flag) is not bool for flag in given):
-            fields.refuse(name, f"a list with a flag for each of {num_layers} layers, or a number")
-        slides = given
-    else:
-        period = fields.integer(name)
-        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
-    return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in slides]}
-
-
-def _gguf_query_scalar(num_layers: int) -> Callable[[Fields, Mapping[str, Any]], dict[str, Any]]:
-    """No GGUF file has it: llama.cpp knows the 27B model, whose heads are not that long, by its number of layers."""
-
-    def query_scalar(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
-        of_model = config["hidden_size"] // config["num_attention_heads"]
-        return {"query_pre_attn_scalar": of_model if config["num_hidden_layers"] == num_layers else config["head_dim"]}
-
-    return query_scalar
-
-
-def _gguf_gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_gguf_query_scalar(62)(fields, config),
-        **_gguf_kinds(fields, config),
-        "rope_local_base_freq": fields.number("rope.freq_base_swa", default=10_000.0),
-        "final_logit_softcapping": fields.number("final_logit_softcapping", default=0, zero_allowed=True) or None,
-    }
-
-
-def _gguf_olmo(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """An OLMo 3 is an "olmo2" with a window, and its layers with one have plain rope."""
-    scaling = config["rope_scaling"] or {}
-    default = 0.1 * math.log(scaling["factor"]) + 1 if scaling.get("rope_type") == "yarn" else 1.0
-    given = fields.number("rope.scaling.attn_factor", default=1.0)
-    if not any(math.isclose(given, allowed, rel_tol=1e-5) for allowed in (1.0, default)):
-        fields.refuse("rope.scaling.attn_factor", f"absent, 1, or {default:g} as yarn has it for its factor")
-    window = fields.integer("attention.sliding_window", low=0, default=0)
-    if not window:
-        return {}
-    plain = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    ropes = {"sliding_attention": plain, "full_attention": plain | scaling}
-    return {
-        **_gguf_kinds(fields, config),
-        "architectures": ["Olmo3ForCausalLM"],
-        "model_type": "olmo3",
-        "sliding_window": window,
-        "rope_parameters": ropes,
-        "rope_scaling": None,
-    }
-
-
-_OLMO_NAMES = TensorNames(
+_NORMS_BEHIND_ALONE = TensorNames(
     norms=LayerNorms(
         attention=None,
         attention_post="post_attention_layernorm",
@@ -233,14 +54,26 @@ _GGUF_NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GRANITE_4_KEYS = (
+    "expert_shared_feed_forward_length",
+    *(f"ssm.{name}" for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")),
+)
 _GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
+_GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+}
+_GLM_ENDS = (151_329, 151_336, 151_338)
 _GEMMA: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True}
 
 FAMILIES = (
     Family(
         ("LlamaForCausalLM", "LLaMAForCausalLM"),
         "llama",
-        biases=_llama_biases,
+        biases=llama_biases,
         gguf=GGUFLayout(
             "llama",
             adjacent_pairs=True,
@@ -252,18 +85,18 @@ FAMILIES = (
             },
         ),
     ),
-    Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=_llama_biases, check=_is_tied),
+    Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=llama_biases, check=is_tied),
     Family(
         ("MistralForCausalLM",),
         "mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        windows=_window_everywhere,
+        windows=window_everywhere,
     ),
     Family(
         ("MinistralForCausalLM",),
         "ministral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        windows=_window_by_layer,
+        windows=window_by_layer,
     ),
     Family(
         ("Qwen2ForCausalLM",),
@@ -271,7 +104,7 @@ FAMILIES = (
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
         bos_token_id=None,
         eos_token_ids=(),
-        windows=_qwen_windows,
+        windows=qwen_windows,
         biases=lambda fields: Biases(qkv=True),
         gguf=GGUFLayout("qwen2", pre_tokenizers=dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2")),
     ),
@@ -285,14 +118,14 @@ FAMILIES = (
             "attention_bias": True,
         },
         bos_token_id=0,
-        biases=_biases("attention_bias", "attention_out_bias", "mlp_bias"),
+        biases=biases("attention_bias", "attention_out_bias", "mlp_bias"),
         gguf=GGUFLayout("seed_oss", modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
     Family(
         ("GraniteForCausalLM",),
         "granite",
-        biases=_llama_biases,
-        multipliers=_granite_multipliers,
+        biases=llama_biases,
+        multipliers=granite_multipliers,
         gguf=GGUFLayout(
             "granite",
             adjacent_pairs=True,
@@ -304,21 +137,41 @@ FAMILIES = (
                 "residual_scale": "residual_multiplier",
                 "logit_scale": "logits_scaling",
             },
+            optional_keys=_GRANITE_4_KEYS,
+            more_fields=gguf_granite,
         ),
     ),
     Family(
         ("Phi3ForCausalLM",),
         "phi3",
-        names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
-        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        names=TensorNames(qkv=("qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
         eos_token_ids=(32_000,),
-        windows=_window_everywhere,
-        rope_types=("default",),  # transformers reads "yarn" and "su" as longrope here
+        windows=window_everywhere,
+        rope_types=("default", "longrope"),  # transformers reads "yarn" as longrope here
+        partial_rotary_factor=1.0,
         gguf=GGUFLayout(
             "phi3",
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
+            ends=("<|end|>",),
         ),
+    ),
+    Family(
+        ("GraniteMoeHybridForCausalLM",),
+        "granitemoehybrid",
+        names=TensorNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        own_names=OwnNames(
+            fields={"shared_intermediate_size": "intermediate_size", "layers_block_type": "layer_types"}
+        ),
+        layers_without_rope=layers_of_no_rope,
+        biases=biases("attention_bias", "attention_bias"),
+        multipliers=granite_multipliers,
+        check=dense_granite,
     ),
     Family(
         ("ExaoneForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
@@ -345,7 +198,7 @@ FAMILIES = (
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(361,),
         default_theta=500_000.0,
-        biases=_llama_biases,
+        biases=llama_biases,
         gguf=GGUFLayout("exaone", pre_tokenizers={"exaone": "smollm"}),
     ),
     Family(
@@ -364,14 +217,14 @@ FAMILIES = (
             },
             grouped_qkv=".attention.wqkv.",
         ),
-        biases=_internlm2_biases,
+        biases=internlm2_biases,
         gguf=GGUFLayout("internlm2", adjacent_pairs=True),
     ),
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
         "internlm3",
         defaults={"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5},
-        biases=_internlm3_biases,
+        biases=internlm3_biases,
     ),
     Family(
         ("Qwen3ForCausalLM",),
@@ -384,8 +237,8 @@ FAMILIES = (
         },
         bos_token_id=None,
         eos_token_ids=(),
-        windows=_qwen_windows,
-        biases=_biases("attention_bias", "attention_bias"),
+        windows=qwen_windows,
+        biases=biases("attention_bias", "attention_bias"),
         has_head_norms=True,
         gguf=GGUFLayout("qwen3"),
     ),
@@ -396,42 +249,108 @@ FAMILIES = (
         bos_token_id=128_000,
         eos_token_ids=(128_001,),
         default_theta=2_000_000.0,
-        layers_without_rope=_smollm3_layers_without_rope,
-        windows=_qwen_windows,
-        biases=_llama_biases,
+        layers_without_rope=smollm3_layers_without_rope,
+        windows=qwen_windows,
+        biases=llama_biases,
         # No GGUF file says which layers have rope: they are the family's default, as in llama.cpp.
         gguf=GGUFLayout("smollm3", adjacent_pairs=True),
     ),
     Family(
         ("Olmo2ForCausalLM",),
         "olmo2",
-        names=_OLMO_NAMES,
+        names=_NORMS_BEHIND_ALONE,
         defaults={"rms_norm_eps": 1e-5},
         bos_token_id=None,
         eos_token_ids=(50_279,),
-        biases=_biases("attention_bias", "attention_bias"),
+        biases=biases("attention_bias", "attention_bias"),
         has_projection_norms=True,
         gguf=GGUFLayout(
             "olmo2",
             modules=_GGUF_NORMS_BEHIND,
             optional_keys=(*_GGUF_WINDOW_KEYS, "rope.scaling.attn_factor"),
-            more_fields=_gguf_olmo,
+            more_fields=gguf_olmo,
             pre_tokenizers={"olmo": "gpt-2"},
         ),
     ),
     Family(
         ("Olmo3ForCausalLM",),
         "olmo3",
-        names=_OLMO_NAMES,
+        names=_NORMS_BEHIND_ALONE,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
         bos_token_id=None,
         eos_token_ids=(50_279,),
         default_theta=500_000.0,
         rope_types=("default", "linear", "llama3", "yarn"),
-        local_theta=_olmo3_local_theta,
-        windows=_window_but_every(4),
-        biases=_biases("attention_bias", "attention_bias"),
+        local_theta=olmo3_local_theta,
+        windows=window_but_every(4),
+        biases=biases("attention_bias", "attention_bias"),
         has_projection_norms=True,
+    ),
+    Family(
+        ("Exaone4ForCausalLM",),
+        "exaone4",
+        names=_NORMS_BEHIND_ALONE,
+        defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        bos_token_id=0,
+        layers_without_rope=exaone4_layers_without_rope,
+        windows=exaone4_windows,
+        has_head_norms=True,
+        gguf=GGUFLayout(
+            "exaone4",
+            modules=_GGUF_NORMS_BEHIND,
+            optional_keys=_GGUF_WINDOW_KEYS,
+            more_fields=gguf_exaone4,
+            pre_tokenizers={"exaone4": "gpt-2"},
+        ),
+    ),
+    Family(
+        ("GlmForCausalLM",),
+        "glm",
+        names=TensorNames(gate_up=("mlp.gate_up_proj",)),
+        defaults=_GLM,
+        bos_token_id=None,
+        eos_token_ids=_GLM_ENDS,
+        has_interleaved_rope=True,
+        partial_rotary_factor=0.5,
+        biases=biases("attention_bias"),
+    ),
+    Family(
+        ("Glm4ForCausalLM",),
+        "glm4",
+        names=TensorNames(
+            gate_up=("mlp.gate_up_proj",),
+            norms=LayerNorms(attention_post="post_self_attn_layernorm", mlp_post="post_mlp_layernorm"),
+        ),
+        defaults=_GLM,
+        bos_token_id=None,
+        eos_token_ids=_GLM_ENDS,
+        has_interleaved_rope=True,
+        partial_rotary_factor=0.5,
+        biases=biases("attention_bias"),
+        gguf=GGUFLayout(
+            "glm4",
+            modules={
+                "ffn_up": "mlp.gate_up_proj",
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+            },
+            pre_tokenizers=dict.fromkeys(("glm4", "chatglm-bpe"), "smaug-bpe"),
+        ),
+    ),
+    Family(
+        ("Ernie4_5ForCausalLM",),
+        "ernie4_5",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        default_theta=500_000.0,
+        has_interleaved_rope=True,
+        biases=biases("use_bias", "use_bias", "use_bias"),
+        gguf=GGUFLayout("ernie4_5", more_fields=gguf_ernie),
     ),
     Family(
         ("GemmaForCausalLM",),
@@ -439,7 +358,7 @@ FAMILIES = (
         defaults=_GEMMA | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
         bos_token_id=2,
         eos_token_ids=(1,),
-        biases=_biases("attention_bias", "attention_bias"),
+        biases=biases("attention_bias", "attention_bias"),
         norm_offset=1.0,
         activation="gelu_tanh",
         activation_names=("gelu_pytorch_tanh", "gelu"),  # the second in Google's own configs, and meant as the first
@@ -455,14 +374,14 @@ FAMILIES = (
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         bos_token_id=2,
         eos_token_ids=(1,),
-        windows=_window_but_every(2),
-        biases=_biases("attention_bias", "attention_bias"),
+        windows=window_but_every(2),
+        biases=biases("attention_bias", "attention_bias"),
         norm_offset=1.0,
         activation="gelu_tanh",
         activation_names=("gelu_pytorch_tanh",),
         scales_embedding=True,
-        soft_caps=_soft_caps,
-        multipliers=_gemma_scale,
+        soft_caps=soft_caps,
+        multipliers=gemma_scale,
         gguf=GGUFLayout(
             "gemma2",
             modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
@@ -471,7 +390,7 @@ FAMILIES = (
                 "attn_logit_softcapping": "attn_logit_softcapping",
                 "final_logit_softcapping": "final_logit_softcapping",
             },
-            more_fields=_gguf_query_scalar(46),
+            more_fields=gguf_query_scalar(46),
             ends=("<end_of_turn>",),
         ),
     ),
@@ -485,8 +404,8 @@ FAMILIES = (
         default_theta=1_000_000.0,
         rope_types=("default", "linear", "llama3", "yarn"),
         local_theta=lambda fields: fields.optional_number("rope_local_base_freq") or 10_000.0,
-        windows=_window_but_every(6, "sliding_window_pattern"),
-        biases=_biases("attention_bias", "attention_bias"),
+        windows=window_but_every(6, "sliding_window_pattern"),
+        biases=biases("attention_bias", "attention_bias"),
         has_head_norms=True,
         norm_offset=1.0,
         activation="gelu_tanh",
@@ -494,14 +413,14 @@ FAMILIES = (
         scales_embedding=True,
         # transformers does not apply the cap of scores here, so that one must be absent.
         soft_caps=lambda fields: SoftCaps(logits=fields.optional_number("final_logit_softcapping")),
-        multipliers=_gemma_scale,
-        check=_no_cap_of_scores,
+        multipliers=gemma_scale,
+        check=no_cap_of_scores,
         gguf=GGUFLayout(
             "gemma3",
             modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
             keys={"attention.sliding_window": "sliding_window"},
             optional_keys=(*_GGUF_WINDOW_KEYS, "rope.freq_base_swa", "final_logit_softcapping"),
-            more_fields=_gguf_gemma3,
+            more_fields=gguf_gemma3,
             ends=("<end_of_turn>",),
         ),
     ),

@@ -26,11 +26,15 @@ class LayerNorms:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of tensors in safetensors files; `qkv` and `gate_up` are a module for each matrix, or one for all."""
+    """Names of tensors in safetensors files; `qkv` and `gate_up` are a module for each matrix, or one for all.
+
+    `qkv` are modules of a layer's attention, `gate_up` and `down` of the layer.
+    """
 
     prefix: str = "model."
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
     norms: LayerNorms = LayerNorms()
 
     @property
@@ -173,6 +177,8 @@ class Family:
     eos_token_ids: tuple[int, ...] = (2,)
     default_theta: float = 10_000.0
     rope_types: tuple[str, ...] | None = None  # None: every type that the engine knows
+    has_interleaved_rope: bool = False  # whether rope pairs channels 2j and 2j + 1, not j and j + D / 2
+    partial_rotary_factor: float | None = None  # where it is absent; None: transformers' class reads no such field
     layers_without_rope: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: ()
     windows: Callable[[Fields, int], Windows] | None = None  # None: transformers' class reads no sliding_window
     biases: Callable[[Fields], Biases] = lambda fields: Biases()

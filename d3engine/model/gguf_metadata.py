@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 FREQ_FACTORS = "rope_freqs.weight"
 """The tensor of Llama 3.1's divisors of each channel's frequency; it belongs to no layer."""
-LONG_FACTORS = "rope_factors_long.weight"
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_TENSORS = (FREQ_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
+"""Tensors that are read as fields of config.json."""
 GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
 """llama.cpp's pooling types that are read, by our names; 0 is none."""
 
+_ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _READ = frozenset(
     {
         *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
@@ -43,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping"), (0,)),
     "pooling_type": (0, *GGUF_POOLINGS),
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),
-    "rope.scaling.attn_factor": (1,),
+    _ATTENTION_FACTOR: (1,),
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,),
     "rope.scaling.yarn_beta_slow": (1,),
@@ -80,9 +83,10 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", default=max(1, hidden_size // num_heads))
-    for name in ("attention.value_length", "rope.dimension_count"):
+    for name in ("attention.value_length", *([] if family.partial_rotary_factor else ["rope.dimension_count"])):
         if fields.integer(name, default=head_dim) != head_dim:
             fields.refuse(name, f"the length of a head, {head_dim}")
+    rotary_dim = fields.integer("rope.dimension_count", high=head_dim, default=head_dim)
     if layout.has_rope_switch and fields.get("rope.scaling.finetuned") is False:
         fields.refuse("rope.scaling.finetuned", "true or absent, since llama.cpp takes false as no rope at all here")
     theta = fields.number("rope.freq_base", default=10_000.0)
@@ -95,12 +99,12 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", default=num_heads),
+        "num_key_value_heads": _of_all_layers(fields, "attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": fields.integer("context_length"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, fields, head_dim, theta),
+        "rope_scaling": _rope_scaling(file, fields, rotary_dim, theta),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
@@ -110,9 +114,32 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     }
     if "sliding_window" in config:
         config["sliding_window"] = fields.integer("attention.sliding_window", low=0) or None  # 0 of Phi-4: none
+    if family.partial_rotary_factor:
+        config["partial_rotary_factor"] = _share(fields, rotary_dim, head_dim)
+    if _LONG_FACTORS in file.tensors:  # next to the rope's fields, where transformers' Phi-3 has a default
+        config["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
     config |= layout.more_fields(fields, config)
     dtype = _float_type(file)
     return config if dtype is None else config | {"torch_dtype": dtype}
+
+
+def _of_all_layers(fields: Fields, name: str, default: int) -> int:
+    """An integer, or the one of which a list has as many as there are layers."""
+    given = fields.get(name)
+    if not isinstance(given, list):
+        return fields.integer(name, default=default)
+    num_layers = fields.integer("block_count")
+    if len(given) != num_layers or len(set(given)) != 1:
+        fields.refuse(name, f"a number, or a list of {num_layers} equal ones, since layers are alike")
+    return Fields({name: given[0]}, fields.source).integer(name)
+
+
+def _share(fields: Fields, part: int, whole: int) -> float:
+    """The `partial_rotary_factor` of which a head's length makes that many channels, as transformers rounds it."""
+    share = part / whole
+    if int(whole * share) != part:
+        fields.refuse("rope.dimension_count", f"a number of channels that is a share of {whole}")
+    return share
 
 
 def gguf_family(file: GGUFFile) -> tuple[Family, GGUFLayout]:
@@ -134,6 +161,7 @@ def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
     # A negative factor stands for the type's default: 1 for yarn, else 0.
     neutral = {_EXT_FACTOR: (-1, 1 if is_yarn else 0), **_NEUTRAL}
     read = _READ | layout.keys.keys() | set(layout.optional_keys)
+    read |= {_ATTENTION_FACTOR} if _LONG_FACTORS in file.tensors else set()
     of_keys = {prefix + name: values for name, values in neutral.items() if name not in read} | _TOKENIZER_NEUTRAL
     for key, value in file.metadata.items():
         is_unread = key in of_keys or (key.startswith(prefix) and key.removeprefix(prefix) not in read)
@@ -171,16 +199,18 @@ def _float_type(file: GGUFFile) -> str | None:
     return _FLOATS.get(kinds.pop()) if len(kinds) == 1 else None
 
 
-def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int, theta: float) -> dict[str, Any] | None:
-    if LONG_FACTORS in file.tensors:
-        raise ModelFormatError(f"{file.path}: tensor {LONG_FACTORS!r} must be absent, since longrope is not supported")
+def _rope_scaling(file: GGUFFile, fields: Fields, rotary_dim: int, theta: float) -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type")
+    if _LONG_FACTORS in file.tensors:
+        if kind not in (None, "none", "longrope"):
+            fields.refuse("rope.scaling.type", f"longrope or absent beside {_LONG_FACTORS}")
+        return _longrope(file, fields)
     if kind not in (None, "none", "linear", "yarn"):
         fields.refuse("rope.scaling.type", "one of none, linear, yarn")
     if FREQ_FACTORS in file.tensors:
         if kind in ("linear", "yarn"):
             fields.refuse("rope.scaling.type", f"none beside {FREQ_FACTORS}")
-        return _llama3_scaling(file, head_dim, theta)
+        return _llama3_scaling(file, rotary_dim, theta)
     if kind is None:  # as llama.cpp has it: linear, by either name, where 0 is no factor
         given = [name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.get(name) is not None]
         if given and fields.number(given[0], zero_allowed=True) not in (0, 1):
@@ -191,6 +221,18 @@ def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int, theta: float) -
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
     return scaling
+
+
+def _longrope(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    """The two lists of divisors, whose length is checked with config.json's, and the factor of rotations."""
+    if _SHORT_FACTORS not in file.tensors:
+        raise ModelFormatError(f"{file.path}: tensor {_SHORT_FACTORS!r} is missing beside {_LONG_FACTORS}")
+    lists = {"short_factor": _SHORT_FACTORS, "long_factor": _LONG_FACTORS}
+    return {
+        "rope_type": "longrope",
+        **{field: file.read(name).flatten().tolist() for field, name in lists.items()},
+        "attention_factor": fields.number(_ATTENTION_FACTOR, default=1.0),
+    }
 
 
 def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, Any]:
@@ -450,6 +492,12 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
 
@@ -463,6 +511,7 @@ _PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer((byte_level(use_regex=True),)),
     "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True}, byte_level(use_regex=True))),
     "tekken": PreTokenizer(_split(_TEKKEN), whole_words=True, begins=True),
+    "gpt-4o": PreTokenizer(_split(_GPT4O)),
     "default": PreTokenizer(_split(_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import NO_WINDOW, KVPool
@@ -15,7 +16,8 @@ from d3engine.kernels.matrices import Weight, looked_up
 from d3engine.kernels.reference import rms_norm
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.adapters import RowAdapters
-from d3engine.model.config import ModelConfig, RopeConfig
+from d3engine.model.config import ModelConfig
+from d3engine.model.rope_config import RopeConfig
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
 
@@ -252,22 +254,24 @@ class Rope:
 
     Channels of a head are adjacent pairs, so a pair is one complex number, which rope multiplies by
     `attention_scaling * exp(i * position * inv_freq)`. `table` complex64 [max_positions, head_dim / 2] holds these
-    factors, computed in float32 on the CPU: in bfloat16 neighbouring positions above 256 would coincide. Where layers
-    with a window have another rope, its factors stand behind those in every row; `of_layers` parts them.
+    factors, computed in float32 on the CPU: in bfloat16 neighbouring positions above 256 would coincide. A pair that
+    rope does not turn has the factor 1. Where layers with a window have another rope, its factors stand behind those in
+    every row; `of_layers` parts them.
     `depends_on_length` is True only for "dynamic" (NTK) rope, whose frequencies change once a sequence outgrows
     max_position_embeddings. A generated token is the last of its sequence when it is first computed, so its rotation
     follows from its position even then: `generated_table` holds those.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str) -> None:
-        frequencies, self.attention_scaling = inverse_frequencies(config)
+        self._head_dim, self._rotary_dim = config.head_dim, config.rotary_dim
+        frequencies, self.attention_scaling = inverse_frequencies(config, max_positions)
         positions = torch.arange(max_positions)
-        tables = [_rotations(positions, frequencies, self.attention_scaling)]
+        tables = [self._turned(positions, frequencies, self.attention_scaling)]
         if config.local_rope is not None:
-            tables.append(_rotations(positions, *inverse_frequencies(replace(config, rope=config.local_rope))))
+            local = replace(config, rope=config.local_rope)
+            tables.append(self._turned(positions, *inverse_frequencies(local, max_positions)))
         self.table = torch.cat(tables, dim=1).to(device)
         self.depends_on_length = config.rope.rope_type == "dynamic"
-        self._head_dim = config.head_dim
         self._trained_length = config.max_position_embeddings
         self._rope = config.rope
         self._unturned = torch.ones(1, config.head_dim // 2, dtype=torch.complex64, device=device)
@@ -294,7 +298,7 @@ class Rope:
         if sequence_lengths is None:
             raise ValueError("dynamic rope needs the length of each row's sequence: sequence_lengths is None")
         frequencies = self._dynamic_frequencies(sequence_lengths)
-        grown = _rotations(positions, frequencies, self.attention_scaling)
+        grown = self._turned(positions, frequencies, self.attention_scaling)
         # A select, not a branch: no wait for the device. Short rows take the table, exact for them.
         return torch.where((sequence_lengths > self._trained_length)[:, None], grown, known)
 
@@ -314,17 +318,23 @@ class Rope:
     def _dynamic_frequencies(self, sequence_lengths: Tensor) -> Tensor:
         """Float32 [T, head_dim / 2]: NTK-aware frequencies for sequence lengths int64 [T]."""
         length = sequence_lengths.clamp(min=self._trained_length)[:, None]
-        return _frequencies(_ntk_base(self._rope, length, self._trained_length, self._head_dim), self._head_dim)
+        return _frequencies(_ntk_base(self._rope, length, self._trained_length, self._rotary_dim), self._rotary_dim)
+
+    def _turned(self, positions: Tensor, frequencies: Tensor, scaling: float) -> Tensor:
+        """Complex64 [T, head_dim / 2]: the rotations of the pairs that rope turns, and ones."""
+        turned = _rotations(positions, frequencies, scaling)
+        return F.pad(turned, (0, (self._head_dim - self._rotary_dim) // 2), value=1.0)
 
 
-def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return (inv_freq float32 [head_dim / 2] on the CPU, attention_scaling), bit-identical to transformers'.
+def inverse_frequencies(config: ModelConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Return (inv_freq float32 [rotary_dim / 2] on the CPU, attention_scaling), bit-identical to transformers'.
 
     So the order of operations is that of transformers' `modeling_rope_utils`: a last-bit change of a frequency shows at
-    position 8192. For "dynamic" these are the frequencies up to the trained length.
+    position 8192. For "dynamic" these are the frequencies up to the trained length, for "longrope" those of texts of up
+    to `max_positions`.
     """
     rope = config.rope
-    plain = _frequencies(rope.theta, config.head_dim)
+    plain = _frequencies(rope.theta, config.rotary_dim)
     match rope.rope_type:
         case "linear":
             return plain / _factor(rope), 1.0
@@ -332,6 +342,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
             return _llama3(rope, plain), 1.0
         case "yarn":
             return _yarn(config)
+        case "longrope":
+            return _longrope(config, max_positions)
         case _:
             return plain, 1.0
 
@@ -382,7 +394,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 def _yarn(config: ModelConfig) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, section 3): slow pairs interpolated, fast ones kept, a ramp between."""
-    rope, dim = config.rope, config.head_dim
+    rope, dim = config.rope, config.rotary_dim
     assert rope.original_max_position_embeddings
     trained = rope.original_max_position_embeddings
     factor = rope.factor or config.max_position_embeddings / trained
@@ -402,6 +414,17 @@ def _yarn(config: ModelConfig) -> tuple[Tensor, float]:
     powers = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
     frequencies = (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept
     return frequencies, _yarn_attention_scaling(rope, factor)
+
+
+def _longrope(config: ModelConfig, max_positions: int) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): each pair's frequency divided by a factor of its own."""
+    rope, dim = config.rope, config.rotary_dim
+    assert rope.trained_length
+    chosen = torch.tensor(rope.long_factor if rope.is_long(max_positions) else rope.short_factor, dtype=torch.float32)
+    frequencies = 1.0 / (chosen * rope.theta ** (torch.arange(0, dim, 2).float() / dim))
+    factor = rope.factor or config.max_position_embeddings / rope.trained_length
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(rope.trained_length))
+    return frequencies, rope.attention_factor or default
 
 
 def _yarn_attention_scaling(rope: RopeConfig, factor: float) -> float:

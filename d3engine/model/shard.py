@@ -182,8 +182,8 @@ def _cuts(config: ModelConfig, shard: ModelShard) -> dict[str, Cut]:
     sizes = [(config.q_size, queries), (config.kv_size, keys), (config.kv_size, keys)]
     by_rows = {f"self_attn.{name}": _stacked(parts) for name, parts in rows_of(names.qkv, sizes).items()}
     halves = [(config.intermediate_size, shard.channels)] * 2
-    by_rows |= {f"mlp.{name}": _stacked(parts) for name, parts in rows_of(names.gate_up, halves).items()}
-    by_columns = {"self_attn.o_proj": queries, "mlp.down_proj": shard.channels}
+    by_rows |= {name: _stacked(parts) for name, parts in rows_of(names.gate_up, halves).items()}
+    by_columns = {"self_attn.o_proj": queries, names.down: shard.channels}
     cuts: dict[str, Cut] = {}
     for layer in range(config.num_layers):
         prefix = names.layer(layer)

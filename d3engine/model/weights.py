@@ -24,7 +24,6 @@ from d3engine.model.expected_tensors import (
     check_values,
     expected_tensors,
     held_dtype,
-    norm_sizes,
     rows_of,
     scheme_of,
 )
@@ -251,14 +250,14 @@ class _Loader:
         return LlamaWeights(embedding, layers, final_norm, lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:
-        config, biases, norms = self.config, self.config.biases, self.config.tensor_names.norms
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        heads = [_Rows(config.q_size, config.num_heads), _Rows(config.kv_size, config.num_kv_heads)]
-        parts = rows_of(config.tensor_names.qkv, [*heads, _Rows(config.kv_size, None)])
+        config, biases, names = self.config, self.config.biases, self.config.tensor_names
+        norms, attention = names.norms, prefix + "self_attn."
+        heads = [self._heads(config.num_heads), self._heads(config.num_kv_heads)]
+        parts = rows_of(names.qkv, [*heads, _Rows(config.kv_size)])
         qkv: _Modules = {attention + name: rows for name, rows in parts.items()}
-        gate_up: _Modules = {mlp + name: None for name in config.tensor_names.gate_up}
+        gate_up: _Modules = {prefix + name: None for name in names.gate_up}
         output: _Modules = {attention + "o_proj": None}
-        down: _Modules = {mlp + "down_proj": None}
+        down: _Modules = {prefix + names.down: None}
         return LayerWeights(
             attention_norm=self._layer_norm(prefix, norms.attention),
             qkv=self._matrix(qkv, config.hidden_size),
@@ -328,15 +327,19 @@ class _Loader:
     def _bias(self, modules: _Modules, present: bool) -> Tensor | None:
         return self._stack(_with(".bias", modules), self.dtype) if present else None
 
+    def _heads(self, count: int) -> _Rows:
+        """The rows of `count` heads of queries or keys."""
+        config = self.config
+        rows = count * config.head_dim
+        return _Rows(rows) if config.has_interleaved_rope else _Rows(rows, count, config.rotary_dim)
+
     def _head_norms(self, attention: str) -> Tensor:
-        width = self.config.head_dim
-        norms = self._norm({attention + name: [_Rows(width, 1)] for name in HEAD_NORMS})
-        return norms.view(len(HEAD_NORMS), width)
+        norms = self._norm({attention + name: [self._heads(1)] for name in HEAD_NORMS})
+        return norms.view(len(HEAD_NORMS), self.config.head_dim)
 
     def _projection_norms(self, attention: str) -> Tensor:
         heads = self.config.num_heads, self.config.num_kv_heads
-        sizes = zip(norm_sizes(self.config).items(), heads, strict=True)
-        return self._norm({attention + name: [_Rows(size, count)] for (name, size), count in sizes})
+        return self._norm({attention + name: [self._heads(n)] for name, n in zip(HEAD_NORMS, heads, strict=True)})
 
     def _layer_norm(self, prefix: str, name: str | None) -> Tensor | None:
         return None if name is None else self._norm({f"{prefix}{name}.weight": None})
@@ -391,7 +394,7 @@ class _Loader:
 
     def _copy(self, name: str, target: Tensor, parts: list[_Rows] | None, multiplier: float = 1.0) -> None:
         source = self.checkpoint.read(name)
-        _copy_parts(source, target, parts or [_Rows(source.shape[0], None)])
+        _copy_parts(source, target, parts or [_Rows(source.shape[0])])
         if multiplier != 1.0:  # after the conversion, as transformers rounds
             target.mul_(multiplier)
         check_values(self.checkpoint.entries[name], source, target)
@@ -401,10 +404,11 @@ class _Loader:
 
 @dataclass(frozen=True)
 class _Rows:
-    """`count` rows of a tensor; those of `num_heads` heads become adjacent pairs."""
+    """`count` rows of a tensor; of each of `num_heads` heads the first `rotary_dim` become adjacent pairs."""
 
     count: int
-    num_heads: int | None
+    num_heads: int | None = None
+    rotary_dim: int = 0
 
 
 _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
@@ -420,15 +424,18 @@ def _with(suffix: str, modules: _Modules) -> _Modules:
 def _copy_parts(source: Tensor, target: Tensor, parts: list[_Rows]) -> None:
     sizes = [part.count for part in parts]
     for part, given, place in zip(parts, torch.split(source, sizes), torch.split(target, sizes), strict=True):
-        _copy_rows(given, place, part.num_heads)
+        _copy_rows(given, place, part)
 
 
-def _copy_rows(source: Tensor, target: Tensor, num_heads: int | None) -> None:
-    if num_heads is None:
+def _copy_rows(source: Tensor, target: Tensor, part: _Rows) -> None:
+    if part.num_heads is None:
         target.copy_(source)
     else:  # to_adjacent_pairs, but straight into place: no permuted copy in between
-        pairs = target.view(num_heads, -1, 2, *target.shape[1:])
-        pairs.transpose(1, 2).copy_(source.view(num_heads, 2, -1, *source.shape[1:]))
+        heads, places = (rows.view(part.num_heads, -1, *rows.shape[1:]) for rows in (source, target))
+        turned = part.rotary_dim
+        for half, place in zip(heads[:, :turned].chunk(2, dim=1), (0, 1), strict=True):
+            places[:, place:turned:2].copy_(half)
+        places[:, turned:].copy_(heads[:, turned:])
 
 
 def quantize_matrix(matrix: Weight, scheme: str) -> QuantizedWeight:

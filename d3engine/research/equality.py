@@ -362,7 +362,7 @@ def verify_equality(
 
     Raises what `Engine` raises.
     """
-    length = min(ModelConfig.from_directory(model_directory(model)).max_length, MAX_MODEL_LEN)
+    length = min(ModelConfig.from_directory(model_directory(model)).default_length, MAX_MODEL_LEN)
     common = {"depth": FullDepth(), "max_model_len": length, "block_size": BLOCK, **arguments}
     needs = Needs(draft_model, 0)
     found: EqualityReport | None = None

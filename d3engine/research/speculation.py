@@ -173,7 +173,7 @@ def tune(
     `done` is called with a candidate and the number of prompts that it has answered together. Raises what `Engine`
     raises, and `InvalidValueError` where an answer without drafts has no token.
     """
-    length = min(ModelConfig.from_directory(model_directory(model)).max_length, MAX_MODEL_LEN)
+    length = min(ModelConfig.from_directory(model_directory(model)).default_length, MAX_MODEL_LEN)
     plain, *candidates = [Candidate(None), *candidates_of(lengths, draft_model)]
     # An answer that a lookup finds must be another prompt's, and no prompt be cheaper than the first time.
     common = {"max_model_len": length, "max_num_seqs": at_once, "enable_prefix_caching": False}

@@ -19,11 +19,16 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
     ExaoneConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -63,12 +68,36 @@ MULTIPLIERS: dict[str, Any] = {
 HEAD_DIM_OF_THEIR_OWN = (  # whatever the hidden size
     *(SeedOssConfig, Qwen3Config, MinistralConfig),
     *(GemmaConfig, Gemma2Config, Gemma3TextConfig),
+    *(GlmConfig, Glm4Config, Ernie4_5Config, Exaone4Config),
 )
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
     "rope_theta": 10_000.0,
     "original_max_position_embeddings": 32,
 }
+DENSE: dict[str, Any] = {
+    "shared_intermediate_size": 80,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 4,
+    "layer_types": ["full_attention"] * 3,
+}
+"""What makes a Granite 4 a model of attention and one MLP."""
+
+
+def longrope(pairs: int, **changes: Any) -> dict[str, Any]:
+    """Of a Phi-3 that transformers and the engine turn by the long factors at position 20 and above."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [1 + 1.5 * pair for pair in range(pairs)],
+    }
+    return {"pad_token_id": None, "original_max_position_embeddings": 20, "rope_parameters": rope | changes}
+
+
+LONGROPE = longrope(pairs=6)
+LONG = {"max_position_embeddings": 4096, "original_max_position_embeddings": 512}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Mistral": (MistralConfig, {"sliding_window": None}),
     "Mistral with heads of its own width": (MistralConfig, {"sliding_window": None, "head_dim": 20}),
@@ -102,6 +131,40 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         Phi3Config,
         {"pad_token_id": None, "tie_word_embeddings": True, "num_key_value_heads": 1},
     ),
+    "Phi-3 with longrope": (Phi3Config, LONGROPE),
+    "Phi-3 with longrope within its trained length": (
+        Phi3Config,
+        LONGROPE | LONG,
+    ),
+    "Phi-4-mini": (Phi3Config, longrope(pairs=4, attention_factor=1.1) | {"partial_rotary_factor": 0.67} | LONG),
+    "Granite 4": (GraniteMoeHybridConfig, MULTIPLIERS | DENSE | {"tie_word_embeddings": True}),
+    "Granite 4 with biases and without rope": (
+        GraniteMoeHybridConfig,
+        MULTIPLIERS | DENSE | {"attention_bias": True, "position_embedding_type": None},
+    ),
+    "GLM-4": (GlmConfig, {"pad_token_id": None}),
+    "GLM-4 without biases, with yarn": (
+        GlmConfig,
+        {"pad_token_id": None, "attention_bias": False, "rope_parameters": YARN, "partial_rotary_factor": 0.25},
+    ),
+    "GLM-4 of 2025": (Glm4Config, {"pad_token_id": None}),
+    "GLM-4 of 2025, multi-query": (Glm4Config, {"pad_token_id": None, "num_key_value_heads": 1, "head_dim": 20}),
+    "EXAONE 4": (Exaone4Config, {"sliding_window": 20, "num_hidden_layers": 5}),
+    "EXAONE 4 with its own layers": (
+        Exaone4Config,
+        {
+            "sliding_window": 20,
+            "sliding_window_pattern": "LG",
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "EXAONE 4 without a window": (
+        Exaone4Config,
+        {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "ERNIE 4.5": (Ernie4_5Config, {"tie_word_embeddings": True}),
+    "ERNIE 4.5, untied and with biases": (Ernie4_5Config, {"use_bias": True, "head_dim": 20}),
     "EXAONE": (ExaoneConfig, {"pad_token_id": None}),
     "EXAONE with Llama 3's rope": (ExaoneConfig, {"pad_token_id": None, "rope_parameters": LLAMA3}),
     "InternLM3": (InternLM3Config, {}),
@@ -189,7 +252,7 @@ def make(directory: Path, name: str) -> TinyLlama:
     kind, changes = FAMILIES[name]
     sizes = {field: value for field, value in TINY.items() if field != "head_dim" or kind in HEAD_DIM_OF_THEIR_OWN}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(kind(**deepcopy(sizes | changes)), dtype=torch.float32)
     return save_random(directory, model)
 
 
@@ -200,7 +263,7 @@ def assert_equals_transformers(directory: Path, model: PreTrainedModel) -> None:
     transformers sees an answer in one pass: where each token is its choice after those before, so is the whole.
     """
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=-1)
-    with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:
+    with Engine(directory, skip_tokenizer_init=True, dtype="float32", max_model_len=512) as engine:
         outputs = engine.generate(random_prompts([23]), params, use_tqdm=False)
     for output in outputs:
         prompt, completion = output.prompt_token_ids, output.outputs[0]
@@ -317,7 +380,9 @@ def test_a_llama_model_without_a_head_answers_with_its_embedding(tmp_path: Path)
     assert_equals_transformers(tmp_path, model)
 
 
-NEW_LAYERS = ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 2 with low caps", "Gemma 3"]
+OTHER_LAYERS = ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 2 with low caps", "Gemma 3", "EXAONE 4"]
+OTHER_LAYERS += ["Phi-4-mini", "GLM-4 without biases, with yarn", "GLM-4 of 2025", "ERNIE 4.5"]
+NEW_LAYERS = [*OTHER_LAYERS, "Granite 4"]
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3", "Qwen3", "SmolLM3", *NEW_LAYERS])
@@ -353,7 +418,7 @@ def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["OLMo 2", "Gemma 2", "Gemma 3"])
+@pytest.mark.parametrize("name", ["OLMo 2", "Gemma 2", "Gemma 3", "Phi-4-mini", "GLM-4", "Granite 4"])
 def test_quantized_layers_answer_alike_natively_and_by_the_reference(
     name: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,7 +436,7 @@ def test_quantized_layers_answer_alike_natively_and_by_the_reference(
         assert found.token_ids == wanted.token_ids
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3"])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3", "GLM-4", "ERNIE 4.5"])
 def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_layers_would_make(
     name: str, tmp_path: Path
 ) -> None:
@@ -387,7 +452,7 @@ def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_l
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "Qwen3 with a window in one layer", *NEW_LAYERS])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "Qwen3 with a window in one layer", *OTHER_LAYERS])
 def test_the_analyses_see_the_states_of_transformers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([23])

@@ -13,8 +13,13 @@ from peft_adapters import ADAPTERS, Adapted, save_adapter, save_all
 from tiny_models import TINY, random_prompts, save_random, save_tiny_llama
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
@@ -173,7 +178,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Granite": (GraniteConfig, {"residual_multiplier": 0.22, "attention_multiplier": 0.11, "logits_scaling": 5.0}),
     "Gemma 2": (Gemma2Config, {"sliding_window": 12, "query_pre_attn_scalar": 16}),
     "OLMo 2": (Olmo2Config, {"pad_token_id": None}),
+    "Phi-3 of which part of a head is turned": (Phi3Config, {"pad_token_id": None, "partial_rotary_factor": 0.5}),
+    "GLM-4": (GlmConfig, {"pad_token_id": None}),
+    "GLM-4 of 2025": (Glm4Config, {"pad_token_id": None}),
+    "EXAONE 4": (Exaone4Config, {"sliding_window": 12}),
+    "ERNIE 4.5": (Ernie4_5Config, {"pad_token_id": None}),
+    "Granite 4": (
+        GraniteMoeHybridConfig,
+        {"num_local_experts": 0, "shared_intermediate_size": 80, "layer_types": ["full_attention"] * 3}
+        | {"position_embedding_type": "rope", "mamba_n_heads": 4, "residual_multiplier": 0.22, "logits_scaling": 5.0},
+    ),
 }
+OWN_HEADS = (Qwen3Config, Gemma2Config, GlmConfig, Glm4Config, Exaone4Config, Ernie4_5Config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,7 +197,7 @@ def test_adapters_of_other_families_answer_as_pefts_merged_models(
     family: str, tmp_path: Path, native_library: None
 ) -> None:
     kind, changes = FAMILIES[family]
-    own = {} if kind in (Qwen3Config, Gemma2Config) else {"head_dim": None}
+    own = {} if kind in OWN_HEADS else {"head_dim": None}
     torch.manual_seed(0)
     config = kind(
         **{name: value for name, value in (TINY | own | changes).items() if value is not None or name in changes}

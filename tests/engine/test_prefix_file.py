@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(model: Path, tmp_path: Path) -> Make:
-    def make(**changes: Any) -> Engine:
+    def make(model: Path = model, **changes: Any) -> Engine:
         given: dict[str, Any] = {"prefix_cache_file": tmp_path / "prefixes", "block_size": BLOCK, "max_model_len": 128}
         return Engine(model, device="cpu", skip_tokenizer_init=True, **(given | changes))
 
@@ -137,6 +137,23 @@ def test_a_file_that_is_not_this_engines_is_left_aside_and_said(
         assert answers(engine) == found
     with make(**changes) as engine:  # which the engine before has written anew
         assert len(engine.scheduler.prefix_cache) > 0
+
+
+def test_blocks_turned_by_other_rope_factors_are_left_aside(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A longrope's factors follow from max_model_len alone, and all else of the two engines is the same."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + pair for pair in range(8)]}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 1e4, **factors}
+    model = save_tiny_llama(tmp_path / "model", rope_parameters=rope).directory
+    found = {}
+    for length in (64, 96, 512):
+        with caplog.at_level(logging.WARNING), make(model, max_model_len=length) as engine:
+            found[length] = answers(engine), engine.stats().cached_prompt_tokens
+    assert caplog.text.count("left aside, the prefix cache begins empty") == 1
+    assert found[96][1] < found[512][1] == SHARED
+    assert found[64][0] != found[96][0]
+    assert [tokens for tokens, _ in found[96][0]] == [tokens for tokens, _ in found[512][0]]
 
 
 def test_an_engine_that_a_fault_has_ended_leaves_the_file_as_it_is(

@@ -30,6 +30,16 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+REQUIRED: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    }
+}
+"""What a family's config must have to be of a model that runs."""
 HARMLESS: dict[str, Any] = {
     **dict.fromkeys(("attention_dropout", "residual_dropout", "embd_pdrop", "resid_pdrop"), 0.9),  # in training
     "initializer_range": 0.5,
@@ -52,6 +62,15 @@ UNREACHABLE = {
     # Of Gemma 3's classes that see images, in the same file as the one that does not.
     *("image_size", "image_token_id", "layer_norm_eps", "mm_tokens_per_image", "patch_size", "vision_config"),
 }
+OF_OTHERS = {
+    "granitemoehybrid": {
+        *(f"mamba_{name}" for name in ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups")),
+        *("mamba_n_heads", "mamba_proj_bias", "time_step_limit"),
+        "layers_block_type",  # another name of layer_types
+        *("intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
+    }
+}
+"""Keys of layers that a family's config must say it has none of: mamba layers and experts."""
 SHARED = ("masking_utils", "modeling_rope_utils", "cache_utils")
 
 
@@ -83,13 +102,13 @@ def reads_in(module: str) -> set[str]:
 
 
 def read(model_type: str, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({"model_type": model_type} | SIZES | changes)
+    return ModelConfig.from_dict({"model_type": model_type} | SIZES | REQUIRED.get(model_type, {}) | changes)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_key_of_transformers_is_read_or_refused_or_known_to_be_without_effect(model_type: str) -> None:
     assert {"is_causal", "rope_parameters", "rms_norm_eps"} <= keys_of(model_type)
-    for key in sorted(keys_of(model_type) - HARMLESS.keys() - UNREACHABLE):
+    for key in sorted(keys_of(model_type) - HARMLESS.keys() - UNREACHABLE - OF_OTHERS.get(model_type, set())):
         with pytest.raises(ModelFormatError, match=key):
             read(model_type, **({"use_sliding_window": True} | {key: ["?"]}))
 
@@ -97,7 +116,8 @@ def test_every_key_of_transformers_is_read_or_refused_or_known_to_be_without_eff
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_keys_without_effect_change_no_logit_in_transformers(model_type: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES, head_dim=8, eos_token_id=2, pad_token_id=0)
+    sizes = SIZES | REQUIRED.get(model_type, {}) | {"head_dim": 8}
+    config = AutoConfig.for_model(model_type, **sizes, eos_token_id=2, pad_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     path, ids = tmp_path / "config.json", torch.randint(3, 64, (1, 16))
     usual, found = json.loads(path.read_text()), []
@@ -124,13 +144,13 @@ def test_a_model_that_is_not_causal_is_refused(value: object) -> None:
         read("llama", is_causal=value)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "seed_oss", "granite", "internlm3"])
+@pytest.mark.parametrize("model_type", ["llama", "seed_oss", "granite", "internlm3", "granitemoehybrid"])
 def test_a_window_bounds_the_length_in_every_family(model_type: str) -> None:
     config = read(model_type, sliding_window=16, max_position_embeddings=64)
     with pytest.raises(InvalidValueError, match="sliding_window must be null or at least max_model_len=17"):
         resolve_max_model_len(17, config)
     assert resolve_max_model_len(16, config) == 16
-    with pytest.raises(ModelFormatError, match="layer_types must be 'full_attention' for every layer"):
+    with pytest.raises(ModelFormatError, match=r"layer_types must be 'full_attention' for every layer|mamba"):
         read(model_type, layer_types=["sliding_attention"] * 2)
 
 

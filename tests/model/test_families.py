@@ -15,11 +15,16 @@ from tiny_models import TINY, save_random
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
     ExaoneConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     InternLM3Config,
     LlamaConfig,
     MinistralConfig,
@@ -74,7 +79,13 @@ CONFIGS: list[type[PreTrainedConfig]] = [
     GemmaConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GlmConfig,
+    Glm4Config,
+    Exaone4Config,
+    Ernie4_5Config,
 ]
+DENSE: dict[str, Any] = {"num_local_experts": 0, "shared_intermediate_size": 60, "layer_types": ["attention"] * 2}
+"""What a Granite 4 must say to be one that runs."""
 
 
 def config(architecture: str, **changes: Any) -> ModelConfig:
@@ -97,9 +108,11 @@ def test_absent_fields_have_the_defaults_of_the_family_in_transformers(kind: typ
     local_theta = ropes["sliding_attention"]["rope_theta"] if "sliding_attention" in ropes else None
     assert local_theta == (None if read.local_rope is None else read.local_rope.theta)
     assert read.bos_token_id == oracle.bos_token_id
-    assert read.eos_token_ids == (() if oracle.eos_token_id is None else (oracle.eos_token_id,))
+    ends = oracle.eos_token_id
+    assert list(read.eos_token_ids) == ([] if ends is None else ends if isinstance(ends, list) else [ends])
+    assert read.rotary_dim == int(read.head_dim * ropes.get("partial_rotary_factor", 1.0))
     kinds = getattr(oracle, "layer_types", None) or ["sliding_attention"] * SIZES["num_hidden_layers"]
-    slides = oracle.model_type in ("olmo3", "gemma2", "gemma3_text")
+    slides = oracle.model_type in ("olmo3", "gemma2", "gemma3_text", "exaone4")
     assert read.windows == tuple(
         getattr(oracle, "sliding_window", None) if not slides or kind == "sliding_attention" else None for kind in kinds
     )
@@ -122,11 +135,15 @@ def test_biases_are_those_of_the_family() -> None:
     assert config("LlamaForCausalLM", attention_bias=True).biases == Biases(qkv=True, output=True)
     assert config("InternLM3ForCausalLM", qkv_bias=True, bias=True).biases == Biases(True, True, True)
     assert config("Qwen3ForCausalLM", attention_bias=True, mlp_bias=True).biases == Biases(qkv=True, output=True)
+    assert config("GlmForCausalLM").biases == config("Glm4ForCausalLM", mlp_bias=True).biases == Biases(qkv=True)
+    assert config("Ernie4_5ForCausalLM", use_bias=True).biases == Biases(True, True, True)
+    granite = config("GraniteMoeHybridForCausalLM", **DENSE, attention_bias=True)
+    assert granite.biases == Biases(qkv=True, output=True)
 
 
 def test_norms_of_queries_and_keys_are_those_of_the_family() -> None:
     configs = {kind.model_type: config_of_type(kind.model_type) for kind in CONFIGS}
-    assert [name for name, read in configs.items() if read.has_head_norms] == ["qwen3", "gemma3_text"]
+    assert [name for name, read in configs.items() if read.has_head_norms] == ["qwen3", "gemma3_text", "exaone4"]
     assert [name for name, read in configs.items() if read.has_projection_norms] == ["olmo2", "olmo3"]
 
 
@@ -158,6 +175,7 @@ def test_both_ropes_of_a_gemma_3_are_read_as_transformers_reads_them(changes: di
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+WIDE = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 @pytest.mark.parametrize(
@@ -187,17 +205,55 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ("GraniteForCausalLM", {"residual_multiplier": 1e-9}, "residual_multiplier must be .*from 1e-06.*; got 1e-09"),
         ("GraniteForCausalLM", {"logits_scaling": "8"}, "logits_scaling must be .*; got '8'"),
         ("GraniteForCausalLM", {"embedding_multiplier": -1}, "embedding_multiplier must be .*; got -1"),
-        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, r"partial_rotary_factor must be 1\.0.*; got 0\.75"),
+        ("Qwen3ForCausalLM", {"partial_rotary_factor": 0.75}, r"partial_rotary_factor must be 1\.0.*; got 0\.75"),
         (
             "Phi3ForCausalLM",
-            {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_type": "default"}},
-            r"rope_parameters: partial_rotary_factor must be .*; got 0\.75",
+            {"partial_rotary_factor": 1.5},
+            r"partial_rotary_factor must be a number up to 1.*; got 1\.5",
         ),
-        ("Phi3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: type must be .*; got 'longrope'"),
-        ("Phi3ForCausalLM", {"rope_scaling": YARN}, "rope_scaling must be of type default for Phi3ForCausalLM; got"),
+        (
+            "Phi3ForCausalLM",
+            {"partial_rotary_factor": 0.4},
+            "partial_rotary_factor must be .* an even number of channels",
+        ),
+        ("GlmForCausalLM", {"partial_rotary_factor": 0.01}, r"that makes .* 2 or more, of head_dim=128; got 0\.01"),
+        (
+            "Phi3ForCausalLM",
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.75}},
+            r"partial_rotary_factor must be the same as the partial_rotary_factor=0\.5 beside it; got 0\.75",
+        ),
+        ("Phi3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: short_factor must be .* for each of 4 pairs"),
+        ("Phi3ForCausalLM", {"rope_scaling": YARN}, "rope_scaling must be of type default or longrope for Phi3Fo"),
+        ("GraniteMoeHybridForCausalLM", DENSE | {"layer_types": None}, "layer_types must be 'attention' for each of 2"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            DENSE | {"layer_types": ["attention", "mamba"]},
+            "layer_types must be .*: mamba layers are not supported; got",
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            DENSE | {"num_local_experts": None},
+            "num_local_experts must be 0: experts are not supported; got None",
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            DENSE | {"shared_intermediate_size": None},
+            "shared_intermediate_size is missing",
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            DENSE | {"position_embedding_type": "alibi"},
+            "position_embedding_type must be",
+        ),
+        ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .*; got 'LLLG'"),
+        (
+            "Exaone4ForCausalLM",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "layer_types must be 'full_attention' for every layer",
+        ),
         ("InternLM3ForCausalLM", {"qkv_bias": True}, "qkv_bias must be the same as mlp_bias=False; got True"),
         ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 2}, "layer_types must be 'full_attention' for"),
-        ("Qwen3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: type must be .*; got 'longrope'"),
+        ("Olmo3ForCausalLM", {"rope_parameters": {"full_attention": WIDE}}, "must be of type default or linear or"),
         ("Qwen3ForCausalLM", {"attention_bias": "yes"}, "attention_bias must be true or false; got 'yes'"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers must be null or a list of num_hidden_layers=2"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, r"no_rope_layers must be .* 0 or 1 .*; got \[1, 2\]"),
@@ -245,6 +301,23 @@ def test_layers_without_rope_are_those_of_the_list_or_at_the_interval() -> None:
     assert config("LlamaForCausalLM", no_rope_layers=[0, 0]).layers_without_rope == ()  # transformers reads it nowhere
 
 
+def test_rope_of_an_exaone_4_is_in_layers_with_a_window() -> None:
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_pattern": "GL"}
+    assert config("Exaone4ForCausalLM", **kinds).layers_without_rope == (0,)
+    assert config("Exaone4ForCausalLM", num_hidden_layers=9).layers_without_rope == (3, 7)
+    for given in ({"sliding_window_pattern": None}, {"layer_types": ["full_attention"] * 2}):
+        read = config("Exaone4ForCausalLM", sliding_window=None, **given)
+        assert (read.layers_without_rope, read.windows) == ((), (None, None))
+
+
+def test_a_granite_4_has_the_mlp_of_its_shared_size_and_rope_where_it_says_so() -> None:
+    for kind, layers in ((None, (0, 1)), ("nope", (0, 1)), ("rope", ())):
+        read = config("GraniteMoeHybridForCausalLM", **DENSE, position_embedding_type=kind)
+        assert (read.layers_without_rope, read.intermediate_size) == (layers, 60)
+    reversed_order = {"shared_intermediate_size": 60} | SIZES | DENSE
+    assert ModelConfig.from_dict({"model_type": "granitemoehybrid"} | reversed_order).intermediate_size == 60
+
+
 def test_windows_are_those_of_the_layers_that_have_one() -> None:
     kinds = {"layer_types": ["full_attention", "sliding_attention"]}
     for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"):
@@ -284,7 +357,7 @@ def test_architectures_that_hold_no_name_are_refused() -> None:
 
 
 MakeModel = Callable[[str], Path]
-SAVED = ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3"]
+SAVED = ["Granite", "Phi-3", "Qwen2", "Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3", "GLM-4 of 2025", "Granite 4"]
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +372,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         "OLMo 2": Olmo2Config(**{name: value for name, value in TINY.items() if name != "head_dim"}),
         "Gemma 2": Gemma2Config(**(TINY | {"tie_word_embeddings": True})),
         "Gemma 3": Gemma3TextConfig(**TINY),
+        "GLM-4 of 2025": Glm4Config(**(TINY | {"pad_token_id": None})),
+        "Granite 4": GraniteMoeHybridConfig(**(TINY | DENSE | {"layer_types": ["attention"] * 3, "mamba_n_heads": 4})),
     }
     made: dict[str, Path] = {}
 
@@ -408,7 +483,7 @@ def test_a_norm_of_heads_that_is_missing_or_of_another_width_is_named(saved: Mak
 
 
 def test_random_weights_have_what_the_files_of_a_family_have(saved: MakeModel) -> None:
-    for name in ("Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3"):
+    for name in ("Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3", "GLM-4 of 2025", "Granite 4"):
         read = ModelConfig.from_directory(saved(name))
         random = random_weights(read, dtype=torch.float32, device="cpu", seed=0)
         pairs = zip(all_tensors(random), all_tensors(load(saved(name))), strict=True)
@@ -428,6 +503,24 @@ def test_what_a_gemma_computes_otherwise_is_part_of_the_fingerprint(saved: MakeM
     (tmp_path / "3").mkdir()
     gemma3.add(fingerprint(changed(saved("Gemma 3"), tmp_path / "3", rope_parameters=ropes)))
     assert len(gemma3) == 2
+
+
+def test_how_rope_turns_a_head_is_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
+    source, found = saved("Phi-3"), {fingerprint(saved("Phi-3"))}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    for number, changes in enumerate(
+        ({"partial_rotary_factor": 0.5}, {"rope_parameters": None, "rope_scaling": {"type": "longrope"} | factors})
+    ):
+        (tmp_path / str(number)).mkdir()
+        found.add(fingerprint(changed(source, tmp_path / str(number), **({"rope_parameters": None} | changes))))
+    assert len(found) == 3
+    (tmp_path / "ernie").mkdir()
+    as_ernie = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "rope_parameters": None}
+    as_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | {"rope_theta": 500_000.0}
+    (tmp_path / "llama").mkdir()
+    ernie = changed(saved("Qwen2"), tmp_path / "ernie", **as_ernie)
+    llama = changed(saved("Qwen2"), tmp_path / "llama", **(as_llama | {"rope_parameters": None}))
+    assert fingerprint(ernie) != fingerprint(llama)
 
 
 def test_the_norms_of_a_gemma_have_one_added(saved: MakeModel) -> None:

@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.loading.model_directory import resolve_max_model_len
-from d3engine.model.config import ModelConfig, RopeConfig, load_generation_config
+from d3engine.model.config import ModelConfig, load_generation_config
+from d3engine.model.rope_config import RopeConfig
 
 LLAMA2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,6 +45,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3",
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2] * 64}
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -118,6 +120,21 @@ def test_linear_and_dynamic_rope_stretch_the_positions_of_the_config(rope: dict[
     if read.rope.rope_type != "dynamic":
         with pytest.raises(InvalidValueError, match=f"max_model_len must be .*{length}"):
             resolve_max_model_len(length + 1, read)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su"])
+def test_longrope_ends_by_default_where_its_factors_change(name: str) -> None:
+    """Beyond that length one list holds for all texts, and a longer one must be asked for."""
+    read = config(
+        rope_scaling=LONGROPE | {"type": name},
+        original_max_position_embeddings=4096,
+        max_position_embeddings=131_072,
+    )
+    assert resolve_max_model_len(None, read) == 4096
+    assert resolve_max_model_len(131_072, read) == 131_072
+    assert [read.rope.is_long(length) for length in (4096, 4097)] == [False, True]
+    with pytest.raises(InvalidValueError, match=r"max_model_len must be .*131072"):
+        resolve_max_model_len(131_073, read)
 
 
 def test_absent_fields_take_the_defaults_of_transformers() -> None:
@@ -206,8 +223,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(changes: dict[str, Any], mes
     ("rope", "message"),
     [
         ("linear", "rope_scaling must be an object or null.*; got 'linear'"),
-        ({"rope_type": "longrope"}, "rope_type must be one of default, linear, dynamic.*; got 'longrope'"),
-        ({"type": "su", "factor": 2.0}, "config.json: rope_scaling: type must be .*; got 'su'"),
+        ({"rope_type": "mrope"}, "rope_type must be one of default, linear, dynamic.*; got 'mrope'"),
+        ({"type": "longrope"}, "config.json: rope_scaling: short_factor must be a list of .*; got None"),
+        (LONGROPE | {"short_factor": [1.0] * 63}, r"short_factor must be .* for each of 64 pairs of channels; got \["),
+        (LONGROPE | {"long_factor": [True] + [1.0] * 63}, r"long_factor must be a list of numbers .*; got \[True"),
+        (LONGROPE | {"long_factor": [0] + [1.0] * 63}, r"long_factor must be a list of numbers above 0.*; got \["),
+        (LONGROPE | {"long_factor": [math.nan] + [1.0] * 63}, r"long_factor must be .*; got \[nan"),
+        (LONGROPE | {"factor": 0.5}, r"factor must be a number from 1 to 1,000,000; got 0\.5"),
+        (LONGROPE | {"beta_fast": 3}, "beta_fast must be absent, since rope type 'longrope' reads: attention_factor.*"),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "original_max_position_embeddings must be .* from 2 for"),
+        (LONGROPE | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be absent, .*; got 0\.5"),
         ({"rope_type": ["yarn"]}, r"rope_type must be .*; got \['yarn'\]"),
         (
             {"rope_type": "yarn", "type": "linear"},

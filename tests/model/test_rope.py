@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import GlmConfig, LlamaConfig, Phi3Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Rope, inverse_frequencies
@@ -49,6 +52,21 @@ ROPES: dict[str, dict[str, Any]] = {
 LONG = 20_000
 
 
+def longrope(pairs: int, **changes: Any) -> dict[str, Any]:
+    """One with factors that differ for each pair, and whose two lists do."""
+    factors = {name: [1 + scale * pair for pair in range(pairs)] for name, scale in (("short", 0.01), ("long", 1.5))}
+    rope = {f"{name}_factor": values for name, values in factors.items()}
+    return {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 4096} | rope | changes
+
+
+LONGROPES: dict[str, dict[str, Any]] = {
+    "longrope": {},
+    "longrope, factor": {"factor": 3.0},
+    "longrope, factor 1": {"factor": 1.0},
+    "longrope, attention_factor": {"attention_factor": 1.25},
+}
+
+
 def models(rope: dict[str, Any], head_dim: int = 64, max_positions: int = 32_768) -> tuple[ModelConfig, LlamaConfig]:
     oracle = LlamaConfig(
         hidden_size=4 * head_dim,
@@ -71,7 +89,7 @@ def transformers_rotations(embedding: LlamaRotaryEmbedding, positions: Tensor) -
 @pytest.mark.parametrize("name", ROPES)
 def test_inverse_frequencies_equal_transformers_to_the_bit(name: str, head_dim: int) -> None:
     config, oracle = models(ROPES[name], head_dim)
-    frequencies, scaling = inverse_frequencies(config)
+    frequencies, scaling = inverse_frequencies(config, LONG)
     rope_type = oracle.rope_parameters["rope_type"]
     initialise = (
         LlamaRotaryEmbedding.compute_default_rope_parameters
@@ -94,6 +112,48 @@ def test_rotations_equal_transformers_at_short_and_long_positions(name: str) -> 
     assert rotations.shape == (12, 32)
     expected = transformers_rotations(LlamaRotaryEmbedding(oracle), positions)
     torch.testing.assert_close(rotations, expected, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("length", [4096, 4097])
+@pytest.mark.parametrize("name", LONGROPES)
+def test_longrope_has_the_factors_of_the_longest_text(name: str, length: int) -> None:
+    """transformers changes them with the longest position of a call, here of the whole text."""
+    config, oracle = models(longrope(32, **LONGROPES[name]))
+    frequencies, scaling = inverse_frequencies(config, length)
+    expected, expected_scaling = ROPE_INIT_FUNCTIONS["longrope"](oracle, seq_len=length)
+    assert torch.equal(frequencies, expected)
+    assert scaling == expected_scaling
+    positions = torch.arange(length)
+    rotations = Rope(config, length, "cpu").rotations(positions)
+    expected_rotations = transformers_rotations(LlamaRotaryEmbedding(oracle), positions)
+    torch.testing.assert_close(rotations, expected_rotations, rtol=0, atol=4e-7)
+
+
+PARTS: dict[str, tuple[type[PreTrainedConfig], type[Any], dict[str, Any]]] = {
+    "Phi-4-mini": (Phi3Config, Phi3RotaryEmbedding, {"partial_rotary_factor": 0.75, "rope_parameters": longrope(24)}),
+    "GLM-4": (GlmConfig, GlmRotaryEmbedding, {}),
+    "GLM-4 with yarn": (GlmConfig, GlmRotaryEmbedding, {"rope_parameters": YARN}),
+    "GLM-4 with linear rope": (
+        GlmConfig,
+        GlmRotaryEmbedding,
+        {"rope_parameters": {"rope_type": "linear", "factor": 3}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_part_of_a_head_is_turned_and_the_rest_is_left(name: str) -> None:
+    kind, embedding, changes = PARTS[name]
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": 32_768}
+    oracle = kind(**sizes, **deepcopy(changes))
+    config = ModelConfig.from_dict(oracle.to_dict() | {"architectures": None} | changes)
+    positions = torch.tensor([0, 1, 2, 255, 4095])
+    rotations = Rope(config, 4096, "cpu").rotations(positions, positions + 1)
+    expected = transformers_rotations(embedding(oracle), positions)
+    turned = expected.shape[1]
+    assert 2 * turned == config.rotary_dim < 64
+    torch.testing.assert_close(rotations[:, :turned], expected, rtol=0, atol=3e-7)
+    assert torch.equal(rotations[:, turned:], torch.ones(5, 32 - turned, dtype=torch.complex64))
 
 
 def test_only_dynamic_rope_depends_on_the_length() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -16,7 +17,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers_oracle import Answer
 
 ActiveLayers = Callable[[int], set[int]]
@@ -336,5 +337,6 @@ def _projected(layer: LlamaDecoderLayer, hidden: Tensor, rotation: tuple[Tensor,
         key = attention.k_norm(key) if has_norm else key  # Qwen3, Gemma 3
     key = key.transpose(1, 2)
     if getattr(attention, "use_rope", True):  # SmolLM3 has layers without
-        _, key = apply_rotary_pos_emb(key, key, *rotation)
+        turn = vars(sys.modules[type(attention).__module__])["apply_rotary_pos_emb"]  # the family's own pairs
+        _, key = turn(key, key, *rotation)
     return key, value

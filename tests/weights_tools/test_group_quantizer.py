@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GlmConfig,
     GraniteConfig,
     Olmo2Config,
     Phi3Config,
@@ -97,6 +98,8 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "layers without rope": (SmolLM3Config, {"pad_token_id": None, "no_rope_layers": [0, 1, 0]}),
     "norms behind alone, and of whole projections": (Olmo2Config, {}),
     "soft caps": (Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 1.0, "head_dim": 16}),
+    "part of a head turned": (Phi3Config, {"pad_token_id": None, "partial_rotary_factor": 0.5}),
+    "interleaved pairs of part of a head": (GlmConfig, {"pad_token_id": None, "head_dim": 16}),
     "two ropes": (
         Gemma3TextConfig,
         {"sliding_window": 8, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
