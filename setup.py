@@ -30,7 +30,7 @@ class BuildNative(build_ext):
     is_built = False
 
     def get_ext_filename(self, fullname):
-        return os.path.join(*fullname.split(".")) + ".so"
+        return os.path.join(*fullname.split(".")) + Path(build["LIBRARY"]).suffix
 
     def build_extension(self, extension):
         target = Path(self.get_ext_fullpath(extension.name)).absolute()

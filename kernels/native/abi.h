@@ -2,7 +2,11 @@
 #pragma once
 #include <cstdint>
 
+#if defined(_WIN32)
+#define D3_EXPORT extern "C" __declspec(dllexport)
+#else
 #define D3_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 
 // The formats of blocks: name, columns of a block, its bytes, and those that it has among interleaved rows, where
 // scales of six bits have a byte each. kernels/blocks.py has the same table.

@@ -15,11 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
-LIBRARY = "libd3native.so"
+LIBRARY = "libd3native.dll" if sys.platform == "win32" else "libd3native.so"
 
 FLAGS = (
     "-std=c++17",
-    "-fPIC",
     "-pthread",
     "-fvisibility=hidden",
     # Multiplication and addition are fused only where the code says so: sums must not depend on the compiler's choice.
@@ -52,6 +51,12 @@ ISA_FLAGS = {
 VECTORIZED = ("bf12.cpp",)
 
 
+_MSVC = (
+    "{} compiles for Microsoft's runtime, for which the library is not written; install a g++ or clang++ for MinGW-w64"
+    " (MSYS2, w64devkit or llvm-mingw have one) and name it in CXX"
+)
+
+
 class BuildError(Exception):
     """No compiler, or a failed compilation."""
 
@@ -77,7 +82,9 @@ def is_built(library: Path, folder: Path = FOLDER) -> bool:
 def find_compiler() -> list[str]:
     """The command of a C++ compiler: $CXX, or c++, g++ or clang++; raises `BuildError` if there is none."""
     named = os.environ.get("CXX")
-    command = shlex.split(named) if named else [next(filter(shutil.which, ("c++", "g++", "clang++")), "c++")]
+    command = [next(filter(shutil.which, ("c++", "g++", "clang++")), "c++")]
+    if named:  # a path of Windows has backslashes, which are no escapes
+        command = [named] if shutil.which(named) else shlex.split(named)
     if shutil.which(command[0]) is None:
         raise BuildError(f"there is no C++ compiler {command[0]!r}")
     return command
@@ -92,15 +99,17 @@ def compile_library(
     checkout is copied instead. Raises `BuildError` with the compiler's message.
     """
     command = [*(compiler or find_compiler())]
-    machine = _machine(_run([*command, "-dumpmachine"]).split("-")[0])
+    triple = _triple(command)
+    of_system, linking = _system_flags(triple)
+    machine = _machine(triple.split("-")[0])
     is_x86 = machine == "x86_64"
     target.parent.mkdir(parents=True, exist_ok=True)
-    is_for_here = machine == _machine(platform.machine())
+    is_for_here = machine == _machine(platform.machine()) and _is_windows(triple) == (sys.platform == "win32")
     if flags == OPTIMIZED and is_for_here and is_built(folder / LIBRARY, folder):
         if target != folder / LIBRARY:
             shutil.copy(folder / LIBRARY, target)
         return
-    given = [f"-I{folder}", f'-DD3_SOURCE_DIGEST="{digest(folder)}"']
+    given = [*of_system, f"-I{folder}", f'-DD3_SOURCE_DIGEST="{digest(folder)}"']
     files = [path for path in sources(folder) if path.suffix == ".cpp"]
     with TemporaryDirectory() as work, ThreadPoolExecutor(2) as pool:
 
@@ -114,10 +123,39 @@ def compile_library(
         # The instruction sets take longest, so they are compiled first.
         objects = list(pool.map(compile_one, sorted(files, key=lambda path: path.name not in ISA_FLAGS)))
         linked = Path(work) / LIBRARY
-        _run([*command, "-shared", "-pthread", *flags, *objects, "-o", str(linked)])
+        _run([*command, "-shared", "-pthread", *linking, *flags, *objects, "-o", str(linked)])
         # A new file replaces the old one: a running process may have that one mapped.
         shutil.copy(linked, target.with_suffix(".new"))
-        target.with_suffix(".new").replace(target)
+        try:
+            target.with_suffix(".new").replace(target)
+        except PermissionError as error:  # Windows keeps a file that a process has mapped
+            target.with_suffix(".new").unlink()
+            raise BuildError(f"{target} cannot be replaced: end the programs that use it ({error})") from error
+
+
+def _triple(command: Sequence[str]) -> str:
+    """The machine and system that a compiler makes code for; raises `BuildError` for Microsoft's."""
+    if Path(command[0]).stem.lower() in ("cl", "clang-cl"):
+        raise BuildError(_MSVC.format(command[0]))
+    triple = _run([*command, "-dumpmachine"]).strip()
+    if triple.endswith("msvc"):
+        raise BuildError(_MSVC.format(f"{command[0]} (for {triple})"))
+    return triple
+
+
+def _is_windows(triple: str) -> bool:
+    return triple.endswith(("mingw32", "windows-gnu"))
+
+
+def _system_flags(triple: str) -> tuple[list[str], list[str]]:
+    """Flags for compiling and for linking."""
+    if not _is_windows(triple):
+        return ["-fPIC"], []
+    # GCC keeps the stack of Windows aligned to 16 bytes, and all the same may move wider vectors there by instructions
+    # that fault unless they are aligned (its bug 54412; Debian's GCC is patched). The assembler makes others of them,
+    # as fast. Clang, whose name for the system differs, aligns the stack, and does not know the flag.
+    is_gcc = triple.endswith("mingw32")
+    return ["-Wa,-muse-unaligned-vector-move"] if is_gcc else [], ["-static"]  # without a compiler's own DLLs
 
 
 def _machine(name: str) -> str:

@@ -1,9 +1,5 @@
 #include "threading/runner.h"
 
-#include <pthread.h>
-#include <signal.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,6 +7,8 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "threading/process.h"
 
 namespace {
 
@@ -65,7 +63,7 @@ struct Runner::State {
         }
     }
 
-    const pid_t process = getpid();
+    const int made_after = forks.load();  // the number of forks
     std::thread thread;
     Run run;
     std::mutex mutex;
@@ -75,22 +73,13 @@ struct Runner::State {
     std::atomic<int> done{0}, awaited{0};
 };
 
-// After a fork the thread is missing, and the locks that it held stay locked.
-bool Runner::has_thread() const { return state_ && state_->process == getpid(); }
+bool Runner::has_thread() const { return state_ && state_->made_after == forks.load(); }
 
 void Runner::begin(Run run) {
     if (!has_thread()) {
         auto made = std::make_unique<State>();
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the caller's threads
-        try {
-            made->thread = std::thread([state = made.get()] { state->thread_main(); });
-        } catch (...) {
-            pthread_sigmask(SIG_SETMASK, &before, nullptr);
-            throw;
-        }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        const SignalsBlocked blocked;
+        made->thread = std::thread([state = made.get()] { state->thread_main(); });
         state_ = made.release();
     }
     std::lock_guard<std::mutex> lock(state_->mutex);

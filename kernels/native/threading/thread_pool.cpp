@@ -1,9 +1,5 @@
 #include "threading/thread_pool.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -14,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "threading/process.h"
 #include "threading/work_queue.h"
 
 namespace {
@@ -34,8 +31,8 @@ void pause_briefly() {
 #endif
 }
 
-// Polls `is_over` for at most `most` nanoseconds, with a `sched_yield()` now and then: the thread that it waits for may
-// need this very core.
+// Polls `is_over` for at most `most` nanoseconds, and yields now and then: the thread that it waits for may need this
+// very core.
 template <class IsOver> bool spin(int64_t most, IsOver is_over) {
     const int64_t end = ThreadPool::steady_clock() + most;
     for (;;) {
@@ -44,7 +41,7 @@ template <class IsOver> bool spin(int64_t most, IsOver is_over) {
             pause_briefly();
         }
         if (ThreadPool::steady_clock() >= end) return false;
-        sched_yield();
+        std::this_thread::yield();
     }
 }
 
@@ -76,10 +73,6 @@ struct Worker {
     std::condition_variable wake;
     StragglerPolicy policy;  // used by the leader
 };
-
-// How often this process has forked since it loaded the library.
-std::atomic<int> forks{0};
-const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
 }  // namespace
 
@@ -253,16 +246,13 @@ struct ThreadPool::State {
 ThreadPool::State& ThreadPool::state() {
     if (state_ && state_->is_of_this_process()) return *state_;
     state_ = new State(size_);
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the caller's threads
+    const SignalsBlocked blocked;
     try {
         for (int worker = 1; worker < size_; worker++)
             state_->threads.emplace_back([state = state_, worker] { state->worker_loop(worker); });
     } catch (const std::system_error&) {
         // The system gives no more threads: the leader does more.
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return *state_;
 }
 

@@ -87,7 +87,8 @@ def test_helpers_without_work_take_no_processor_time(case: Case) -> None:
 def said_by(program: str, folder: Path) -> tuple[int, str, str]:
     """The exit status, output and errors of a program of this folder, linked with the thread pool alone."""
     built, source = folder / program, Path(__file__).with_name(f"{program}.cpp")
-    files = [str(source), str(build.FOLDER / "threading" / "thread_pool.cpp"), f"-I{build.FOLDER}", "-o", str(built)]
+    pool = [str(build.FOLDER / "threading" / name) for name in ("thread_pool.cpp", "process.cpp")]
+    files = [str(source), *pool, f"-I{build.FOLDER}", "-o", str(built)]
     subprocess.run([*build.find_compiler(), *build.FLAGS, "-O0", *files], check=True)
     done = subprocess.run([str(built)], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout.strip(), done.stderr
