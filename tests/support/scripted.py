@@ -39,6 +39,7 @@ class Scripted:
         self.stats = ExecutorStats()
         self.fault: BaseException | None = None
         self.poisoned: set[str] = set()
+        self.poisoned_answer: int | None = None  # None: all answers of those
 
     def run(self, plan: Plan) -> Computed:
         if self.fault is not None:
@@ -48,7 +49,7 @@ class Scripted:
             sequence = plan.sequences[chunk]
             script = [*self.scripts.get(tuple(sequence.prompt_token_ids), range(100, 200)), EOS, EOS, EOS, EOS]
             logits[row, script[sequence.step]] = 30.0
-            if sequence.request_id in self.poisoned:
+            if sequence.request_id in self.poisoned and self.poisoned_answer in (None, sequence.index):
                 logits[row, 5] = math.nan
         return Computed(logits)
 
