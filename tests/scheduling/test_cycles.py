@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import Request, assert_same, kv_is_back, run_together
+from batches import Request, assert_same, generate_as_alone, kv_is_back, run_together
 from multi_step import Solo, greedy, unread
 
 from d3engine import D3, Engine, FullDepth, LayerTable, Lossless, SelfSpeculative, SkipDecode, UnifiedSkip
@@ -140,6 +140,4 @@ def test_who_does_not_draft_makes_the_host_look_at_every_row_of_those_who_do(
 ) -> None:
     engine = make_engine()
     asked = [Request(tuple(range(30, 37)), greedy(DRAFTING[0], 20)), Request(tuple(range(9)), greedy(FullDepth(), 9))]
-    outputs = engine.generate([list(r.prompt) for r in asked], [r.params for r in asked], use_tqdm=False)
-    for output, request in zip(outputs, asked, strict=True):
-        assert_same(output, solo(request))
+    generate_as_alone(engine, asked, solo)
