@@ -122,6 +122,7 @@ CASES = [
     *product(["adapters", "hidden states"], ["12 rows", "512 rows", "short of memory", "single steps", "one thread"]),
     *product(["hidden states"], ["no prefix cache"]),
     *product(["hidden states by PyTorch"], ["512 rows"]),
+    *product(["embeddings by PyTorch", "embeddings"], ["12 rows", "512 rows", "preempted"]),
 ]
 
 

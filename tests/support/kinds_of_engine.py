@@ -40,6 +40,7 @@ from d3engine import (
 from d3engine.depth import DepthPolicy
 from d3engine.model.bridges import BRIDGES_FILE
 from d3engine.request.outputs import RequestOutput
+from d3engine.request.params import pooling_params
 
 SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48}
 MakeEngine = Callable[..., Engine]
@@ -352,6 +353,29 @@ def _hooked(given: Given, backend: str) -> Kind:
     return Kind(make, always(requests * 2), same_bits) if backend == "native" else Kind(make, always(requests * 2))
 
 
+def embedding(*, eager: bool) -> Callable[[Given], Kind]:
+    """Prompts are pooled in every way, among answers; all come twice."""
+
+    def same(found: RequestOutput, wanted: RequestOutput, request: Request) -> None:
+        assert_same(found, wanted)
+        assert (found.embedding is None) == (request.params.pooling is None)
+        if found.embedding is not None and wanted.embedding is not None:
+            assert np.abs(np.subtract(found.embedding, wanted.embedding)).max() < (1e-4 if eager else 1e-6)
+
+    def kind(given: Given) -> Kind:
+        prompts = random_prompts([1, 2, 7, 40, 60, 33], seed=1)
+        answer = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        requests = [
+            Request(tuple(prompt), params)
+            for nth, prompt in enumerate(prompts)
+            for params in (*map(pooling_params, ("mean", "last", "cls")), *[answer] * (nth % 2))
+        ]
+        make = maker(save_tiny_llama(given.folder).directory, enforce_eager=eager)
+        return Kind(make, always(requests * 2), same)
+
+    return kind
+
+
 KINDS: dict[str, Callable[[Given], Kind]] = {
     "policies": of_policies,
     "8-bit cache": over_8_bits,
@@ -368,4 +392,6 @@ KINDS: dict[str, Callable[[Given], Kind]] = {
     "adapters": adapted,
     "hidden states": hooked("native"),
     "hidden states by PyTorch": hooked("torch"),
+    "embeddings by PyTorch": embedding(eager=True),
+    "embeddings": embedding(eager=False),
 }
