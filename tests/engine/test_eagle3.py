@@ -11,6 +11,7 @@ import pytest
 import torch
 from eagle3_heads import EAGLE3_TARGET, READ, save_head
 from safetensors.torch import load_file, save_file
+from stepping import see_steps
 from tiny_models import TinyLlama, random_prompts
 from torch import Tensor
 from transformers import LlamaConfig
@@ -101,15 +102,13 @@ def config_of(head: Path, **further: Any) -> dict[str, Any]:
 def verified(engine: Engine) -> list[tuple[list[int], list[int]]]:
     """The texts and drafts that the engine verifies from here on."""
     found: list[tuple[list[int], list[int]]] = []
-    run = engine.executor.run
 
-    def watching(plan: Any) -> Any:
+    def look(plan: Any) -> None:
         for place in () if plan.drafts is None else plan.drafts.judging:
             sequence = plan.sequences[plan.sampled[place]]
             found.append((sequence.all_token_ids().tolist(), list(sequence.draft.token_ids)))
-        return run(plan)
 
-    engine.executor.run = watching  # type: ignore[method-assign]
+    see_steps(engine, look)
     return found
 
 

@@ -47,13 +47,15 @@ Alone = Callable[[str, Request], RequestOutput]
 
 
 @pytest.fixture(scope="module")
-def alone(kinds: Callable[[str], Kind]) -> Alone:
+def alone(kinds: Callable[[str], Kind]) -> Iterator[Alone]:
     """`alone(kind, request)`: the answer of a request by itself, its prompt computed anew."""
+    engines: dict[str, Engine] = {}
 
-    @cache
     def engine_of(name: str) -> Engine:
-        kind = kinds(name)
-        return kind.make(**{"max_num_seqs": 4, "enable_prefix_caching": False} | (kind.alone or {}))
+        if name not in engines:
+            given = {"max_num_seqs": 4, "enable_prefix_caching": False} | (kinds(name).alone or {})
+            engines[name] = kinds(name).make(**given)
+        return engines[name]
 
     known: dict[tuple[str, str], RequestOutput] = {}
 
@@ -66,7 +68,9 @@ def alone(kinds: Callable[[str], Kind]) -> Alone:
                 (known[key],) = engine_of(name).generate(list(asked.prompt), asked.params, use_tqdm=False, **given)
         return known[key]
 
-    return answer
+    yield answer
+    for engine in engines.values():
+        engine.close()
 
 
 def nothing(numbers: random.Random) -> BeforeStep:
@@ -206,7 +210,7 @@ def test_policy_answers_otherwise_than_full_depth(
 def test_policy_preempted_at_every_token_answers_as_alone(
     kinds: Callable[[str], Kind], alone: Alone, name: str, every: int, policy: DepthPolicy
 ) -> None:
-    """As soon as there are so many new tokens: more often, and a replay of several pieces would never end."""
+    """As soon as there are `every` new tokens: more often, and a replay of several pieces would never end."""
     greedy = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True, depth=policy, logprobs=1)
     drawn = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True, depth=policy)
     requests = [Request(tuple(range(40, 49)), greedy), Request(tuple(range(40, 46)), drawn)]

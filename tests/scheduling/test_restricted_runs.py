@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from batches import Request, kv_is_back, step_as_alone
 from multi_step import NESTED, PLAIN, Solo, greedy, unread
+from stepping import see_steps
 
 from d3engine import Engine
 from d3engine.request.params import RequestOutputKind
@@ -39,8 +40,7 @@ def test_they_answer_as_alone_in_runs_of_many_steps(
     """With graphs the host chooses for all of them; with the native library for none."""
     engine = multi_step(num_scheduler_steps=8)
     calls: list[int] = []
-    run = engine.executor.run
-    engine.executor.run = lambda plan: calls.append(plan.num_rows) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    see_steps(engine, lambda plan: calls.append(plan.num_rows))
     asked = [unread(request.params) for request in requests()]
     if streamed:
         asked[1::2] = [replace(params, output_kind=RequestOutputKind.CUMULATIVE) for params in asked[1::2]]
