@@ -32,18 +32,22 @@ def pytest_collectstart() -> None:
     """Before a test file is imported: where there is no GPU, Triton is to interpret its kernels in this process.
 
     Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time, and to try 60 of
-    them where a test says nothing: others in each run.
+    them where a test says nothing: others in each run. With NO_SHRINKING it looks for no simpler failing example.
     """
     gc.disable()  # until all is collected: what is imported stays, and would be searched for garbage all the time
     # Whatever a test starts: its own threads would spin while the other worker computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         assert "triton" not in sys.modules, "a conftest.py has imported Triton before it was told to interpret"
         os.environ["TRITON_INTERPRET"] = "1"
-    settings.register_profile("no clock", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    phases = [phase for phase in Phase if phase.name not in ("shrink", "explain") or "NO_SHRINKING" not in os.environ]
+    suppressed = [HealthCheck.too_slow]
+    settings.register_profile(
+        "no clock", max_examples=60, deadline=None, suppress_health_check=suppressed, phases=phases
+    )
     settings.load_profile("no clock")
 
 

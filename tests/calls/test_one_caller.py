@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from stepping import finish, greedy
+from stepping import finish, greedy, see_steps
 
 from d3engine import (
     Engine,
@@ -32,15 +32,8 @@ PROMPT, OTHER = [11, 12, 13], [21, 22]
 
 def in_step(engine: Engine, number: int, act: Callable[[], object]) -> None:
     """Let `act` happen in the middle of the engine's step `number`, counted from 1 and from now."""
-    run, steps = engine.executor.run, iter(range(1, 1000))
-
-    def run_and_act(plan: Any) -> Any:
-        computed = run(plan)
-        if next(steps) == number:
-            act()
-        return computed
-
-    engine.executor.run = run_and_act  # type: ignore[method-assign]
+    steps = iter(range(1, 1000))
+    see_steps(engine, after=lambda plan, computed: act() if next(steps) == number else None)
 
 
 def press() -> None:
@@ -381,8 +374,7 @@ def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
 ) -> None:
     engine, steps = make_engine(num_scheduler_steps=1), []
     handle(signal.SIGALRM)
-    run = engine.executor.run
-    engine.executor.run = lambda plan: (steps.append(plan), run(plan))[1]  # type: ignore[method-assign]
+    see_steps(engine, steps.append)
     in_step(engine, 2, lambda: signal.raise_signal(signal.SIGALRM))
     with pytest.raises(LateError):
         list(engine.stream(PROMPT, greedy(100, output_kind=RequestOutputKind.FINAL_ONLY)))

@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import LAYERS, POLICIES, Request, block_bytes, preempting, run_together, some_requests
 
 from d3engine import D3, DraftAndVerify, EarlyExit, Engine, InvalidValueError, SamplingParams
 from d3engine.depth import DepthPolicy
-from d3engine.request.outputs import RequestOutput
-
-SKIPPING = [
-    policy
-    for policy in POLICIES
-    if policy.exit_rule(LAYERS) is None and policy.schedule(LAYERS).on_skip in ("none", "copy")
-]
-
-
-def bits(output: RequestOutput) -> list[Any]:
-    """Tokens, and every log-probability as it is."""
-    return [
-        (one.token_ids, [{token: entry.logprob for token, entry in row.items()} for row in one.logprobs or []])
-        for one in output.outputs
-    ]
-
-
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_log_probabilities_are_the_same_bits_whoever_comes_beside_and_whatever_is_cut_preempted_or_cached(
-    make_engine: Callable[..., Engine], cache: str
-) -> None:
-    requests = [
-        Request(request.prompt, replace(request.params, logprobs=3, depth=SKIPPING[nth % len(SKIPPING)]))
-        for nth, request in enumerate(some_requests(0, 12))
-    ]
-    numbers = random.Random(0)
-
-    invariant: dict[str, Any] = {"batch_invariant": True, "kv_cache_dtype": cache}
-    memory = LAYERS * 30 * block_bytes(cache)
-    together = make_engine(max_num_batched_tokens=9, max_num_seqs=7, kv_cache_memory_bytes=memory, **invariant)
-    found = run_together(together, requests, random.Random(0), before_step=preempting(numbers, 0.1))
-    stats = together.stats()
-    assert stats.num_preemptions > 10
-    assert stats.cached_prompt_tokens > 0
-    assert stats.eager_steps == 0
-    alone = make_engine(enable_prefix_caching=False, **invariant)
-    for nth, request in enumerate(requests):
-        (wanted,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
-        assert bits(found[nth]) == bits(wanted)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from batches import assert_each_answers_as_alone
 from bridge_files import some_maps, write_maps
 from depth_oracle import (
     ActiveLayers,
@@ -25,6 +24,7 @@ from depth_oracle import (
     tail_skip,
     unified_skip,
 )
+from kinds_of_engine import maker
 from tiny_models import TINY, TinyLlama, save_random
 from transformers import AutoModelForCausalLM, Gemma2Config, Olmo2Config, PreTrainedConfig
 from transformers_oracle import assert_same_tokens, greedy
@@ -74,11 +74,7 @@ def model(tiny_llama: Callable[..., TinyLlama], maps: Maps, tmp_path_factory: py
 
 @pytest.fixture(scope="module")
 def make_engine(model: TinyLlama) -> Callable[..., Engine]:
-    def make(**changes: Any) -> Engine:
-        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
-        return Engine(model.directory, skip_tokenizer_init=True, max_model_len=64, **(arguments | changes))
-
-    return make
+    return maker(model.directory, max_model_len=64)
 
 
 def asked(policy: DepthPolicy, **changes: Any) -> SamplingParams:
@@ -133,19 +129,6 @@ def test_layers_with_norms_behind_are_crossed_too(
         answer = greedy_at_depth(model, prompt, TOKENS, active, getattr(policy, "on_skip", "none"), maps)
         assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
         assert output.outputs[0].depths == answer.depths
-
-
-@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
-def test_a_request_answers_as_alone_whatever_happens_beside_it(
-    make_engine: Callable[..., Engine], enforce_eager: bool
-) -> None:
-    """Some of them draw."""
-    policies = [policy for policy, _ in (*BRIDGED, *BARE)]
-
-    def params(nth: int) -> SamplingParams:
-        return asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
-
-    assert_each_answers_as_alone(make_engine, params, 10, enforce_eager)
 
 
 def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: Callable[..., Engine]) -> None:

@@ -6,54 +6,34 @@ import itertools
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draft_oracle import draft_and_verify
+from kinds_of_engine import PART_DRAFTS, maker
 from stepping import watch
-from tiny_models import TINY, TinyLlama, save_random, save_tiny_llama
+from tiny_models import TINY, TinyLlama, save_random, save_sure_llama
 from transformers import AutoModelForCausalLM, Gemma2Config, Olmo2Config, PreTrainedConfig
 from transformers_oracle import assert_same_tokens, greedy_after
 
-from d3engine import D3, DraftAndVerify, EarlyExit, Engine, FullDepth, Lossless, SamplingParams
+from d3engine import DraftAndVerify, Engine, FullDepth, Lossless, SamplingParams
 from d3engine.depth import NEVER, DepthPolicy, policy_from_dict
 from d3engine.depth.labels import policy_in_words
 from d3engine.errors import InvalidValueError
 
 LAYERS = 5
-DRAFTS: list[DraftAndVerify] = [
-    DraftAndVerify([1, 3], [2], 4, 0.4),
-    DraftAndVerify([], [0, 4], 8, 0.2),
-    DraftAndVerify([2], [2], 3, 0.0, None),
-    DraftAndVerify([0, 1, 2, 3, 4], [], 2, 0.3, 0.5),
-    DraftAndVerify([4], [0, 1, 2, 3, 4], 5, 0.25),
-]
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
-    """A model whose parts add little, so that drafts are often right, and which is sure of itself now and then."""
-    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48}
-    tiny = save_tiny_llama(tmp_path_factory.mktemp("llama"), **sizes)
-    with torch.no_grad():
-        tiny.model.lm_head.weight *= 2
-        for layer in tiny.model.model.layers:
-            layer.self_attn.o_proj.weight *= 0.3
-            layer.mlp.down_proj.weight *= 0.3
-    tiny.model.save_pretrained(tiny.directory)
-    return tiny
+    return save_sure_llama(tmp_path_factory.mktemp("llama"), num_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
 def make_engine(llama: TinyLlama) -> Callable[..., Engine]:
-    def make(**changes: Any) -> Engine:
-        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
-        return Engine(llama.directory, skip_tokenizer_init=True, max_model_len=96, **(arguments | changes))
-
-    return make
+    return maker(llama.directory)
 
 
 def some_prompts(seed: int, count: int, longest: int = 20) -> list[list[int]]:
@@ -68,7 +48,7 @@ def asked(policy: DepthPolicy, max_tokens: int = 32, **more: Any) -> SamplingPar
 # -- as published ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", DRAFTS, ids=policy_in_words)
+@pytest.mark.parametrize("policy", PART_DRAFTS, ids=policy_in_words)
 def test_drafts_are_those_of_the_published_rules_on_transformers_own_layers(
     make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
 ) -> None:
@@ -133,54 +113,7 @@ def test_a_stop_probability_moves_as_the_published_one_does(
     assert steps == {0.001, -0.001, 0.0}
 
 
-# -- whoever comes beside --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [14])
-def test_in_a_batch_with_every_kind_of_row_each_answers_as_alone(make_engine: Callable[..., Engine], rows: int) -> None:
-    """Beside full depth, D3, early exits that look at the input of a layer in two parts, and other drafts."""
-    others = [
-        FullDepth(),
-        D3(0.9, 0.5),
-        EarlyExit(0.9, "cosine"),
-        EarlyExit(0.5, on_skip="copy"),
-        Lossless(D3(0.8, 0.4)),
-    ]
-    policies: list[DepthPolicy] = [one for pair in zip(DRAFTS, others, strict=True) for one in pair]
-    prompts = some_prompts(8, len(policies))
-    requests = [asked(policy, 9 + n, logprobs=1) for n, policy in enumerate(policies)]
-    requests[2] = replace(requests[2], temperature=1.5, seed=7)
-    together = make_engine(max_num_batched_tokens=rows, max_num_seqs=6).generate(prompts, requests, use_tqdm=False)
-    alone = make_engine()
-    for prompt, request, found in zip(prompts, requests, together, strict=True):
-        (wanted,) = alone.generate(prompt, request, use_tqdm=False)
-        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids, request.depth
-        assert found.outputs[0].depths == wanted.outputs[0].depths
-        assert found.metrics.num_drafted_tokens == wanted.metrics.num_drafted_tokens
-
-
-def test_a_request_answers_as_alone_although_it_is_preempted_again_and_again(
-    make_engine: Callable[..., Engine],
-) -> None:
-    prompt, policy = some_prompts(2, 1)[0], DRAFTS[0]
-    (wanted,) = make_engine().generate(prompt, asked(policy), use_tqdm=False)
-    engine = make_engine()
-    engine.add_request("a", prompt, asked(policy))
-    outputs, steps = [], 0
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-        steps += 1
-        assert steps < 500, "it makes no progress"
-        if steps % 9 == 0 and engine.scheduler.running:
-            engine.scheduler._preempt(engine.scheduler.running[0])
-        engine.scheduler.check_integrity()
-    assert engine.scheduler.counters.preemptions > 2
-    assert outputs[-1].outputs[0].token_ids == wanted.outputs[0].token_ids
-    for count in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications"):
-        assert getattr(outputs[-1].metrics, count) == getattr(wanted.metrics, count)
-
-
-@pytest.mark.parametrize("policy", DRAFTS, ids=policy_in_words)
+@pytest.mark.parametrize("policy", PART_DRAFTS, ids=policy_in_words)
 def test_greedy_answers_are_those_of_transformers(
     make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
 ) -> None:
@@ -196,7 +129,7 @@ def test_greedy_answers_are_those_of_transformers(
 def test_a_part_of_a_layer_is_counted_as_half_of_it(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(enforce_eager=True)
     plans = watch(engine)
-    (output,) = engine.generate(some_prompts(4, 1), asked(DRAFTS[0]), use_tqdm=False)
+    (output,) = engine.generate(some_prompts(4, 1), asked(PART_DRAFTS[0]), use_tqdm=False)
     halves = sum(
         span.num_rows * len(span.layers) * (2 if span.part == "layer" else 1)
         for plan in plans[1:]

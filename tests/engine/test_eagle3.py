@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from batches import Request, preempting, run_together
+from eagle3_heads import EAGLE3_TARGET, READ, save_head
 from safetensors.torch import load_file, save_file
+from stepping import see_steps
 from tiny_models import TinyLlama, random_prompts
 from torch import Tensor
 from transformers import LlamaConfig
@@ -23,57 +22,20 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from d3engine import Engine, FullDepth, SamplingParams, Speculative
+from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError, ModelFormatError
 
-TARGET: dict[str, Any] = {"vocab_size": 24, "num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 48}
-DRAFT_VOCAB, LENGTH = 18, 3
-READ = (1, 2, 4)
-"""Of 6 layers a head that does not say where it reads would read twice at the same."""
+LENGTH = 3
 
 
 @pytest.fixture(scope="module")
 def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
-    return tiny_llama(**TARGET)
+    return tiny_llama(**EAGLE3_TARGET)
 
 
 @pytest.fixture(scope="module")
 def head(target: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head, in the published layout."""
-    directory = tmp_path_factory.mktemp("head")
-    config = target.model.config.to_dict() | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(READ)},
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(3)
-    own = LlamaConfig(**config)
-    hidden, inner, queries = own.hidden_size, own.intermediate_size, own.num_attention_heads * own.head_dim
-    keys = own.num_key_value_heads * own.head_dim
-    shapes = {
-        "fc": (hidden, 3 * hidden),
-        "lm_head": (DRAFT_VOCAB, hidden),
-        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
-        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, queries),
-        "midlayer.mlp.gate_proj": (inner, hidden),
-        "midlayer.mlp.up_proj": (inner, hidden),
-        "midlayer.mlp.down_proj": (hidden, inner),
-    }
-    weights = {f"{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
-    norms = ("norm", *(f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
-    weights |= {f"{name}.weight": 1 + torch.randn(hidden) * 0.1 for name in norms}
-    chosen = torch.randperm(own.vocab_size)[:DRAFT_VOCAB].sort().values
-    # As the target reads its own states: so drafts are right now and then.
-    weights["fc.weight"][:, 2 * hidden :] += 3 * torch.eye(hidden)
-    weights["lm_head.weight"] += 9 * target.model.lm_head.weight.detach()[chosen]
-    t2d = torch.zeros(own.vocab_size, dtype=torch.bool)
-    t2d[chosen] = True
-    save_file(weights | {"d2t": chosen - torch.arange(DRAFT_VOCAB), "t2d": t2d}, directory / "model.safetensors")
-    return directory
+    return save_head(target, tmp_path_factory.mktemp("head"))
 
 
 class Reference:
@@ -140,15 +102,13 @@ def config_of(head: Path, **further: Any) -> dict[str, Any]:
 def verified(engine: Engine) -> list[tuple[list[int], list[int]]]:
     """The texts and drafts that the engine verifies from here on."""
     found: list[tuple[list[int], list[int]]] = []
-    run = engine.executor.run
 
-    def watching(plan: Any) -> Any:
+    def look(plan: Any) -> None:
         for place in () if plan.drafts is None else plan.drafts.judging:
             sequence = plan.sequences[plan.sampled[place]]
             found.append((sequence.all_token_ids().tolist(), list(sequence.draft.token_ids)))
-        return run(plan)
 
-    engine.executor.run = watching  # type: ignore[method-assign]
+    see_steps(engine, look)
     return found
 
 
@@ -166,34 +126,6 @@ def test_it_drafts_what_the_reference_drafts(target: TinyLlama, head: Path) -> N
     for text, drafted in found:
         assert drafted == reference.draft(text, len(drafted)), text
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
-
-
-@pytest.mark.parametrize("how", ["together", "preempted"])
-def test_answers_are_those_without_drafts(target: TinyLlama, head: Path, how: str) -> None:
-    numbers = random.Random(4)
-    params = [
-        SamplingParams(
-            temperature=nth % 2,
-            seed=nth,
-            max_tokens=18,
-            ignore_eos=True,
-            repetition_penalty=1.0 + nth % 3 / 5,
-            depth=Speculative(str(head), None if nth % 2 else 4),
-        )
-        for nth in range(len(PROMPTS))
-    ]
-    with new_engine(target, depth=FullDepth()) as engine:
-        wanted = [
-            engine.generate(prompt, replace(one, depth=None), use_tqdm=False)[0].outputs[0].token_ids
-            for prompt, one in zip(PROMPTS, params, strict=True)
-        ]
-    requests = [Request(tuple(prompt), one) for prompt, one in zip(PROMPTS, params, strict=True)]
-    disturb = preempting(numbers, 0.1 if how == "preempted" else 0)
-    with new_engine(target, depth=Speculative(str(head))) as engine:
-        done = run_together(engine, requests, numbers, before_step=disturb)
-        assert (engine.stats().num_preemptions > 0) == (how == "preempted")
-        assert engine.stats().drafted_tokens > 0
-    assert [done[nth].outputs[0].token_ids for nth in range(len(PROMPTS))] == wanted
 
 
 def changed(head: Path, directory: Path, config: dict[str, Any], weights: Callable[[dict[str, Tensor]], None]) -> Path:

@@ -5,6 +5,7 @@ Confidences of neighbouring layers differ by far more than float32's noise here,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -19,6 +20,7 @@ from transformers_oracle import assert_same_tokens, greedy_after
 from d3engine import D3, Engine, EngineDeadError, FullDepth, InvalidValueError, RequestOutput, SamplingParams
 from d3engine.depth import NEVER, DepthPolicy, EarlyExit, ExitRule, Schedule
 from d3engine.depth.schedule import OnSkip
+from d3engine.executor import early_exit
 from d3engine.model.llama import Llama
 from d3engine.request.sequence import Sequence
 
@@ -182,6 +184,29 @@ def test_a_threshold_that_no_confidence_reaches_is_full_depth(
 def test_a_threshold_of_zero_leaves_after_the_first_checked_layer(tiny: TinyLlama, make_prompts: MakePrompts) -> None:
     (output,) = run(tiny, EarlyExit(0, min_layer=2), make_prompts([4]))
     assert output.outputs[0].depths == [LAYERS] + [3] * (NUM_TOKENS - 1)
+
+
+@pytest.mark.parametrize("confidence", ["softmax_max", "softmax_diff"])
+def test_exit_confidence_equal_to_threshold_leaves(
+    confidence: Any, tiny: TinyLlama, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A threshold is reached by its very value, and not by the next one below."""
+    seen: list[float] = []
+    found = early_exit._SOFTMAX[confidence]
+
+    def watching(logits: torch.Tensor) -> torch.Tensor:
+        confidences = found(logits)
+        seen.extend(confidences.double().tolist())
+        return confidences
+
+    monkeypatch.setitem(early_exit._SOFTMAX, confidence, watching)
+    run(tiny, EarlyExit(2, confidence, decay=0), make_prompts([4]), params(max_tokens=2))
+    largest = max(seen)
+    layers = seen.index(largest) + 1
+    for threshold, depth in ((largest, layers), (math.nextafter(largest, 2), LAYERS)):
+        policy = EarlyExit(threshold, confidence, decay=0)
+        (output,) = run(tiny, policy, make_prompts([4]), params(max_tokens=2))
+        assert output.outputs[0].depths == [LAYERS, depth]
 
 
 def test_a_min_layer_at_the_last_layer_is_full_depth_and_looks_at_nothing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,8 @@ import torch
 from tiny_models import TinyLlama, random_prompts, save_random, save_tiny_llama
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from d3engine import D3, Engine, InvalidValueError, RequestOutput, SamplingParams
+from d3engine import D3, Engine, InvalidValueError, SamplingParams
 from d3engine.model.source import POOLING_FILE
-from d3engine.request.params import pooling_params
 
 PROMPTS = random_prompts([1, 2, 7, 40, 200, 33])
 TOLERANCE = 1e-5
@@ -60,70 +58,11 @@ def test_embeddings_of_qwen2_equal_transformers(tmp_path: Path) -> None:
     assert np.abs(found - [_pooled(tiny, prompt, "mean") for prompt in PROMPTS]).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_prompt_in_chunks_and_beside_answers_has_the_same_embedding(tiny: TinyLlama, enforce_eager: bool) -> None:
-    with Engine(
-        tiny.directory,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_num_batched_tokens=32,
-        max_num_seqs=4,
-        enforce_eager=enforce_eager,
-    ) as engine:
-        engine.add_request("beside", PROMPTS[2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-        engine.step()
-        for number, prompt in enumerate(PROMPTS):
-            engine.add_request(str(number), prompt, pooling_params("mean"))
-        outputs: dict[str, RequestOutput] = {}
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step() if output.finished}
-        alone = engine.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    assert outputs["beside"].outputs[0].token_ids == alone[0].outputs[0].token_ids
-    for number, prompt in enumerate(PROMPTS):
-        output = outputs[str(number)]
-        assert output.outputs[0].token_ids == []
-        expected = _pooled(tiny, prompt, "mean", normalize=False)
-        assert np.abs(np.array(output.embedding) - expected).max() < 10 * TOLERANCE
-
-
 def test_an_embedding_alone_is_the_one_in_a_batch(tiny: TinyLlama) -> None:
     with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True) as engine:
         together = engine.embed(PROMPTS, use_tqdm=False)
         for prompt, row in zip(PROMPTS, together, strict=True):
             assert np.array_equal(engine.embed(prompt, use_tqdm=False)[0], row)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
-def test_a_prompt_in_the_prefix_cache_has_the_same_embedding(tiny: TinyLlama, pooling: str) -> None:
-    with Engine(tiny.directory, dtype="float32", skip_tokenizer_init=True) as engine:
-        fresh = engine.embed(PROMPTS[4], pooling=pooling, use_tqdm=False)
-        engine.generate(PROMPTS[4], SamplingParams(max_tokens=1), use_tqdm=False)
-        assert np.array_equal(engine.embed(PROMPTS[4], pooling=pooling, use_tqdm=False), fresh)
-
-
-def test_a_preempted_prompt_has_the_same_embedding(tiny: TinyLlama) -> None:
-    """Of two requests of one caller the second gives way to another caller's."""
-    answer = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with Engine(
-        tiny.directory,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_num_batched_tokens=32,
-        max_num_seqs=2,
-        enable_prefix_caching=False,
-    ) as engine:
-        for prompt, params in ((PROMPTS[2], answer), (PROMPTS[4], pooling_params("mean"))):
-            engine.add(replace(engine.prepare(prompt, params), flow=("", "one")))
-        for _ in range(4):
-            engine.step()
-        engine.add_request("other", PROMPTS[2], SamplingParams(temperature=0, max_tokens=8))
-        found = None
-        while engine.has_unfinished_requests():
-            found = next((output for output in engine.step() if output.embedding is not None), found)
-    assert found is not None
-    assert found.metrics.num_preemptions == 1
-    expected = _pooled(tiny, PROMPTS[4], "mean", normalize=False)
-    assert np.abs(np.array(found.embedding) - expected).max() < 10 * TOLERANCE
 
 
 def test_a_depth_policy_changes_no_embedding(tiny: TinyLlama) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from batches import LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
+from batches import LAYERS, block_bytes
 from depth_oracle import ActiveLayers, d3, greedy_at_depth, layer_table
 from e4m3 import kept
 from tiny_models import TinyLlama, random_prompts, save_without_layer
-from torch import Tensor
 from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, LLM, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
@@ -33,44 +30,6 @@ CASES: dict[str, tuple[DepthPolicy, ActiveLayers, str]] = {
 }
 
 
-@pytest.fixture
-def solo(eager: Callable[..., Engine]) -> Callable[[Request], Any]:
-    """The answer of a request alone in an engine whose cache has 8 bits, its whole prompt in one step."""
-
-    def answer(request: Request) -> Any:
-        engine = eager(max_num_seqs=4, enable_prefix_caching=False)
-        return engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
-
-    return answer
-
-
-@pytest.fixture
-def eager(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """An engine that runs by PyTorch whatever its requests ask for, with sums in float64, rounded once.
-
-    Another order of a sum may choose the next of 8-bit values. Elsewhere it depends on neighbours which steps the
-    native library takes; and on some machines so does the order of PyTorch's own float32 sums, by the number of rows.
-    """
-    for name in ("linear", "scaled_dot_product_attention", "silu"):
-        monkeypatch.setattr(F, name, _rounded_once(getattr(F, name)))
-    monkeypatch.setattr(
-        torch.Tensor, "addmm_", lambda out, x, matrix: out.copy_(_rounded_once(torch.addmm)(out, x, matrix))
-    )
-
-    def make(**changes: Any) -> Engine:
-        return make_engine(kv_cache_dtype="fp8", enforce_eager=True, **changes)
-
-    return make
-
-
-def _rounded_once(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def of_doubles(x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
-        doubles = [None if other is None else other.double() for other in others]
-        return product(x.double(), *doubles, **options).to(x.dtype)
-
-    return of_doubles
-
-
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers_with_a_cache_rounded_number_by_number(
@@ -86,51 +45,6 @@ def test_tokens_are_those_of_transformers_with_a_cache_rounded_number_by_number(
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = greedy_at_depth(tiny.model, prompt, 32, active, on_skip, kept=kept)
         assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
-
-
-def test_eight_bits_change_what_is_answered_so_equal_answers_mean_something(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], Any]
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
-    wide = make_engine(enforce_eager=True).generate(list(range(20, 40)), params, use_tqdm=False)[0]
-    narrow = solo(Request(tuple(range(20, 40)), params))
-    wide_first, narrow_first = (next(iter(one.outputs[0].logprobs[0].values())) for one in (wide, narrow))
-    assert abs(wide_first.logprob - narrow_first.logprob) > 0.01
-
-
-@pytest.mark.parametrize(("rows", "seed"), [(4, 0), (9, 1), (512, 2)])
-def test_a_request_answers_as_alone_whoever_comes_beside_it_and_however_prompts_are_cut(
-    eager: Callable[..., Engine], solo: Callable[[Request], Any], seed: int, rows: int
-) -> None:
-    requests = some_requests(seed, 15)
-    engine = eager(max_num_batched_tokens=rows, max_num_seqs=min(rows, 7))
-    done = run_together(engine, requests, random.Random(seed))
-    for nth, request in enumerate(requests):
-        assert_same(done[nth], solo(request))
-    assert engine.stats().cached_prompt_tokens > 0
-    assert kv_is_back(engine)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_a_request_answers_as_alone_although_it_is_preempted_after_every_second_token(
-    eager: Callable[..., Engine], solo: Callable[[Request], Any], policy: DepthPolicy
-) -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, depth=policy, logprobs=1)
-    drawn = SamplingParams(temperature=2.0, seed=5, max_tokens=8, ignore_eos=True, depth=policy)
-    requests = [Request(tuple(range(40, 49)), greedy), Request(tuple(range(40, 46)), drawn)]
-    engine = eager()
-    steps: dict[str, int] = {}
-
-    def preempt(engine: Engine) -> None:
-        for sequence in engine.scheduler.running:
-            if sequence.step > steps.get(sequence.request_id, 0) + 1:
-                steps[sequence.request_id] = sequence.step
-                engine.scheduler._preempt(sequence)
-
-    done = run_together(engine, requests, random.Random(1), before_step=preempt)
-    for nth, request in enumerate(requests):
-        assert_same(done[nth], solo(request))
-    assert engine.stats().num_preemptions == 4 + 3
 
 
 def test_drafts_answer_as_full_depth_does_over_the_same_cache(

@@ -102,32 +102,6 @@ def test_mixed_batch_answers_as_pefts_merged_models(adapted: Adapted, backend: s
     assert len(set(map(tuple, found))) == len(MIX), "equal answers of two adapters would prove little"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"max_num_batched_tokens": 12, "max_num_seqs": 12}, {"num_scheduler_steps": 1}, {"num_threads": 1}],
-    ids=["as it is", "chunked prompts", "single steps", "one thread"],
-)
-def test_mixed_batch_equals_each_request_alone_to_the_bit(
-    adapted: Adapted, alone: list[RequestOutput], changes: dict[str, Any]
-) -> None:
-    with engine_of(adapted, **changes) as engine:
-        assert_equal(together(engine), alone)
-
-
-def test_preempted_requests_keep_their_adapters(adapted: Adapted, alone: list[RequestOutput]) -> None:
-    with engine_of(adapted) as probe:
-        block = probe.settings.block_bytes
-    with engine_of(adapted, kv_cache_memory_bytes=3 * 6 * block, max_model_len=64) as engine:
-        assert_equal(together(engine), alone)
-        assert engine.stats().num_preemptions > 0
-
-
-def test_streams_and_long_runs_equal_whole_answers(native: Engine, alone: list[RequestOutput]) -> None:
-    for (prompt, name), expected in zip(MIX, alone, strict=True):
-        *_, last = native.stream(prompt, REPORTING, lora_request=name)
-        assert_equal([last], [expected])
-
-
 def test_graphs_serve_any_adapters(
     adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:

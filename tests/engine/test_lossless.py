@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import Request, preempting, run_together
+from kinds_of_engine import maker, policies_that_draft
 from stepping import watch
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy_after
 
-from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
+from d3engine import D3, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_dict
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.errors import InvalidValueError
@@ -23,22 +23,6 @@ from d3engine.request.outputs import CompletionOutput, RequestOutput
 
 LAYERS = 6
 EVERY = list(range(LAYERS))
-WAKING = [EVERY, [0, 5], [0, 1, 5], EVERY, [0, 2, 4], [1, 2, 3], [0]]
-DRAFTS: list[DepthPolicy] = [
-    D3(0.9, 0.5),
-    D3(0.8, 0.3, tail=2),
-    D3(0.97, 0.7),
-    D3(0.5, 0.1),  # its window begins at the first layer: no layer at all is left, nothing can be kept
-    SkipDecode(12, 2),
-    UnifiedSkip(2),
-    LayerTable(WAKING, on_skip="project"),
-    LayerTable([EVERY, [0, 1, 2, 3, 5], [0, 1]], on_skip="none"),
-]
-
-
-def all_policies(length: int, **options: Any) -> list[DepthPolicy]:
-    lossless: list[DepthPolicy] = [Lossless(d, length, **options) for d in DRAFTS if isinstance(d, D3)]
-    return lossless + [SelfSpeculative(d, length, **options) for d in DRAFTS]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +32,7 @@ def llama(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
 
 @pytest.fixture(scope="module")
 def make_engine(llama: TinyLlama) -> Callable[..., Engine]:
-    def make(**changes: Any) -> Engine:
-        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
-        return Engine(llama.directory, skip_tokenizer_init=True, max_model_len=96, **(arguments | changes))
-
-    return make
+    return maker(llama.directory)
 
 
 class Full:
@@ -115,7 +95,7 @@ def test_greedy_answers_are_those_of_full_depth(
     make_engine: Callable[..., Engine], full: Full, length: int, batch: int, count: int
 ) -> None:
     """Over hundreds of prompts, each under the next policy: with the test of alpha and start, 300 of them."""
-    policies = all_policies(length) + all_policies(length, adaptive=True, stop_probability=0.1)
+    policies = policies_that_draft(length) + policies_that_draft(length, adaptive=True, stop_probability=0.1)
     prompts = some_prompts(length, count)
     numbers = random.Random(batch)
     requests = [
@@ -200,71 +180,6 @@ def test_a_stop_string_within_an_accepted_run_ends_the_text_there_and_drops_the_
                 assert len(output.depths) == len(output.token_ids)
         assert (engine.stats().tokens_per_verification or 0) > 2
         engine.scheduler.check_integrity()
-
-
-# -- no request depends on another -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def alone(make_engine: Callable[..., Engine]) -> list[RequestOutput]:
-    """What each of the mixed requests answers alone."""
-    engine = make_engine(max_num_seqs=4, enable_prefix_caching=False)
-    requests = mixed_requests(11)
-    asked = zip(some_prompts(2, len(requests)), requests, strict=True)
-    answers = [engine.generate(prompt, params, use_tqdm=False)[0] for prompt, params in asked]
-    exits = [answer for answer, params in zip(answers, requests, strict=True) if isinstance(params.depth, EarlyExit)]
-    assert all(len(set(answer.outputs[0].depths)) > 2 for answer in exits), "tokens that all leave at one layer"
-    return answers
-
-
-def mixed_requests(seed: int) -> list[SamplingParams]:
-    """Drafting and other policies side by side, greedy and drawing, of one and of several sequences."""
-    numbers = random.Random(seed)
-    policies = [*all_policies(3), FullDepth(), D3(0.9, 0.5), UnifiedSkip(2, on_skip="copy")]
-    policies += [EarlyExit(0.06), EarlyExit(0.85, "cosine", on_skip="copy"), LayerTable(WAKING, on_skip="project")]
-    policies += all_policies(5, adaptive=True, stop_probability=0.2)[::3]
-    numbers.shuffle(policies)
-    temperatures = [numbers.choice([0.0, 0.7, 1.5]) for _ in policies]
-    return [
-        SamplingParams(
-            temperature=temperature,
-            top_p=numbers.choice([1.0, 0.9]),
-            seed=numbers.randrange(2**63),
-            n=numbers.choice([1, 1, 1, 2]) if temperature else 1,
-            max_tokens=numbers.randint(2, 20),
-            logprobs=numbers.choice([None, 1]),
-            ignore_eos=True,
-            depth=policy,
-        )
-        for policy, temperature in zip(policies, temperatures, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
-def test_a_request_answers_as_alone_whatever_happens_to_its_draft(
-    make_engine: Callable[..., Engine], alone: list[RequestOutput], how: str
-) -> None:
-    numbers = random.Random(len(how))
-    requests = mixed_requests(11)
-    prompts = some_prompts(2, len(requests))
-    changes: dict[str, Any] = {
-        "small steps": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
-        "short of memory": {"kv_cache_memory_bytes": LAYERS * 17 * 2 * 4 * 2 * 16 * 4, "max_num_batched_tokens": 24},
-        "preempted now and then": {"max_num_batched_tokens": 24},
-    }[how]
-    engine = make_engine(**changes)
-    together = [Request(tuple(prompt), params) for prompt, params in zip(prompts, requests, strict=True)]
-    disturb = preempting(numbers, 0.12 if how == "preempted now and then" else 0)
-    done = run_together(engine, together, numbers, before_step=disturb)
-    # With small steps a request of two sequences gives way to one that has none.
-    assert engine.stats().num_preemptions > 0
-    for nth, (wanted, params) in enumerate(zip(alone, requests, strict=True)):
-        for found, other in zip(done[nth].outputs, wanted.outputs, strict=True):
-            assert (found.token_ids, found.depths) == (other.token_ids, other.depths), params
-        for count in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications"):
-            assert getattr(done[nth].metrics, count) == getattr(wanted.metrics, count)
-    engine.reset_prefix_cache()
-    assert engine.stats().kv_blocks_in_use == 0
 
 
 def test_the_prefix_cache_and_an_abort_in_the_middle_of_a_draft_change_nothing_for_others(
@@ -370,6 +285,6 @@ def test_a_draft_longer_than_a_step_has_rows_is_refused(make_engine: Callable[..
         engine.generate([1, 2], params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("policy", all_policies(3, adaptive=True)[::2], ids=repr)
+@pytest.mark.parametrize("policy", policies_that_draft(3, adaptive=True)[::2], ids=repr)
 def test_a_policy_that_drafts_survives_json(policy: DepthPolicy) -> None:
     assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy

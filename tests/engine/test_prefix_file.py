@@ -156,6 +156,18 @@ def test_blocks_turned_by_other_rope_factors_are_left_aside(
     assert [tokens for tokens, _ in found[96][0]] == [tokens for tokens, _ in found[512][0]]
 
 
+def test_prefix_file_of_other_weights_is_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The weights at the model's own place may have changed since the file was written."""
+    given: dict[str, Any] = {"prefix_cache_file": tmp_path / "prefixes", "block_size": BLOCK, "max_model_len": 128}
+    for seed in (0, 1):
+        directory = save_tiny_llama(tmp_path / "model", seed=seed).directory
+        caplog.clear()
+        with Engine(directory, device="cpu", skip_tokenizer_init=True, **given) as engine:
+            assert len(engine.scheduler.prefix_cache) == 0
+            assert ("written by another model" in caplog.text) == bool(seed)
+            answers(engine)
+
+
 def test_an_engine_that_a_fault_has_ended_leaves_the_file_as_it_is(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

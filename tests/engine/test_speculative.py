@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batches import Request, preempting, run_together
 from tiny_models import TinyLlama, random_prompts, save_without_layer
 
-from d3engine import D3, Engine, FullDepth, Lossless, PromptLookup, SamplingParams, Speculative, UnifiedSkip
+from d3engine import Engine, FullDepth, SamplingParams, Speculative, UnifiedSkip
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
 from d3engine.errors import InvalidValueError
 from d3engine.loading import resolve
 from d3engine.loading.model_directory import model_directory
-from d3engine.request.outputs import RequestOutput
 
 TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 
@@ -40,30 +37,6 @@ def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:
     return Engine(target.directory, depth=depth, skip_tokenizer_init=True, **(arguments | changes))
 
 
-def requests(draft: str, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and drawn, drafted by the second model, by layers of the first, and not at all."""
-    numbers = random.Random(seed)
-    policies = [None, Speculative(draft, 2), Speculative(draft, 5, stop_probability=0.3, adaptive=True)]
-    policies += [Lossless(D3(0.8, 0.5), 3), FullDepth(), UnifiedSkip(2), Speculative(draft), PromptLookup(4)]
-    policies += [PromptLookup()]
-    prompts = random_prompts([numbers.randint(1, 30) for _ in range(18)], seed=seed, vocab_size=40)
-    return [
-        (
-            prompt,
-            SamplingParams(
-                temperature=numbers.choice([0.0, 0.8]),
-                seed=nth,
-                max_tokens=numbers.randint(2, 18),
-                ignore_eos=True,
-                depth=policies[nth % len(policies)],
-                logprobs=numbers.choice([None, 1]),
-                prompt_logprobs=numbers.choice([None, None, 0]),
-            ),
-        )
-        for nth, prompt in enumerate(prompts)
-    ]
-
-
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLlama, length: int) -> None:
     engine = new_engine(target, Speculative(str(target.directory), length), max_num_batched_tokens=17)
@@ -74,52 +47,6 @@ def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLla
     stats = engine.stats()
     assert stats.acceptance_rate == 1
     assert stats.realised_mean_layers == 4  # every row that full depth ran yielded a token
-
-
-@pytest.fixture(scope="module")
-def alone(target: TinyLlama, draft: str) -> list[RequestOutput]:
-    """What each of the requests answers alone; full depth's greedy and drawn answers are those without drafts."""
-    engine = new_engine(target, Speculative(draft, 3), enable_prefix_caching=False)
-    full = new_engine(target, FullDepth(), enable_prefix_caching=False)
-    answers = []
-    for prompt, params in requests(draft, 11):
-        answers.append(engine.generate(prompt, params, use_tqdm=False)[0])
-        if not isinstance(params.depth, UnifiedSkip):
-            deep = full.generate(prompt, replace(params, depth=FullDepth()), use_tqdm=False)[0]
-            assert answers[-1].outputs[0].token_ids == deep.outputs[0].token_ids
-    return answers
-
-
-@pytest.mark.parametrize("how", ["small steps", "short of memory", "preempted now and then"])
-def test_every_request_answers_as_alone_and_as_full_depth(
-    target: TinyLlama, draft: str, alone: list[RequestOutput], how: str
-) -> None:
-    numbers = random.Random(how)
-    changes: dict[str, Any] = {
-        "small steps": {"max_num_batched_tokens": 11},
-        "short of memory": {"kv_cache_memory_bytes": 4 * 20 * 2 * 4 * 2 * 16 * 4, "max_num_batched_tokens": 30},
-        "preempted now and then": {"max_num_batched_tokens": 30},
-    }[how]
-    engine = new_engine(target, Speculative(draft, 3), **changes)
-    asked = requests(draft, 11)
-    together = [Request(tuple(prompt), params) for prompt, params in asked]
-    disturb = preempting(numbers, 0.1 if how == "preempted now and then" else 0)
-    done = run_together(engine, together, numbers, before_step=disturb)
-    assert (engine.stats().num_preemptions > 0) == (how != "small steps")
-    assert 0.2 < (engine.stats().acceptance_rate or 0) < 1
-    for nth, (wanted, (_, params)) in enumerate(zip(alone, asked, strict=True)):
-        assert done[nth].outputs[0].token_ids == wanted.outputs[0].token_ids, params
-        if engine.stats().backend == "native":  # PyTorch's sums depend on the rows of a step
-            assert done[nth].outputs[0].logprobs == wanted.outputs[0].logprobs, params
-        if isinstance(params.depth or Speculative(draft), Speculative | PromptLookup):
-            continue  # where a batch leaves no room for its drafts it decodes plainly
-        assert done[nth].outputs[0].depths == wanted.outputs[0].depths
-        assert done[nth].metrics.num_accepted_tokens == wanted.metrics.num_accepted_tokens
-    second = engine.scheduler._second
-    assert second is not None
-    assert second.cache.pool.num_held == 0
-    engine.reset_prefix_cache()
-    assert engine.stats().kv_blocks_in_use == 0
 
 
 def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by_step(

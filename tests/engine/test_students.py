@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from batches import assert_each_answers_as_alone
-from depth_oracle import DepthAnswer, greedy_at_depth
+from depth_oracle import greedy_at_depth
 from gguf_files import SMALL, bpe_keys, write_gguf
+from kinds_of_engine import maker
 from tiny_models import TinyLlama
-from torch import nn
-from transformers import LlamaForCausalLM
+from trained_students import LAYERS, NARROW, SIZE, SKIPPED, TOKENS, Trained
 from transformers_oracle import assert_same_tokens
 
-from d3engine import D3, Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
+from d3engine import Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.executor import bridging
@@ -29,78 +27,21 @@ from d3engine.executor.bridging import BridgeStore
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_q5
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.loading import resolve
-from d3engine.model.checkpoint_formats import to_adjacent_pairs
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, write_student
 from d3engine.model.weights import load_weights, quantize_weights
 
-LAYERS, SIZE, TOKENS, HEADS, KV_HEADS = 6, 32, 14, 4, 2
-BLOCK_LAYER, SKIPPED = 2, (3, 4)
-NARROW = {0: 40, 1: 24, 5: 33}
-"""Layer -> neurons that stay of 48, one of them an odd number."""
-
-
-class Made:
-    """A model's directory with a student beside it, and transformers' models of both."""
-
-    def __init__(self, tiny: TinyLlama, directory: Path) -> None:
-        self.directory, self.teacher = directory, tiny.model
-        torch.manual_seed(3)
-        self.student_model: LlamaForCausalLM = deepcopy(tiny.model)
-        own: dict[int, dict[str, torch.Tensor]] = {}
-        layer = self.student_model.model.layers[BLOCK_LAYER]
-        for parameter in layer.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-        attention, mlp = layer.self_attn, layer.mlp
-        own[BLOCK_LAYER] = {
-            "attention_norm": layer.input_layernorm.weight,
-            "qkv": torch.cat(
-                (
-                    to_adjacent_pairs(attention.q_proj.weight.data, HEADS),
-                    to_adjacent_pairs(attention.k_proj.weight.data, KV_HEADS),
-                    attention.v_proj.weight.data,
-                )
-            ),
-            "output": attention.o_proj.weight,
-            "mlp_norm": layer.post_attention_layernorm.weight,
-            "gate_up": torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
-            "down": mlp.down_proj.weight,
-        }
-        for number, width in NARROW.items():
-            mlp = self.student_model.model.layers[number].mlp
-            neurons = torch.randperm(48)[:width].sort().values
-            down = torch.randn(SIZE, width) * 0.2
-            for name in ("gate_proj", "up_proj"):
-                getattr(mlp, name).weight = nn.Parameter(getattr(mlp, name).weight.data[neurons].clone())
-            mlp.down_proj.weight = nn.Parameter(down.clone())
-            own[number] = {NEURONS: neurons, "down": down}
-        tensors = {n: {name: t.detach().clone() for name, t in named.items()} for n, named in own.items()}
-        self.student = Student(fingerprint(directory), LAYERS, SIZE, SKIPPED, tensors, {"made": "by hand"})
-        write_student(self.student, directory / STUDENT_FILE)
-
-    def answer(self, prompt: list[int]) -> DepthAnswer:
-        running = set(range(LAYERS)) - set(SKIPPED)
-        return greedy_at_depth(self.teacher, prompt, TOKENS, lambda _: running, student=self.student_model)
-
 
 @pytest.fixture(scope="module")
-def made(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Made:
-    import shutil
-
+def made(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48)
-    directory = tmp_path_factory.mktemp("students") / "model"
-    shutil.copytree(tiny.directory, directory)
-    return Made(TinyLlama(directory, tiny.model), directory)
+    return Trained(tiny, tmp_path_factory.mktemp("students") / "model")
 
 
 @pytest.fixture(scope="module")
-def make_engine(made: Made) -> Callable[..., Engine]:
-    def make(**changes: Any) -> Engine:
-        arguments: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "depth": FullDepth(), "device": "cpu"}
-        return Engine(made.directory, skip_tokenizer_init=True, max_model_len=64, **(arguments | changes))
-
-    return make
+def make_engine(made: Trained) -> Callable[..., Engine]:
+    return maker(made.directory, max_model_len=64)
 
 
 def asked(policy: DepthPolicy, **changes: Any) -> SamplingParams:
@@ -114,7 +55,7 @@ EAGER = pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "n
 
 
 @EAGER
-def test_a_batch_equals_the_oracle(made: Made, make_engine: Callable[..., Engine], enforce_eager: bool) -> None:
+def test_a_batch_equals_the_oracle(made: Trained, make_engine: Callable[..., Engine], enforce_eager: bool) -> None:
     wanted = [made.answer(prompt) for prompt in PROMPTS]
     plain = [greedy_at_depth(made.teacher, one, TOKENS, lambda _: set(range(LAYERS))) for one in PROMPTS]
     assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain, strict=True))
@@ -129,7 +70,7 @@ def test_a_batch_equals_the_oracle(made: Made, make_engine: Callable[..., Engine
 
 @EAGER
 def test_beside_rows_of_other_weights_each_equals_the_oracle(
-    made: Made, make_engine: Callable[..., Engine], enforce_eager: bool
+    made: Trained, make_engine: Callable[..., Engine], enforce_eager: bool
 ) -> None:
     with make_engine(enforce_eager=enforce_eager) as engine:
         params = [asked(POLICY if nth % 2 else FullDepth()) for nth in range(len(PROMPTS))]
@@ -137,19 +78,6 @@ def test_beside_rows_of_other_weights_each_equals_the_oracle(
     for nth, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         every = greedy_at_depth(made.teacher, prompt, TOKENS, lambda _: set(range(LAYERS)))
         assert_same_tokens(output.outputs[0].token_ids, made.answer(prompt) if nth % 2 else every, tie=1e-3)
-
-
-@EAGER
-def test_a_request_answers_as_alone_whatever_happens_beside_it(
-    make_engine: Callable[..., Engine], enforce_eager: bool
-) -> None:
-    """Some of them draw."""
-    policies = [POLICY, FullDepth(), POLICY, D3(0.9, 0.5), Distilled(SKIPPED, on_skip="copy")]
-
-    def params(nth: int) -> SamplingParams:
-        return asked(policies[nth % len(policies)], max_tokens=9, temperature=2.0 * (nth % 2), seed=nth)
-
-    assert_each_answers_as_alone(make_engine, params, 12, enforce_eager)
 
 
 @EAGER
@@ -197,7 +125,7 @@ def test_the_engines_own_student_counts_as_what_the_largest_step_takes(
             assert [name for name, _ in students.made()] == names
 
 
-def test_a_gpus_weights_are_not_loaded_again_for_a_student(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_weights_are_not_loaded_again_for_a_student(made: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_directory(made.directory)
     kind = {"dtype": torch.float32, "weight_dtype": torch.float32}
     own = quantize_weights(load_weights(made.directory, config, dtype=torch.float32, device="cpu"), "int8")
@@ -215,7 +143,7 @@ def test_skipped_layers_give_back_their_memory(make_engine: Callable[..., Engine
         assert engine.stats().kv_bytes_saved_at_end > 0
 
 
-def test_the_file_comes_back_as_it_was_and_others_are_refused(made: Made, tmp_path: Path) -> None:
+def test_the_file_comes_back_as_it_was_and_others_are_refused(made: Trained, tmp_path: Path) -> None:
     config = ModelConfig.from_directory(made.directory)
     found = read_student(made.directory / STUDENT_FILE, config)
     assert (found.fingerprint, found.skip_layers, found.about) == (
@@ -239,7 +167,7 @@ def test_the_file_comes_back_as_it_was_and_others_are_refused(made: Made, tmp_pa
             read_student(path, config)
 
 
-def test_what_a_policy_names_must_be_its_own(made: Made, make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_what_a_policy_names_must_be_its_own(made: Trained, make_engine: Callable[..., Engine], tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     write_student(replace(made.student, fingerprint="of another model"), other)
     with make_engine() as engine:
@@ -254,7 +182,7 @@ def test_what_a_policy_names_must_be_its_own(made: Made, make_engine: Callable[.
             make_engine(depth=Distilled(SKIPPED, str(file)))
 
 
-def test_auto_takes_the_certified_student_beside_the_weights(made: Made, make_engine: Callable[..., Engine]) -> None:
+def test_auto_takes_the_certified_student_beside_the_weights(made: Trained, make_engine: Callable[..., Engine]) -> None:
     from hashlib import sha256
 
     content = (made.directory / STUDENT_FILE).read_bytes()

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from batches import BLOCK, LAYERS, VOCABULARY, block_bytes
+from stepping import see_steps
 from torch.overrides import TorchFunctionMode
 
 from d3engine import Engine, InvalidValueError
@@ -52,14 +53,7 @@ def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
 
     def build(num_blocks: int) -> Any:
         engine = make_engine(kv_cache_memory_bytes=num_blocks * block_bytes())
-        run = engine.executor.run
-
-        def counted(plan: Any) -> Any:
-            computed = run(plan)
-            ran.append(computed.logits.shape)
-            return computed
-
-        engine.executor.run = counted  # type: ignore[method-assign]
+        see_steps(engine, after=lambda plan, computed: ran.append(computed.logits.shape))
         built.append((engine.executor, engine.executor.pool.nbytes))
         return engine.executor
 

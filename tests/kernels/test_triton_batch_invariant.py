@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from quantized_weights import fp8_of_groups
+from stepping import see_steps
 from torch import Tensor
 
 import d3engine.kernels.triton as any_kernels
@@ -177,10 +178,8 @@ def make(model: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
 def scores_of_tokens(engine: Engine) -> dict[tuple[str, int], float]:
     """Filled while the engine runs: the logit with which each request's token at each step was chosen, greedily."""
     found: dict[tuple[str, int], float] = {}
-    run = engine.executor.run
 
-    def watched(plan: Plan) -> Computed:
-        computed = run(plan)
+    def look(plan: Plan, computed: Computed) -> None:
         logits = computed.logits
         for nth, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]
@@ -190,9 +189,8 @@ def scores_of_tokens(engine: Engine) -> dict[tuple[str, int], float]:
                 scores = [logits[nth].max().item()]
             for taken, score in enumerate(scores):
                 found[sequence.request_id, sequence.step + taken] = score
-        return computed
 
-    engine.executor.run = watched  # type: ignore[method-assign]
+    see_steps(engine, after=look)
     return found
 
 

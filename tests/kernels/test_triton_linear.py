@@ -97,6 +97,18 @@ def test_rms_norm(dtype: torch.dtype, rows: int, width: int, randn: Callable[...
     torch.testing.assert_close(out, reference.rms_norm(hidden, weight, EPS), rtol=2e-2, atol=1e-6)
 
 
+def test_rms_norm_rounds_before_weight(randn: Callable[..., Tensor], device: torch.device) -> None:
+    """The normed row is rounded before it meets the weight, as in transformers.
+
+    The norm of ones and threes is far from where a rounding turns; Triton's interpreter cuts bfloat16 off instead.
+    """
+    hidden, weight = torch.ones(2, 128, dtype=torch.float16, device=device), randn(128, dtype=torch.float16)
+    hidden[:, ::2] = 3.0
+    rounded = normed(hidden, torch.ones_like(weight)).half()
+    assert torch.equal(kernels.rms_norm(hidden, weight, EPS), rounded * weight)
+    assert not torch.equal(normed(hidden, weight).half(), rounded * weight), "the rounding makes no difference"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_adds_to_the_residual_first_but_only_in_rows_that_live(
     dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device

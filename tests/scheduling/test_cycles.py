@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from batches import Request, assert_same, kv_is_back, run_together
+from batches import Request, assert_same, generate_as_alone, kv_is_back, run_together
 from multi_step import Solo, greedy, unread
+from stepping import see_steps
 
 from d3engine import D3, Engine, FullDepth, LayerTable, Lossless, SelfSpeculative, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy
@@ -38,14 +38,7 @@ def counts(output: RequestOutput) -> list[int]:
 def watched(engine: Engine) -> list[Plan]:
     """The plans that the engine's executor is given from here on, as they were carried out."""
     plans: list[Plan] = []
-    run = engine.executor.run
-
-    def watching(plan: Plan) -> Any:
-        computed = run(plan)
-        plans.append(computed.carried_out(plan))
-        return computed
-
-    engine.executor.run = watching  # type: ignore[method-assign]
+    see_steps(engine, after=lambda plan, computed: plans.append(computed.carried_out(plan)))
     return plans
 
 
@@ -69,14 +62,12 @@ def test_drafting_sequences_take_cycles_from_wherever_their_drafts_are(
     """They come one after the other, so most are in the middle of a draft when the next one has its prompt."""
     engine = make_engine(max_num_seqs=5)
     plans, begun = watched(engine), set()
-    run = engine.executor.run
 
-    def looking(plan: Plan) -> Any:
+    def look(plan: Plan) -> None:
         if plan.multi_step is not None and plan.multi_step.cycles:
             begun.update(len(sequence.draft.token_ids) for sequence in plan.sequences if sequence.draft)
-        return run(plan)
 
-    engine.executor.run = looking  # type: ignore[method-assign]
+    see_steps(engine, look)
     done = run_together(engine, requests, random.Random(5))
     for nth, request in enumerate(requests):
         assert_same(done[nth], solo(request))
@@ -140,6 +131,4 @@ def test_who_does_not_draft_makes_the_host_look_at_every_row_of_those_who_do(
 ) -> None:
     engine = make_engine()
     asked = [Request(tuple(range(30, 37)), greedy(DRAFTING[0], 20)), Request(tuple(range(9)), greedy(FullDepth(), 9))]
-    outputs = engine.generate([list(r.prompt) for r in asked], [r.params for r in asked], use_tqdm=False)
-    for output, request in zip(outputs, asked, strict=True):
-        assert_same(output, solo(request))
+    generate_as_alone(engine, asked, solo)

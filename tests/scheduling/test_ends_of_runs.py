@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_back, wide
+from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, generate_as_alone, kv_is_back, wide
 from multi_step import Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError, SamplingParams, UnifiedSkip
@@ -33,9 +33,7 @@ def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: Call
     """Nobody waits here, and nobody is sent away before the next step itself lacks a block."""
     requests = [Request(tuple(range(n, n + 4)), greedy(FullDepth(), 36)) for n in (20, 40)]
     engine = multi_step(kv_cache_memory_bytes=LAYERS * 12 * block_bytes(), enable_prefix_caching=False)
-    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
-    for output, request in zip(outputs, requests, strict=True):
-        assert_same(output, solo(request))
+    generate_as_alone(engine, requests, solo)
     stats = engine.stats()
     assert stats.num_preemptions == 1
     assert steps_by_itself(engine) > 40

@@ -113,6 +113,20 @@ def test_queue_and_order_agree_while_nothing_runs() -> None:
     assert not queue._keys
 
 
+def test_queue_takes_the_key_with_fewest_running_first() -> None:
+    """Whatever its other requests: a new one of a key that has some running comes behind a later one of another."""
+    queue = WaitingQueue()
+    running, waiting, other = sequence(("a", "1")), sequence(("a", "2")), sequence(("b", "1"))
+    for one in (running, waiting, other):
+        queue.push(one)
+    assert queue.pop() is running
+    assert queue.first is waiting
+    queue.entered(running)
+    assert queue.first is other
+    queue.left(running)
+    assert queue.first is waiting
+
+
 def test_a_small_request_enters_before_the_rest_of_a_large_one() -> None:
     work = scheduler(max_num_seqs=2)
     for _ in range(20):

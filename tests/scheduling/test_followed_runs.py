@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import Request, assert_same, kv_is_back
-from multi_step import NESTED, Solo, greedy, steps_by_itself
+from batches import Request, assert_same, kv_is_back, step_as_alone
+from multi_step import NESTED, Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth
 from d3engine.executor.interface import Computed
@@ -54,15 +54,8 @@ def test_a_stream_is_a_few_runs_of_the_device_and_each_step_brings_a_token(
 def test_streams_and_whole_answers_of_any_schedules_share_steps(multi_step: Callable[..., Engine], solo: Solo) -> None:
     requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % 5], 25 - n)) for n in range(9)]
     engine = multi_step(max_num_seqs=5, num_scheduler_steps=7)
-    for nth, request in enumerate(requests):
-        kind = RequestOutputKind.FINAL_ONLY if nth % 3 else RequestOutputKind.CUMULATIVE
-        engine.add_request(str(nth), list(request.prompt), replace(request.params, output_kind=kind))
-    done: dict[int, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        done |= {int(output.request_id): output for output in engine.step() if output.finished}
-        engine.scheduler.check_integrity()
-    for nth, request in enumerate(requests):
-        assert_same(done[nth], solo(request))
+    asked = [unread(one.params) if nth % 3 else one.params for nth, one in enumerate(requests)]
+    step_as_alone(engine, requests, solo, asked)
     assert kv_is_back(engine)
 
 

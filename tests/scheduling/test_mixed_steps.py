@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from batches import Request, assert_same, kv_is_back
 from multi_step import NESTED, Solo, greedy
+from stepping import see_steps
 
 from d3engine import Engine
 from d3engine.executor.interface import Computed
@@ -33,15 +34,13 @@ def arriving(nth: int, asked: dict[str, Any]) -> Request:
 
 def answers(engine: Engine, requests: list[Request], steps_between: int = 2) -> tuple[list[Any], list[bool]]:
     """The last outputs, and whether the device has chosen in each step that has a prompt beside an answer."""
-    chosen, run = [], engine.executor.run
+    chosen = []
 
-    def watched(plan: Plan) -> Computed:
-        computed = run(plan)
+    def look(plan: Plan, computed: Computed) -> None:
         if (plan.steps < 0).any() and (plan.steps >= 0).any():
             chosen.append(isinstance(computed.logits, Chosen))
-        return computed
 
-    engine.executor.run = watched  # type: ignore[method-assign]
+    see_steps(engine, after=look)
     waiting, done, step = dict(enumerate(requests)), {}, 0
     while waiting or engine.has_unfinished_requests():
         if waiting and step % steps_between == 0:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import Request, assert_same, kv_is_back
+from batches import Request, kv_is_back, step_as_alone
 from multi_step import NESTED, PLAIN, Solo, greedy, unread
+from stepping import see_steps
 
 from d3engine import Engine
 from d3engine.request.params import RequestOutputKind
@@ -39,17 +40,11 @@ def test_they_answer_as_alone_in_runs_of_many_steps(
     """With graphs the host chooses for all of them; with the native library for none."""
     engine = multi_step(num_scheduler_steps=8)
     calls: list[int] = []
-    run = engine.executor.run
-    engine.executor.run = lambda plan: calls.append(plan.num_rows) or run(plan)  # type: ignore[method-assign, func-returns-value]
-    for nth, request in enumerate(requests()):
-        kind = RequestOutputKind.CUMULATIVE if streamed and nth % 2 else RequestOutputKind.FINAL_ONLY
-        engine.add_request(str(nth), list(request.prompt), replace(request.params, output_kind=kind))
-    done = {}
-    while engine.has_unfinished_requests():
-        done |= {int(output.request_id): output for output in engine.step() if output.finished}
-        engine.scheduler.check_integrity()
-    for nth, request in enumerate(requests()):
-        assert_same(done[nth], solo(request))
+    see_steps(engine, lambda plan: calls.append(plan.num_rows))
+    asked = [unread(request.params) for request in requests()]
+    if streamed:
+        asked[1::2] = [replace(params, output_kind=RequestOutputKind.CUMULATIVE) for params in asked[1::2]]
+    step_as_alone(engine, requests(), solo, asked)
     assert kv_is_back(engine)
     stats = engine.stats()
     if engine.executor.capabilities.choice is SamplingMode.REPORT:

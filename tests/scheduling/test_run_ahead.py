@@ -8,21 +8,31 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batches import BLOCK, LAYERS, POLICIES, Request, assert_same, block_bytes, kv_is_back, run_together, some_requests
+from batches import (
+    BLOCK,
+    LAYERS,
+    POLICIES,
+    Request,
+    assert_same,
+    block_bytes,
+    generate_as_alone,
+    kv_is_back,
+    preempting,
+    run_together,
+    some_requests,
+    step_as_alone,
+)
 from multi_step import NESTED, PLAIN, Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, DraftAndVerify, Engine, IntervalAdmission, Lossless, SelfSpeculative, UnifiedSkip
 from d3engine.depth import DepthPolicy, Nested
-from d3engine.request.outputs import RequestOutput
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, Nested(0.8, [(1, 3), (4, 5), (3, 4)])], ids=repr)
 def test_generate_answers_as_step_by_step(multi_step: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
     requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in (0, 3)]
     engine = multi_step()
-    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
-    for output, request in zip(outputs, requests, strict=True):
-        assert_same(output, solo(request))
+    generate_as_alone(engine, requests, solo)
     stats = engine.stats()
     schedule = policy.schedule(LAYERS)
     runs = schedule.is_nested and schedule.on_skip == "none"
@@ -47,9 +57,7 @@ def test_drafts_and_verifications_are_launched_by_the_host(
     engine = multi_step()
     assert_same(engine.generate(list(requests[0].prompt), requests[0].params, use_tqdm=False)[0], solo(requests[0]))
     assert engine.stats().graph_steps == 0
-    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
-    for output, request in zip(outputs, requests, strict=True):
-        assert_same(output, solo(request))
+    generate_as_alone(engine, requests, solo)
     assert steps_by_itself(engine) > 10
     assert engine.stats().graph_steps < 50
     assert engine.stats().verifications >= 4
@@ -61,9 +69,7 @@ def test_mixed_schedules_share_a_run_while_their_rows_stay_in_order(
 ) -> None:
     requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % len(NESTED)], 22 - n)) for n in range(11)]
     engine = multi_step(max_num_seqs=5, num_scheduler_steps=num_scheduler_steps)
-    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
-    for output, request in zip(outputs, requests, strict=True):
-        assert_same(output, solo(request))
+    generate_as_alone(engine, requests, solo)
     assert steps_by_itself(engine) > 10
 
 
@@ -74,9 +80,7 @@ def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
     """Those that have come later stay deeper for longer, also where all are at one depth when a run begins."""
     requests = [Request(tuple(range(40 + n, 56 + n)), greedy(policy, 22)) for n in range(5)]
     engine = multi_step(max_num_batched_tokens=16, enable_prefix_caching=False)
-    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
-    for output, request in zip(outputs, requests, strict=True):
-        assert_same(output, solo(request))
+    generate_as_alone(engine, requests, solo)
     stats = engine.stats()
     assert steps_by_itself(engine) > 20 > stats.eager_steps
 
@@ -96,14 +100,7 @@ def test_requests_of_every_kind_answer_as_alone(
     for nth, request in enumerate(some_requests(seed + 90, 9, **longer)):
         requests.append(replace(request, params=replace(request.params, depth=NESTED[nth % 5], **plain)))
     engine = multi_step(max_num_seqs=7, **changes)
-    for nth, request in enumerate(requests):
-        engine.add_request(str(nth), list(request.prompt), unread(request.params), request.priority)
-    done: dict[int, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        done |= {int(output.request_id): output for output in engine.step()}
-        engine.scheduler.check_integrity()
-    for nth, request in enumerate(requests):
-        assert_same(done[nth], solo(request))
+    step_as_alone(engine, requests, solo, [unread(request.params) for request in requests])
     assert steps_by_itself(engine) > 0
     assert kv_is_back(engine)
 
@@ -130,9 +127,7 @@ def test_the_device_draws_what_the_host_draws(multi_step: Callable[..., Engine],
         replace(request, params=replace(request.params, n=1 if request.params.greedy else 2)) for request in requests
     ]
     engine = multi_step(num_scheduler_steps=7)
-    outputs = engine.generate([list(r.prompt) for r in requests], [r.params for r in requests], use_tqdm=False)
-    for output, request in zip(outputs, requests, strict=True):
-        assert_same(output, solo(request))
+    outputs = generate_as_alone(engine, requests, solo)
     stats = engine.stats()
     assert steps_by_itself(engine) > 15
     assert stats.eager_steps <= 3, "only prompts need the host"
@@ -170,17 +165,6 @@ def test_preemption_and_short_memory_change_nothing(multi_step: Callable[..., En
     ]
     blocks = LAYERS * -(-46 // BLOCK)
     engine = multi_step(kv_cache_memory_bytes=blocks * block_bytes(), max_num_batched_tokens=24)
-    ids = [str(n) for n in range(len(requests))]
-    for request_id, request in zip(ids, requests, strict=True):
-        engine.add_request(request_id, list(request.prompt), unread(request.params))
-    done: dict[int, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        for sequence in engine.scheduler.running:
-            if numbers.random() < 0.1:
-                engine.scheduler._preempt(sequence)
-        done |= {int(output.request_id): output for output in engine.step()}
-        engine.scheduler.check_integrity()
-    for nth, request in enumerate(requests):
-        assert_same(done[nth], solo(request))
+    step_as_alone(engine, requests, solo, [unread(request.params) for request in requests], preempting(numbers, 0.1))
     assert engine.stats().num_preemptions > 5
     assert steps_by_itself(engine) > 20

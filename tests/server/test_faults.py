@@ -297,6 +297,22 @@ def test_an_error_after_the_first_byte_is_an_event_and_then_done(make_world: Mak
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("nth", [0, 1])
+def test_stream_with_a_fault_of_one_answer_ends_with_an_error(make_world: Make, nth: int) -> None:
+    """A fault of one of two answers ends the stream, whichever it is."""
+
+    async def main() -> None:
+        world = make_world(SPARKLING)
+        world.model.poisoned_answer = nth
+        world.before_step[4] = lambda: the_request_fails(world)
+        caller = await Caller(world, n=2, temperature=1, top_k=1).run()
+        *_, error, done = caller.events
+        assert (error["error"]["code"], done) == ("request_failed", "[DONE]")
+        assert await world.holds_nothing()
+
+    asyncio.run(main())
+
+
 def test_of_several_prompts_the_others_end_with_the_one_that_fails(make_world: Make) -> None:
     async def main() -> None:
         world = make_world(SPARKLING)

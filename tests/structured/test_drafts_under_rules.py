@@ -13,6 +13,7 @@ import pytest
 from batches import Request, preempting, run_together
 from json_schemas import random_schema
 from slow_sampling import sequence_of
+from stepping import see_steps
 from tiny_models import save_without_layer
 
 from d3engine import (
@@ -120,14 +121,7 @@ def plain(engine: Engine) -> dict[str, CompletionOutput]:
 def cycled(engine: Engine) -> list[Plan]:
     """The plans of draft-and-verify iterations that the engine's executor is given from here on."""
     plans: list[Plan] = []
-    run = engine.executor.run
-
-    def watching(plan: Plan) -> Any:
-        if plan.multi_step is not None and plan.multi_step.cycles:
-            plans.append(plan)
-        return run(plan)
-
-    engine.executor.run = watching  # type: ignore[method-assign]
+    see_steps(engine, lambda plan: plans.extend([plan] if plan.multi_step and plan.multi_step.cycles else []))
     return plans
 
 

@@ -17,6 +17,8 @@ from d3engine.model.weights import LayerWeights, LlamaWeights
 from d3engine.request.hidden_states import HiddenStates
 from d3engine.request.outputs import RequestOutput
 
+BeforeStep = Callable[[Engine], object]
+
 LAYERS, VOCABULARY, MAX_LENGTH, BLOCK = 6, 300, 64, 4
 CONFIG = {
     "model_type": "llama",
@@ -60,6 +62,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
+    lora: str | None = None
 
 
 def wide(weights: LlamaWeights) -> LlamaWeights:
@@ -136,6 +139,37 @@ def assert_same(found: RequestOutput, wanted: RequestOutput) -> None:
     assert_close_logprobs(found.prompt_logprobs, wanted.prompt_logprobs)
 
 
+def generate_as_alone(
+    engine: Engine, requests: list[Request], solo: Callable[[Request], RequestOutput]
+) -> list[RequestOutput]:
+    """The outputs of `generate` for these requests, each of which is what `solo` says."""
+    prompts, params = [list(one.prompt) for one in requests], [one.params for one in requests]
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    for output, request in zip(outputs, requests, strict=True):
+        assert output.prompt_token_ids == list(request.prompt)
+        assert_same(output, solo(request))
+    return outputs
+
+
+def step_as_alone(
+    engine: Engine,
+    requests: list[Request],
+    solo: Callable[[Request], RequestOutput],
+    asked: list[SamplingParams],
+    before_step: BeforeStep = bool,
+) -> None:
+    """Ask all `requests` at once with the parameters `asked`, and step to the end; each is what `solo` says of it."""
+    for nth, (request, params) in enumerate(zip(requests, asked, strict=True)):
+        engine.add_request(str(nth), list(request.prompt), params, request.priority)
+    done: dict[int, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        before_step(engine)
+        done |= {int(output.request_id): output for output in engine.step() if output.finished}
+        engine.scheduler.check_integrity()
+    for nth, request in enumerate(requests):
+        assert_same(done[nth], solo(request))
+
+
 def assert_close_logprobs(found: list[Any] | None, wanted: list[Any] | None) -> None:
     assert (found is None) == (wanted is None)
     for row, other in zip(found or [], wanted or [], strict=True):
@@ -177,36 +211,13 @@ def run_together(
         while waiting and (numbers.random() < 0.3 or not engine.has_unfinished_requests()):
             nth = min(waiting)
             request = waiting.pop(nth)
-            engine.add_request(str(nth), list(request.prompt), request.params, request.priority)
+            engine.add_request(str(nth), list(request.prompt), request.params, request.priority, request.lora)
         before_step(engine)
         done |= {int(output.request_id): output for output in engine.step() if output.finished}
         engine.scheduler.check_integrity()
         if not waiting and not engine.has_unfinished_requests():
             return done
     raise AssertionError("the engine does not finish")
-
-
-def assert_each_answers_as_alone(
-    make_engine: Callable[..., Engine], wanted: Callable[[int], SamplingParams], count: int, enforce_eager: bool
-) -> None:
-    """Requests come one by one, are preempted at random, and share their prompts' beginnings; `wanted` has the
-    parameters of each."""
-    numbers = random.Random(5)
-    requests = [
-        Request((*range(20, 20 + 4 * numbers.randint(1, 4)), numbers.randrange(300)), wanted(nth))
-        for nth in range(count)
-    ]
-
-    with make_engine(max_num_batched_tokens=12, enforce_eager=enforce_eager) as engine:
-        done = run_together(engine, requests, random.Random(1), before_step=preempting(numbers, 0.1))
-        stats = engine.stats()
-        assert stats.num_preemptions > 2
-        assert stats.cached_prompt_tokens > 0
-        assert kv_is_back(engine)
-    with make_engine(max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True) as alone:
-        for nth, request in enumerate(requests):
-            (output,) = alone.generate(list(request.prompt), request.params, use_tqdm=False)
-            assert done[nth].outputs[0].token_ids == output.outputs[0].token_ids, request
 
 
 def kv_is_back(engine: Engine) -> bool:

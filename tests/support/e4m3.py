@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 E4M3 = sorted(
@@ -26,3 +32,21 @@ def kept(heads: Tensor) -> Tensor:
     """What is left of float32 `heads` [..., D] where each is held in E4M3 by a scale of its own."""
     scales = heads.abs().amax(dim=-1, keepdim=True) / E4M3[-1]
     return nearest(heads / scales) * scales
+
+
+@contextmanager
+def sums_of_doubles() -> Iterator[None]:
+    """PyTorch's sums in float64, rounded once: no order of them chooses another of 8-bit values."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("linear", "scaled_dot_product_attention", "silu"):
+            patch.setattr(F, name, _rounded_once(getattr(F, name)))
+        patch.setattr(Tensor, "addmm_", lambda out, x, matrix: out.copy_(_rounded_once(torch.addmm)(out, x, matrix)))
+        yield
+
+
+def _rounded_once(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def of_doubles(x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
+        doubles = [None if other is None else other.double() for other in others]
+        return product(x.double(), *doubles, **options).to(x.dtype)
+
+    return of_doubles

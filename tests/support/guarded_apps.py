@@ -85,11 +85,14 @@ class GuardedApp:
         self,
         method: str,
         path: str,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        headers: Mapping[str, str | None] = MappingProxyType({}),
         pieces: Iterable[bytes] | AsyncIterator[bytes] = (b"",),
         send: Callable[[Any], Awaitable[None]] | None = None,
     ) -> Answer:
-        """One request with a body in pieces; the client leaves when they are used up and a message is asked for."""
+        """One request with a body in pieces; the client leaves when they are used up and a message is asked for.
+
+        A header of None is not sent.
+        """
         answer = Answer()
         source = _messages(pieces)
 
@@ -112,7 +115,7 @@ class GuardedApp:
             "root_path": "",
             "scheme": "http",
             "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "headers": [(name.encode(), value.encode()) for name, value in given.items() if value is not None],
             "state": {},
         }
         await self.app(scope, receive, keep)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import d3engine
-from d3engine import Engine, RequestOutput, SamplingParams
+from d3engine import Engine, SamplingParams
 from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.plan import Plan
 
@@ -39,6 +39,7 @@ class Scripted:
         self.stats = ExecutorStats()
         self.fault: BaseException | None = None
         self.poisoned: set[str] = set()
+        self.poisoned_answer: int | None = None  # None: all answers of those
 
     def run(self, plan: Plan) -> Computed:
         if self.fault is not None:
@@ -48,7 +49,7 @@ class Scripted:
             sequence = plan.sequences[chunk]
             script = [*self.scripts.get(tuple(sequence.prompt_token_ids), range(100, 200)), EOS, EOS, EOS, EOS]
             logits[row, script[sequence.step]] = 30.0
-            if sequence.request_id in self.poisoned:
+            if sequence.request_id in self.poisoned and self.poisoned_answer in (None, sequence.index):
                 logits[row, 5] = math.nan
         return Computed(logits)
 
@@ -78,13 +79,3 @@ def likeliest(max_tokens: int, **more: Any) -> SamplingParams:
 def ids(engine: Engine, text: str) -> list[int]:
     assert engine.tokenizer is not None
     return engine.tokenizer.encode(text, add_special_tokens=False)
-
-
-def finish(engine: Engine) -> dict[str, RequestOutput]:
-    """Step to the end; the last output of every request that was returned."""
-    last = {}
-    for _ in range(200):
-        if not engine.has_unfinished_requests():
-            return last
-        last |= {output.request_id: output for output in engine.step()}
-    raise AssertionError("the engine does not finish")

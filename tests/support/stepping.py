@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from d3engine import Engine, RequestOutput, SamplingParams
+from d3engine.executor.interface import Computed
 from d3engine.plan import Plan
 
 
@@ -34,3 +36,20 @@ def watch(engine: Engine) -> list[Plan]:
 
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
     return plans
+
+
+def see_steps(
+    engine: Engine,
+    before: Callable[[Plan], object] = lambda plan: None,
+    after: Callable[[Plan, Computed], object] = lambda plan, computed: None,
+) -> None:
+    """Show each plan from here on before the executor runs it, and with what was computed after."""
+    run = engine.executor.run
+
+    def seen(plan: Plan) -> Computed:
+        before(plan)
+        computed = run(plan)
+        after(plan, computed)
+        return computed
+
+    engine.executor.run = seen  # type: ignore[method-assign]

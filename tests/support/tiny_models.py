@@ -51,6 +51,18 @@ def save_random(directory: Path, model: PreTrainedModel, max_shard_size: str = "
     return TinyLlama(directory, model)
 
 
+def save_sure_llama(directory: Path, *, num_layers: int) -> TinyLlama:
+    """A model whose parts add little, so that drafts are often right, and which is sure of itself now and then."""
+    tiny = save_tiny_llama(directory, num_hidden_layers=num_layers, hidden_size=32, intermediate_size=48)
+    with torch.no_grad():
+        tiny.model.lm_head.weight *= 2
+        for layer in tiny.model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.3
+            layer.mlp.down_proj.weight *= 0.3
+    tiny.model.save_pretrained(directory)
+    return tiny
+
+
 def random_prompts(lengths: list[int], *, seed: int = 0, vocab_size: int = TINY["vocab_size"]) -> list[list[int]]:
     """One prompt of random token ids for each length; equal arguments give equal prompts."""
     numbers = random.Random(seed)

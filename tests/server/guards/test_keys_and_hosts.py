@@ -103,8 +103,8 @@ def test_a_refused_request_is_not_read_any_further(locked: GuardedApp) -> None:
     assert locked.call("POST", "/echo", JSON, body()).status == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", "[::2]:8000", "", "localhost."])
-def test_a_local_server_answers_to_no_name_but_its_own(host: str) -> None:
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", "[::2]:8000", "", "localhost.", None])
+def test_a_local_server_answers_to_no_name_but_its_own(host: str | None) -> None:
     answer = GuardedApp().call("GET", "/hello", {"Host": host})
     assert (answer.status, answer.code) == (421, "host_not_allowed")
 
