@@ -71,9 +71,9 @@ class EngineConfig:
             under float32 activations, with half the bytes. "auto" keeps a file's 16-bit floats, and the
             quantized matrices of a GGUF file or an AWQ, GPTQ or llm-compressor checkpoint, where the native library
             decodes and no `dtype` is named.
-        activations: Type of the activations that a GGUF file's quantized matrices are multiplied by on a CPU:
-            "float32" is exact, "int8" has 8 bits and a scale for each 32 values, for x86 processors with AVX2. "auto"
-            is the latter where it can be.
+        activations: Type of activations for quantized matrices of GGUF, AWQ or GPTQ files on a CPU: "float32" is
+            exact, "int8" has 8 bits and a scale for each 32 values, for x86 processors with AVX2. "auto" is the latter
+            where it can be.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
             a CPU.
         max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.
