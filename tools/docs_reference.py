@@ -215,18 +215,21 @@ def statuses() -> Iterator[str]:
 
 
 def benchmark_runs() -> Iterator[str]:
-    """The committed runs of benchmarks: what was measured, by which command, where."""
-    yield from ("| run | measures | command | processor | commit |", "|---|---|---|---|---|")
+    """The committed runs of each benchmark: what it measures, and by which command and where they were made."""
+    runs: dict[str, list[str]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         ran = json.loads(path.read_text(encoding="utf-8")).get("environment")
         if ran is not None:
             module = re.search(r"-m benchmarks\.(\w+)", ran["command"])
             assert module is not None, path
-            file = ROOT / "benchmarks" / module[1]
-            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-            says = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-            cells = f"`{path.stem}`", _line(says.split("\n\n")[0]), f"`{ran['command']}`", ran["cpu"], ran["commit"]
-            yield f"| {' | '.join(str(cell) for cell in cells)} |"
+            row = f"| `{path.stem}` | `{ran['command']}` | {ran['cpu']}, {ran['commit']} |"
+            runs.setdefault(module[1], []).append(row)
+    for module, rows in sorted(runs.items()):
+        file = ROOT / "benchmarks" / module
+        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+        says = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        yield from ("", f"### benchmarks.{module}", "", _line(says.split("\n\n")[0]), "")
+        yield from ("| run | command | processor, commit |", "|---|---|---|", *rows)
 
 
 def tokens_per_second() -> Iterator[str]:

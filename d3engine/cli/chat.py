@@ -71,10 +71,10 @@ def chat(
     sampling: Options,
     depth: Depth,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL} It needs a chat template.")],
-    system: Annotated[str | None, typer.Option("--system", help="A system message.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.", show_default=False)] = None,
     lora: Lora = None,
     color_depth: Annotated[
-        bool, typer.Option("--color-depth", help="Colour each token by the layers it ran, on a terminal.")
+        bool, typer.Option("--color-depth", help="Colour each token by the number of layers it ran, on a terminal.")
     ] = False,
 ) -> None:
     """Talk to a model. Type /help for the commands; Ctrl-C stops an answer, Ctrl-D ends.

@@ -131,11 +131,11 @@ Verbose = Annotated[
         count=True,
         metavar="",
         show_default=False,
-        help="Tell what is done, on stderr; -vv in detail.",
+        help="Log what is done to stderr; -vv for details.",
     ),
 ]
 Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", show_default=False, help="Nothing on stderr but errors; no progress bar.")
+    bool, typer.Option("-q", "--quiet", show_default=False, help="Errors alone on stderr; no progress bar.")
 ]
 
 
@@ -457,4 +457,4 @@ def _d3engine(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """A Llama inference engine in which a skipped layer is time and memory really saved."""
+    """A Llama inference engine in which each request has its own depth."""

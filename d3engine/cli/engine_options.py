@@ -303,7 +303,7 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
 
 Lora: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--lora", metavar="DIRECTORY", help="A LoRA adapter to answer with, as PEFT has saved it."),
+    typer.Option("--lora", metavar="DIRECTORY", help="LoRA adapter to answer with, as PEFT saves one."),
 ]
 
 

@@ -53,30 +53,34 @@ def generate(
         list[str] | None,
         typer.Argument(metavar="PROMPT", help='Prompts, quoted; "-" is stdin.', show_default=False),
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file that holds one prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="File that holds one prompt.")] = None,
     raw_prompt: Annotated[
         bool,
         typer.Option(
-            "--raw-prompt", help="Leave prompts as they are where the model has a form for questions, without a note."
+            "--raw-prompt", help="Use prompts as they are, even if the model expects questions in another form."
         ),
     ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask each prompt as a message, by the model's chat template.")
+        bool, typer.Option("--chat", help="Send each prompt as a chat message, by the model's chat template.")
     ] = False,
     problem_seed: Annotated[
         int | None,
-        typer.Option("--problem-seed", help="Without a prompt: which held-out word problem (0).", show_default=False),
+        typer.Option(
+            "--problem-seed",
+            help="Number of the demo's word problem [default: 0].",
+            show_default=False,
+        ),
     ] = None,
     color_depth: Annotated[
         bool | None,
         typer.Option(
             "--color-depth/--no-color-depth",
-            help="Colour each token by the layers it ran (plain text where there are no colours).",
+            help="Colour each token by the number of layers it ran [default: for the demo's answers].",
             show_default=False,
         ),
     ] = None,
     depth_suffix: Annotated[
-        bool, typer.Option("--depth-suffix", help="Write the layers it ran behind each token: word[9].")
+        bool, typer.Option("--depth-suffix", help="Write the number of layers behind each token: word[9].")
     ] = False,
     lora: Lora = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each answer.")] = False,

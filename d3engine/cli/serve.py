@@ -42,7 +42,7 @@ EngineProcess: TypeAlias = Annotated[
     bool | None,
     typer.Option(
         "--engine-process/--no-engine-process",
-        help="Run the engine in a separate process (on a GPU).",
+        help="Run the engine in a separate process [default: on a GPU].",
         show_default=False,
         rich_help_panel="Engine",
     ),
@@ -51,7 +51,7 @@ StreamInterval: TypeAlias = Annotated[
     int,
     typer.Option(
         "--stream-interval",
-        help="Tokens between two events of a stream; the first and the last come at once (1).",
+        help="Tokens per event of a stream; the first and the last are sent at once [default: 1].",
         show_default=False,
         rich_help_panel="Engine",
     ),
@@ -77,9 +77,10 @@ def serve(
     engine_process: EngineProcess = None,
     stream_interval: StreamInterval = 1,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API has it; with --model further ones.
+    """Serve models over HTTP for the clients of OpenAI, Anthropic and Ollama.
 
-    Ctrl-C and SIGTERM let answers in progress end; a second one ends the server at once. -v logs a line per request.
+    Ctrl-C or SIGTERM stops the server after the answers in progress; a second one stops it at once. -v logs every
+    request.
     """
     settings = server_settings(model, who, what, limits)
     require_integer("--stream-interval", stream_interval, 1)

@@ -18,27 +18,39 @@ from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
 WHO: OptionTable = {
-    "host": ("--host", str, "The address to listen at (127.0.0.1: this machine alone)."),
-    "port": ("--port", int, "Its port; 0 is any that is free (8000)."),
+    "host": ("--host", str, "Address to listen on [default: 127.0.0.1, this machine alone]."),
+    "port": ("--port", int, "Port to listen on; 0 for any that is free [default: 8000]."),
     "api_keys": (
         "--api-key",
         list[str],
-        f"A key to ask for; repeatable. {API_KEY.name} hides it better.",
+        f"API key that clients must send; repeatable. {API_KEY.name} keeps it out of process lists.",
     ),
-    "api_key_file": ("--api-key-file", Path, "A file of such keys, one a line."),
-    "metrics_keys": ("--metrics-key", list[str], "A key that opens /metrics alone; repeatable."),
-    "allow_no_key": ("--allow-no-key", bool, "Let everybody who reaches the port use the model."),
-    "allowed_hosts": ("--allowed-hosts", list[str], "A further name that the server answers to; repeatable."),
-    "allowed_origins": ("--allowed-origins", list[str], "An origin whose pages may call it; repeatable (none)."),
+    "api_key_file": ("--api-key-file", Path, "File of API keys, one a line."),
+    "metrics_keys": ("--metrics-key", list[str], "API key for /metrics alone; repeatable."),
+    "allow_no_key": ("--allow-no-key", bool, "Serve without an API key on an address that others reach."),
+    "allowed_hosts": ("--allowed-hosts", list[str], "Additional Host name that the server accepts; repeatable."),
+    "allowed_origins": (
+        "--allowed-origins",
+        list[str],
+        "Web origin allowed to call; repeatable [default: none].",
+    ),
 }
 WHAT: OptionTable = {
-    "model_names": ("--served-model-name", list[str], "An id for the model; repeatable (its own name)."),
-    "depth_aliases": ("--depth-alias", list[str], 'A further id at a depth: ID=full, "ID=d3 alpha=A start=S".'),
-    "allow_depth": ("--allow-depth", list[str], "A policy that requests may ask for; repeatable (d3, full)."),
-    "lock_depth": ("--lock-depth", bool, "Refuse every depth that a request brings."),
-    "max_depth_policies": ("--max-depth-policies", int, "Policies of requests in progress at most (16)."),
-    "max_prompts": ("--max-prompts", int, "Prompts of a request at most (256)."),
-    "max_logprobs": ("--max-logprobs", int, "Log-probabilities per token at most (20)."),
+    "model_names": ("--served-model-name", list[str], "Id of the model in requests; repeatable [default: its name]."),
+    "depth_aliases": (
+        "--depth-alias",
+        list[str],
+        'Additional id with a depth: ID=full, "ID=d3 alpha=A start=S".',
+    ),
+    "allow_depth": (
+        "--allow-depth",
+        list[str],
+        "Policy that requests may choose; repeatable [default: d3, full].",
+    ),
+    "lock_depth": ("--lock-depth", bool, "Refuse requests that choose a depth."),
+    "max_depth_policies": ("--max-depth-policies", int, "Maximum distinct depth policies in flight [default: 16]."),
+    "max_prompts": ("--max-prompts", int, "Maximum prompts of a request [default: 256]."),
+    "max_logprobs": ("--max-logprobs", int, "Maximum log-probabilities of a token [default: 20]."),
     "allow_priority": ("--allow-priority", bool, "Let requests choose their priority."),
     "allow_lora_loading": ("--allow-lora-loading", bool, "Let requests load LoRA adapters by path."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
@@ -48,8 +60,16 @@ WHAT: OptionTable = {
         "Format of tool calls, in vLLM's names [default: the template's].",
     ),
     "reasoning_parser": ("--reasoning-parser", str, "Format of reasoning, in vLLM's names [default: the template's]."),
-    "otlp_traces_endpoint": ("--otlp-traces-endpoint", str, "Where a span per request goes: .../v1/traces (nowhere)."),
-    "sse_keep_alive_seconds": ("--sse-keep-alive-interval", float, "Seconds of silence in a stream (15; 0: any)."),
+    "otlp_traces_endpoint": (
+        "--otlp-traces-endpoint",
+        str,
+        "OTLP/HTTP endpoint for a span per request, .../v1/traces [default: none].",
+    ),
+    "sse_keep_alive_seconds": (
+        "--sse-keep-alive-interval",
+        float,
+        "Maximum seconds of silence in a stream; 0: any [default: 15].",
+    ),
 }
 BODIES = (
     "model_names",
@@ -65,22 +85,26 @@ BODIES = (
 )
 """Of these, what is about the bodies of requests, be there a server or not."""
 LIMITS: OptionTable = {
-    "max_queue": ("--max-queue", int, "Sequences that wait beside those that run (4 times --max-num-seqs)."),
-    "max_body_bytes": ("--max-body-bytes", int, "Bytes of a request at most (8 MiB)."),
+    "max_queue": ("--max-queue", int, "Maximum waiting sequences [default: 4 times --max-num-seqs]."),
+    "max_body_bytes": ("--max-body-bytes", int, "Maximum bytes of a request [default: 8 MiB]."),
     "max_request_work": (
         "--max-request-work",
         int,
-        "Characters and list entries of a request, times the answers they concern (as --max-body-bytes).",
+        "Maximum characters and list entries of a request, times its answers [default: --max-body-bytes].",
     ),
-    "max_connections": ("--max-connections", int, "Open connections at most (1024)."),
+    "max_connections": ("--max-connections", int, "Maximum open connections [default: 1024]."),
     "timeouts": (
         "--timeout",
         list[str],
-        "NAME=SECONDS, repeatable: header of a request (10), its body (60), the whole request (none), write to a slow "
+        "NAME=SECONDS, repeatable: header of a request (10), body (60), request as a whole (none), write to a slow "
         "client (60), keep-alive of an idle connection (5), shutdown after SIGTERM or Ctrl-C (30).",
     ),
-    "health_stall_seconds": ("--health-stall-seconds", float, "Seconds without a step until /health says hung (60)."),
-    "metrics_prefix": ("--metrics-prefix", str, "Before the names of all metrics (d3engine)."),
+    "health_stall_seconds": (
+        "--health-stall-seconds",
+        float,
+        'Seconds without a step until /health reports "hung" [default: 60].',
+    ),
+    "metrics_prefix": ("--metrics-prefix", str, "Prefix of all metric names [default: d3engine]."),
 }
 TIMEOUTS = {
     "header": "header_timeout",
@@ -92,12 +116,12 @@ TIMEOUTS = {
 }
 """Name of `--timeout` -> field of `GuardSettings`."""
 FURTHER: OptionTable = {
-    "models": ("--model", list[str], "A further model, loaded when a request names it; repeatable."),
-    "ttl": ("--model-ttl", float, "Seconds without a request until a further model is unloaded (never)."),
+    "models": ("--model", list[str], "Additional model, loaded when a request names it; repeatable."),
+    "ttl": ("--model-ttl", float, "Idle seconds until an additional model is unloaded [default: never]."),
 }
 ADAPTERS: OptionTable = {
-    "lora_modules": ("--lora-modules", list[str], "A LoRA adapter to serve, NAME=PATH; repeatable."),
-    "max_lora_rank": ("--max-lora-rank", int, "Maximum rank of an adapter (16)."),
+    "lora_modules": ("--lora-modules", list[str], "LoRA adapter to serve, NAME=PATH; repeatable."),
+    "max_lora_rank": ("--max-lora-rank", int, "Maximum rank of an adapter [default: 16]."),
 }
 TABLES = {
     "who": ("Access", WHO),

@@ -63,7 +63,7 @@ class EngineConfig:
             "model": MODEL}, or {"method": "ngram"} for lookups in prompt and answer, and may have
             "num_speculative_tokens": without it each draft is as long as pays. Tokens and log-probabilities stay the
             same. It stands in the place of `depth`: drafts are verified at full depth.
-        draft_model: A smaller model of the same vocabulary that drafts; None: none. Short for a `speculative_config`.
+        draft_model: A smaller model with the same vocabulary, for drafts; None: none. Short for a `speculative_config`.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: Type of activations, float weights and KV cache: "auto" (float32 on a CPU, the file's on a GPU),
             "float32", "bfloat16", or on a GPU "float16". Quantized matrices stay as their directory has them.
@@ -71,8 +71,9 @@ class EngineConfig:
             under float32 activations, with half the bytes. "auto" keeps a file's 16-bit floats, and the
             quantized matrices of a GGUF file or an AWQ, GPTQ or llm-compressor checkpoint, where the native library
             decodes and no `dtype` is named.
-        activations: What such quantized matrices meet on a CPU: "float32", which is exact, or "int8", 8 bits with a
-            scale for each 32, for x86 processors with AVX2. "auto" is the latter where it can be.
+        activations: Type of activations for quantized matrices of GGUF, AWQ or GPTQ files on a CPU: "float32" is
+            exact, "int8" has 8 bits and a scale for each 32 values, for x86 processors with AVX2. "auto" is the latter
+            where it can be.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
             a CPU.
         max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.
@@ -85,7 +86,7 @@ class EngineConfig:
             `gpu_memory_utilization` on a GPU.
         gpu_memory_utilization: Share of a GPU's memory to use, with weights, CUDA graphs and the largest step.
         enable_prefix_caching: Let prompts share the KV blocks of a common beginning.
-        prefix_cache_file: A file that keeps these blocks: read at the start, written at the end; None: none.
+        prefix_cache_file: File of the prefix cache: read at the start, written at the end; None: none.
         prefix_cache_file_bytes: Maximum bytes of entries in that file.
         admission: When waiting requests join the batch: `Immediate()` (also None), or `IntervalAdmission(steps)`.
         enforce_eager: Run without CUDA graphs and without the native library: the host calls each operation.
@@ -95,20 +96,20 @@ class EngineConfig:
             Without either it is 1.
         num_threads: CPU threads of the native library and of PyTorch, which gets fewer where layers are small; None:
             PyTorch's number, within the usable CPUs. Outside of the engine's calls PyTorch's number is unchanged.
-        tensor_parallel_size: Devices to spread the model over, each with a process: of this machine, or those that
-            torchrun has started. On CPUs without the native library.
+        tensor_parallel_size: Number of devices to split the model across, a process for each: of this machine, or
+            those that torchrun has started. On CPUs without the native library.
         batch_invariant: Make tokens and logits bitwise independent of the batch, of how a prompt is cut, of preemption
             and prefix hits; slower on a GPU, refused where it cannot be had.
-        backend: What computes: "native" (the C++ library, CPU), "torch" (plain PyTorch), "triton" (a GPU, or
-            Triton's interpreter), or "auto" (triton on a GPU, native on a CPU where its library is built).
+        backend: Implementation of the operations: "native" (the C++ library, CPU), "torch" (plain PyTorch), "triton" (a
+            GPU, or Triton's interpreter), or "auto" (triton on a GPU, native on a CPU where its library is built).
         lora_modules: LoRA adapters to load, each as NAME=PATH of a directory that PEFT has written; None: none. Or a
             mapping. Requests name them; `Engine.load_lora_adapter` loads further ones.
         max_lora_rank: Maximum rank of an adapter.
         max_loras: Maximum adapters that are loaded at once.
         lora_dtype: Type of adapters' values: "auto" (as stored, but in 16 bits where matrices have at most as many),
             "float32", "bfloat16" or "float16". Triton's kernels take that of activations.
-        stream_interval: Tokens between two outputs of a request; its first and its last come at once.
-        seed: Seed from which requests without one get theirs.
+        stream_interval: Tokens between two outputs of a request; its first and its last are sent at once.
+        seed: Seed for requests that have none.
         tokenizer: A directory or a GGUF file to take the tokenizer from; None: the model's.
         skip_tokenizer_init: Work with token ids alone.
         weights: Ready weights in place of the directory's (random ones for a benchmark).

@@ -98,3 +98,27 @@ def test_what_the_native_library_saves_is_that_of_the_runs() -> None:
     page = words_of("cpu.md")
     assert f"takes {floats:.0f} (float32) to {bits:.0f} times (4 bits) as long" in page
     assert f"the bundled model's {min(demo):.0f} to {max(demo):.0f} times" in page
+
+
+def test_what_the_server_costs_is_that_of_the_runs() -> None:
+    def rows_of(name: str) -> list[dict[str, Any]]:
+        return [row for model in result(name)["models"] for row in model["streams"]]
+
+    def spread(name: str, ratio: str, digits: int) -> str:
+        ours = [row[ratio] for row in rows_of(name) if row["system"] == "d3engine" and ratio in row]
+        values = [one["median"] if isinstance(one, dict) else one for one in ours]
+        return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+    page = " ".join((DOCS / "reference" / "server.md").read_text().split())
+    demo, smollm2 = "serving-demo", "serving-smollm2"
+    assert f"makes {spread(demo, 'of_engine', 2)} of the engine's own tokens" in page
+    assert f"{spread(demo, 'over_peer', 1)} times those of llama.cpp's server" in page
+    assert f"D3 is {spread(demo, 'over_full', 2)} times as fast" in page
+    assert f"makes {spread(smollm2, 'of_engine', 2)} of the engine's tokens" in page
+    assert f"{spread(smollm2, 'over_peer', 2)} times those of llama.cpp's server (two rounds" in page
+    cpu = {
+        row["system"]: row["cpu_per_token"] for row in rows_of(demo) if (row["streams"], row["depth"]) == (64, "full")
+    }
+    ours, lockstep = (1e6 * cpu[name]["median"] for name in ("d3engine", "lockstep generate"))
+    assert f"takes {ours:.0f} microseconds of processor time for a token at full depth" in page
+    assert f"where `generate` takes {lockstep:.0f}." in page
