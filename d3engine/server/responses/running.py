@@ -22,6 +22,7 @@ from d3engine.server.errors import RequestError
 from d3engine.server.metrics import RequestMeter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
+from d3engine.server.schemas.answers import PromptProgress
 
 
 class DirectWriter(Protocol):
@@ -74,6 +75,34 @@ async def outputs_of(
         async with aclosing(_merged(job)) as merged:
             async for found in merged:
                 yield found
+
+
+PROGRESS_SECONDS = 0.5
+"""Between two looks at how far a prompt is computed."""
+
+
+async def prompt_progress(
+    job: RequestContext[Any], first: asyncio.Future[Any]
+) -> AsyncGenerator[PromptProgress, None]:
+    """How far the single prompt of a job is computed, now and then until it is, or until `first`, its first output.
+
+    The engine is asked between two of its steps: tokens take no longer.
+    """
+    found, is_reading = None, True
+    while is_reading and not first.done():
+        await asyncio.wait({first}, timeout=PROGRESS_SECONDS)
+        stats = asyncio.ensure_future(job.served.client.stats())
+        try:
+            await asyncio.wait({first, stats}, return_when=asyncio.FIRST_COMPLETED)
+            if first.done() or stats.exception() is not None:  # which `first` raises too
+                return
+            before, found = found, stats.result().prompts.get(job.id)
+        finally:
+            stats.cancel()
+        is_reading = found is not None or before is None
+        if found is not None and found != before:
+            total, cached, computed = found
+            yield {"total": total, "cache": cached, "processed": computed}
 
 
 async def whole_output(job: RequestContext[Any], usage: UsageCounter | None = None) -> RequestOutput:
