@@ -113,7 +113,7 @@ class Scheduler:
         found = {}
         for sequence in self._running:
             total, computed = len(sequence.prompt_token_ids), int(self._table.num_computed[sequence.slot])
-            if computed < total and not sequence.output_token_ids:
+            if computed < total and not sequence.token_ids:
                 found[sequence.request_id] = (total, sequence.num_cached_tokens, computed)
         return found
 

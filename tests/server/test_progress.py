@@ -77,7 +77,9 @@ def test_a_stream_tells_how_far_its_prompt_is_read(address: str, path: str) -> N
 def test_stats_have_the_prompts_under_way() -> None:
     from d3engine import Engine, SamplingParams
 
-    with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=4) as engine:
+    with Engine(
+        "demo", device="cpu", kv_cache_memory_bytes=2**24, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=4
+    ) as engine:
         ids = list(range(10, 90))
         engine.add_request("a", ids, SamplingParams(max_tokens=2, temperature=0))
         engine.step()

@@ -10,7 +10,7 @@ import codecs
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from d3engine.depth import DepthPolicy
@@ -99,8 +99,6 @@ class RequestContext(Generic[C]):
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.id_prefix}{os.urandom(16).hex()}")
         object.__setattr__(self, "created", int(time.time()))
-        if self.asked.return_progress and len(self.prepared) == 1:  # the engine is asked about it under this name
-            object.__setattr__(self, "prepared", [replace(self.prepared[0], request_id=self.id)])
         if self.trace is not None:
             num_layers = self.served.client.config.num_layers
             self.trace.asked(self.id, self.model, policy_in_words(self.policy), num_layers, self.prepared)

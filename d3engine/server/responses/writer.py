@@ -160,7 +160,10 @@ async def respond(
     media_type: bytes = EVENTS,
     tell_progress: Callable[[PromptProgress], bytes] | None = None,
 ) -> Response:
-    """The same for an answer of any form; `tell_progress` makes events of how far its prompt is computed. Only a stream of events has pings: lines have no word for them."""
+    """The same for an answer of any form; `tell_progress` makes events of how far its prompt is computed.
+
+    Only a stream of events has pings: lines have no word for them.
+    """
     if job.asked.stream:
         interval = job.served.settings.sse_keep_alive_seconds if media_type == EVENTS else 0.0
         straight = DirectStream()
@@ -182,11 +185,11 @@ async def _events(
 
     Raises as `outputs_of` does.
     """
-    async with aclosing(outputs_of(job, told.told, straight)) as outputs:
+    async with aclosing(outputs_of(job, told.told, straight, is_watched=tell_progress is not None)) as outputs:
         if tell_progress is not None:
             first = asyncio.ensure_future(anext(outputs))
             try:
-                async with aclosing(prompt_progress(job, first)) as found:
+                async with aclosing(prompt_progress(job, first, straight)) as found:
                     async for progress in found:
                         yield tell_progress(progress)
                 if content := told.told(*await first):

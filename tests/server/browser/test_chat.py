@@ -356,9 +356,7 @@ def test_an_edited_question_that_cannot_be_sent_is_not_lost(
     assert (questions(page), page.locator("#problem").is_visible()) == (["Changed?"], False)
 
 
-def test_an_edited_answer_is_a_branch_that_goes_on(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_an_edited_answer_is_a_branch_that_goes_on(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
     address, script = scripted
     script.pieces = whole("It is red.")
     page = open_chat(address)
