@@ -30,11 +30,24 @@ class InvalidValueError(D3EngineError, ValueError):
 
 
 def must_be(field: str, value: object, allowed: str) -> str:
-    """What is wrong with a value, as a sentence; `allowed` goes on after "must be", the value is shown cut to size."""
+    """What is wrong with a value, as a sentence; `allowed` goes on after "must be", what was given is cut to size."""
+    field = cut(field)
     if value is NOTHING:
         return f"{field} must be {allowed}"
-    shown = repr(value)
-    return f"{field} must be {allowed}; got {shown if len(shown) <= 200 else shown[:197] + '...'}"
+    return f"{field} must be {allowed}; got {shown(value)}"
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: cut to size, also one that Python does not write down."""
+    try:
+        return cut(repr(value), 200)
+    except ValueError:  # an integer with more digits than Python converts, or something that holds one
+        return f"{type(value).__name__} with more than {sys.get_int_max_str_digits():,} digits"
+
+
+def cut(text: str, most: int = 300) -> str:
+    """A text cut to size, such as what a compiler says, which may quote all that it was given."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class ModelFormatError(D3EngineError, ValueError):
@@ -86,6 +99,11 @@ def require_name(field: str, name: object) -> None:
     """Raise `InvalidValueError` unless `name` can stand in lists and logs: 1 to 256 printable characters."""
     is_name = isinstance(name, str) and 0 < len(name) <= 256 and name.isprintable()
     require(is_name, field, name, "1 to 256 printable characters")
+
+
+def integer_in(text: str) -> int | None:
+    """The integer that ASCII digits write; None for other text, and for more than 18 digits, which nothing here has."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def require_integer(field: str, value: Any, low: int, high: int | None = None) -> int:

@@ -30,6 +30,9 @@ class EngineStats:
     request that has ended: seconds in the queue, from there to its first token, and from there to its last.
     `last_step_time` is on the monotonic clock; the last three are None before the first step.
 
+    `prompts` has the requests that run and whose prompts are not yet computed: id -> (tokens, of which cached, of which
+    computed by now, the cached ones included).
+
     Sequences that draft count as full depth nominally; realised are all layers run for all rows of their drafts and
     verifications, over the tokens that came of them. `accepted_at[i]` counts the accepted tokens that were the i-th of
     their draft, from 0. The rates are None before anything was drafted.
@@ -76,6 +79,7 @@ class EngineStats:
     last_step_time: float | None = None
     last_step_seconds: float | None = None
     last_step_rows: int | None = None
+    prompts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
 def engine_stats(
@@ -122,4 +126,5 @@ def engine_stats(
         last_step_time=timings.last_step_time,
         last_step_seconds=timings.last_step_seconds,
         last_step_rows=timings.last_step_rows,
+        prompts=scheduler.prompts_under_way(),
     )

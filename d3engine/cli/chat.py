@@ -207,7 +207,7 @@ class Conversation:
         require(bool(value.strip()), f"/set {name}", value, "followed by a value")
         try:
             read: Any = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             read = value.strip()  # a stop string, without quotation marks
         params = replace(self._params, **{name: read})
         self._engine.prepare([0], params)

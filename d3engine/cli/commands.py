@@ -24,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.cli.streams import discard_stdout
-from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, must_be, require
+from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, integer_in, must_be, require
 from d3engine.files import is_writable, write_whole
 from d3engine.version import __version__
 
@@ -39,9 +39,8 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 def _width(stream: TextIO) -> int:
     """Columns of a terminal; COLUMNS counts more, as for the tables."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
+    if given := integer_in(os.environ.get("COLUMNS", "")):
+        return given
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):  # no real file, as under a test

@@ -23,7 +23,7 @@ from d3engine.depth.policy import (
     policy_options,
     required_options,
 )
-from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.errors import NOTHING, InvalidValueError, integer_in, require
 
 AUTO: Literal["auto"] = "auto"
 
@@ -265,7 +265,7 @@ def takes_depth(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def window_of(flag: str, words: str, num_layers: int) -> tuple[int, int]:
     """(first, stop) of "A:B", the layers A to B - 1."""
-    first, _, stop = words.partition(":")
-    fits = first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= num_layers
-    require(fits, flag, words, f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1")
-    return int(first), int(stop)
+    first, stop = map(integer_in, words.partition(":")[::2])
+    if first is None or stop is None or not first < stop <= num_layers:
+        raise InvalidValueError(flag, words, f"A:B with 0 <= A < B <= {num_layers}, the layers A to B - 1")
+    return first, stop

@@ -26,7 +26,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     use_threads,
 )
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
+from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer, require_number
 from d3engine.files import sha256_of
 
 if TYPE_CHECKING:
@@ -369,9 +369,9 @@ def _shape(
             note(f"layer {kept[0]} stands for the window: alone in its place it leaves least unexplained")
         else:
             allowed = f"layers of {first} to {stop - 1}, with commas, or auto"
-            require(all(one.isdecimal() for one in keep.split(",")), "--keep", keep, allowed)
-            kept = [int(one) for one in keep.split(",")]
-            require(all(first <= one < stop for one in kept) and len(kept) < stop - first, "--keep", keep, allowed)
+            words = keep.split(",")
+            kept = [number for word in words if (number := integer_in(word)) in range(first, stop)]
+            require(len(kept) == len(words) < stop - first, "--keep", keep, allowed)
         shape = window_shape(run, first, stop, kept)
     if width is None:
         return shape

@@ -20,7 +20,7 @@ from d3engine.cli.commands import LOGGER, note
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
+from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer
 from d3engine.files import UnreadableFileError, as_json, beside, read_text
 from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.params import CHAT_DEFAULTS, FROM_FILE, SamplingParams, StructuredOutputsParams
@@ -107,9 +107,10 @@ def read_threads(given: str) -> int | None:
     """The number after `--threads`; None for "auto"."""
     if given == AUTO:
         return None
-    if not given.isascii() or not given.isdecimal():
+    number = integer_in(given)
+    if number is None or not 1 <= number <= MOST:
         raise InvalidValueError("--threads", given, f"{AUTO!r}, or an integer from 1 to {MOST}")
-    return require_integer("--threads", int(given), 1, MOST)
+    return number
 
 
 def native_threads_for(config: ModelConfig, most: int) -> int:

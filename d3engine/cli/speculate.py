@@ -14,7 +14,7 @@ from tqdm import tqdm
 from d3engine.cli.commands import new_app, tell_verdict
 from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
-from d3engine.errors import require, require_integer, require_number
+from d3engine.errors import integer_in, require, require_integer, require_number
 from d3engine.progress import bar_columns, hides_bars
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def tune_command(
 def _read_lengths(given: str) -> list[int]:
     allowed = f"1 to {MAX_LENGTHS} different integers from 1 to {MAX_DRAFT_LENGTH}, such as 2,4,8"
     words = [word.strip() for word in given.split(",")]
-    found = [int(word) for word in words if word.isascii() and word.isdecimal()]
+    found = [number for word in words if (number := integer_in(word)) is not None]
     are_right = all(1 <= length <= MAX_DRAFT_LENGTH for length in found)
     require(are_right and len(set(found)) == len(words) <= MAX_LENGTHS, "--lengths", given, allowed)
     return found

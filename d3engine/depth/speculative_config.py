@@ -51,7 +51,7 @@ def as_mapping(given: Mapping[str, Any] | str) -> Mapping[str, Any]:
     if isinstance(given, str):
         try:
             found = json.loads(given)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidValueError(FIELD, given, f"{allowed} ({error})") from None
     if not isinstance(found, Mapping):
         raise InvalidValueError(FIELD, given, allowed)

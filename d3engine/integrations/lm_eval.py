@@ -13,7 +13,7 @@ from tqdm import tqdm
 from d3engine.arguments import panels_of
 from d3engine.depth import DepthPolicy, FullDepth, policy_from_name
 from d3engine.engine import Engine
-from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, require, require_integer
+from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, integer_in, require, require_integer
 from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import FROM_FILE, SamplingParams
@@ -308,8 +308,8 @@ def _policy(depth: DepthPolicy | str, options: dict[str, Any]) -> DepthPolicy | 
 
 
 def _batch_limit(batch_size: int | str | None) -> int:
-    digits = isinstance(batch_size, str) and batch_size.isdecimal()
-    return require_integer("batch_size", int(str(batch_size)) if digits else batch_size, 1)
+    number = integer_in(batch_size) if isinstance(batch_size, str) else batch_size
+    return require_integer("batch_size", batch_size if number is None else number, 1)
 
 
 def _raise_fault(output: RequestOutput) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.batch.batch_file import Line, Result
 from d3engine.batch.runner import BatchRunner
-from d3engine.errors import FailedError, MissingExtraError
+from d3engine.errors import FailedError, MissingExtraError, integer_in
 from d3engine.server.settings import ServerSettings
 
 try:
@@ -97,10 +97,10 @@ class RayBatchRunner:
 def _check_there(address: str) -> None:
     """Raise `FailedError` for an unreachable machine: Ray would try for minutes and then end the process."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not (colon and port.isdecimal()):
+    if not colon or (number := integer_in(port)) is None:
         return  # a keyword of Ray's
     try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        socket.create_connection((host, number), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise FailedError(f"cannot reach Ray at {address!r}: {error}") from None
 

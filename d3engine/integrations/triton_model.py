@@ -132,7 +132,7 @@ def _input(request: Any, name: str, default: Any) -> Any:
 def _object(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValueError("sampling_parameters", text.decode(errors="replace"), f"JSON ({error})") from None
 
 

@@ -15,7 +15,7 @@ from typing import Any, Never, TypeAlias, TypeVar
 
 from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.errors import InvalidValueError, require, require_integer, require_number
+from d3engine.errors import InvalidValueError, cut, integer_in, require, require_integer, require_number
 from d3engine.request.hidden_states import Capture, Steer
 
 K = TypeVar("K")
@@ -128,7 +128,7 @@ def _schema_text(schema: object) -> str:
         text = json.dumps(found, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
         text.encode("utf-8")
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidValueError("json", schema, f"{allowed} ({type(error).__name__}: {error})") from None
+        raise InvalidValueError("json", schema, f"{allowed} ({type(error).__name__}: {cut(str(error))})") from None
     require(isinstance(found, dict) and len(text) <= MAX_CHARACTERS, "json", schema, allowed)
     return text
 
@@ -534,8 +534,8 @@ def _bias_by_id(bias: Mapping[int, float] | Mapping[str, float]) -> dict[int, fl
     """A copy whose keys are ids: JSON, and so OpenAI's clients, can only write them as strings."""
     found: dict[int, float] = {}
     for key, value in bias.items():
-        is_number = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
-        token = require_integer("logit_bias", int(key) if is_number else key, TOKEN_IDS.low)
+        number = integer_in(key) if isinstance(key, str) else key
+        token = require_integer("logit_bias", key if number is None else number, TOKEN_IDS.low)
         require(token not in found, "logit_bias", key, "a mapping that names each token id once")
         found[token] = require_number("logit_bias", value, BIASES.low, BIASES.high)
     return found

@@ -108,6 +108,15 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    def prompts_under_way(self) -> dict[str, tuple[int, int, int]]:
+        """Of running requests whose prompts are not yet computed: id -> tokens, cached ones, and those computed."""
+        found = {}
+        for sequence in self._running:
+            total, computed = len(sequence.prompt_token_ids), int(self._table.num_computed[sequence.slot])
+            if computed < total and not sequence.token_ids:
+                found[sequence.request_id] = (total, sequence.num_cached_tokens, computed)
+        return found
+
     @property
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)

@@ -10,6 +10,8 @@ import re
 import threading
 from typing import Any
 
+from d3engine.errors import cut
+
 MOST: dict[str, Any] = {"max_lexer_states": 30_000, "max_grammar_size": 100_000, "verbose_errors": False}
 """llguidance's own limits, for compiling and for every step, where its defaults are too generous for a server."""
 
@@ -43,10 +45,10 @@ def _fault(source: str) -> str:
 
 
 def in_words(error: str) -> str:
-    """The sentence in an error of llguidance's, without the source that it quotes."""
+    """The sentence in an error of llguidance's, cut to size and without the source that it quotes."""
     sentence = re.split(r"\n +\d+ \|", error)[0].replace("\n<non-verbose/>", "").strip()
     if sentence.startswith("NoExtension"):
         return "it allows no answer"
     if "regex parse error" in sentence:
-        return sentence.rpartition("error: ")[2]
-    return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", sentence)
+        sentence = sentence.rpartition("error: ")[2]
+    return cut(re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", sentence))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 from urllib.parse import urldefrag, urljoin
 
+from d3engine.errors import integer_in
+
 Schema: TypeAlias = Any
 """A JSON schema: a mapping, or True or False."""
 
@@ -26,8 +28,8 @@ def resolved(root: Schema, reference: Any) -> Schema:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(place, dict):
             place = place.get(key)
-        elif isinstance(place, list) and key.isdecimal() and int(key) < len(place):
-            place = place[int(key)]
+        elif isinstance(place, list) and (number := integer_in(key)) is not None and number < len(place):
+            place = place[number]
         else:
             return None
     return place

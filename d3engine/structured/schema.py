@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from d3engine.errors import shown
 from d3engine.structured.finite import schema_is_finite
 from d3engine.structured.references import (
     TYPES,
@@ -170,11 +171,11 @@ class _Rewriter:
             if isinstance(value := schema.get(name), int | float) and abs(value) > _MOST_EXACT:
                 schema[name] = _rounded(name, value)
         if _inexact(schema.get("const")) is not None:
-            raise UnenforceableError(f"const {schema['const']} cannot be enforced, since it is beyond 2**53")
+            raise UnenforceableError(f"const {shown(schema['const'])} cannot be enforced, since it is beyond 2**53")
         if isinstance(values := schema.get("enum"), list) and _inexact(values) is not None:
             schema["enum"] = [value for value in values if _inexact(value) is None]
             if not schema["enum"]:
-                raise UnenforceableError(f"enum {values} cannot be enforced, since it is beyond 2**53")
+                raise UnenforceableError(f"enum {shown(values)} cannot be enforced, since it is beyond 2**53")
         for name in _COUNTS:
             if isinstance(value := schema.get(name), float) and value.is_integer():
                 schema[name] = int(value)
@@ -350,7 +351,7 @@ def _rounded(name: str, bound: float) -> int:
     is_least = name in ("minimum", "exclusiveMinimum")
     bound = max(bound, -_LARGEST) if is_least else min(bound, _LARGEST)
     if abs(bound) > _LARGEST:
-        raise UnenforceableError(f"{name} {bound} cannot be enforced, since it is beyond 2**63")
+        raise UnenforceableError(f"{name} {shown(bound)} cannot be enforced, since it is beyond 2**63")
     nearest = float(bound)
     if nearest < bound if is_least else nearest > bound:
         nearest = math.nextafter(nearest, math.inf if is_least else -math.inf)

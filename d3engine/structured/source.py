@@ -10,7 +10,7 @@ import json
 import re
 from contextlib import suppress
 
-from d3engine.errors import InvalidValueError, require
+from d3engine.errors import InvalidValueError, cut, require
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.structured.finite import grammar_is_finite
 from d3engine.structured.schema import UnenforceableError, literal, prepared
@@ -77,7 +77,7 @@ def _json(schema: dict[str, object], params: StructuredOutputsParams, line: int 
         enforceable = prepared(schema)
     except UnenforceableError as error:
         raise InvalidValueError(
-            params.form, getattr(params, params.form), f"a JSON schema to answer by ({error})"
+            params.form, getattr(params, params.form), f"a JSON schema to answer by ({cut(str(error))})"
         ) from None
     except RecursionError:
         raise InvalidValueError(

@@ -39,11 +39,16 @@ D = tuple(
 )
 ONE = f'{{"name": "count", "arguments": {GOOD}}}'
 TWO = '{"name": "stop-it", "arguments": {}}'
+XML = "<function=count>\n<parameter=what>\n{book}\n</parameter>\n<parameter=many>\n5\n</parameter>\n</function>"
 """By name: what one call reads as, and two of them."""
 WRITTEN: dict[str, tuple[str, str]] = {
     "hermes": (
         f"<tool_call>\n{ONE}\n</tool_call>",
         f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>",
+    ),
+    "qwen3_coder": (
+        f"<tool_call>\n{XML}\n</tool_call>",
+        f"<tool_call>\n{XML}\n</tool_call>\n<tool_call>\n<function=stop-it>\n</function>\n</tool_call>",
     ),
     "llama3_json": (
         f'<|python_tag|>{{"name": "count", "parameters": {GOOD}}}',
@@ -90,7 +95,7 @@ def accepts(params: Any, text: str) -> bool:
 def read(name: str, text: str, size: int, kind: str = "auto") -> tuple[str, list[tuple[str, Any]]]:
     """What comes of a text that arrives `size` characters at a time: the text, and the calls."""
     written = tool_format_named(name)
-    reader = CallReader(Calling(kind, NAMES, written, written.grammar(asked())))  # type: ignore[arg-type]
+    reader = CallReader(Calling(kind, NAMES, written, written.grammar(asked()), schemas=[COUNT, NONE]))  # type: ignore[arg-type]
     parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
     pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
     calls = []
@@ -155,6 +160,49 @@ def test_python_arguments_are_held_to_the_schema_and_read_as_json(arguments: str
     assert accepts(tool_format_named("pythonic").grammar(asked(is_auto=False)), text) is fits
     if fits:
         validate(read("pythonic", text, 1)[1][0][1])
+
+
+NOTE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "What to write"},
+        "day": {"type": "string", "pattern": "^[0-9]{2}$"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "is_new": {"type": "boolean"},
+    },
+    "required": ["text"],
+}
+
+
+def element(name: str, value: str) -> str:
+    return f"<parameter={name}>\n{value}\n</parameter>\n"
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (element("text", "5"), {"text": "5"}),
+        (element("text", ""), {"text": ""}),
+        (element("text", 'a "b"\n<c>\n\n</parameter> d'), {"text": 'a "b"\n<c>\n\n</parameter> d'}),
+        (element("text", "x") + element("day", '"05"'), {"text": "x", "day": "05"}),
+        (element("text", "x") + element("tags", '["a", "b"]'), {"text": "x", "tags": ["a", "b"]}),
+        (element("text", "x") + element("is_new", "True"), {"text": "x", "is_new": True}),
+        (element("text", "x") + element("is_new", "yes"), None),
+        (element("text", "x") + element("other", "1"), None),
+        (element("tags", "[]"), None),
+        ("", None),
+    ],
+)
+def test_elements_of_arguments_are_held_to_the_schema(arguments: str, found: Any, size: int) -> None:
+    written = tool_format_named("qwen3_coder")
+    form = written.grammar(asked(schemas=[NOTE], names=("note",), is_auto=False))
+    text = f"<tool_call>\n<function=note>\n{arguments}</function>\n</tool_call>"
+    assert accepts(form, text) is (found is not None)
+    if found is not None:
+        reader = CallReader(Calling("required", ("note",), written, form, schemas=[NOTE]))
+        pieces = [piece for i in range(0, len(text), size) for piece in reader.read(text[i : i + size], is_last=False)]
+        assert json.loads("".join(piece.text for piece in pieces)) == found
 
 
 def validate(found: Any) -> None:
@@ -255,6 +303,7 @@ SPECIALS = {"<|python_tag|>": 7}
     ("name", "rendered"),
     [
         ("hermes", '<tool_call>\n{"name": "shown_function", "arguments": {"value": 1}}\n</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=shown_function>\n<parameter=value>\n1\n</parameter>\n</function>"),
         ("llama3_json", '<|start_header_id|>assistant{"name": "shown_function", "parameters": {"value": 1}}'),
         ("pythonic", "[shown_function(value=1)]<|eot|>"),
         ("mistral", '[TOOL_CALLS] [{"name": "shown_function", "arguments": {"value": 1}, "id": "shownCall"}]</s>'),
@@ -282,7 +331,7 @@ def test_a_parser_is_named_as_in_vllm_and_others_are_refused() -> None:
     from d3engine import InvalidValueError
     from d3engine.server.settings import ServerSettings
 
-    for name in ("hermes", "llama3_json", "pythonic", "mistral", "granite", "phi4_mini_json", "deepseek_v3"):
+    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "granite", "phi4_mini_json", "deepseek_v3"):
         assert ServerSettings(model_names=("m",), tool_call_parser=name).tool_call_parser == name
     for name in ("qwen3", "deepseek_r1", "granite", "none"):
         assert ServerSettings(model_names=("m",), reasoning_parser=name).reasoning_parser == name

@@ -28,6 +28,12 @@ QWEN = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is false %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
+QWEN_CODER = (
+    f"{_SHOWN}{_ROUND}{_EACH}"
+    "{{- '<tool_call>\\n<function=' + f.name + '>\\n' }}{% for k, v in f.arguments.items() %}"
+    "{{- '<parameter=' + k + '>\\n' }}{{ v if v is string else v | tojson }}{{- '\\n</parameter>\\n' }}"
+    f"{{% endfor %}}{{{{- '</function>\\n</tool_call>' }}}}{{% endfor %}}\n{{% endfor %}}{_BEGIN}"
+)
 LLAMA = (
     f"{_SHOWN}{_ROUND}{_EACH}"
     '{{ \'{"name": "\' + f.name + \'", "parameters": \' }}{{ f.arguments | tojson }}{{ "}" }}'
@@ -78,6 +84,7 @@ DEEPSEEK = (
 
 TEMPLATES = {
     "hermes": QWEN,
+    "qwen3_coder": QWEN_CODER,
     "llama3_json": LLAMA,
     "pythonic": PYTHONIC,
     "mistral": MISTRAL,

@@ -27,7 +27,7 @@ const settings = new Settings($("fields"));
 const scale = new DepthScale();
 const underlines = new Underlines();
 const follower = new Follower($("messages"), (isAtEnd) => ($("to-end").hidden = isAtEnd));
-const runs = new Map(); // id of a conversation -> {message, controller, isDrawn}
+const runs = new Map(); // id of a conversation -> {message, controller, isDrawn, progress}
 let models = [];
 let conversations = [];
 let conversation = tree.newConversation(kept.get("system", ""));
@@ -126,7 +126,8 @@ async function answer(question, sampling, given = null) {
   say("Generating.");
   let saved = performance.now();
   save(asked);
-  await generate(message, body, controller.signal, () => {
+  await generate(message, body, controller.signal, (progress) => {
+    running.progress = progress;
     drawRun(asked, running);
     if (performance.now() - saved < SAVE_EVERY_MS) return;
     saved = performance.now();
@@ -149,28 +150,38 @@ function drawRun(asked, running) {
     if (asked !== conversation) return;
     const view = views.find(({ message }) => message === running.message);
     if (!view || runs.get(asked.id) !== running) return;
-    view.write(true);
+    view.write(true, running.progress);
     underline(view);
     drawContext();
   });
 }
 
-/** What the buttons of a message ask for. */
+/** Do what a button of a message asks for; whether that can be done now. */
 function act(name, message, value) {
-  if (run()) return;
+  tell(run() ? "An answer is being written: wait for its end, or stop it." : null);
+  if (run()) return false;
   if (name === "show") tree.show(conversation, message);
   else if (name === "remove") tree.removeMessage(conversation, message);
+  else if (name === "rewrite") rewrite(message, value);
   else return actOnModel(name, message, value);
   save(conversation);
   draw();
+  return true;
+}
+
+/** An answer with another text, as one more branch, from which the model can go on. */
+function rewrite({ parent, model: by, reasoning }, content) {
+  const fields = { role: "assistant", content, model: by, reasoning: reasoning ?? null, end: "edited" };
+  tree.addMessage(conversation, parent, fields);
 }
 
 function actOnModel(name, message, value) {
   const sampling = chosenSampling();
-  if (sampling === null) return;
+  if (sampling === null) return false;
   if (name === "regenerate") answer({ id: message.parent }, sampling);
   else if (name === "continue") answer(null, sampling, message);
   else if (name === "edit") ask(message.parent, { content: value.trim(), files: message.files }, sampling);
+  return true;
 }
 
 // -- conversations ----------------------------------------------------------------------------------------------------
@@ -228,6 +239,7 @@ async function importFile(file) {
     say(`${added.length} imported.`);
     open(added[0] ?? conversation);
   } catch (error) {
+    document.body.classList.remove("listing"); // which may cover what is said
     tell(error.message);
   }
 }
@@ -247,7 +259,7 @@ function draw() {
   views = tree.path(conversation).map(viewOf);
   for (const [number, view] of views.entries()) {
     const { message } = view;
-    if (message.role === "assistant") view.write(message === run()?.message);
+    if (message.role === "assistant") view.write(message === run()?.message, run()?.progress);
     const branches = tree.siblings(conversation, message);
     view.offer({ isBusy: Boolean(run()), branches, isLast: number === views.length - 1 });
   }
@@ -348,16 +360,23 @@ function note(text) {
 // -- controls ---------------------------------------------------------------------------------------------------------
 
 async function attach(chosen) {
+  const problems = [];
   for (const file of chosen) {
     try {
       files.push(await readText(file));
-      tell(null);
     } catch (error) {
-      tell(error.message);
+      problems.push(error.message);
     }
   }
+  tell(problems.join(" ") || null);
   drawControls();
   $("prompt").focus();
+}
+
+function takeFiles(event, given) {
+  if (!given.length) return;
+  event.preventDefault();
+  attach([...given]);
 }
 
 function choose(input, take) {
@@ -442,11 +461,10 @@ $("key-form").addEventListener("submit", (event) => {
   $("key").value = "";
   connect();
 });
-document.addEventListener("dragover", (event) => event.preventDefault());
-document.addEventListener("drop", (event) => {
-  event.preventDefault();
-  attach([...event.dataTransfer.files]);
-});
+// A text that is dropped or pasted stays the browser's matter.
+document.addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
+document.addEventListener("drop", (event) => takeFiles(event, event.dataTransfer.files));
+$("prompt").addEventListener("paste", (event) => takeFiles(event, event.clipboardData.files));
 document.addEventListener("keydown", (event) => {
   const isPlain = !event.target.closest("input, textarea, select, dialog[open]");
   const name = `${event.ctrlKey || event.metaKey ? "Ctrl+" : ""}${event.shiftKey ? "Shift+" : ""}${event.key}`;

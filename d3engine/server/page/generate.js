@@ -2,13 +2,15 @@
 
 import { stream } from "./api.js";
 
-/** Stream the answer to `body` into `message`, behind what it holds already; `changed` is called after each chunk. */
+/** Stream the answer to `body` into `message`, behind what it holds already; `changed` is called after each chunk, before
+ * the first with how far the prompt is computed. */
 export async function generate(message, body, signal, changed) {
   const answer = new Answer(message);
   try {
     for await (const chunk of stream("v1/chat/completions", { ...body, ...WANTED }, signal)) {
-      answer.add(chunk);
-      changed();
+      const progress = chunk.prompt_progress ?? null;
+      if (!progress) answer.add(chunk);
+      changed(progress);
     }
   } catch (error) {
     const isStopped = error.name === "AbortError";
@@ -18,7 +20,7 @@ export async function generate(message, body, signal, changed) {
   message.end ??= "stop";
 }
 
-const WANTED = { return_depths: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+const WANTED = { return_depths: true, return_progress: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
 
 class Answer {
   #asked = performance.now();

@@ -4,12 +4,12 @@ import { contentOf } from "./conversation.js";
 import { icon, iconButton, made } from "./icons.js";
 import { Markdown, showCopied } from "./markdown.js";
 
-const ENDS = { length: "token limit reached", stopped: "stopped", error: "failed" };
+const ENDS = { length: "token limit reached", stopped: "stopped", error: "failed", edited: "edited" };
 
 export class MessageView {
   #markdown = null;
 
-  /** `act(name, message, value)` is called for what its buttons ask for. */
+  /** `act(name, message, value)` is called for what its buttons ask for, and returns whether that can be done now. */
   constructor(message, act) {
     this.message = message;
     this.act = act;
@@ -22,8 +22,8 @@ export class MessageView {
     else this.#makeAnswer();
   }
 
-  /** Show what has come of an answer. */
-  write(isRunning) {
+  /** Show what has come of an answer; `progress` is how far its prompt is computed, where that is known. */
+  write(isRunning, progress = null) {
     const { reasoning, content, calls, problem, end } = this.message;
     this.answer.setAttribute("aria-busy", String(isRunning));
     this.reasoning.hidden = !reasoning;
@@ -33,6 +33,7 @@ export class MessageView {
       this.reasoning.lastElementChild.textContent = reasoning;
     }
     this.waits.hidden = !isRunning || Boolean(content || reasoning || calls);
+    if (!this.waits.hidden) this.#writeProgress(progress);
     this.#markdown.write(content);
     this.calls.replaceChildren(...(calls ?? []).map(callOf));
     this.problem.textContent = problem ?? "";
@@ -49,7 +50,7 @@ export class MessageView {
     const copy = iconButton("copy", "Copy", () => showCopied(copy, isAnswer ? message.content : contentOf(message)));
     const shown = [copy];
     if (!isBusy) {
-      if (!isAnswer) shown.push(iconButton("edit", "Edit", () => this.edit()));
+      if (!isAnswer || (message.content && !message.calls)) shown.push(iconButton("edit", "Edit", () => this.edit()));
       if (isAnswer) shown.push(button("regenerate", "again", "Regenerate"));
       if (isAnswer && isLast && canGoOn(message)) shown.push(button("continue", "goOn", "Continue"));
       shown.push(button("remove", "remove", "Delete this message and all after it"));
@@ -59,27 +60,48 @@ export class MessageView {
     this.actions.replaceChildren(...shown);
   }
 
-  /** Let the question be changed in its place. */
+  /** Let the text be changed in its place: a question is asked anew, an answer is kept as one more branch. */
   edit() {
+    const open = this.body.querySelector(".editing textarea");
+    if (open) return open.focus();
+    const isAnswer = this.message.role === "assistant";
+    const covered = (isAnswer ? [this.answer] : [...this.body.children]).filter(({ hidden }) => !hidden);
     const area = made("textarea");
     area.value = this.message.content;
     area.rows = Math.min(12, area.value.split("\n").length + 1);
-    area.setAttribute("aria-label", "Edit the question");
-    const leave = () => this.#writeQuestion();
-    const send = () => {
-      leave();
-      if (area.value.trim() || this.message.files) this.act("edit", this.message, area.value);
+    area.setAttribute("aria-label", `Edit the ${isAnswer ? "answer" : "question"}`);
+    const leave = () => {
+      editing.remove();
+      for (const element of covered) element.hidden = false;
+    };
+    const finish = () => {
+      const isSomething = area.value.trim() || (!isAnswer && this.message.files);
+      // What cannot be done now, which the page says, is not lost.
+      if (!isSomething || this.act(isAnswer ? "rewrite" : "edit", this.message, area.value)) leave();
     };
     area.addEventListener("keydown", (event) => {
+      const isMeant = isAnswer ? event.ctrlKey || event.metaKey : !event.shiftKey; // an answer has many lines
       if (event.key === "Escape") leave();
-      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send();
+      else if (event.key === "Enter" && isMeant && !event.isComposing) finish();
       else return;
       event.preventDefault();
       event.stopPropagation();
     });
-    const buttons = made("div", "row", textButton("Cancel", leave), textButton("Send", send, "main"));
-    this.body.replaceChildren(made("div", "editing", area, buttons));
-    area.focus();
+    const buttons = made("div", "row", textButton("Cancel", leave), textButton(isAnswer ? "Save" : "Send", finish, "main"));
+    const editing = made("div", "editing", area, buttons);
+    for (const element of covered) element.hidden = true;
+    if (isAnswer) this.answer.after(editing);
+    else this.body.append(editing);
+    return area.focus();
+  }
+
+  #writeProgress(progress) {
+    const { total, processed } = progress ?? {};
+    const count = progress ? `: ${processed.toLocaleString("en")} of ${total.toLocaleString("en")} tokens` : "…";
+    this.waits.firstElementChild.textContent = `Reading the prompt${count}`;
+    const bar = this.waits.lastElementChild;
+    bar.hidden = !progress;
+    Object.assign(bar, { max: total ?? 1, value: processed ?? 0 });
   }
 
   #arrows(branches, isBusy) {
@@ -110,7 +132,9 @@ export class MessageView {
 
   #makeAnswer() {
     this.reasoning = made("details", "reasoning", made("summary"), made("div"));
-    this.waits = made("p", "waits hint", "Reading the prompt…");
+    const bar = made("progress");
+    bar.setAttribute("aria-label", "The prompt");
+    this.waits = made("div", "waits hint", made("span"), bar);
     this.answer = made("div", "answer markdown");
     this.answer.dir = "auto";
     this.calls = made("div");

@@ -14,6 +14,7 @@ from typing import Any
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.schemas.requests import MAX_TOOLS
+from d3engine.structured.references import resolved
 
 SPACE = r"[ \n\t]{0,16}"
 """What may stand between the parts of a bare call."""
@@ -222,6 +223,19 @@ _DEFINITIONS = frozenset({"$defs", "definitions", "$schema"})
 class PythonFormat(ToolFormat):
     """Calls as a Python list: `[f(a=1, b="x"), g()]`. Values are JSON, but for True, False and None."""
 
+    separator = '", " '
+    pair = '/[A-Za-z_][A-Za-z0-9_]*/ "=" %json {}'
+    """Between two arguments, and any argument."""
+
+    def argument(self, name: str, value: str, schema: Mapping[str, Any]) -> str:
+        """One argument, whose value is an expression of the grammar."""
+        return f"{json.dumps(f'{name}=')} {value}"
+
+    def value(self, schema: Mapping[str, Any]) -> str:
+        """A value of this schema, as an expression of the grammar."""
+        is_boolean = {name: one for name, one in schema.items() if name not in _DEFINITIONS} == {"type": "boolean"}
+        return '("True" | "False")' if is_boolean else json_rule(schema)
+
     def bare_parts(self, names: Sequence[str]) -> list[Parts]:
         return [[["["], [f"{name}(" for name in names]]]
 
@@ -233,26 +247,23 @@ class PythonFormat(ToolFormat):
 
     def arguments(self, nth: int, schema: Mapping[str, Any]) -> str:
         if "properties" not in schema and schema.get("additionalProperties", True) is not False:
-            return '(pair (", " pair)*)?'
+            return f"(pair ({self.separator}pair)*)?"
         return f"first_{nth}_0"
 
     def further_rules(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
         """Of each function, the arguments from one on: those that must come, and those that may."""
-        rules = ['pair: /[A-Za-z_][A-Za-z0-9_]*/ "=" %json {}']
+        rules = [f"pair: {self.pair}"]
         for nth, schema in enumerate(schemas):
             if unknown := sorted(set(schema) - _PLAIN - _DEFINITIONS):
-                allowed = (
-                    f"functions of named parameters alone, since calls are written in Python (without {unknown[0]!r})"
-                )
+                allowed = f"functions of named parameters alone, as calls are written here (without {unknown[0]!r})"
                 raise InvalidValueError("tools", dict(schema), allowed)
             shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             properties, needed = schema.get("properties") or {}, set(schema.get("required") or ())
             for place, (name, of_value) in enumerate(properties.items()):
                 own = {**({} if of_value is True else of_value or {"not": {}}), **shared}
-                value = '("True" | "False")' if own == {"type": "boolean"} | shared else json_rule(own)
-                given = f"{json.dumps(f'{name}=')} value_{nth}_{place} rest_{nth}_{place + 1}"
-                rules.append(f"value_{nth}_{place}: {value}")
-                for kind, before in (("first", ""), ("rest", '", " ')):
+                given = f"{self.argument(name, f'value_{nth}_{place}', own)} rest_{nth}_{place + 1}"
+                rules.append(f"value_{nth}_{place}: {self.value(own)}")
+                for kind, before in (("first", ""), ("rest", self.separator)):
                     skipped = "" if name in needed else f" | {kind}_{nth}_{place + 1}"
                     rules.append(f"{kind}_{nth}_{place}: {before}{given}{skipped}")
             rules += [f'{kind}_{nth}_{len(properties)}: ""' for kind in ("first", "rest")]
@@ -260,6 +271,51 @@ class PythonFormat(ToolFormat):
 
     def head_pattern(self) -> re.Pattern[str]:
         return re.compile(r"(?:[\s\[,)]|<\|python_tag\|>)*(?P<name>[\w-]+)\(")
+
+
+class XmlFormat(PythonFormat):
+    """Calls with an element for each argument: a text stands there as it is, other values as JSON."""
+
+    separator = ""
+    pair = r'"<parameter=" /[^>\n]+/ ">\n" xml_text'
+
+    def argument(self, name: str, value: str, schema: Mapping[str, Any]) -> str:
+        end = "" if is_raw_text(schema) and not _texts(schema) else r' "\n</parameter>\n"'
+        return f"{json.dumps(f'<parameter={name}>' + chr(10))} {value}{end}"
+
+    def value(self, schema: Mapping[str, Any]) -> str:
+        if not is_raw_text(schema):
+            return super().value(schema)
+        texts = _texts(schema)
+        return " | ".join(map(json.dumps, texts)) if texts else "xml_text"
+
+    def further_rules(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
+        return [r"xml_text[lazy]: /(?s:.*)\n<\/parameter>\n/", *super().further_rules(schemas)]
+
+    def bare_parts(self, names: Sequence[str]) -> list[Parts]:
+        return []
+
+    def head_pattern(self) -> re.Pattern[str]:
+        return re.compile(r"(?:\s|</?tool_call>)*<function=(?P<name>[\w-]+)>\n?")
+
+
+def is_raw_text(schema: Mapping[str, Any]) -> bool:
+    """Whether values of a schema are texts, which stand in an element as they are; those with a form are JSON."""
+    known = _resolved(schema)
+    own = set(known) - _DEFINITIONS - {"title", "description", "default", "examples"}
+    return bool(_texts(schema)) or (own == {"type"} and known["type"] == "string")
+
+
+def _texts(schema: Mapping[str, Any]) -> list[str]:
+    """The texts of which a value is one, if its schema lists nothing else."""
+    values = _resolved(schema).get("enum")
+    is_listed = isinstance(values, list) and all(isinstance(one, str) and "\n" not in one for one in values)
+    return values if is_listed and values is not None else []
+
+
+def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = resolved(schema, schema["$ref"]) if "$ref" in schema else schema
+    return found if isinstance(found, Mapping) else {}
 
 
 _JSON_CALL = '{"name": "NAME", "arguments": '
@@ -306,6 +362,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _listed("mistral", r"\[TOOL_CALLS\]", "[TOOL_CALLS] [", "[TOOL_CALLS][", short_ids=True),
     _listed("phi4_mini_json", r"functools\[|<\|tool\|>|<\|/tool\|>", "functools[", "<|tool_call|>["),
     _listed("granite", r"<\|tool_call\|>", "<|tool_call|>[", "<tool_call>["),
+    XmlFormat(
+        name="qwen3_coder",
+        seen=rf"<function=({EXAMPLE}|example_function_name)>\s*<parameter=|'<parameter='",
+        openings=("<tool_call>",),
+        head="\n<function=NAME>\n",
+        tail="</function>\n</tool_call>",
+        between="\n<tool_call>",
+    ),
     ToolFormat(
         name="hermes",
         seen=r'<tool_call>(\\n)?\s*\{\\?"name\\?"',
@@ -341,7 +405,13 @@ UNKNOWN_FORMAT = ToolFormat(
 )
 """Where a call must come and the model's own format is not known: a JSON list, as vLLM has it."""
 
-_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen": "hermes", "deepseek_r1": "deepseek_v3"}
+_ALIASES = {
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "qwen": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "deepseek_r1": "deepseek_v3",
+}
 
 
 def tool_format_of(rendered: str, source: str, specials: Mapping[str, int]) -> ToolFormat | None:

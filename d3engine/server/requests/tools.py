@@ -167,6 +167,7 @@ class Calling:
         format: of the calls; None: the answer is the arguments of the one function ("named") alone.
         form: what the answer must be.
         best_effort: the form to take where `form` cannot be compiled: any object as arguments.
+        schemas: of the arguments of each function, where the format's texts must be told from other values.
     """
 
     kind: Literal["auto", "required", "named"]
@@ -174,6 +175,7 @@ class Calling:
     format: ToolFormat | None
     form: StructuredOutputsParams
     best_effort: StructuredOutputsParams | None = None
+    schemas: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -284,13 +286,14 @@ def _calling(choice: object, tools: Sequence[Tool], style: ChatStyle, several: b
                 if is_strict:
                     raise
                 form = loose
-            return Calling("auto", names, written, form, None if is_strict else loose)
+            return Calling("auto", names, written, form, None if is_strict else loose, schemas)
         if choice == "required":
-            return Calling("required", names, written, written.grammar(asked))
+            return Calling("required", names, written, written.grammar(asked), schemas=schemas)
         if style.calls is None:
             form = StructuredOutputsParams(grammar=f"start: {json_rule(schemas[0])}")
             return Calling("named", names, None, form)
-        return Calling("named", names, written, written.grammar(replace(asked, several=False)))
+        form = written.grammar(replace(asked, several=False))
+        return Calling("named", names, written, form, schemas=schemas)
 
 
 @contextmanager

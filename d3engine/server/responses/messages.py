@@ -112,7 +112,7 @@ def whole_blocks(news: Delta, *, begins_with_text: bool) -> list[dict[str, Any]]
 def _object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

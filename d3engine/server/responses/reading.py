@@ -10,8 +10,10 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from d3engine.server.requests.formats import (
     SPACE,
@@ -20,6 +22,8 @@ from d3engine.server.requests.formats import (
     PythonFormat,
     ReasoningFormat,
     ToolFormat,
+    XmlFormat,
+    is_raw_text,
 )
 from d3engine.server.requests.tools import Calling
 
@@ -94,9 +98,15 @@ class CallReader:
         head = _head_pattern(written).match(self._waiting)
         if head is not None and head["name"] in self._calling.names:
             self._waiting = self._waiting[head.end() :]
-            self._arguments = _PythonArguments() if isinstance(written, PythonFormat) else _JsonArguments()
+            self._arguments = self._arguments_of(head["name"], written)
             return self._begin(head["name"])
         return None
+
+    def _arguments_of(self, name: str, written: ToolFormat) -> _Arguments:
+        if isinstance(written, XmlFormat):
+            schemas = dict(zip(self._calling.names, self._calling.schemas, strict=False))
+            return _XmlArguments(schemas.get(name, {}))
+        return _PythonArguments() if isinstance(written, PythonFormat) else _JsonArguments()
 
     def _begins_bare(self, written: ToolFormat) -> bool:
         after = "" if isinstance(written, PythonFormat) else rf"{SPACE}\{{"
@@ -215,6 +225,50 @@ class _PythonArguments(_Arguments):
         self._num_written += 1
         value = _LITERALS.get(value.strip(), value.strip())
         return ("{" if self._num_written == 1 else ", ") + f"{json.dumps(name.strip())}: {value}"
+
+
+_XML_ARGUMENT = re.compile(r"\s*<parameter=(?P<name>[^>\n]+)>\n(?P<value>.*?)\n</parameter>\n", re.DOTALL)
+_XML_END = re.compile(r"\s*</function>")
+
+
+class _XmlArguments(_Arguments):
+    """An element for each argument, up to the end of the function's; each is passed on as JSON when it is whole."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._schema = schema
+        self._waiting = ""
+        self._num_written = 0
+
+    def take(self, text: str) -> tuple[str, int]:
+        self._waiting += text
+        found: list[str] = []
+        while (one := _XML_ARGUMENT.match(self._waiting)) is not None:
+            self._waiting = self._waiting[one.end() :]
+            found.append(self._written(one["name"], one["value"]))
+        end = _XML_END.match(self._waiting)
+        if end is None:
+            return "".join(found), len(text)
+        self.is_over = True
+        found.append("}" if self._num_written else "{}")
+        return "".join(found), len(text) - (len(self._waiting) - end.end())
+
+    def _written(self, name: str, value: str) -> str:
+        self._num_written += 1
+        own = (self._schema.get("properties") or {}).get(name)
+        shared = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
+        is_text = isinstance(own, Mapping) and is_raw_text({**own, **shared})
+        shown = json.dumps(value) if is_text else _as_json(_LITERALS.get(value, value))
+        return ("{" if self._num_written == 1 else ", ") + f"{json.dumps(name)}: {shown}"
+
+
+def _as_json(value: str) -> str:
+    """A value that is JSON as it is, any other as a text."""
+    try:
+        json.loads(value)
+        return value
+    except (ValueError, RecursionError):
+        return json.dumps(value)
 
 
 class ReasoningReader:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from starlette.types import Receive, Scope
@@ -22,6 +23,7 @@ from d3engine.server.errors import RequestError
 from d3engine.server.metrics import RequestMeter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
+from d3engine.server.schemas.answers import PromptProgress
 
 
 class DirectWriter(Protocol):
@@ -57,23 +59,58 @@ Told: TypeAlias = "Callable[[int, RequestOutput], bytes]"
 
 
 async def outputs_of(
-    job: RequestContext[Any], told: Told | None = None, straight: DirectStream | None = None
+    job: RequestContext[Any],
+    told: Told | None = None,
+    straight: DirectStream | None = None,
+    *,
+    is_watched: bool = False,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of all prompts as they come, each with its prompt's number.
 
-    Those of a single prompt go straight to the client, by what `told` makes of them, while `straight` is free.
+    Those of a single prompt go straight to the client, by what `told` makes of them, while `straight` is free. With
+    `is_watched` the engine knows it by the job's id, for `prompt_progress`.
 
     Raises `RequestError` for a depth too many at work, and where one of the prompts fails.
     """
     with job.served.depths.at_work(job.depth):
         if len(job.prepared) == 1:
-            async with aclosing(_outputs(job, 0, told, straight)) as outputs:
+            async with aclosing(_outputs(job, 0, told, straight, is_watched=is_watched)) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
         async with aclosing(_merged(job)) as merged:
             async for found in merged:
                 yield found
+
+
+PROGRESS_SECONDS = 0.5
+"""Between two looks at how far a prompt is computed."""
+
+
+async def prompt_progress(
+    job: RequestContext[Any], first: asyncio.Future[Any], straight: DirectStream
+) -> AsyncGenerator[PromptProgress, None]:
+    """How far the single prompt of a job is computed, now and then until it is, or until its first output, which is
+    `first` or has gone straight to the client.
+
+    The engine is asked between two of its steps: tokens take no longer.
+    """
+    found, is_reading = None, True
+    while is_reading and not first.done():
+        await asyncio.wait({first}, timeout=PROGRESS_SECONDS)
+        stats = asyncio.ensure_future(job.served.client.stats())
+        try:
+            await asyncio.wait({first, stats}, return_when=asyncio.FIRST_COMPLETED)
+            has_begun = first.done() or straight.num_writes > 0
+            if has_begun or stats.exception() is not None:  # which `first` raises too
+                return
+            before, found = found, stats.result().prompts.get(job.id)
+        finally:
+            stats.cancel()
+        is_reading = found is not None or before is None
+        if found is not None and found != before:
+            total, cached, computed = found
+            yield {"total": total, "cache": cached, "processed": computed}
 
 
 async def whole_output(job: RequestContext[Any], usage: UsageCounter | None = None) -> RequestOutput:
@@ -89,9 +126,16 @@ async def whole_output(job: RequestContext[Any], usage: UsageCounter | None = No
 
 
 async def _outputs(
-    job: RequestContext[Any], number: int, told: Told | None = None, straight: DirectStream | None = None
+    job: RequestContext[Any],
+    number: int,
+    told: Told | None = None,
+    straight: DirectStream | None = None,
+    *,
+    is_watched: bool = False,
 ) -> AsyncGenerator[RequestOutput, None]:
     prepared = job.prepared[number]
+    if is_watched:
+        prepared = replace(prepared, request_id=job.id)
     # What a client gives can be closed, be it a generator or not.
     given = cast("AsyncGenerator[RequestOutput, None]", job.served.client.generate(prepared))
     async with aclosing(given) as outputs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,9 +16,22 @@ from d3engine.request.outputs import RequestOutput
 from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
-from d3engine.server.responses.running import DirectStream, outputs_of, while_connected, whole_output
+from d3engine.server.responses.running import (
+    DirectStream,
+    outputs_of,
+    prompt_progress,
+    while_connected,
+    whole_output,
+)
 from d3engine.server.responses.streams import EVENTS, EventStream, OpenAIForm, StreamForm
-from d3engine.server.schemas.answers import ChatChoice, ChatChunkChoice, DepthsOfTokens, TokenLogprob, ToolCallDelta
+from d3engine.server.schemas.answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    DepthsOfTokens,
+    PromptProgress,
+    TokenLogprob,
+    ToolCallDelta,
+)
 from d3engine.server.schemas.requests import ChatRequest, StreamOptions
 from d3engine.server.state import json_response
 
@@ -132,7 +146,9 @@ class Answer(Protocol):
 
 async def answer(request: Request, job: RequestContext[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
     """Run a job and answer as its request asks for."""
-    return await respond(request, job, _Choices(job, writer), headers)
+    told = _Choices(job, writer)
+    tell = told.progress if job.asked.return_progress and len(job.prepared) == 1 else None
+    return await respond(request, job, told, headers, tell_progress=tell)
 
 
 async def respond(
@@ -142,12 +158,16 @@ async def respond(
     headers: Mapping[str, str],
     *,
     media_type: bytes = EVENTS,
+    tell_progress: Callable[[PromptProgress], bytes] | None = None,
 ) -> Response:
-    """The same for an answer of any form. Only a stream of events has pings: lines have no word for them."""
+    """The same for an answer of any form; `tell_progress` makes events of how far its prompt is computed.
+
+    Only a stream of events has pings: lines have no word for them.
+    """
     if job.asked.stream:
         interval = job.served.settings.sse_keep_alive_seconds if media_type == EVENTS else 0.0
         straight = DirectStream()
-        events = _events(job, told, straight)
+        events = _events(job, told, straight, tell_progress)
         return EventStream(
             events, headers, ping_interval=interval, form=told.form, straight=straight, media_type=media_type
         )
@@ -155,12 +175,28 @@ async def respond(
     return json_response(found, headers)
 
 
-async def _events(job: RequestContext[Any], told: Answer, straight: DirectStream) -> AsyncGenerator[bytes, None]:
+async def _events(
+    job: RequestContext[Any],
+    told: Answer,
+    straight: DirectStream,
+    tell_progress: Callable[[PromptProgress], bytes] | None,
+) -> AsyncGenerator[bytes, None]:
     """One or more whole events for each output that has news, but for those that have gone straight to the client.
 
     Raises as `outputs_of` does.
     """
-    async with aclosing(outputs_of(job, told.told, straight)) as outputs:
+    async with aclosing(outputs_of(job, told.told, straight, is_watched=tell_progress is not None)) as outputs:
+        if tell_progress is not None:
+            first = asyncio.ensure_future(anext(outputs))
+            try:
+                async with aclosing(prompt_progress(job, first, straight)) as found:
+                    async for progress in found:
+                        yield tell_progress(progress)
+                if content := told.told(*await first):
+                    yield content
+            finally:
+                first.cancel()
+                await asyncio.wait({first})
         async for number, output in outputs:
             if content := told.told(number, output):
                 yield content
@@ -183,6 +219,10 @@ class _Choices:
 
     async def whole(self) -> dict[str, Any]:
         return await _whole(self._job, self._writer)
+
+    def progress(self, found: PromptProgress) -> bytes:
+        """The event of how far the prompt is computed."""
+        return self._frame.event([], {"prompt_progress": found})
 
     def told(self, number: int, given: RequestOutput) -> bytes:
         """The events of one output together, and what the request has come to behind those of the last, so that they

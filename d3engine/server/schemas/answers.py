@@ -48,6 +48,14 @@ class DepthSummary(TypedDict):
     decode_seconds: float | None  # from the first token to the last, as the engine has had them
 
 
+class PromptProgress(TypedDict):
+    """How far a prompt is computed; `cache` of its tokens were before, and `processed` has them too."""
+
+    total: int
+    cache: int
+    processed: int
+
+
 PromptLogprobs: TypeAlias = list[dict[str, dict[str, Any]] | None]
 """For each token of the prompt: id -> {logprob, rank, decoded_token}; nothing of the first."""
 
@@ -84,6 +92,7 @@ class Completion(TypedDict):
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
     d3ext: NotRequired[DepthSummary]
+    prompt_progress: NotRequired[PromptProgress]
 
 
 class TopLogprob(TypedDict):
@@ -204,6 +213,7 @@ class ChatChunk(TypedDict):
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
     d3ext: NotRequired[DepthSummary]
+    prompt_progress: NotRequired[PromptProgress]
 
 
 class TokenPiece(TypedDict):

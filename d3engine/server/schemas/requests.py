@@ -128,6 +128,7 @@ class Common(SamplingFields, kw_only=True):
 
     depth: Depth = None
     return_depths: bool | None = None
+    return_progress: bool | None = None
 
 
 NONE_OR_MORE = Integers(0, MAX_TOKENS)

@@ -38,7 +38,7 @@ def test_a_request_has_what_was_chosen_and_no_more(open_chat: Callable[..., Any]
     script.pieces = whole("Yes")
     page = open_chat(address)
     ask_whole(page, "One?")
-    assert {*script.bodies[0]} == {"model", "messages", "stream", "stream_options", "return_depths"}
+    assert {*script.bodies[0]} == {"model", "messages", "stream", "stream_options", "return_depths", "return_progress"}
     page.click("#open-settings")
     page.fill("#system", "Be brief.")
     for name, value in (("temperature", "0.5"), ("max_tokens", "7"), ("stop", "END\nSTOP")):
@@ -289,7 +289,7 @@ def test_files_go_along_as_text_and_what_is_no_text_is_refused(
     (tmp_path / "notes.md").write_text("Use ```fences```.\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
     page = open_chat(address)
-    page.set_input_files("#choose-files", [tmp_path / "notes.md", tmp_path / "picture.png"])
+    page.set_input_files("#choose-files", [tmp_path / "picture.png", tmp_path / "notes.md"])
     page.wait_for_selector("#files li")
     assert page.text_content("#problem") == "picture.png is not a text file in UTF-8."
     ask_whole(page, "What is it?")
@@ -297,6 +297,105 @@ def test_files_go_along_as_text_and_what_is_no_text_is_refused(
     assert said(script.bodies[0]) == [("user", expected)]
     assert page.locator(".file summary").text_content() == "notes.md"
     assert not page.locator("#files").is_visible()
+
+
+def test_a_refused_file_is_said_where_it_is_seen(
+    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
+) -> None:
+    address, script = scripted
+    script.pieces = whole("\n\n".join(["Long"] * 100))
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
+    page = open_chat(address)
+    ask_whole(page, "Anything")
+    page.set_input_files("#choose-files", tmp_path / "picture.png")
+    page.wait_for_selector("#problem:visible")
+    place, height = page.locator("#problem").bounding_box(), page.evaluate("innerHeight")
+    assert 0 < place["y"] < place["y"] + place["height"] < height
+
+
+def test_a_pasted_picture_is_refused_and_a_text_is_pasted(
+    open_chat: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    page = open_chat(scripted[0])
+    paste = """(kind) => {
+        const data = new DataTransfer();
+        if (kind === "file") data.items.add(new File([new Uint8Array([0, 255])], "image.png", { type: "image/png" }));
+        else data.setData("text/plain", "words");
+        const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+        return document.getElementById("prompt").dispatchEvent(event);
+    }"""
+    assert page.evaluate(paste, "text") is True  # the browser's own matter
+    assert page.evaluate(paste, "file") is False
+    page.wait_for_selector("#problem:visible")
+    assert page.text_content("#problem") == "image.png is not a text file in UTF-8."
+
+
+def test_an_edited_question_that_cannot_be_sent_is_not_lost(
+    open_chat: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    script.pieces = whole("Yes")
+    page = open_chat(address)
+    ask_whole(page, "One?")
+    press(page, "user", "Edit")
+    field = "[aria-label='Edit the question']"
+    page.fill(field, "Changed?")
+    script.pieces, script.waits_at_the_end = [delta(content="Half")], True
+    ask(page, "Two?")
+    page.wait_for_selector("text=Half")
+    page.press(field, "Enter")
+    assert page.text_content("#problem").startswith("An answer is being written")
+    assert page.input_value(field) == "Changed?"
+    page.click("#stop")
+    ended(page)
+    script.pieces, script.waits_at_the_end = whole("Third"), False
+    page.press(field, "Enter")
+    page.wait_for_selector("text=Third")
+    ended(page)
+    assert said(script.bodies[2]) == [("user", "Changed?")]
+    assert (questions(page), page.locator("#problem").is_visible()) == (["Changed?"], False)
+
+
+def test_an_edited_answer_is_a_branch_that_goes_on(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+    address, script = scripted
+    script.pieces = whole("It is red.")
+    page = open_chat(address)
+    ask_whole(page, "Colour?")
+    press(page, "assistant", "Edit")
+    page.fill("[aria-label='Edit the answer']", "It is")
+    page.keyboard.press("Control+Enter")
+    assert answers(page) == ["It is"]
+    assert "edited" in page.locator(".figures").text_content()
+    script.pieces = whole(" blue.")
+    press(page, "assistant", "Continue")
+    page.wait_for_selector("text=It is blue.")
+    ended(page)
+    assert said(script.bodies[1]) == [("user", "Colour?"), ("assistant", "It is")]
+    assert script.bodies[1]["continue_final_message"] is True
+    page.get_by_role("button", name="Earlier branch").click()
+    assert answers(page) == ["It is red."]
+
+
+def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(
+    open_chat: Callable[..., Any], scripted: tuple[str, Script]
+) -> None:
+    address, script = scripted
+    progress = {"total": 5000, "cache": 0, "processed": 2048}
+    chunk = f"data: {json.dumps({'choices': [], 'prompt_progress': progress})}\n\n".encode()
+    script.pieces, script.waits_at_the_end = [chunk], True
+    page = open_chat(address)
+    ask(page, "Long?")
+    page.wait_for_selector("text=Reading the prompt: 2,048 of 5,000 tokens")
+    bar = page.locator(".waits progress")
+    assert bar.evaluate("bar => [bar.value, bar.max]") == [2048, 5000]
+    assert script.bodies[0]["return_progress"] is True
+    page.click("#stop")
+    ended(page)
+    assert not bar.is_visible()
+    script.pieces, script.waits_at_the_end = [chunk, *whole("Done")], False
+    ask_whole(page, "Again?")
+    assert answers(page)[-1] == "Done"
+    assert not bar.last.is_visible()
 
 
 def test_what_is_exported_is_imported_again_with_its_branches(
