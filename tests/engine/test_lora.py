@@ -151,9 +151,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_of_other_families_answer_as_pefts_merged_models(
-    family: str, tmp_path: Path, native_library: None
-) -> None:
+def test_adapters_of_other_families_answer_as_merged_models(family: str, tmp_path: Path, native_library: None) -> None:
+    """Adapters of other families answer as PEFT's merged models."""
     kind, changes = FAMILIES[family]
     own = {} if kind in (Qwen3Config, Gemma2Config) else {"head_dim": None}
     torch.manual_seed(0)
