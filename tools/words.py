@@ -1,4 +1,4 @@
-"""Find words that docs, docstrings, comments and help of this repository do without.
+"""Find words that docs, docstrings, comments and help of this repository do without, and test names that are sentences.
 
     python tools/words.py          # exit status 1 and a line for each
 
@@ -21,11 +21,27 @@ CHECKED = ("d3engine/*.py", "kernels/*.py", "weights_tools/*.py", "tools/*.py", 
 SAID = ("require(", "allowed = ", "'copy' or", "This server", '"description"')
 """What lines of texts for users have, which a release does not reword."""
 
+LONG_NAME = re.compile(r"def (test_\w{56,})")
+NAMED = [
+    f"tests/{name}/*.py"
+    for name in ("cache", "depth", "engine", "executor", "kernels", "model", "sampling", "scheduling")
+]
+"""Where every test has a name of at most 60 characters; tools/test_names.py is for the other folders."""
+
+
+def listed(*patterns: str) -> list[str]:
+    """The files that git keeps under these names."""
+    command = ["git", "ls-files", *patterns]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
 
 def main() -> int:
-    listed = subprocess.run(["git", "ls-files", *CHECKED], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = 0
-    for name in listed.splitlines():
+    for name in listed(*NAMED):
+        for test in LONG_NAME.findall((ROOT / name).read_text(encoding="utf-8")):
+            print(f"{name}: {test} has {len(test)} characters: 60 are the most, the sentence is the docstring")
+            found += 1
+    for name in listed(*CHECKED):
         for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
             for word in () if any(mark in line for mark in SAID) or name == "tools/words.py" else BANNED.findall(line):
                 print(f"{name}:{number}: {word!r}: name the actor, or use the term of docs/reference/glossary.md")

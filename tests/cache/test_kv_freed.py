@@ -80,9 +80,10 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
 
 @pytest.mark.parametrize("block_size", [1, 4, 5])
 @pytest.mark.parametrize("policy", NESTED, ids=repr)
-def test_after_every_step_the_blocks_in_use_are_those_of_the_layers_that_the_next_step_runs(
+def test_blocks_in_use_are_those_of_layers_still_to_run(
     make_engine: Callable[..., Engine], policy: DepthPolicy, block_size: int
 ) -> None:
+    """After every step the blocks in use are those of layers that the next step runs."""
     prompt, max_tokens = 11, 26
     engine = make_engine(block_size=block_size, depth=policy)
     cutoffs = policy.schedule(LAYERS).cutoffs
@@ -113,9 +114,10 @@ def test_full_depth_frees_nothing_before_its_end(make_engine: Callable[..., Engi
         assert engine.stats().kv_bytes_saved == 0
 
 
-def test_blocks_of_a_shared_prompt_outlive_the_layer_that_one_of_its_requests_no_longer_runs(
+def test_shared_prompt_outlives_a_layer_of_one_request(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Blocks of a shared prompt outlive the layer that one of its requests runs no more."""
     engine = make_engine(enable_prefix_caching=True, depth=FullDepth())
     prompt = list(range(13))  # three full blocks, shared, and a fourth
     engine.generate(prompt, greedy(1), use_tqdm=False)
@@ -153,9 +155,8 @@ def test_peak_blocks_is_the_most_that_any_step_holds(policy: DepthPolicy, block_
 
 
 @pytest.mark.parametrize("policy", [FullDepth(), *NESTED], ids=repr)
-def test_no_run_ever_holds_more_than_peak_blocks_and_every_run_reaches_it(
-    make_engine: Callable[..., Engine], policy: DepthPolicy
-) -> None:
+def test_peak_blocks_are_reached_and_never_exceeded(make_engine: Callable[..., Engine], policy: DepthPolicy) -> None:
+    """No run ever holds more than peak blocks and every run reaches it."""
     for prompt, max_tokens in ((3, 30), (17, 12), (30, 5)):
         engine = make_engine(depth=policy, enforce_eager=True)  # who runs ahead takes more, but only what is free
         pool = engine.scheduler.cache.pool
@@ -174,7 +175,8 @@ def test_no_run_ever_holds_more_than_peak_blocks_and_every_run_reaches_it(
         assert peak == wanted
 
 
-def test_a_request_runs_that_fits_only_because_d3_gives_memory_back(make_engine: Callable[..., Engine]) -> None:
+def test_request_that_fits_only_by_freed_memory_runs(make_engine: Callable[..., Engine]) -> None:
+    """A request runs that fits only because D3 gives memory back."""
     policy, prompt, max_tokens = D3(0.7, 0.25), 20, 60
     cache = make_engine().scheduler.cache
     peak = peak_blocks(policy.schedule(LAYERS), prompt, prompt + max_tokens, cache)
@@ -201,7 +203,8 @@ def test_a_request_runs_that_fits_only_because_d3_gives_memory_back(make_engine:
     assert not smaller.has_unfinished_requests()
 
 
-def test_two_requests_run_at_once_where_full_depth_has_room_for_one(make_engine: Callable[..., Engine]) -> None:
+def test_two_requests_run_where_full_depth_has_room_for_one(make_engine: Callable[..., Engine]) -> None:
+    """Two requests run at once where full depth has room for one."""
     blocks = LAYERS * ceil(8 + 40, 4)
     preemptions = {}
     for policy in (FullDepth(), UnifiedSkip(2)):
@@ -212,9 +215,10 @@ def test_two_requests_run_at_once_where_full_depth_has_room_for_one(make_engine:
     assert preemptions == {"full": 1, "unified": 0}
 
 
-def test_a_table_that_wakes_layers_up_keeps_their_blocks_and_shares_what_is_equal(
+def test_waking_table_keeps_blocks_and_shares_equal_ones(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """A table that wakes layers up keeps their blocks and shares what is equal."""
     every = list(range(LAYERS))
     table = LayerTable([every, *[[0, 1]] * 9, every], on_skip="copy")
     engine = make_engine(depth=table)

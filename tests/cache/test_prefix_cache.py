@@ -56,13 +56,15 @@ def test_the_last_block_of_a_prompt_is_never_served_whole() -> None:
     assert len(cached.match(tokens((5, 9)))) == 2
 
 
-def test_the_same_block_behind_another_beginning_is_another_block() -> None:
+def test_same_block_behind_another_beginning_is_another() -> None:
+    """The same block behind another beginning is another block."""
     cached = Cached()
     cached.keep(tokens((5, 4), (6, 4)))
     assert len(cached.match(tokens((7, 4), (6, 4), (1, 1)))) == 0
 
 
-def test_tokens_are_compared_so_that_a_colliding_key_serves_nobody() -> None:
+def test_colliding_key_of_other_tokens_serves_no_prompt() -> None:
+    """Tokens are compared, so that a colliding key serves no prompt."""
     cached = Cached()
     cached.keep(tokens((5, 8)))
     stolen = cached.prefix.keys(tokens((5, 8)))
@@ -110,7 +112,8 @@ def test_room_is_made_by_dropping_what_was_used_longest_ago() -> None:
     cached.check()
 
 
-def test_a_prefix_in_use_everywhere_is_not_dropped_since_that_frees_nothing() -> None:
+def test_prefix_in_use_everywhere_is_not_dropped() -> None:
+    """A prefix in use everywhere is not dropped since that frees nothing."""
     cached = Cached(num_blocks=2 * LAYERS)
     cached.keep(tokens((5, 8)))
     assert not cached.prefix.reserve(1)
@@ -118,7 +121,8 @@ def test_a_prefix_in_use_everywhere_is_not_dropped_since_that_frees_nothing() ->
 
 
 @pytest.mark.parametrize("asleep", [[2], [1, 2]])
-def test_a_prefix_whose_upper_layers_fell_asleep_gives_their_blocks_when_they_are_needed(asleep: list[int]) -> None:
+def test_prefix_of_skipped_layers_gives_blocks_when_needed(asleep: list[int]) -> None:
+    """A prefix whose upper layers are skipped gives their blocks when they are needed."""
     cached = Cached(num_blocks=LAYERS)
     slot = cached.keep(tokens((5, 4)))
     cached.kv.free_layers(slot, np.array(asleep))
@@ -128,7 +132,8 @@ def test_a_prefix_whose_upper_layers_fell_asleep_gives_their_blocks_when_they_ar
     cached.check()
 
 
-def test_clearing_forgets_every_prefix_and_frees_what_nobody_uses() -> None:
+def test_clear_forgets_every_prefix_and_frees_unused_blocks() -> None:
+    """Clearing forgets every prefix and frees what no sequence uses."""
     cached = Cached()
     cached.kv.close(cached.keep(tokens((5, 8))))
     cached.prefix.clear()

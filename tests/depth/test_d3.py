@@ -124,7 +124,8 @@ def test_d3_binary_search_finds_what_a_walk_over_all_steps_finds() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.9999999, 0.999999999, 1 - 2**-40])
-def test_d3_cutoffs_near_alpha_1_are_the_first_step_below_the_line(alpha: float) -> None:
+def test_d3_cutoffs_near_alpha_1_are_first_steps_below(alpha: float) -> None:
+    """D3 cutoffs near alpha 1 are the first step below the line."""
     layers, first = 32, 16
     cutoffs = D3(alpha=alpha, start=0.5).schedule(layers).cutoffs
     for offset, cutoff in enumerate(cutoffs[first:].tolist()):
@@ -148,7 +149,8 @@ def test_d3_at_alpha_1_never_skips() -> None:
     ("start", "layers", "first"),
     [(0.7, 10, 7), (0.58, 50, 29), (0.29, 100, 29), (0.57, 100, 57), (0.6, 32, 19), (0.07, 100, 7)],
 )
-def test_d3_start_is_the_number_as_written_not_its_binary_neighbour(start: float, layers: int, first: int) -> None:
+def test_d3_start_is_the_number_as_written(start: float, layers: int, first: int) -> None:
+    """D3 start is the number as written not its binary neighbour."""
     policy = D3(alpha=0.5, start=start)
     assert policy.first_layer(layers) == first
     assert layers_run(policy.schedule(layers), 10_000) == list(range(first))
@@ -168,7 +170,8 @@ def test_d3_takes_start_as_any_exact_number() -> None:
 
 
 @pytest.mark.parametrize("text", ["1e999999999", "-1e999999999", "1e-999999999", "9" * 5000, f"1{'0' * 400}/3"])
-def test_a_number_too_long_to_be_exact_is_refused_rather_than_computed(text: str) -> None:
+def test_number_too_long_to_be_exact_is_refused(text: str) -> None:
+    """A number too long to be exact is refused rather than computed."""
     with pytest.raises(InvalidValueError, match="speedup"):
         UnifiedSkip(text)  # type: ignore[arg-type]
 
@@ -224,7 +227,8 @@ def test_d3_presets_are_the_settings_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("task", "layers", "field"), [("mmlu", 32, "preset"), ("gsm8k", 80, "num_layers"), ([], 32, "preset")]
 )
-def test_presets_that_the_paper_does_not_give_are_refused_by_name(task: object, layers: int, field: str) -> None:
+def test_presets_absent_from_the_paper_are_refused_by_name(task: object, layers: int, field: str) -> None:
+    """Presets that the paper does not give are refused by name."""
     with pytest.raises(InvalidValueError) as raised:
         preset(task, layers)
     assert raised.value.field == field

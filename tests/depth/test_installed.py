@@ -81,7 +81,8 @@ def test_a_policy_of_a_package_may_stand_in_d3_json(installed: Path) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_policy_of_a_package_has_its_options_on_the_command_line() -> None:
+def test_policy_of_a_package_has_command_line_options() -> None:
+    """A policy of a package has its options on the command line."""
     expected = policy_from_name("bottom", layers=2, after=7)
     assert parse_depth("bottom layers=2 after=7") == expected
     assert parse_depth("bottom layers=2 --after=7") == expected
@@ -112,6 +113,7 @@ def test_no_package_takes_the_name_of_a_policy_of_d3engine() -> None:
         ("twice", "'twice' is offered by more than one installed package: good-depths and rival-depths"),
     ],
 )
-def test_an_offer_that_cannot_be_used_is_refused_with_the_name_of_its_package(name: str, message: str) -> None:
+def test_unusable_offer_is_refused_with_its_package(name: str, message: str) -> None:
+    """An offer that cannot be used is refused with the name of its package."""
     with pytest.raises(PolicyLoadError, match=message):
         policy_from_name(name)

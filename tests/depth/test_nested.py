@@ -23,9 +23,8 @@ def test_nested_windows_by_hand() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(2, 40), st.floats(0.5, 0.999), st.data())
-def test_nested_windows_never_leave_out_more_than_d3_of_the_same_alpha(
-    layers: int, alpha: float, data: st.DataObject
-) -> None:
+def test_nested_windows_leave_out_no_more_than_d3(layers: int, alpha: float, data: st.DataObject) -> None:
+    """Nested windows never leave out more than D3 of the same alpha."""
     ends = sorted(data.draw(st.sets(st.integers(0, layers), min_size=2, max_size=7)))
     windows = data.draw(st.permutations([[a, b] for a, b in zip(ends[::2], ends[1::2], strict=False)]))
     schedule = Nested(alpha, windows).schedule(layers)

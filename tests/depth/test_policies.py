@@ -41,7 +41,8 @@ def linear_depth(highest: int, lowest: int, steps: int, step: int) -> int:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_skip_decode_is_the_linear_rule_with_a_window_above_the_warmup(data: st.DataObject) -> None:
+def test_skip_decode_is_linear_with_a_window_above_the_warmup(data: st.DataObject) -> None:
+    """Skip decode is the linear rule with a window above the warmup."""
     layers = data.draw(st.integers(1, 40))
     steps = data.draw(st.integers(2, 60))
     lowest = data.draw(st.integers(1, layers))
@@ -72,7 +73,8 @@ def test_skip_decode_with_max_layers_still_runs_step_0_in_full() -> None:
 
 
 @pytest.mark.parametrize(("layers", "mean"), [(32, 24.68), (40, 30.99), (80, 62.48)])
-def test_skip_decode_for_mean_comes_within_a_quarter_layer_of_the_papers_means(layers: int, mean: float) -> None:
+def test_skip_decode_for_mean_is_within_a_quarter_layer(layers: int, mean: float) -> None:
+    """Skip decode for mean comes within a quarter layer of the paper's means."""
     policy = SkipDecode.for_mean(mean, num_layers=layers, max_tokens=200)
     assert mean_depth(policy.schedule(layers), 200) == pytest.approx(mean, abs=0.26)
 
@@ -85,7 +87,8 @@ def test_skip_decode_for_mean_finds_the_closest_of_all(layers: int, steps: int, 
     assert abs(means[found.min_layers] - wanted) == min(abs(mean - wanted) for mean in means.values())
 
 
-def test_skip_decode_for_mean_refuses_a_mean_out_of_reach_by_name() -> None:
+def test_skip_decode_for_mean_out_of_reach_is_refused() -> None:
+    """Skip decode for mean refuses a mean out of reach by name."""
     for mean in (10.0, 33.0, math.nan):
         with pytest.raises(InvalidValueError, match="mean_layers"):
             SkipDecode.for_mean(mean, num_layers=32, max_tokens=200)
@@ -117,7 +120,8 @@ def test_skip_decode_refuses_depths_beyond_the_model_by_name() -> None:
 
 
 @pytest.mark.parametrize(("layers", "printed"), [(32, 24.68), (40, 30.99), (80, 62.48)])
-def test_skip_decode_of_a_mean_depth_runs_what_the_paper_prints_for_it(layers: int, printed: float) -> None:
+def test_skip_decode_of_a_mean_depth_runs_the_papers_layers(layers: int, printed: float) -> None:
+    """Skip decode of a mean depth runs what the paper prints for it."""
     policy = SkipDecode(200, mean_layers=printed)
     assert policy == SkipDecode.preset("bbh", layers)
     assert mean_depth(policy.schedule(layers), 200) == pytest.approx(printed, abs=0.26)
@@ -135,7 +139,8 @@ def test_skip_decode_takes_a_lowest_depth_or_a_mean_one(arguments: dict, field: 
         SkipDecode(10, **arguments)
 
 
-def test_presets_of_the_rivals_are_the_papers_and_of_its_models_alone() -> None:
+def test_presets_of_rivals_are_the_papers() -> None:
+    """Presets of the rivals are the paper's and of its models alone."""
     assert [EarlyExit.preset(layers).threshold for layers in (32, 40, 80)] == [0.8, 0.7, 0.8]
     for make in (EarlyExit.preset, lambda layers: SkipDecode.preset("gsm8k", layers)):
         with pytest.raises(InvalidValueError, match="num_layers must be one of 32, 40, 80"):
@@ -146,9 +151,8 @@ def test_presets_of_the_rivals_are_the_papers_and_of_its_models_alone() -> None:
 
 
 @pytest.mark.parametrize(("policy", "kept"), [(UnifiedSkip(2), [0, 3, 6, 8]), (EvenSkip(2), [0, 3, 5, 8])])
-def test_unified_and_even_skip_keep_the_same_layers_at_every_step_after_the_prompt_pass(
-    policy: UnifiedSkip, kept: list[int]
-) -> None:
+def test_unified_and_even_skip_keep_equal_layers_at_each_step(policy: UnifiedSkip, kept: list[int]) -> None:
+    """Unified and even skip keep the same layers at every step after the prompt pass."""
     schedule = policy.schedule(9)
     assert layers_run(schedule, 0) == list(range(9))
     assert layers_run(schedule, 1) == layers_run(schedule, 500) == kept
@@ -166,7 +170,8 @@ def published_layers(layers: int, wanted: int) -> list[int]:
 
 
 @given(st.integers(2, 90), st.integers(100, 4500))
-def test_unified_skip_keeps_the_layers_that_its_authors_code_keeps(layers: int, hundredths: int) -> None:
+def test_unified_skip_keeps_the_layers_of_its_authors_code(layers: int, hundredths: int) -> None:
+    """Unified skip keeps the layers that its authors' code keeps."""
     policy = UnifiedSkip(speedup=hundredths / 100)
     wanted = layers * 100 // hundredths
     if wanted < 2:
@@ -177,13 +182,15 @@ def test_unified_skip_keeps_the_layers_that_its_authors_code_keeps(layers: int, 
     assert len(policy.kept_layers(layers)) == wanted
 
 
-def test_unified_skip_leaves_out_one_piece_below_a_speedup_of_two_and_even_skip_does_not() -> None:
+def test_unified_skip_below_two_leaves_out_one_piece() -> None:
+    """Unified skip leaves out one piece below a speed-up of two, and even skip does not."""
     assert UnifiedSkip("16/11").kept_layers(16) == [*range(10), 15]  # type: ignore[arg-type]
     assert EvenSkip("16/11").kept_layers(16) == [0, 2, 3, 5, 6, 8, 9, 11, 12, 14, 15]  # type: ignore[arg-type]
 
 
 @given(st.integers(2, 90), st.integers(100, 4500))
-def test_even_skip_keeps_the_ends_the_wanted_number_and_no_uneven_gap(layers: int, hundredths: int) -> None:
+def test_even_skip_keeps_ends_number_and_even_gaps(layers: int, hundredths: int) -> None:
+    """Even skip keeps the ends the wanted number and no uneven gap."""
     policy = EvenSkip(speedup=hundredths / 100)
     wanted = layers * 100 // hundredths
     if wanted < 2:
@@ -254,7 +261,8 @@ def test_a_nested_layer_table_becomes_cutoffs() -> None:
         ([[0, 1], [0.0]], "active[1]"),
     ],
 )
-def test_a_layer_table_refuses_wrong_rows_at_construction_by_name(active: object, field: str) -> None:
+def test_layer_table_of_wrong_rows_is_refused_by_name(active: object, field: str) -> None:
+    """A layer table refuses wrong rows at construction by name."""
     with pytest.raises(InvalidValueError) as raised:
         LayerTable(active)  # type: ignore[arg-type]
     assert raised.value.field == field
@@ -269,7 +277,8 @@ def test_a_layer_table_refuses_wrong_rows_at_construction_by_name(active: object
         ([[0, 1, 2], [True, False]], "active[1]"),
     ],
 )
-def test_a_layer_table_refuses_rows_that_do_not_fit_the_model_by_name(active: list, field: str) -> None:
+def test_layer_table_unfit_for_the_model_is_refused_by_name(active: list, field: str) -> None:
+    """A layer table refuses rows that do not fit the model by name."""
     with pytest.raises(InvalidValueError) as raised:
         LayerTable(active).schedule(3)
     assert raised.value.field == field
@@ -278,7 +287,8 @@ def test_a_layer_table_refuses_rows_that_do_not_fit_the_model_by_name(active: li
 # --------------------------------------------------------------------------------------- names and JSON form
 
 
-def test_fixed_skip_leaves_out_what_it_names_after_the_prompt_pass() -> None:
+def test_fixed_skip_leaves_out_what_it_names() -> None:
+    """Fixed skip leaves out what it names after the prompt pass."""
     schedule = FixedSkip([5, 2]).schedule(7)
     assert schedule.is_nested
     assert [layers_run(schedule, step) for step in (0, 1, 9)] == [list(range(7)), [0, 1, 3, 4, 6], [0, 1, 3, 4, 6]]

@@ -62,7 +62,8 @@ def test_a_table_that_wakes_layers_up_stays_a_table() -> None:
     assert schedule.first_skipping_step == 1
 
 
-def test_layers_that_sleep_and_wake_at_the_same_step_are_a_change_of_layers_though_not_of_depth() -> None:
+def test_layers_skipped_and_run_at_one_step_are_a_change() -> None:
+    """Layers that change at the same step are a change of layers though not of depth."""
     schedule = Schedule.from_table(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 0]], dtype=bool))
     assert schedule.depth_at(1) == schedule.depth_at(2) == 2
     assert schedule.same_layers_until(1) == 2
@@ -135,7 +136,8 @@ def test_schedules_are_equal_by_value_and_serve_as_keys() -> None:
     assert Schedule.from_table(waking) != Schedule.from_table(waking, "project")
 
 
-def test_a_schedule_is_frozen_and_does_not_follow_the_callers_array() -> None:
+def test_schedule_is_frozen_and_keeps_its_own_array() -> None:
+    """A schedule is frozen and does not follow the caller's array."""
     cutoffs = np.array([NEVER, 5], dtype=np.int32)
     schedule = Schedule.nested(cutoffs)
     cutoffs[1] = 1
@@ -171,7 +173,8 @@ def test_a_waking_table_without_entries_is_refused_by_name() -> None:
         Schedule.from_table(np.array([[1, 1], [1, 0], [1, 1]], dtype=bool), on_skip="none")
 
 
-def test_copy_is_refused_when_layer_0_sleeps_since_nothing_is_below_it() -> None:
+def test_copy_with_layer_0_skipped_is_refused() -> None:
+    """Copy is refused where layer 0 is skipped, since nothing is below it."""
     with pytest.raises(InvalidValueError, match="layer 0"):
         Schedule.nested([1, NEVER], on_skip="copy")
     with pytest.raises(InvalidValueError, match="layer 0"):

@@ -48,9 +48,10 @@ def test_flops_ratios_on_gsm8k(shape: ModelShape, expected: float) -> None:
         (LLAMA2_70B, 32000 * 8192 + 161 * 8192, 68_976_648_192),
     ],
 )
-def test_the_llama_2_shapes_have_the_published_numbers_of_parameters(
+def test_llama_2_shapes_have_the_published_parameters(
     shape: ModelShape, norms_and_embeddings: int, published: int
 ) -> None:
+    """The Llama 2 shapes have the published numbers of parameters."""
     matrices = shape.num_layers * shape.layer_parameters + shape.head_parameters
     assert matrices + norms_and_embeddings == published
     assert LLAMA2_BY_LAYERS[shape.num_layers] is shape
@@ -78,12 +79,14 @@ def test_the_layer_bound_sums_over_the_tokens_really_generated() -> None:
 
 
 @given(st.lists(st.integers(0, 32), min_size=1, max_size=50))
-def test_the_layer_bound_of_a_run_is_the_flops_ratio_at_its_mean_depth(depths: list[int]) -> None:
+def test_layer_bound_of_a_run_is_the_flops_ratio_at_its_mean(depths: list[int]) -> None:
+    """The layer bound of a run is the flops ratio at its mean depth."""
     bound = layer_bound(depths, num_layers=32, layer_size=13, head_size=8)
     assert bound == pytest.approx(flops_ratio(float(np.mean(depths)), 32, 13, 8))
 
 
-def test_kv_of_a_layer_goes_with_its_prompt_once_its_cutoff_has_passed() -> None:
+def test_kv_of_a_layer_past_its_cutoff_goes_with_its_prompt() -> None:
+    """KV of a layer goes with its prompt once its cutoff has passed."""
     saved = kv_saved(Schedule.nested([NEVER, 2, 1, NEVER]), prompt_tokens=5, generated_tokens=3, bytes_per_entry=8)
     # Steps 0, 1, 2 hold 5, 6, 7 entries at each of 4, 3, 2 layers.
     assert saved.entries_full == 4 * 7

@@ -19,9 +19,10 @@ from d3engine.depth import DepthPolicy
         (DraftAndVerify(skip_mlp=(3,)), "one whose own layers draft nothing"),
     ],
 )
-def test_a_policy_that_pytorch_would_run_is_refused_in_a_request_and_in_an_engine(
+def test_policy_run_by_pytorch_is_refused(
     make_engine: Callable[..., Engine], policy: DepthPolicy, allowed: str
 ) -> None:
+    """A policy that PyTorch would run is refused in a request and in an engine."""
     engine = make_engine(batch_invariant=True)
     with pytest.raises(InvalidValueError, match=r"batch_invariant=True") as caught:
         engine.generate([1, 2], SamplingParams(depth=policy), use_tqdm=False)
@@ -39,18 +40,20 @@ def test_a_policy_that_pytorch_would_run_is_refused_in_a_request_and_in_an_engin
         ({"backend": "torch"}, "False on a CPU without the native library"),
     ],
 )
-def test_an_engine_whose_sums_have_no_fixed_order_is_refused_by_name(
+def test_engine_without_a_fixed_order_of_sums_is_refused(
     make_engine: Callable[..., Engine],
     arguments: dict[str, Any],
     allowed: str,
 ) -> None:
+    """An engine whose sums have no fixed order is refused by name."""
     with pytest.raises(InvalidValueError) as caught:
         make_engine(batch_invariant=True, **arguments)
     assert (caught.value.field, caught.value.value) == ("batch_invariant", True)
     assert caught.value.allowed.startswith(allowed)
 
 
-def test_ranks_whose_sums_have_no_fixed_order_are_refused_by_name() -> None:
+def test_ranks_without_a_fixed_order_of_sums_are_refused() -> None:
+    """Ranks whose sums have no fixed order are refused by name."""
     with pytest.raises(InvalidValueError, match=r"batch_invariant must be False beside tensor_parallel_size=2, .*True"):
         Engine("demo", batch_invariant=True, tensor_parallel_size=2, device="cpu")
 

@@ -140,7 +140,9 @@ def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: Call
     assert saved[0] == saved[1] > 0
 
 
-def test_requests_without_bridges_answer_to_the_bit_as_if_there_were_none(make_engine: Callable[..., Engine]) -> None:
+def test_requests_without_bridges_keep_their_bits(make_engine: Callable[..., Engine]) -> None:
+    """Requests without bridges answer to the bit as if there were none."""
+
     def answers(others: list[SamplingParams]) -> list[RequestOutput]:
         bare = [asked(policy, logprobs=3) for policy, _ in BARE]
         with make_engine(enforce_eager=True) as engine:
@@ -197,9 +199,8 @@ def test_a_perfect_bridge_lets_every_draft_be_accepted(tiny_llama: Callable[...,
     assert stats.drafted_tokens == stats.accepted_tokens > 0
 
 
-def test_who_checks_requests_for_an_engine_in_another_process_holds_no_map(
-    make_engine: Callable[..., Engine], model: TinyLlama
-) -> None:
+def test_checks_for_another_process_hold_no_map(make_engine: Callable[..., Engine], model: TinyLlama) -> None:
+    """A check of requests for an engine in another process holds no map."""
     pytest.importorskip("msgspec", reason="an engine in a process of its own needs the extra serve")
     from d3engine.async_engine.engine_process import ProcessFront
     from d3engine.async_engine.process_main import _ready
@@ -261,9 +262,10 @@ def test_a_file_that_cannot_be_read_is_refused(
         make_engine(depth=D3(0.9, 0.5, bridges=str(path)))
 
 
-def test_a_file_that_lacks_a_window_of_the_policy_is_refused_with_the_window(
+def test_file_lacking_a_window_is_refused_with_the_window(
     make_engine: Callable[..., Engine], model: TinyLlama, maps: Maps, tmp_path: Path
 ) -> None:
+    """A file that lacks a window of the policy is refused with the window."""
     path = tmp_path / "b.safetensors"
     write_maps({window: maps[window] for window in ((3, 4), (3, 6))}, model.directory, path)
     with pytest.raises(InvalidValueError, match="each window that the policy leaves out; 3:5 is not in it"):

@@ -49,10 +49,13 @@ def asked(policy: DepthPolicy, max_tokens: int = 32, **more: Any) -> SamplingPar
 
 
 @pytest.mark.parametrize("policy", PART_DRAFTS, ids=policy_in_words)
-def test_drafts_are_those_of_the_published_rules_on_transformers_own_layers(
+def test_drafts_follow_the_published_rules(
     make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
 ) -> None:
-    """Tokens, the length of every draft, and how much of each was accepted."""
+    """Drafts are those of the published rules on transformers' own layers.
+
+    Tokens, the length of every draft, and how much of each was accepted.
+    """
     lengths = []
     engine = make_engine()
     for prompt in some_prompts(3, 2, 6):
@@ -145,7 +148,8 @@ def test_a_part_of_a_layer_is_counted_as_half_of_it(make_engine: Callable[..., E
 # -- the preset, and what is refused ---------------------------------------------------------------------------
 
 
-def test_layerskips_preset_drafts_six_tokens_by_the_lowest_eight_layers() -> None:
+def test_layerskip_preset_drafts_six_tokens_by_eight_layers() -> None:
+    """LayerSkip's preset drafts six tokens by the lowest eight layers."""
     rule = Lossless.preset("layerskip", 32).draft_rule(32)
     assert rule.schedule is not None
     assert rule.schedule.cutoffs.tolist() == [NEVER] * 8 + [1] * 24

@@ -114,9 +114,8 @@ def test_batch_min_equals_the_published_rule(
     assert_equals(alone, oracle(tiny, policy, prompts[:1])[0])
 
 
-def test_under_batch_min_all_rows_of_a_step_leave_together_whoever_has_joined(
-    tiny: TinyLlama, make_prompts: MakePrompts
-) -> None:
+def test_batch_min_lets_all_rows_of_a_step_leave_together(tiny: TinyLlama, make_prompts: MakePrompts) -> None:
+    """Under batch_min all rows of a step leave together, late ones too."""
     waiting = make_prompts([5, 17, 9, 3, 12, 30])
     seen: dict[str, int] = {}
     together: list[set[int]] = []
@@ -136,8 +135,11 @@ def test_under_batch_min_all_rows_of_a_step_leave_together_whoever_has_joined(
     assert len(set().union(*together)) > 2
 
 
-def test_stop_strings_logprobs_and_several_answers_are_those_of_the_tokens_that_left_early() -> None:
-    """On the demo model, since stop strings need text. A problem is its own invention; of an answer it is sure."""
+def test_early_exit_keeps_stops_logprobs_and_answers() -> None:
+    """Stop strings, logprobs and several answers are those of the tokens that left early.
+
+    On the demo model, since stop strings need text. A problem is its own invention; of an answer it is sure.
+    """
     prompt = "Question:"
     given = params(max_tokens=20, n=2, seed=1, temperature=1.0, logprobs=2, stop=".", depth=EarlyExit(0.8, min_layer=9))
     with Engine("demo") as engine:
@@ -181,7 +183,8 @@ def test_a_threshold_that_no_confidence_reaches_is_full_depth(
         assert_same_tokens(completion.token_ids, greedy_after(tiny.model, prompt, completion.token_ids))
 
 
-def test_a_threshold_of_zero_leaves_after_the_first_checked_layer(tiny: TinyLlama, make_prompts: MakePrompts) -> None:
+def test_threshold_of_zero_leaves_after_the_first_check(tiny: TinyLlama, make_prompts: MakePrompts) -> None:
+    """A threshold of zero leaves after the first checked layer."""
     (output,) = run(tiny, EarlyExit(0, min_layer=2), make_prompts([4]))
     assert output.outputs[0].depths == [LAYERS] + [3] * (NUM_TOKENS - 1)
 
@@ -209,9 +212,10 @@ def test_exit_confidence_equal_to_threshold_leaves(
         assert output.outputs[0].depths == [LAYERS, depth]
 
 
-def test_a_min_layer_at_the_last_layer_is_full_depth_and_looks_at_nothing(
+def test_min_layer_at_the_last_layer_is_full_depth(
     tiny: TinyLlama, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A min layer at the last layer is full depth and looks at nothing."""
     heads = _count_heads(monkeypatch)
     (output,) = run(tiny, EarlyExit(0, min_layer=LAYERS - 1), make_prompts([4]), enforce_eager=True)
     assert output.outputs[0].depths == [LAYERS] * NUM_TOKENS
@@ -269,10 +273,11 @@ def test_the_threshold_falls_over_the_requests_own_max_tokens(tiny: TinyLlama, m
 
 
 @pytest.mark.parametrize("on_skip", ["project", "copy"])
-def test_a_replay_leaves_the_entries_that_were_there_although_it_would_now_leave_elsewhere(
-    on_skip: OnSkip, tiny: TinyLlama, make_prompts: MakePrompts
-) -> None:
-    """Under "batch_min" a token leaves where its company of that step let it; a replay has other company."""
+def test_replay_leaves_the_entries_that_were_there(on_skip: OnSkip, tiny: TinyLlama, make_prompts: MakePrompts) -> None:
+    """A replay leaves the entries that were there although it would now leave elsewhere.
+
+    Under "batch_min" a token leaves where its company of that step let it; a replay has other company.
+    """
     policy = replace(AT_ONCE["softmax_max"], on_skip=on_skip)
     with Engine(tiny.directory, depth=policy, skip_tokenizer_init=True, block_size=4) as engine:
         for nth, prompt in enumerate(make_prompts([5, 17])):
@@ -334,8 +339,7 @@ class RuleThatLeavesHoles(RuleBesideASkippingSchedule):
 
 
 @pytest.mark.parametrize("policy", [RuleBesideASkippingSchedule(), RuleThatLeavesHoles()])
-def test_a_rule_beside_a_schedule_that_it_cannot_work_with_is_refused_by_name(
-    policy: DepthPolicy, tiny: TinyLlama
-) -> None:
+def test_rule_with_an_unfit_schedule_is_refused_by_name(policy: DepthPolicy, tiny: TinyLlama) -> None:
+    """A rule with a schedule that it cannot work with is refused by name."""
     with pytest.raises(InvalidValueError, match=r"depth must be of full depth beside its exit rule"):
         run(tiny, policy, [[1]])

@@ -44,7 +44,8 @@ def demo_copy(tmp_path: Path) -> Callable[..., Path]:
 # -- what a caller keeps in his hands --------------------------------------------------------------------------------
 
 
-def test_lists_and_mappings_changed_after_add_request_change_nothing(make_engine: Callable[..., Engine]) -> None:
+def test_lists_changed_after_add_request_change_nothing(make_engine: Callable[..., Engine]) -> None:
+    """Lists and mappings changed after add request change nothing."""
     given: dict[str, Any] = {"logit_bias": {5: 1.0}, "stop_token_ids": [299], "allowed_token_ids": [*range(290)]}
 
     def answers(spoil: bool) -> list[list[int]]:
@@ -65,7 +66,8 @@ def test_lists_and_mappings_changed_after_add_request_change_nothing(make_engine
     assert answers(spoil=True) == answers(spoil=False)
 
 
-def test_what_sampling_params_hold_cannot_be_changed_but_copied_compared_hashed_and_pickled() -> None:
+def test_sampling_params_are_frozen_copied_hashed_and_pickled() -> None:
+    """What parameters hold cannot be changed but copied, compared, hashed and pickled."""
     given: dict[str, Any] = {"logit_bias": {5: 1.0}, "stop": ["a"], "stop_token_ids": [1], "allowed_token_ids": [2]}
     params = SamplingParams(**given)
     assert isinstance(params.logit_bias, dict)
@@ -88,7 +90,8 @@ def test_what_sampling_params_hold_cannot_be_changed_but_copied_compared_hashed_
             other.logit_bias[6] = 1.0
 
 
-def test_what_a_reader_does_to_an_output_does_not_reach_the_engine(make_engine: Callable[..., Engine]) -> None:
+def test_outputs_changed_by_a_reader_leave_the_engine_alone(make_engine: Callable[..., Engine]) -> None:
+    """What a reader does to an output does not reach the engine."""
     params = greedy(20, prompt_logprobs=1, logprobs=1)
     want = make_engine().generate(PROMPT, params, use_tqdm=False)[0]
     last = None
@@ -110,7 +113,8 @@ def test_what_a_reader_does_to_an_output_does_not_reach_the_engine(make_engine: 
 # -- ids beyond the embedding's rows ---------------------------------------------------------------------------------
 
 
-def test_an_end_token_without_a_row_in_the_embedding_ends_nothing_and_nobody(demo_copy: Callable[..., Path]) -> None:
+def test_end_token_without_a_row_ends_nothing(demo_copy: Callable[..., Path]) -> None:
+    """An end token without a row in the embedding ends no answer."""
     own_eos = {"added_tokens_decoder": {"768": {"content": "<|end|>", "special": True}}, "eos_token": "<|end|>"}
     directory = demo_copy(config={"eos_token_id": [2, 100_000]}, tokenizer_config=own_eos)
     params = SamplingParams(temperature=0, max_tokens=5, min_tokens=1)
@@ -119,7 +123,8 @@ def test_an_end_token_without_a_row_in_the_embedding_ends_nothing_and_nobody(dem
     )
 
 
-def test_a_bad_word_without_rows_in_the_embedding_is_never_completed_anyway(demo_copy: Callable[..., Path]) -> None:
+def test_bad_word_without_rows_is_never_completed_anyway(demo_copy: Callable[..., Path]) -> None:
+    """A bad word without rows in the embedding is never completed anyway."""
     tokens = {"768": {"content": "<|pad|>", "special": True}}
     engine = Engine(demo_copy(tokenizer_config={"added_tokens_decoder": tokens}), depth=FullDepth())
     params = SamplingParams(temperature=0, max_tokens=5)
@@ -152,9 +157,8 @@ def panicking(demo_copy: Callable[..., Path]) -> Engine:
 
 
 @pytest.mark.parametrize("asks", [{}, {"logprobs": 0}])
-def test_a_token_that_makes_the_tokenizer_panic_ends_its_own_request_alone(
-    panicking: Engine, asks: dict[str, Any]
-) -> None:
+def test_token_that_makes_the_tokenizer_panic_ends_its_request(panicking: Engine, asks: dict[str, Any]) -> None:
+    """A token that makes the tokenizer panic ends its own request alone."""
     neighbour = [[5, 6], greedy(12)]
     want = panicking.generate(*neighbour, use_tqdm=False)[0].outputs
     spoiled = greedy(4, logit_bias={TWO_SPACES: 100.0}, **asks)
@@ -166,7 +170,8 @@ def test_a_token_that_makes_the_tokenizer_panic_ends_its_own_request_alone(
     assert "TokenizerError: the tokenizer failed: " in str(last["spoiled"].outputs[0].stop_reason)
 
 
-def test_token_ids_before_the_answer_that_make_the_tokenizer_panic_queue_nothing(panicking: Engine) -> None:
+def test_ids_that_make_the_tokenizer_panic_queue_nothing(panicking: Engine) -> None:
+    """Token ids before the answer that make the tokenizer panic queue nothing."""
     panicking.add_request("neighbour", "w5", greedy(3))
     with pytest.raises(TokenizerError, match="the tokenizer failed: "):
         panicking.generate([[6], [5, TWO_SPACES, 5]], greedy(), use_tqdm=False)
@@ -174,7 +179,8 @@ def test_token_ids_before_the_answer_that_make_the_tokenizer_panic_queue_nothing
 
 
 @pytest.mark.parametrize("field", ["prompt", "bad_words"])
-def test_a_text_that_makes_the_tokenizer_panic_is_refused_by_its_field(panicking: Engine, field: str) -> None:
+def test_text_that_makes_the_tokenizer_panic_is_refused(panicking: Engine, field: str) -> None:
+    """A text that makes the tokenizer panic is refused by its field."""
     panicking.add_request("neighbour", "w5", greedy(3))
     text = "x" * 40
     prompt, params = (text, greedy()) if field == "prompt" else ("w5", greedy(bad_words=[text]))
@@ -235,9 +241,10 @@ def test_arrays_that_are_no_token_ids_are_refused_by_name(
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 172}, {"hidden_size": 200}, {"head_dim": 20}])
-def test_in_bfloat16_a_request_whose_states_are_not_numbers_ends_alone(
+def test_bfloat16_request_with_nan_states_ends_alone(
     tiny_llama: Callable[..., TinyLlama], sizes: dict[str, int]
 ) -> None:
+    """In bfloat16 a request whose states are not numbers ends alone."""
     poison = 299
 
     def answers(spoil: bool) -> list[CompletionOutput]:

@@ -162,9 +162,8 @@ def test_the_oracle_at_full_depth_is_transformers_own_generate(
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_nested_schedules_equal_the_oracle_whatever_sleeping_layers_hold(
-    name: str, tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_nested_schedules_equal_the_oracle(name: str, tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """Nested schedules equal the oracle whatever skipped layers hold."""
     tiny = tiny_llama(**DEEP)
     policy, active = NESTED[name]
     prompts = make_prompts(LENGTHS)
@@ -191,10 +190,11 @@ def test_tables_whose_layers_wake_again_equal_the_oracle(
         assert_equals(output, answer)
 
 
-def test_the_entries_that_a_sleeping_layer_holds_decide_the_tokens_after_it_wakes(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
-    """So that the test before would notice wrong entries: "copy", "project" and none at all tell different stories."""
+def test_entries_of_a_skipped_layer_decide_later_tokens(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """The entries that a skipped layer holds decide the tokens once it runs again.
+
+    So that the test before would notice wrong entries: "copy", "project" and none at all tell different stories.
+    """
     tiny = tiny_llama(**DEEP)
     (prompt,) = make_prompts([20])
     for name in ("waking", "alternating", "layer 0 sleeps"):
@@ -260,10 +260,13 @@ def test_a_batch_of_many_schedules_equals_the_oracle(
         assert_equals(output, expected)
 
 
-def test_sequences_that_are_preempted_and_replayed_equal_the_oracle(
+def test_preempted_and_replayed_sequences_equal_the_oracle(
     mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeModel
 ) -> None:
-    """A pool of one and a half of the longest sequences, so that the others are thrown out again and again."""
+    """Sequences that are preempted and replayed equal the oracle.
+
+    A pool of one and a half of the longest sequences, so that the others are thrown out again and again.
+    """
     tiny = tiny_llama(**DEEP)
     entry = 2 * 2 * 12 * 4  # bytes: keys and values of two heads of 12 float32
     most = LAYERS * max(len(prompt) + NUM_TOKENS for prompt, _, _ in mixed) * entry

@@ -110,9 +110,8 @@ def test_log_probabilities_of_a_whole_prompt_equal_transformers(
         assert_prompt_logprobs(output, prompt_logprobs(model, prompt))
 
 
-def test_log_probabilities_of_a_prompt_computed_in_pieces_equal_transformers(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_logprobs_of_a_chunked_prompt_equal_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """Log probabilities of a prompt computed in pieces equal transformers."""
     directory, model = tiny_llama()
     prompts = make_prompts([50, 33, 8], seed=2)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=64)
@@ -133,9 +132,8 @@ def assert_prompt_logprobs(output: RequestOutput, expected: torch.Tensor) -> Non
         torch.testing.assert_close(values, expected[position, list(found)], rtol=0, atol=1e-4)
 
 
-def test_log_probabilities_of_generated_tokens_equal_transformers(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_logprobs_of_generated_tokens_equal_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """Log probabilities of generated tokens equal transformers."""
     directory, model = tiny_llama()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=3)
     for output in run(directory, make_prompts([4, 30], seed=3), params):
@@ -149,9 +147,10 @@ def test_log_probabilities_of_generated_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 4, "max_num_batched_tokens": 9}], ids=["whole", "in pieces"])
-def test_dynamic_rope_equals_transformers_across_the_trained_length(
+def test_dynamic_rope_across_the_trained_length_is_transformers(
     options: dict[str, int], tiny_llama: MakeModel, make_prompts: MakePrompts
 ) -> None:
+    """Dynamic rope equals transformers across the trained length."""
     trained = 48
     directory, model = tiny_llama(rope_parameters=DYNAMIC, max_position_embeddings=trained)
     lengths = [20, trained - 1, trained, trained + 1, 77]  # answers that cross it, prompts on either side of it
@@ -193,9 +192,8 @@ def test_prompts_computed_in_pieces_equal_transformers(
     assert_equals_transformers(run(directory, prompts, params, **options), model)
 
 
-def test_a_batch_that_requests_join_and_leave_equals_transformers(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_batch_that_requests_join_and_leave_is_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """A batch that requests join and leave equals transformers."""
     directory, model = tiny_llama()
     prompts = make_prompts([3, 50, 17, 1, 33, 8, 25, 64, 12, 5], seed=5)
     params = [SamplingParams(temperature=0, max_tokens=count) for count in (64, 9, 30, 70, 1, 64, 20, 2, 40, 66)]
@@ -205,9 +203,8 @@ def test_a_batch_that_requests_join_and_leave_equals_transformers(
     assert_equals_transformers(outputs, model)
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_equals_transformers(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_prompt_beginning_like_an_earlier_one_is_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """A prompt that begins like an earlier one equals transformers."""
     directory, model = tiny_llama()
     first, other = make_prompts([48, 20], seed=6)
     with Engine(directory, skip_tokenizer_init=True, block_size=8) as engine:
@@ -267,9 +264,8 @@ def test_bfloat16_tokens_differ_from_float32_only_at_near_ties(
     assert_equals_transformers(outputs, bfloat16_and_float32(directory, model), tie=BFLOAT16_TIE)
 
 
-def test_bfloat16_ranks_every_token_of_a_prompt_as_float32_does_but_for_near_ties(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_bfloat16_ranks_prompt_tokens_as_float32_does(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """bfloat16 ranks every token of a prompt as float32 does but for near ties."""
     directory, model = tiny_llama(num_hidden_layers=2)
     (prompt,) = make_prompts([400], seed=8)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
@@ -300,7 +296,8 @@ def test_the_demo_model_answers_as_in_transformers() -> None:
     assert_equals_transformers(outputs, model)
 
 
-def test_a_converted_llama2c_checkpoint_tells_its_published_story(shared_data: Path, tmp_path: Path) -> None:
+def test_converted_llama2c_checkpoint_tells_its_story(shared_data: Path, tmp_path: Path) -> None:
+    """A converted llama2.c checkpoint tells its published story."""
     from d3engine.weights_tools.convert import convert_llama2c
 
     folder = shared_data / "stories260K"

@@ -279,14 +279,16 @@ def test_a_family_answers_as_transformers_does(name: str, tmp_path: Path) -> Non
     assert_equals_transformers(*make(tmp_path, name))
 
 
-def test_internlm3_under_the_name_of_its_own_code_is_the_same_model(tmp_path: Path) -> None:
+def test_internlm3_under_its_own_name_is_the_same_model(tmp_path: Path) -> None:
+    """InternLM3 under the name of its code is the same model."""
     directory, model = make(tmp_path, "InternLM3 with biases")
     own = {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
     change_config(directory, own, leave=("attention_bias", "mlp_bias"))
     assert_equals_transformers(directory, model)
 
 
-def test_exaone_under_the_names_of_its_own_code_is_the_same_model(tmp_path: Path) -> None:
+def test_exaone_under_its_own_names_is_the_same_model(tmp_path: Path) -> None:
+    """EXAONE under the names of its code is the same model."""
     directory, model = make(tmp_path, "EXAONE")
     own = {"architectures": ["ExaoneForCausalLM"], "num_layers": TINY["num_hidden_layers"]}
     own |= {"layer_norm_epsilon": model.config.rms_norm_eps, "activation_function": "silu"}
@@ -404,9 +406,10 @@ def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("executor", ["graphs", "native"])
 @pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", *NEW_LAYERS])
-def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
+def test_executor_decoding_by_itself_answers_as_transformers(
     name: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An executor that decodes by itself answers as transformers does."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
     directory, model = make(tmp_path, name)
     prompts = random_prompts([5, 14])
@@ -419,9 +422,10 @@ def test_an_executor_that_decodes_by_itself_answers_as_transformers_does(
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["OLMo 2", "Gemma 2", "Gemma 3", "Phi-4-mini", "GLM-4", "Granite 4"])
-def test_quantized_layers_answer_alike_natively_and_by_the_reference(
+def test_quantized_layers_natively_answer_as_the_reference(
     name: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Quantized layers answer alike natively and by the reference."""
     directory, _ = make(tmp_path / "given", name)
     quantize_model(directory, tmp_path / "quantized", scheme, show_progress=False)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
@@ -437,9 +441,8 @@ def test_quantized_layers_answer_alike_natively_and_by_the_reference(
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3", "GLM-4", "ERNIE 4.5"])
-def test_entries_projected_for_layers_that_a_token_left_out_are_those_that_the_layers_would_make(
-    name: str, tmp_path: Path
-) -> None:
+def test_projected_entries_are_those_of_the_layers(name: str, tmp_path: Path) -> None:
+    """Entries projected for layers left out are those that the layers would make."""
     directory, model = make(tmp_path, name)
     prompts = random_prompts([5, 14])
     with Engine(directory, skip_tokenizer_init=True, dtype="float32", depth=EarlyExit(0.1)) as engine:

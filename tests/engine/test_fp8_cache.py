@@ -32,9 +32,8 @@ CASES: dict[str, tuple[DepthPolicy, ActiveLayers, str]] = {
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_transformers_with_a_cache_rounded_number_by_number(
-    tiny_llama: Callable[..., TinyLlama], case: str, backend: str
-) -> None:
+def test_tokens_over_8_bits_are_transformers(tiny_llama: Callable[..., TinyLlama], case: str, backend: str) -> None:
+    """Tokens are those of transformers with a cache rounded number by number."""
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
     policy, active, on_skip = CASES[case]
     greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -77,7 +76,8 @@ def test_ranks_answer_as_one(tiny_llama: Callable[..., TinyLlama]) -> None:
     assert found[0] == found[1]
 
 
-def test_the_same_memory_holds_more_blocks_and_every_byte_is_counted(make_engine: Callable[..., Engine]) -> None:
+def test_same_memory_holds_more_8_bit_blocks(make_engine: Callable[..., Engine]) -> None:
+    """The same memory holds more blocks and every byte is counted."""
     memory = 200 * block_bytes()
     small = block_bytes(cache="fp8")
     wide, narrow = (make_engine(kv_cache_memory_bytes=memory, kv_cache_dtype=name) for name in ("auto", "fp8"))
@@ -92,9 +92,8 @@ def test_the_same_memory_holds_more_blocks_and_every_byte_is_counted(make_engine
     assert stats.kv_bytes_in_use == stats.kv_blocks_in_use * small == LAYERS * 3 * small
 
 
-def test_the_native_library_decodes_on_a_cpu_by_whichever_name_it_is_asked_for(
-    make_engine: Callable[..., Engine], native_library: None
-) -> None:
+def test_native_library_decodes_by_either_name(make_engine: Callable[..., Engine], native_library: None) -> None:
+    """The native library decodes on a CPU by whichever name it is asked for."""
     answers = []
     for name in ("fp8", "fp8_e4m3"):
         engine = make_engine(kv_cache_dtype=name, num_scheduler_steps=4)
@@ -116,9 +115,10 @@ def test_another_name_is_refused(make_engine: Callable[..., Engine], given: obje
 @pytest.mark.parametrize(
     ("capability", "is_refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)]
 )
-def test_a_gpu_that_cannot_convert_it_is_refused_by_its_capability(
+def test_gpu_without_the_conversion_is_refused(
     capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A GPU that cannot convert it is refused by its capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     asked: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     assert resolve_kv_cache_dtype("auto", **asked) == torch.bfloat16

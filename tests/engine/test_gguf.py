@@ -70,9 +70,8 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_on_a_gguf_file_answers_as_one_on_what_it_is_converted_to(
-    pair: tuple[Path, Path], dtype: str
-) -> None:
+def test_gguf_file_answers_as_what_it_is_converted_to(pair: tuple[Path, Path], dtype: str) -> None:
+    """An engine on a GGUF file answers as one on what it is converted to."""
     file, directory = pair
     assert answers(file, dtype=dtype) == answers(directory, dtype=dtype)
     assert ModelConfig.from_directory(file).eos_token_ids == ModelConfig.from_directory(directory).eos_token_ids
@@ -90,9 +89,8 @@ def test_an_engine_on_a_gguf_file_answers_as_one_on_what_it_is_converted_to(
         (("BF16", "F32"), "float32"),
     ],
 )
-def test_matrices_are_held_on_a_cpu_in_what_loses_nothing_worth_having(
-    tmp_path: Path, types: tuple[str, ...], held: str
-) -> None:
+def test_matrices_on_a_cpu_lose_nothing_worth_having(tmp_path: Path, types: tuple[str, ...], held: str) -> None:
+    """Matrices are held on a CPU in what loses nothing worth having."""
     sizes = {"layers": 1} if "Q4_K" in types else SMALL
     file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], **(sizes | {"types": types}))
     for arguments, expected in (
@@ -109,7 +107,8 @@ def test_matrices_are_held_on_a_cpu_in_what_loses_nothing_worth_having(
 
 
 @pytest.mark.usefixtures("native_library")
-def test_gates_and_what_they_let_through_are_rounded_where_they_are_of_two_types(tmp_path: Path) -> None:
+def test_gates_of_two_types_are_rounded(tmp_path: Path) -> None:
+    """Gates and what they let through are rounded where they are of two types."""
     file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], **(SMALL | {"types": ("Q4_0", "F32")}))
     with engine_of(file) as engine:
         (layer,) = engine.executor.model.weights.layers
@@ -119,7 +118,8 @@ def test_gates_and_what_they_let_through_are_rounded_where_they_are_of_two_types
 
 
 @pytest.mark.usefixtures("native_library")
-def test_rounded_to_bfloat16_a_file_answers_as_a_directory_of_the_same_values(tmp_path: Path) -> None:
+def test_gguf_file_rounded_to_bfloat16_answers_as_a_directory(tmp_path: Path) -> None:
+    """Rounded to bfloat16 a file answers as a directory of the same values."""
     file = write_gguf(tmp_path / "model.gguf", **KINDS["k-quants"])
     convert_gguf(file, tmp_path / "model", dtype="bfloat16", show_progress=False)
     assert answers(file, weight_dtype="bfloat16") == answers(tmp_path / "model")
@@ -173,7 +173,8 @@ def test_no_tensor_is_kept_while_the_next_one_is_read(small: Path, monkeypatch: 
     assert most == 1
 
 
-def test_quantizing_a_gguf_file_is_quantizing_what_it_is_converted_to(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_quantized_gguf_file_is_its_conversion_quantized(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Quantizing a GGUF file is quantizing what it is converted to."""
     for number, source in enumerate(pair):
         quantize_model(source, tmp_path / str(number), "int8", show_progress=False)
     assert answers(tmp_path / "0") == answers(tmp_path / "1")
@@ -188,7 +189,8 @@ def test_a_gguf_file_drafts_for_another_model(small: Path, tmp_path: Path) -> No
         engine_of(small, depth=Speculative(str(stranger), 3))
 
 
-def test_auto_reads_the_d3_json_beside_the_file_if_it_is_for_these_weights(small: Path) -> None:
+def test_auto_reads_a_fitting_d3_json_next_to_the_file(small: Path) -> None:
+    """Auto reads the d3.json next to the file if it is for these weights."""
     assert engine_of(small).depth == FullDepth()
     beside = small.parent / "d3.json"
     beside.write_text(json.dumps({"depth": D3(0.9, 0.5).describe(), "fingerprint": fingerprint(small)}))
@@ -228,7 +230,8 @@ def test_inspection_tells_the_types_and_bytes_of_the_file(small: Path) -> None:
 # -- what cannot be loaded ---------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_another_kind_is_refused_by_what_a_model_may_be(tmp_path: Path) -> None:
+def test_file_of_another_kind_is_refused_by_what_may_be(tmp_path: Path) -> None:
+    """A file of another kind is refused by what a model may be."""
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(InvalidValueError, match=r"model must be .*a GGUF file.*; got '.*notes\.txt'"):
         Engine(tmp_path / "notes.txt")

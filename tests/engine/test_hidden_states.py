@@ -192,7 +192,8 @@ def test_decoding_takes_several_steps_in_one_call(native: Engine, monkeypatch: p
     assert max(steps) >= TOKENS - 1
 
 
-def test_captured_prompts_take_no_hits_from_the_first_position_on(native: Engine) -> None:
+def test_captured_prompts_take_no_hits_from_the_first_position(native: Engine) -> None:
+    """Captured prompts take no hits from the first position on."""
     cached = []
     answer(native, PROMPTS[2:3], greedy())
     for positions in ("all", slice(20, None), "last", "generated"):
@@ -220,9 +221,8 @@ def test_prompt_blocks_are_shared_by_equal_steering_alone(native: Engine) -> Non
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("depth", [Lossless(D3(alpha=0.7, start=0.3)), PromptLookup(3)], ids=repr)
-def test_hooked_requests_do_not_draft_and_have_full_depths_states(
-    tiny: TinyLlama, depth: DepthPolicy, backend: str, native_library: None
-) -> None:
+def test_hooked_requests_do_not_draft(tiny: TinyLlama, depth: DepthPolicy, backend: str, native_library: None) -> None:
+    """Hooked requests do not draft and have full depth's states."""
     few = {"allowed_token_ids": [7, 8, 9]} if backend == "torch" else {}  # lookups will find a draft
     given = {"capture": EVERY, "steer": {1: VECTOR}} | few
     with engine_of(tiny, backend=backend) as engine:
@@ -326,7 +326,8 @@ def test_a_file_that_cannot_be_written_ends_its_request_alone(native: Engine, tm
     assert outputs["other"].finish_reason == "length"
 
 
-def test_arguments_of_generate_are_those_of_prompts_that_have_none(native: Engine, tmp_path: Path) -> None:
+def test_generate_arguments_fill_what_prompts_lack(native: Engine, tmp_path: Path) -> None:
+    """Arguments of generate are those of prompts that have none."""
     own = greedy(capture=Capture([2], "last"))
     outputs = native.generate(PROMPTS[:2], [greedy(), own], use_tqdm=False, capture=3, steer={1: VECTOR})
     expected = answer(native, PROMPTS[:1], greedy(capture=Capture(3), steer=Steer({1: torch.from_numpy(VECTOR)})))
@@ -347,7 +348,8 @@ def test_each_of_several_answers_has_its_states(native: Engine) -> None:
     assert not np.array_equal(one[4][5:], other[4][5:])
 
 
-def test_an_answer_that_ends_early_has_the_states_of_its_tokens_alone(native: Engine) -> None:
+def test_answer_that_ends_early_has_its_tokens_states_alone(native: Engine) -> None:
+    """An answer that ends early has the states of its tokens alone."""
     (whole,) = answer(native, PROMPTS[1:2], greedy(capture=[1]))
     stop = whole.outputs[0].token_ids[3]
     (output,) = answer(native, PROMPTS[1:2], greedy(capture=[1], stop_token_ids=[stop]))

@@ -167,9 +167,8 @@ OWN_HEADS = (Qwen3Config, Gemma2Config, GlmConfig, Glm4Config, Exaone4Config, Er
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_of_other_families_answer_as_pefts_merged_models(
-    family: str, tmp_path: Path, native_library: None
-) -> None:
+def test_adapters_of_other_families_answer_as_merged_models(family: str, tmp_path: Path, native_library: None) -> None:
+    """Adapters of other families answer as PEFT's merged models."""
     kind, changes = FAMILIES[family]
     own = {} if kind in OWN_HEADS else {"head_dim": None}
     torch.manual_seed(0)

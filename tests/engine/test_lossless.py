@@ -149,9 +149,10 @@ ASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
-def test_what_a_request_asks_for_is_honoured_in_the_draft_and_in_its_verification(
+def test_parameters_are_honoured_in_draft_and_verification(
     make_engine: Callable[..., Engine], full: Full, asks: dict[str, Any]
 ) -> None:
+    """What a request asks for is honoured in the draft and in its verification."""
     policies = [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(1.5), 4), SelfSpeculative(SkipDecode(12, 3), 2)]
     requests = [SamplingParams(temperature=0, max_tokens=20, depth=policy, **asks) for policy in policies * 2]
     engine = make_engine()
@@ -163,7 +164,8 @@ def test_what_a_request_asks_for_is_honoured_in_the_draft_and_in_its_verificatio
         assert all(len(output.outputs[0].token_ids) >= asks.get("min_tokens", 0) for output in outputs)
 
 
-def test_a_stop_string_within_an_accepted_run_ends_the_text_there_and_drops_the_rest() -> None:
+def test_stop_string_within_accepted_tokens_drops_the_rest() -> None:
+    """A stop string within an accepted run ends the text there and drops the rest."""
     with Engine("demo", device="cpu", max_num_seqs=4) as engine:
         prompt = "Tom has 3 apples. He buys 4 more. How many apples does he have?"
         asks = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, depth=FullDepth())
@@ -182,9 +184,8 @@ def test_a_stop_string_within_an_accepted_run_ends_the_text_there_and_drops_the_
         engine.scheduler.check_integrity()
 
 
-def test_the_prefix_cache_and_an_abort_in_the_middle_of_a_draft_change_nothing_for_others(
-    make_engine: Callable[..., Engine], full: Full
-) -> None:
+def test_abort_in_a_draft_and_prefix_hits_change_nothing(make_engine: Callable[..., Engine], full: Full) -> None:
+    """Prefix hits and an abort in the middle of a draft change nothing for others."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, depth=Lossless(D3(0.9, 0.5), 4))
     prompt = list(range(40, 57))
     engine = make_engine(num_scheduler_steps=1)  # or a draft and its verification would be one
@@ -208,9 +209,10 @@ def test_the_prefix_cache_and_an_abort_in_the_middle_of_a_draft_change_nothing_f
 
 
 @pytest.mark.parametrize("policy", [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(D3(0.9, 0.5), 3)], ids=repr)
-def test_every_layer_run_for_every_row_of_drafts_and_verifications_is_counted(
+def test_layers_run_for_drafts_and_verifications_are_counted(
     make_engine: Callable[..., Engine], policy: SelfSpeculative
 ) -> None:
+    """Every layer run for every row of drafts and verifications is counted."""
     engine = make_engine(enforce_eager=True)  # so that the host plans every row
     plans = watch(engine)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, depth=policy)
@@ -233,7 +235,9 @@ def test_every_layer_run_for_every_row_of_drafts_and_verifications_is_counted(
     assert [rows[layer] for layer in EVERY] == [below] * 3 + [sum(verified) + len(verified)] * 3
 
 
-def test_a_draft_ends_where_the_rule_says_so_and_its_length_adapts(make_engine: Callable[..., Engine]) -> None:
+def test_draft_ends_where_the_rule_says_and_its_length_adapts(make_engine: Callable[..., Engine]) -> None:
+    """A draft ends where the rule says so and its length adapts."""
+
     def lengths(policy: DepthPolicy, max_tokens: int = 30) -> list[int]:
         engine = make_engine(enforce_eager=True)  # so that the host plans every row
         plans = watch(engine)

@@ -35,7 +35,8 @@ def tokens(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> 
     return [list(found.outputs[0].token_ids) for found in engine.generate(prompts, params, use_tqdm=False)]
 
 
-def test_a_batch_of_all_kinds_is_what_each_is_alone_and_with_drafts(engine: Engine) -> None:
+def test_batch_of_all_samplers_is_each_alone_and_with_drafts(engine: Engine) -> None:
+    """A batch of all kinds is what each is alone and with drafts."""
     asked = [(prompt, SamplingParams(seed=3, max_tokens=24, **kind)) for prompt in PROMPTS for kind in KINDS]
     alone = [tokens(engine, [prompt], [params])[0] for prompt, params in asked]
     assert tokens(engine, [prompt for prompt, _ in asked], [params for _, params in asked]) == alone
@@ -71,7 +72,8 @@ def test_a_truncated_prompt_is_its_last_tokens(engine: Engine) -> None:
     assert len(engine.generate([long], fitting, use_tqdm=False)[0].prompt_token_ids) == engine.max_model_len - 4
 
 
-def test_functions_of_a_request_see_its_tokens_and_decide_the_logits(engine: Engine) -> None:
+def test_logits_processors_see_tokens_and_decide_logits(engine: Engine) -> None:
+    """Functions of a request see its tokens and decide the logits."""
     seen: list[tuple[int, list[int]]] = []
 
     def only_five(prompt: list[int], generated: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -35,13 +35,15 @@ def answer(**arguments: Any) -> tuple[int, ...]:
 
 
 @pytest.mark.usefixtures("native_library")
-def test_greedy_tokens_of_a_chat_are_those_of_the_dequantized_weights(fetched: Path) -> None:
+def test_greedy_chat_is_that_of_the_dequantized_weights(fetched: Path) -> None:
+    """Greedy tokens of a chat are those of the dequantized weights."""
     packed = answer(backend="native", activations="float32")
     assert len(packed) == 8
     assert packed == answer(backend="torch", dtype="float32", weight_dtype="float32")
 
 
-def test_the_name_brings_the_authors_sampling_and_both_ends_of_text(fetched: Path) -> None:
+def test_model_name_brings_sampling_and_both_ends_of_text(fetched: Path) -> None:
+    """The name brings the authors' sampling and both ends of text."""
     params = default_sampling_params(fetched)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.7, 0.8, 20, 1.1)
     assert sorted(ModelConfig.from_directory(fetched).eos_token_ids) == [151643, 151645]

@@ -47,7 +47,8 @@ def answers(engine: Engine, **params: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "options", [{}, {"kv_cache_dtype": "fp8"}, {"backend": "torch"}], ids=["native", "fp8", "torch"]
 )
-def test_a_second_engine_finds_the_prompts_and_answers_with_the_same_bits(make: Make, options: dict[str, Any]) -> None:
+def test_second_engine_finds_prompts_and_keeps_their_bits(make: Make, options: dict[str, Any]) -> None:
+    """A second engine finds the prompts and answers with the same bits."""
     with make(**options) as engine:
         wanted = answers(engine)
         assert engine.stats().cached_prompt_tokens < SHARED
@@ -168,9 +169,10 @@ def test_prefix_file_of_other_weights_is_left_aside(tmp_path: Path, caplog: pyte
             answers(engine)
 
 
-def test_an_engine_that_a_fault_has_ended_leaves_the_file_as_it_is(
+def test_engine_ended_by_a_fault_leaves_the_file_as_it_is(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An engine that a fault has ended leaves the file as it is."""
     with make() as engine:
         answers(engine, cache_salt="one")
         monkeypatch.setattr(engine.executor, "run", lambda plan: 1 / 0)

@@ -49,10 +49,13 @@ def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLla
     assert stats.realised_mean_layers == 4  # every row that full depth ran yielded a token
 
 
-def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by_step(
+def test_second_model_with_graphs_drafts_step_by_step(
     target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that could run ahead wait for the draft model's; alone they do run ahead."""
+    """With an executor that decodes by itself a second model drafts step by step.
+
+    Rows that could run ahead wait for the draft model's; alone they do run ahead.
+    """
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     prompts = random_prompts([7, 12, 3], vocab_size=40)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -71,9 +74,10 @@ def test_beside_an_executor_that_decodes_by_itself_a_second_model_drafts_step_by
     assert [one.outputs[0].token_ids for one in mixed] == wanted
 
 
-def test_a_draft_model_that_does_not_fit_its_target_is_refused_by_name(
+def test_draft_model_that_does_not_fit_is_refused_by_name(
     target: TinyLlama, draft: str, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
 ) -> None:
+    """A draft model that does not fit its target is refused by name."""
     with pytest.raises(
         InvalidValueError, match=r"^draft_model must be .*vocabulary of its target, 40 tokens and not 300"
     ):
@@ -100,7 +104,8 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None
         Engine("demo", device="cpu", depth=Speculative(str(tmp_path / "model")))
 
 
-def test_a_policy_with_a_draft_model_survives_json_and_has_options_on_the_command_line() -> None:
+def test_policy_with_a_draft_model_survives_json_and_options() -> None:
+    """A policy with a draft model survives JSON and has options on the command line."""
     policy = Speculative("some/model", 3, stop_probability=0.25, adaptive=True)
     assert policy_from_dict(json.loads(json.dumps(policy.describe()))) == policy
     line = "speculative draft-model=some/model draft-length=3 stop-probability=0.25 adaptive=true"

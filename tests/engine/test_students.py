@@ -114,9 +114,10 @@ def test_a_students_run_ends_before_other_weights_run(
 
 
 @pytest.mark.parametrize("executor", ["eager", "graphs"])
-def test_the_engines_own_student_counts_as_what_the_largest_step_takes(
+def test_engines_own_student_counts_in_the_largest_step(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
+    """The engine's own student counts as what the largest step takes."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
     for policy, names in ((POLICY, ["auto"]), (FullDepth(), [])):
         with make_engine(depth=policy) as engine:
@@ -208,10 +209,11 @@ def test_auto_takes_the_certified_student_beside_the_weights(made: Trained, make
 
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
-def test_rows_of_a_quantized_file_stay_as_they_are_and_answers_are_those_of_all_its_neurons(
-    tmp_path: Path, kind: str
-) -> None:
-    """A student of which every neuron stays, with the file's own down matrix, answers as the model does."""
+def test_quantized_rows_of_a_student_stay_as_they_are(tmp_path: Path, kind: str) -> None:
+    """Rows of a quantized file stay, and answers are those of all its neurons.
+
+    A student of which every neuron stays, with the file's own down matrix, answers as the model does.
+    """
     sizes = {**SMALL, "types": (kind,), "intermediate": 64, "layers": 2, "vocab_size": 420}
     path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes)
     config = ModelConfig.from_directory(path)

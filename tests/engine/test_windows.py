@@ -97,9 +97,10 @@ def requests_of(seed: int, count: int) -> list[tuple[Request, ActiveLayers, str]
     ("family", "rows", "seed"),
     [("Qwen3", 7, 0), ("Qwen3", 17, 1), ("Qwen3", 512, 2), ("OLMo 3", 17, 3), ("Gemma 2", 17, 4), ("Gemma 3", 17, 5)],
 )
-def test_requests_that_share_batches_and_are_preempted_answer_as_transformers_layers(
+def test_windowed_requests_answer_as_transformers_layers(
     tiny: MakeTiny, executor: str, family: str, rows: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Requests that share batches and are preempted answer as transformers' layers."""
     directory, model = tiny(family)
     monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
     requests, numbers = requests_of(seed, 21), random.Random(seed)

@@ -29,7 +29,8 @@ def prepared(engine: Engine) -> int:
     return engine.stats().graphs_captured
 
 
-def test_what_is_prepared_is_all_that_answers_of_the_engine_s_policy_need(graphs: Callable[..., Engine]) -> None:
+def test_prepared_graphs_are_all_that_answers_need(graphs: Callable[..., Engine]) -> None:
+    """What is prepared is all that answers of the engine's policy need."""
     engine = graphs(max_num_seqs=2, depth=D3(0.8, 0.3))
     depths = {int(depth) for depth in D3(0.8, 0.3).schedule(LAYERS).depths(12)[1:]}
     captured = prepared(engine)

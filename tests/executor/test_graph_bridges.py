@@ -56,9 +56,10 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engi
     return make
 
 
-def test_rows_of_any_ages_with_and_without_bridges_answer_in_graphs_as_step_by_step(
+def test_bridged_rows_in_graphs_answer_as_step_by_step(
     make: Callable[..., Engine],
 ) -> None:
+    """Rows of any ages with and without bridges answer in graphs as step by step."""
     prompts = [[9 + nth, 8, 7, *range(nth)] for nth in range(7)]
     params = [unread(greedy(POLICIES[nth % len(POLICIES)], 14 + nth)) for nth in range(7)]
     with make(max_num_seqs=5) as graphs, make(enforce_eager=True, max_num_seqs=1) as eager:
@@ -84,7 +85,8 @@ def multi_step(steps: list[int], cutoffs: list[list[int]], bridges: tuple[str | 
     return MultiStep(4, np.array(steps), np.array(cutoffs), SamplingMode.GREEDY, bridges=bridges)
 
 
-def test_a_graph_has_the_windows_of_its_rows_where_all_are_alike_and_else_those_that_may_come() -> None:
+def test_graph_has_the_windows_of_its_rows() -> None:
+    """A graph has the windows of its rows where all are alike, else those that may come."""
     decay = [NEVER, NEVER, 9, 6, 3]
     alike = multi_step([4, 4], [decay, decay], ("auto", "auto"))
     assert crossed_at(alike, 0) == (Crossed(4, 5, "auto"),)
@@ -100,7 +102,8 @@ def test_a_graph_has_the_windows_of_its_rows_where_all_are_alike_and_else_those_
     assert crossed_at(multi_step([4], [[NEVER] * 5], ("auto",)), 0) == ()
 
 
-def test_the_graphs_that_bridged_answers_need_are_expected_with_their_windows() -> None:
+def test_expected_graphs_of_bridged_answers_have_windows() -> None:
+    """The graphs that bridged answers need are expected with their windows."""
     shapes = list(expected_shapes(D3(0.8, 0.3, bridges="auto").schedule(LAYERS), [1, 2], 64))
     for shape in shapes:
         active = np.isin(np.arange(LAYERS), shape.layers)

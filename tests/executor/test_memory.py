@@ -29,9 +29,8 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize(
     ("rows", "length", "prompts"), [(40, 64, [40]), (128, 64, [63, 63, 2]), (150, 64, [63, 63, 24])]
 )
-def test_the_largest_step_fills_the_token_budget_and_wants_every_row_s_logits(
-    rows: int, length: int, prompts: list[int]
-) -> None:
+def test_largest_step_fills_the_budget_and_wants_all_logits(rows: int, length: int, prompts: list[int]) -> None:
+    """The largest step fills the token budget and wants every row's logits."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=rows, max_model_len=length)
     plan, num_blocks = largest_plan(config, LAYERS, BLOCK)
     assert sorted((plan.stops - plan.starts).tolist(), reverse=True) == prompts
@@ -43,9 +42,10 @@ def test_the_largest_step_fills_the_token_budget_and_wants_every_row_s_logits(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_the_workspace_is_what_the_device_has_less_beside_the_pool(
+def test_workspace_is_what_the_device_has_less(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
+    """The workspace is what the device has less, the pool apart."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
     monkeypatch.setattr(Repeats, "bytes_for", lambda recorder, count: 1000 * count)
     ran: list[torch.Size] = []
@@ -89,9 +89,10 @@ class FakeDevice(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 40])
-def test_the_workspace_counts_the_largest_step_although_a_capture_gives_back_what_steps_took(
+def test_workspace_counts_the_largest_step(
     max_num_seqs: int,
 ) -> None:
+    """The workspace counts the largest step although a capture gives back what steps took."""
     device, sorted_before = FakeDevice(), []
 
     class Executor:
@@ -119,9 +120,10 @@ def test_the_workspace_counts_the_largest_step_although_a_capture_gives_back_wha
     assert sorted_before == [0]
 
 
-def test_the_largest_graph_is_one_that_needs_to_know_all_tokens_before(
+def test_largest_graph_needs_to_know_all_tokens_before(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The largest graph is one that needs to know all tokens before."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     executor = make_engine(max_num_seqs=8).executor
     assert isinstance(executor, GraphExecutor)
@@ -142,9 +144,10 @@ def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **c
     return num_blocks(settings, lambda: workspace, draft)
 
 
-def test_the_pool_takes_its_share_of_what_weights_and_workspace_leave(
+def test_pool_takes_its_share_of_what_is_left(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The pool takes its share of what weights and workspace leave."""
     one, sequence = block_bytes(), LAYERS * 64 // BLOCK
     total = 1000 * one
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (800 * one, total))

@@ -69,7 +69,8 @@ def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(
             assert mine.outputs[0].logprobs == theirs.outputs[0].logprobs
 
 
-def test_no_step_is_taken_after_the_last_answer_has_come_to_its_end(tiny_llama: Callable[..., TinyLlama]) -> None:
+def test_no_step_is_taken_after_the_last_answer_ends(tiny_llama: Callable[..., TinyLlama]) -> None:
+    """No step is taken after the last answer has ended."""
     prompts = [[5, 9, 200, 31], [7] * 20]
     with Engine(tiny_llama(**MODEL).directory, num_scheduler_steps=16, **OPTIONS) as engine:
         free = [o.outputs[0].token_ids for o in engine.generate(prompts, greedy(FullDepth(), 16), use_tqdm=False)]
@@ -98,8 +99,11 @@ def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: Callable[...
             engine.step()
 
 
-def test_a_run_is_short_where_a_text_may_end_it_or_memory_is_short(tiny_llama: Callable[..., TinyLlama]) -> None:
-    """Of no more than 16 steps; and where these have no room either, of one."""
+def test_run_is_short_where_a_text_may_end_it(tiny_llama: Callable[..., TinyLlama]) -> None:
+    """A run is short where a text may end it or memory is short.
+
+    Of no more than 16 steps; and where these have no room either, of one.
+    """
     table = RunningTable(2, 2, 512)
     for slot, stop in enumerate((None, "end")):
         table.sequences[slot] = cast(Any, SimpleNamespace(params=greedy(FullDepth(), stop=stop)))
@@ -163,8 +167,11 @@ def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine
     assert native.stats().eager_steps == before
 
 
-def test_a_step_that_goes_through_the_layers_in_parts_chooses_in_each_of_them(engines: tuple[Engine, Engine]) -> None:
-    """Rows that yield a token lie in its first, its second and its third part."""
+def test_step_in_parts_chooses_in_each_of_them(engines: tuple[Engine, Engine]) -> None:
+    """A step that goes through the layers in parts chooses in each of them.
+
+    Rows that yield a token lie in its first, its second and its third part.
+    """
     lengths, draws = (MAX_ROWS - 200, 300, MAX_ROWS + 70), {"temperature": 1.5, "top_k": 7, "logprobs": 1}
     prompts = [[(7 * token + length) % 250 + 3 for token in range(length)] for length in lengths]
     params = [
@@ -201,9 +208,10 @@ STRANGE: dict[str, tuple[dict[str, Any], Callable[[LlamaWeights], LlamaWeights]]
 
 
 @pytest.mark.parametrize("said", STRANGE)
-def test_weights_that_the_library_does_not_know_decode_by_pytorch_which_is_said_once_with_the_reason(
+def test_weights_unknown_to_the_library_decode_by_pytorch(
     tiny_llama: Callable[..., TinyLlama], caplog: pytest.LogCaptureFixture, said: str
 ) -> None:
+    """Weights unknown to the library decode by PyTorch, said once with the reason."""
     sizes, change = STRANGE[said]
     directory = tiny_llama(seed=12, **sizes).directory
     usual = load_weights(

@@ -52,9 +52,8 @@ def asked(count: int = 18, **changes: Any) -> list[SamplingParams]:
 @pytest.mark.parametrize(
     ("kind", "rank"), [("float32", 0), ("float32", RANK), ("bfloat16", 0), ("int8", RANK), ("int4", 0)]
 )
-def test_bridged_answers_run_ahead_natively_and_are_the_eager_ones(
-    model: Callable[[str, int], Path], kind: str, rank: int
-) -> None:
+def test_native_bridged_answers_are_the_eager_ones(model: Callable[[str, int], Path], kind: str, rank: int) -> None:
+    """Bridged answers run ahead natively and are the eager ones."""
     options = OPTIONS | ({"weight_dtype": "bfloat16"} if kind == "bfloat16" else {})
     answers: list[list[RequestOutput]] = []
     for enforce_eager in (False, True):
@@ -89,9 +88,11 @@ def test_whole_runs_of_bridged_rows_are_taken_at_once(model: Callable[[str, int]
         assert engine.stats().native_steps - before == 128
 
 
-def test_bridged_rows_have_the_same_bits_alone_in_a_batch_and_read_step_by_step(
+def test_bridged_rows_alone_in_a_batch_and_read_keep_bits(
     model: Callable[[str, int], Path],
 ) -> None:
+    """Bridged rows have the same bits alone in a batch and read step by step."""
+
     def logprobs(output: RequestOutput) -> list[float]:
         answer = output.outputs[0]
         return [of[token].logprob for token, of in zip(answer.token_ids, answer.logprobs or [], strict=True)]

@@ -46,7 +46,8 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64", "bool"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
-def test_arrays_come_back_with_dtype_and_shape_and_can_be_written_to(dtype: str, shape: tuple[int, ...]) -> None:
+def test_arrays_come_back_whole_and_can_be_written_to(dtype: str, shape: tuple[int, ...]) -> None:
+    """Arrays come back with dtype and shape and can be written to."""
     array = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
     first, second = unpack(pack([array, Record("strided", array.copy(order="F"))]), KINDS)
     for found in (first, second.what):

@@ -79,9 +79,10 @@ def run_mixed(engine: Engine, seed: int) -> dict[int, RequestOutput]:
 @pytest.mark.parametrize(
     ("seed", "graphs", "size"), [(0, True, 2), (0, False, 4), (0, True, 4), (1, False, 2), (3, True, 2), (5, True, 4)]
 )
-def test_every_policy_and_kind_of_sampling_with_preemptions_and_prefix_hits_answers_alike_over_ranks(
+def test_every_policy_and_sampling_answers_alike_over_ranks(
     seed: int, graphs: bool, size: int, tiny_llama: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every policy and sampling, preempted and with prefix hits, answers alike over ranks."""
     if seed or size > 2:
         left_to_test_parallel()
     directory, _ = tiny_llama(num_hidden_layers=LAYERS, max_position_embeddings=MAX_LENGTH)
@@ -107,7 +108,7 @@ def test_every_policy_and_kind_of_sampling_with_preemptions_and_prefix_hits_answ
     ("kind", "changes"),
     [(Gemma2Config, {"attn_logit_softcapping": 0.5}), (Gemma3TextConfig, {"layer_types": KINDS})],
 )
-def test_layers_with_norms_behind_and_soft_caps_answer_alike_over_two_ranks(
+def test_norms_behind_and_soft_caps_answer_alike_over_ranks(
     kind: type[PreTrainedConfig],
     changes: dict[str, Any],
     graphs: bool,
@@ -115,6 +116,7 @@ def test_layers_with_norms_behind_and_soft_caps_answer_alike_over_two_ranks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Layers with norms behind and soft caps answer alike over two ranks."""
     torch.manual_seed(0)
     config = kind(**(TINY | changes), sliding_window=4)
     directory, _ = save_random(tmp_path, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
@@ -163,9 +165,8 @@ def test_quantized_matrices_answer_alike_over_two_ranks(
     assert answers(over_threads(engine_of(tmp_path / scheme), 2), prompts) == wanted
 
 
-def test_a_step_of_decoding_is_told_by_what_has_changed_and_not_by_its_tables(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_decoding_step_is_sent_by_what_has_changed(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """A step of decoding is sent as what has changed and not as its tables."""
     directory, _ = tiny_llama(num_hidden_layers=LAYERS)
     engine = over_threads(engine_of(directory, max_model_len=512, max_num_seqs=8), 2)
     ranks = engine.executor
@@ -175,9 +176,8 @@ def test_a_step_of_decoding_is_told_by_what_has_changed_and_not_by_its_tables(
     assert 0 < max(ranks.bytes_sent[1:]) < 3_000
 
 
-def test_a_layer_that_is_skipped_needs_no_sum_and_one_that_runs_two(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_skipped_layer_needs_no_sum_and_a_running_one_two(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """A layer that is skipped needs no sum and one that runs two."""
     directory, _ = tiny_llama(num_hidden_layers=LAYERS)
     engine = over_threads(engine_of(directory), 2)
     ranks = engine.executor

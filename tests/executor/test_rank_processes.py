@@ -63,9 +63,8 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "loading.ranks" in " ".join(child.cmdline())]
 
 
-def test_ranks_that_are_processes_answer_as_one_and_the_death_of_one_ends_the_engine_by_its_name(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_rank_processes_answer_as_one_and_die_by_name(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+    """Ranks in processes answer as one; the death of one ends the engine by its name."""
     directory, _ = tiny_llama(num_hidden_layers=4)
     prompts = make_prompts([3, 17, 9, 5, 11])
     with engine_of(directory) as whole:
@@ -115,7 +114,8 @@ def test_a_rank_that_ends_before_it_is_ready_is_not_waited_for() -> None:
     team.close()
 
 
-def test_a_rank_that_ends_before_it_joins_the_others_is_not_waited_for_there(tmp_path: Path) -> None:
+def test_rank_that_ends_before_it_joins_is_not_waited_for(tmp_path: Path) -> None:
+    """A rank that ends before it joins the others is not waited for there."""
     team, link = joined()
     place = Place(0, 2, 0, dist.FileStore(str(tmp_path / "store"), 2), is_local=True)
     Leader(link).say("loaded")
@@ -126,7 +126,8 @@ def test_a_rank_that_ends_before_it_joins_the_others_is_not_waited_for_there(tmp
     team.close()
 
 
-def test_a_rank_that_is_stopped_ends_the_engine_by_its_name_and_is_killed() -> None:
+def test_stopped_rank_ends_the_engine_and_is_killed() -> None:
+    """A rank that is stopped ends the engine by its name and is killed."""
     ours, theirs = Pipe()
     process = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
     os.kill(process.pid, signal.SIGSTOP)
@@ -142,7 +143,8 @@ def test_a_rank_that_is_stopped_ends_the_engine_by_its_name_and_is_killed() -> N
     theirs.close()
 
 
-def test_a_rank_that_lives_is_waited_for_however_long_it_says_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_rank_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that lives is waited for however long it says nothing else."""
     monkeypatch.setattr(follower, "BEAT_SECONDS", 0.1)
     team, link = joined(patience=2.0)
     leader = Leader(link)
@@ -153,7 +155,8 @@ def test_a_rank_that_lives_is_waited_for_however_long_it_says_nothing_else(monke
     team.close()
 
 
-def test_the_fault_of_one_rank_is_the_reason_and_not_that_others_miss_it() -> None:
+def test_fault_of_one_rank_is_the_reason_of_all() -> None:
+    """The fault of one rank is the reason and not that others miss it."""
     pairs = [Pipe() for _ in range(3)]
     team = Team([ours for ours, _ in pairs])
     freed: list[bool] = []
@@ -192,9 +195,8 @@ def test_a_fault_of_rank_0_is_every_ranks_and_its_end_ends_them() -> None:
         (5, "so few that each rank has a head of its own: there are 4 query heads over 2 key/value heads"),
     ],
 )
-def test_a_number_of_ranks_that_the_model_has_not_enough_heads_for_is_refused(
-    size: Any, allowed: str, tiny_llama: MakeModel
-) -> None:
+def test_number_of_ranks_without_enough_heads_is_refused(size: Any, allowed: str, tiny_llama: MakeModel) -> None:
+    """A number of ranks that the model has not enough heads for is refused."""
     with pytest.raises(InvalidValueError, match=f"tensor_parallel_size must be {allowed}"):
         engine_of(tiny_llama().directory, tensor_parallel_size=size)
 
@@ -238,9 +240,8 @@ def wanted_of(directory: Path) -> list[int]:
         return engine.generate([PROMPT], asked(), use_tqdm=False)[0].outputs[0].token_ids
 
 
-def test_four_processes_answer_as_one_and_end_with_the_one_that_plans_however_it_ends(
-    tiny_llama: MakeModel, tmp_path: Path
-) -> None:
+def test_four_processes_answer_as_one_and_end_together(tiny_llama: MakeModel, tmp_path: Path) -> None:
+    """Four processes answer as one and end with the one that plans, however it ends."""
     left_to_test_parallel()
     directory, _ = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
     program = run_program(tmp_path, [], directory, 4, "and is killed")
@@ -255,9 +256,8 @@ def test_four_processes_answer_as_one_and_end_with_the_one_that_plans_however_it
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_program_under_torchrun_prints_once_and_ends_everywhere(
-    size: int, tiny_llama: MakeModel, tmp_path: Path
-) -> None:
+def test_program_under_torchrun_prints_once_and_ends(size: int, tiny_llama: MakeModel, tmp_path: Path) -> None:
+    """A program under torchrun prints once and ends everywhere."""
     left_to_test_parallel()
     directory, _ = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
@@ -267,7 +267,8 @@ def test_a_program_under_torchrun_prints_once_and_ends_everywhere(
     assert [line.split(maxsplit=1)[1] for line in output.splitlines()] == [str(wanted_of(directory))]
 
 
-def test_another_number_of_ranks_than_torchrun_has_started_is_refused(tiny_llama: MakeModel, tmp_path: Path) -> None:
+def test_other_number_of_ranks_than_torchruns_is_refused(tiny_llama: MakeModel, tmp_path: Path) -> None:
+    """Another number of ranks than torchrun has started is refused."""
     left_to_test_parallel()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     program = run_program(tmp_path, torchrun, tiny_llama().directory, 4)
@@ -296,9 +297,8 @@ def test_the_death_of_an_engines_process_ends_its_ranks(tiny_llama: MakeModel) -
     assert not alive
 
 
-def test_a_rank_that_is_stopped_while_it_answers_ends_the_engine_and_no_process_is_left(
-    tiny_llama: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_stopped_while_it_answers_ends_the_engine(tiny_llama: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is stopped while it answers ends the engine, and no process is left."""
     left_to_test_parallel()
     with engine_of(tiny_llama().directory, tensor_parallel_size=2) as engine:
         (rank,) = children()
@@ -329,9 +329,10 @@ def test_a_rank_that_is_killed_as_all_join_ends_the_start(
     assert not children()
 
 
-def test_a_second_model_that_drafts_does_so_beside_the_ranks_of_the_first(
+def test_second_model_drafts_with_the_ranks_of_the_first(
     tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
 ) -> None:
+    """A second model drafts with the ranks of the first."""
     left_to_test_parallel()
     tiny = tiny_llama(num_hidden_layers=4)
     policy = Speculative(save_without_layer(tiny, 2, tmp_path / "draft"), 3)
@@ -345,9 +346,8 @@ def test_a_second_model_that_drafts_does_so_beside_the_ranks_of_the_first(
     assert found[0] == found[1]
 
 
-def test_a_fault_in_the_part_of_one_rank_is_told_by_tensor_and_no_process_is_left(
-    tiny_llama: MakeModel, tmp_path: Path
-) -> None:
+def test_fault_of_one_rank_names_its_tensor(tiny_llama: MakeModel, tmp_path: Path) -> None:
+    """A fault in the part of one rank names its tensor, and no process is left."""
     left_to_test_parallel()
     directory = tmp_path / "model"
     shutil.copytree(tiny_llama().directory, directory)

@@ -97,7 +97,8 @@ def test_only_the_first_capture_gives_back_what_torch_keeps(cuda: FakeCuda) -> N
     assert cuda.calls == [*once, "replay"]
 
 
-def test_where_little_memory_is_left_a_capture_gives_back_what_torch_keeps(cuda: FakeCuda) -> None:
+def test_capture_in_little_memory_gives_back_what_torch_keeps(cuda: FakeCuda) -> None:
+    """Where little memory is left a capture gives back what torch keeps."""
     graphs = graphs_on(cuda)
     graphs.record(cuda.noting("step"))
     cuda.calls.clear()
@@ -118,8 +119,11 @@ def test_a_fault_in_a_capture_ends_the_capture(cuda: FakeCuda) -> None:
     assert cuda.calls[-1] == "end"
 
 
-def test_every_capture_and_the_first_empty_one_is_of_this_thread_alone(cuda: FakeCuda) -> None:
-    """Another thread may load a bridge to the device meanwhile."""
+def test_every_capture_is_of_this_thread_alone(cuda: FakeCuda) -> None:
+    """Every capture and the first empty one is of this thread alone.
+
+    Another thread may load a bridge to the device meanwhile.
+    """
     CudaGraphs(torch.device("cpu")).record(cuda.noting("step"))
     assert cuda.modes == {"thread_local"}
 
@@ -128,9 +132,8 @@ def test_every_capture_and_the_first_empty_one_is_of_this_thread_alone(cuda: Fak
     "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")]
 )
 @pytest.mark.parametrize("call", ["step in a capture", "end"])
-def test_no_memory_in_a_capture_is_one_error_by_torch_s_allocator_and_by_the_driver(
-    cuda: FakeCuda, error: Exception, call: str
-) -> None:
+def test_no_memory_in_a_capture_is_one_error(cuda: FakeCuda, error: Exception, call: str) -> None:
+    """No memory in a capture is one error, by PyTorch's allocator and by the driver."""
     graphs = graphs_on(cuda)
     if call != "end":  # the capture that it has spoilt then ends in an error too
         cuda.failing["end"] = RuntimeError("CUDA error: operation failed due to a previous error during capture")
@@ -139,7 +142,8 @@ def test_no_memory_in_a_capture_is_one_error_by_torch_s_allocator_and_by_the_dri
         graphs.record(lambda: cuda.noting("step in a capture" if "begin" in cuda.calls else "step")())
 
 
-def test_what_the_driver_takes_for_a_graph_counts_until_it_is_dropped(cuda: FakeCuda) -> None:
+def test_drivers_memory_of_a_graph_counts_until_dropped(cuda: FakeCuda) -> None:
+    """What the driver takes for a graph counts until it is dropped."""
     graphs = graphs_on(cuda)
     cuda.driver_bytes = 4 * MIB
     first, _ = (graphs.record(cuda.noting("step")) for _ in range(2))
@@ -185,7 +189,8 @@ def test_captures_ahead_of_need_leave_a_reserve_and_say_so_once(
     assert "on first use" in caplog.text
 
 
-def test_of_graphs_that_take_too_many_bytes_those_used_longest_ago_go(cuda: FakeCuda, engine: Engine) -> None:
+def test_graphs_of_too_many_bytes_used_longest_ago_go(cuda: FakeCuda, engine: Engine) -> None:
+    """Of graphs that take too many bytes those used longest ago go."""
     cuda.free = cuda.total = 20 * 13 * MIB  # of which 13 MiB are for graphs
     executor = captures_by(cuda, engine)
     shapes = [GraphShape(2, tuple(range(count)), SamplingMode.GREEDY) for count in range(1, 6)]
@@ -232,9 +237,10 @@ def answer(engine: Engine) -> list[int]:
     return engine.generate([[1, 2]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
-def test_a_capture_ahead_of_need_that_finds_no_memory_ends_the_captures_and_nothing_else(
+def test_capture_ahead_without_memory_ends_the_captures(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A capture ahead of need that finds no memory ends the captures and nothing else."""
     loop = EngineLoop(engine, lambda replies: None)
     memory = NoMemory(monkeypatch, 3)
     prepare_next = engine.executor.prepare_next
@@ -282,18 +288,16 @@ def test_a_request_whose_graph_finds_no_memory_is_answered(
         assert memory.failed == (2 if has_ranks else 4)
 
 
-def test_a_rank_that_has_no_memory_for_a_trial_step_ends_as_the_others_wait_for_it(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_without_memory_for_a_trial_ends_with_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has no memory for a trial step ends as the others wait for it."""
     monkeypatch.setattr(engine.executor, "_has_ranks", True)
     NoMemory(monkeypatch, 2)
     with pytest.raises(EngineDeadError):
         answer(engine)
 
 
-def test_a_streamed_run_that_is_over_holds_no_graph_that_is_dropped(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streamed_run_that_is_over_holds_no_dropped_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streamed run that is over holds no graph that is dropped."""
     executor = engine.executor
     assert isinstance(executor, GraphExecutor)
     list(engine.stream([1, 2], GREEDY))

@@ -118,9 +118,8 @@ def bits(output: RequestOutput) -> list[Any]:
 
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_rows_of_the_library_have_the_same_bits_beside_rows_that_pytorch_runs(
-    make_engine: Callable[..., Engine], cache: str
-) -> None:
+def test_native_rows_among_pytorch_rows_keep_their_bits(make_engine: Callable[..., Engine], cache: str) -> None:
+    """Rows of the library keep their bits among rows that PyTorch runs."""
     left, own = policies_of(pytorch=True), policies_of(pytorch=False)
     requests = [
         Request(request.prompt, replace(request.params, logprobs=3, depth=(left, own)[nth % 2][nth // 2 % 7]))

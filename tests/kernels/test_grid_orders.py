@@ -130,8 +130,11 @@ def bits() -> str:
     return digest.hexdigest()
 
 
-def test_the_interpreter_that_tests_use_gives_the_bits_of_the_one_that_triton_brings() -> None:
-    """But for the order of sums in products of tiles, which both take row by row."""
+def test_quick_interpreter_gives_the_bits_of_tritons() -> None:
+    """The interpreter that tests use gives the bits of the one that Triton brings.
+
+    But for the order of sums in products of tiles, which both take row by row.
+    """
     code = (
         "from interpreted_dot import multiply_row_by_row; multiply_row_by_row(); "
         "from d3engine.kernels.triton import products, scores; products.MIN_PROGRAMS = 2; products.MIN_STEPS = 1; "

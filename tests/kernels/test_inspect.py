@@ -126,7 +126,8 @@ def test_kernels_of_a_tiny_model_compile_without_spills(compiled: Compiled) -> N
 
 
 @needs_triton
-def test_with_the_switch_on_kernels_wait_for_the_one_before_after_their_first_weights(compiled: Compiled) -> None:
+def test_kernels_under_pdl_wait_after_their_first_weights(compiled: Compiled) -> None:
+    """With the switch on kernels wait for the one before after their first weights."""
     assert compiled[1] == [
         "rms_norm True 90 True True False []",
         "linear_residual True 90 True True True []",
@@ -145,8 +146,11 @@ def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) 
 
 
 @needs_triton
-def test_small_weights_become_floats_beside_many_rows_without_being_moved(compiled: Compiled) -> None:
-    """At a byte in five threads' instructions as many would put bytes together as make floats of them."""
+def test_small_weights_for_many_rows_are_not_moved(compiled: Compiled) -> None:
+    """Small weights become floats for many rows without being moved.
+
+    At a byte in five threads' instructions as many would put bytes together as make floats of them.
+    """
     assert 0.05 < float(compiled[2].split()[2]) < 0.15
 
 
@@ -156,8 +160,11 @@ def test_what_is_loaded_before_the_wait_has_registers(compiled: Compiled) -> Non
 
 
 @needs_triton
-def test_under_programmatic_launch_a_row_of_small_weights_has_enough_under_way(compiled: Compiled) -> None:
-    """A step is taken before the loop; of one step there, nothing would be fetched ahead."""
+def test_row_of_small_weights_under_pdl_has_enough_in_flight(compiled: Compiled) -> None:
+    """Under programmatic launch a row of small weights has enough under way.
+
+    A step is taken before the loop; of one step there, nothing would be fetched ahead.
+    """
     assert int(compiled[3].split()[4]) >= inspect.LEAST_IN_FLIGHT
 
 
@@ -182,7 +189,8 @@ def test_a_score_of_a_chunk_takes_a_multiply_add_and_a_power(compiled: Compiled)
 
 
 @needs_triton
-def test_chunks_over_8_bits_on_ada_and_the_logits_of_64_rows_on_blackwell_have_registers(compiled: Compiled) -> None:
+def test_fp8_chunks_on_ada_and_64_rows_on_blackwell_fit(compiled: Compiled) -> None:
+    """Chunks over 8 bits on Ada and logits of 64 rows on Blackwell have registers."""
     assert compiled[5][5:] == [0, 0]
 
 
@@ -193,9 +201,10 @@ def test_what_is_in_flight_can_be_left_out_and_the_rest_stays(compiled: Compiled
     assert compiled[4] == [usage | {"streams": False, "in_flight": 0, "instructions": 0.0} for usage in wanted]
 
 
-def test_a_kernel_that_wants_more_shared_memory_than_there_is_does_not_fit(
+def test_kernel_wanting_too_much_shared_memory_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A kernel that wants more shared memory than there is does not fit."""
     usage = replace(USAGE, shared=163 * 1024)
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
     assert inspect.main([]) == 0
@@ -224,9 +233,10 @@ def test_the_exit_code_tells_of_a_stack_or_local_memory(
         ({"in_flight": 2**17, "too_early": ("ld.global.b32 %r1, [ %rd3 + 0 ];",)}, ["TOO EARLY"]),
     ],
 )
-def test_a_kernel_that_waits_for_memory_alone_or_does_not_wait_for_the_one_before_is_a_fault(
+def test_kernel_waiting_for_memory_alone_is_a_fault(
     changes: dict[str, Any], faults: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A kernel that waits for memory alone, or not for the one before it, is a fault."""
     usage = replace(USAGE, **({"streams": True, "grid": (1, 500)} | changes))
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
     assert inspect.main([]) == bool(faults)
@@ -239,9 +249,10 @@ def test_a_kernel_that_waits_for_memory_alone_or_does_not_wait_for_the_one_befor
     [({}, 0), ({"weights": "int4"}, 1), ({"label": "rows=3"}, 1), ({"stack": 64}, 1)],
     ids=["known", "other weights", "other rows", "spills too"],
 )
-def test_weights_that_are_known_to_starve_fail_for_anything_else_alone(
+def test_weights_known_to_starve_fail_for_anything_else(
     changes: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Weights that are known to starve fail for anything else alone."""
     known: dict[str, Any] = {"weights": "int8", "label": "down rows=32"}
     usage = replace(USAGE, **({"streams": True, "grid": (1, 500), "in_flight": 0} | known | changes))
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))

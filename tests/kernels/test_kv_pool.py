@@ -40,7 +40,8 @@ def test_the_largest_value_is_the_one_that_scales_are_made_for() -> None:
     assert E4M3[-1] == LARGEST == torch.finfo(FP8).max
 
 
-def test_each_value_is_the_nearest_multiple_of_its_own_head_s_scale() -> None:
+def test_value_is_the_nearest_multiple_of_its_heads_scale() -> None:
+    """Each value is the nearest multiple of its head's scale."""
     heads, pool = some_heads(4), empty_pool()
     places = [3, 17, 8, 30]
     kv_pool.write_entries(pool, torch.tensor(places), heads)
@@ -73,7 +74,8 @@ def test_zeros_come_back_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("broken", [nan, inf, -inf])
-def test_a_value_that_is_not_finite_is_seen_and_spoils_its_own_head_alone(broken: float) -> None:
+def test_value_that_is_not_finite_spoils_its_own_head_alone(broken: float) -> None:
+    """A value that is not finite is seen and spoils its own head alone."""
     heads, pool = some_heads(2), empty_pool()
     sound = empty_pool()
     kv_pool.write_entries(sound, torch.tensor([6, 7]), heads)

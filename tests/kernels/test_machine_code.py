@@ -40,18 +40,21 @@ def test_loads_that_are_used_at_once_wait_one_after_another() -> None:
     assert bytes_in_flight(sass(*pairs, "@!P1 BRA 0x100")) == pytest.approx(16, rel=0.03)
 
 
-def test_loads_that_are_used_after_the_last_are_in_flight_together() -> None:
+def test_loads_used_after_the_last_are_in_flight_together() -> None:
+    """Loads that are used after the last are in flight together."""
     assert bytes_in_flight(sass(*loads(4), *uses(4), "@!P1 BRA 0x100")) == pytest.approx(64, rel=0.05)
 
 
 @pytest.mark.parametrize(("left", "stages"), [("0x0", 1), ("0x1", 2), ("0x3", 4)])
-def test_asynchronous_copies_are_in_flight_by_as_many_groups_as_are_not_waited_for(left: str, stages: int) -> None:
+def test_asynchronous_copies_in_flight_are_groups_not_awaited(left: str, stages: int) -> None:
+    """Asynchronous copies are in flight by as many groups as are not waited for."""
     copies = [f"LDGSTS.E.BYPASS.128 [R9+0x{nth}00], desc[UR4][R2.64], P0" for nth in range(4)]
     code = sass(*copies, "LDGDEPBAR", f"DEPBAR.LE SB0, {left}", "LDS.128 R20, [R9]", "@P1 BRA 0x100")
     assert bytes_in_flight(code) == pytest.approx(64 * stages, rel=0.1)
 
 
-def test_what_fills_no_stage_and_what_comes_from_the_cache_does_not_count() -> None:
+def test_unfilled_stages_and_cached_loads_do_not_count() -> None:
+    """What fills no stage and what comes from the cache does not count."""
     cached = "LDG.E.EL.128 R60, desc[UR8][R2.64]"
     unread = "LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64], !PT"
     assert bytes_in_flight(sass(cached, unread, "LDG.E R4, desc[UR8][R2.64]", "@P0 BRA 0x100")) == 0.0
@@ -66,13 +69,15 @@ def test_the_loop_that_loads_most_is_the_one_that_counts() -> None:
     assert hottest_loop(straight) == straight
 
 
-def test_instructions_are_counted_in_the_loop_that_loads_and_by_what_a_whole_warp_loads() -> None:
+def test_instructions_are_counted_in_the_loading_loop() -> None:
+    """Instructions are counted in the loop that loads, and by what a whole warp loads."""
     code = sass("MOV R4, RZ", *loads(2), *uses(5), "@P0 BRA 0x110", "EXIT")
     assert instructions_a_byte(code) == 8 / (32 * 32)
     assert instructions_a_byte(sass("MOV R4, RZ", "EXIT")) == 0.0
 
 
-def test_a_loop_around_another_that_loads_does_not_count_nor_what_others_have_just_written() -> None:
+def test_loop_around_a_loading_one_does_not_count() -> None:
+    """A loop around another that loads does not count, nor what others have just written."""
     code = sass(*loads(5), *loads(1), "@P0 BRA 0x150", "@P1 BRA 0x100", "EXIT")
     assert [one.address for one in hottest_loop(instructions(code))] == [0x150, 0x160]
     written = [load.replace(".EF.128", ".128.STRONG.GPU") for load in loads(4)]
@@ -80,7 +85,8 @@ def test_a_loop_around_another_that_loads_does_not_count_nor_what_others_have_ju
     assert [one.address for one in hottest_loop(instructions(code))] == [0x100, 0x110]
 
 
-def test_a_longer_latency_leaves_the_same_loads_in_flight_where_waiting_is_all() -> None:
+def test_longer_latency_leaves_the_same_loads_in_flight() -> None:
+    """A longer latency leaves the same loads in flight where waiting is all."""
     code = sass(*loads(4), *uses(4), "@!P1 BRA 0x100")
     assert bytes_in_flight(code, 10 * LATENCY) == pytest.approx(64, rel=0.01)
 
@@ -114,7 +120,8 @@ def test_of_asynchronous_copies_those_of_8_bytes_count_too() -> None:
     assert bytes_in_flight(code) == pytest.approx(32, rel=0.1)
 
 
-def test_rows_that_all_programs_read_are_told_from_weights_by_how_long_they_may_stay_in_the_cache() -> None:
+def test_shared_rows_differ_from_weights_by_cache_policy() -> None:
+    """Rows that all programs read differ from weights by their stay in the cache."""
     copy = "\tcp.async.c{}.shared.global.L2::cache_hint [ %r16 + 0 ], [ %rd13 + 0 ], {}, %r17, {};\n"
     weights, rows = copy.format("a", "0x8", "%rd2"), copy.format("g", "0x10", "%rd3")
     scales = "\t@%p2 cp.async.ca.shared.global [ %r53 + 0 ], [ %rd18 + 0 ], 0x4, %r54;\n"
@@ -140,7 +147,8 @@ def test_anything_else_before_it_is_named(line: str) -> None:
     assert found in (line, "it returns")
 
 
-def test_a_loop_around_another_goes_round_as_often_as_is_said_and_others_once() -> None:
+def test_loop_around_another_goes_round_as_often_as_said() -> None:
+    """A loop around another goes round as often as is said and others once."""
     inner = ["IADD3 R8, R8, 0x1, RZ", "@P0 BRA 0x100"]  # the first adds to what the round before has left
     lonely = [cycles_alone(sass(*inner), rounds) for rounds in (1, 9)]
     assert lonely[0] == lonely[1] > 0

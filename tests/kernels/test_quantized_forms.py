@@ -70,7 +70,8 @@ def test_what_is_representable_comes_back_exactly(shape: tuple[int, int]) -> Non
         assert torch.equal(quantize_int4(matrix).dequantize(torch.float32), matrix)
 
 
-def test_a_byte_holds_channels_j_and_j_plus_64_and_the_padding_stands_for_zero() -> None:
+def test_byte_holds_channels_j_and_j_plus_64() -> None:
+    """A byte holds channels j and j plus 64 and the padding stands for zero."""
     rows, columns = 3, 352
     whole = torch.randint(-8, 8, (rows, columns), generator=torch.Generator().manual_seed(0))
     whole[:, ::128] = -8

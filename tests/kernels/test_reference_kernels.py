@@ -92,9 +92,8 @@ class Paged:
     ],
 )
 @pytest.mark.parametrize("heads", [2, 6])
-def test_paged_attention_sees_its_own_chunk_up_to_each_row_and_nothing_else(
-    lengths: list[int], row_counts: list[int], heads: int
-) -> None:
+def test_paged_attention_sees_its_chunk_up_to_each_row(lengths: list[int], row_counts: list[int], heads: int) -> None:
+    """Paged attention sees its own chunk up to each row and nothing else."""
     paged = Paged(lengths)
     queries = torch.randn(sum(row_counts), heads, 8, generator=torch.Generator().manual_seed(7))
     starts = [0, *torch.tensor(row_counts).cumsum(0).tolist()]
@@ -103,7 +102,8 @@ def test_paged_attention_sees_its_own_chunk_up_to_each_row_and_nothing_else(
     assert relative_error(out, paged.attend(queries, row_counts, 0.3)) < 1e-6
 
 
-def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else() -> None:
+def test_qkv_writes_keys_and_values_only_where_told() -> None:
+    """QKV writes keys and values to their entries and nowhere else."""
     torch.manual_seed(0)
     hidden, norm, weight = torch.randn(3, 10), torch.randn(10), torch.randn((4 + 2 * 2) * 6, 10)
     bias, pool = torch.randn(48), torch.full((3, 2, 4, 2, 6), -7.0)

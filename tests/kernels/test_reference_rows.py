@@ -27,7 +27,8 @@ def test_rows_beyond_the_count_are_nan_where_rows_are_returned() -> None:
         assert bool(out[2].isnan().all())
 
 
-def test_the_argmax_is_that_of_the_logits_and_minus_one_beyond_the_count() -> None:
+def test_argmax_beyond_the_count_is_minus_one() -> None:
+    """The argmax is that of the logits and minus one beyond the count."""
     torch.manual_seed(0)
     hidden, norm, weight = torch.randn(3, 8), torch.randn(8), torch.randn(12, 8)
     expected = reference.lm_head(hidden, norm, EPS, weight).max(dim=1)

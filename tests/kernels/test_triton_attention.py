@@ -198,9 +198,10 @@ def test_it_agrees_with_the_reference_on_a_real_batch(device: torch.device) -> N
 
 @pytest.mark.parametrize("split", [64, 256])
 @pytest.mark.parametrize("heads", [2, 4])
-def test_rows_from_the_active_count_on_stay_untouched_bit_for_bit(
+def test_rows_beyond_the_active_count_stay_untouched(
     heads: int, split: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rows from the active count on stay untouched bit for bit."""
     split_by(monkeypatch, split)
     paged = Paged([200, 70, 9, 33], heads=heads, device=device)
     expected, inputs = paged.expected(), paged.inputs()
@@ -226,8 +227,11 @@ def test_long_chunks_beyond_the_active_count_stay_untouched(device: torch.device
     assert torch.equal(part[:21], out[:21])
 
 
-def test_one_launch_serves_changed_tables_and_lengths_as_a_graph_replays_it(device: torch.device) -> None:
-    """Persistent buffers larger than the batch: more chunks and blocks than are used, and parts full of NaN."""
+def test_one_launch_serves_changed_tables_and_lengths(device: torch.device) -> None:
+    """One launch serves changed tables and lengths as a graph replays it.
+
+    Persistent buffers larger than the batch: more chunks and blocks than are used, and parts full of NaN.
+    """
     first, second = Paged([300, 20, 33], heads=4, device=device), Paged([64, 250], heads=4, device=device)
     tables = torch.full((4, 32), 10**6, dtype=torch.int32, device=device)  # a block id that must never be followed
     inputs = attention.AttentionInputs(
@@ -267,9 +271,10 @@ def test_one_launch_serves_changed_tables_and_lengths_as_a_graph_replays_it(devi
 
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_gets_the_same_bits_alone_and_beside_others_by_few_programs_or_many(
+def test_row_alone_and_among_others_has_the_same_bits(
     dtype: torch.dtype, heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A row gets the same bits alone and among others, by few programs or many."""
     lengths = [300, 20, 129]
     paged = Paged(lengths, heads=heads, dtype=dtype, device=device)
     together = paged.attend()
@@ -360,7 +365,8 @@ def test_a_block_size_that_is_no_power_of_two_is_refused_by_name(block_size: int
 
 
 @pytest.mark.parametrize(("chunks", "longest", "programs"), [(1, 128, 2), (1, 513, 10), (3, 129, 12), (64, 4096, 396)])
-def test_there_are_no_more_programs_than_splits_nor_than_have_a_place(chunks: int, longest: int, programs: int) -> None:
+def test_programs_are_no_more_than_splits_or_places(chunks: int, longest: int, programs: int) -> None:
+    """There are no more programs than splits nor than have a place."""
     pool = torch.empty(8, 2, 16, 2, 32, device="meta")
     queries, numbers = torch.empty(chunks, 2, 32, device="meta"), torch.empty(chunks + 1, device="meta")
     tables = torch.empty(chunks, 8, device="meta")

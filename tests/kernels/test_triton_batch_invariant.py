@@ -71,9 +71,10 @@ def test_a_row_becomes_the_same_bits_alone_and_among_any_others(form: str, devic
 
 
 @pytest.mark.parametrize("form", WEIGHTS)
-def test_programs_that_share_columns_do_so_alike_for_any_number_of_rows(
+def test_programs_share_columns_alike_for_any_rows(
     form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Programs that share columns do so alike for any number of rows."""
     monkeypatch.setattr(products, "MIN_PROGRAMS", 4)
     columns = 1024
     given, norm = numbers(90, columns).to(device), numbers(columns, seed=1).to(device)
@@ -105,10 +106,13 @@ def test_programs_that_share_columns_do_so_alike_for_any_number_of_rows(
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("window", [NO_WINDOW, 1, 20, 100])
-def test_a_row_attends_in_the_same_bits_however_its_sequence_is_cut(
+def test_row_attends_in_the_same_bits_however_it_is_cut(
     window: int, kv_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts whole, in pieces of any size or row by row, answers decoded or replayed in pieces, and both in one."""
+    """A row attends in the same bits however its sequence is cut.
+
+    Prompts whole, in pieces of any size or row by row, answers decoded or replayed in pieces, and both in one.
+    """
     monkeypatch.setattr(paged_attention, "ROWS_IN_TURN", 3)
     prompt, length = 127, 131  # rows of the answer have a split, or two
     pool = numbers(40, 2, BLOCK, kv_heads, CHANNELS).to(device)
@@ -195,9 +199,8 @@ def scores_of_tokens(engine: Engine) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_tokens_and_logits_are_the_same_bits_whoever_comes_beside_whatever_is_cut_preempted_or_cached(
-    make: Callable[..., Engine], cache: str
-) -> None:
+def test_tokens_and_logits_keep_their_bits_in_any_batch(make: Callable[..., Engine], cache: str) -> None:
+    """Tokens and logits keep their bits in any batch, cut, preempted or cached."""
     together = make(max_num_batched_tokens=4, kv_cache_dtype=cache)
     scores, preempted = scores_of_tokens(together), set[str]()
     prompts = [[9, 8, 7, 6, 5, 0], [9, 8, 7, 6, 5, 1]]

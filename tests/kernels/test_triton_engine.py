@@ -66,9 +66,10 @@ def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.Monkey
     return make
 
 
-def test_hidden_states_are_captured_and_steered_as_on_the_reference(
+def test_hidden_states_are_those_of_the_reference(
     triton_engine: Callable[..., Engine], make_engine: Callable[..., Engine]
 ) -> None:
+    """Hidden states are captured and steered as on the reference."""
     capture, steer = range(int(CONFIG["num_hidden_layers"]) + 1), {1: [0.5] * int(CONFIG["hidden_size"])}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, capture=capture, steer=steer)
     prompts = [list(range(20, 26)), list(range(30, 33))]
@@ -81,9 +82,10 @@ def test_hidden_states_are_captured_and_steered_as_on_the_reference(
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_prompts_in_pieces_and_rows_of_many_ages_answer_as_on_the_reference(
+def test_rows_of_many_ages_answer_as_on_the_reference(
     triton_engine: Callable[..., Engine], make_engine: Callable[..., Engine], cache: str
 ) -> None:
+    """Prompts in pieces and rows of many ages answer as on the reference."""
     reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
     engine = triton_engine(False, kv_cache_dtype=cache)
     prompts = [list(request.prompt) for request in REQUESTS]

@@ -42,9 +42,10 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     ("rows", "heads", "kv_heads", "channels", "has_head_norms"),
     [(1, 4, 2, 16, False), (5, 2, 2, 6, True), (3, 3, 1, 48, False), (18, 4, 4, 16, False), (300, 2, 1, 16, True)],
 )
-def test_keys_and_values_are_written_as_the_reference_writes_them_and_nothing_else(
+def test_keys_and_values_are_written_as_by_the_reference(
     rows: int, heads: int, kv_heads: int, channels: int, has_head_norms: bool, device: torch.device
 ) -> None:
+    """Keys and values are written as the reference writes them and nothing else."""
     width, live = 48, max(1, rows - 2)
     hidden, norm = numbers(rows, width) * 3, numbers(width, seed=1)
     weight = numbers((heads + 2 * kv_heads) * channels, width, seed=2) * 0.2
@@ -77,7 +78,8 @@ def test_keys_and_values_are_written_as_the_reference_writes_them_and_nothing_el
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_a_head_of_zeros_and_one_that_is_not_finite_stay_what_they_are(device: torch.device) -> None:
+def test_head_of_zeros_and_one_not_finite_stay_as_they_are(device: torch.device) -> None:
+    """A head of zeros and one that is not finite stay what they are."""
     rows, channels = 2, 16
     hidden, weight = numbers(rows, 32).to(device), numbers(4 * channels, 32, seed=1).to(device)
     weight[2 * channels : 3 * channels] = 0.0  # the key
@@ -118,9 +120,10 @@ def test_copies_are_those_of_the_reference_to_the_bit(device: torch.device) -> N
         (4, 2, 16, 16, torch.float16),
     ],
 )
-def test_single_rows_and_chunks_attend_to_the_values_that_stand_there(
+def test_single_rows_and_chunks_attend_to_stored_values(
     heads: int, kv_heads: int, channels: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
+    """Single rows and chunks attend to the values that stand there."""
     lengths, row_counts = [attention.SPLIT + 6, 5, 21], [1, 5, 1]  # a row of two splits, a chunk, and a short row
     pool = poisoned(48, size, kv_heads, channels, device)
     blocks = (torch.randperm(47, generator=torch.Generator().manual_seed(0)) + 1).tolist()

@@ -110,9 +110,10 @@ def test_rms_norm_rounds_before_weight(randn: Callable[..., Tensor], device: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_adds_to_the_residual_first_but_only_in_rows_that_live(
+def test_rms_norm_adds_to_the_residual_of_live_rows_first(
     dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
 ) -> None:
+    """Rms norm adds to the residual first but only in rows that live."""
     hidden, residual, weight = randn(5, 123, dtype=dtype), randn(5, 123, dtype=dtype), randn(123, dtype=dtype)
     total, untouched = (residual + hidden)[:3], bits(residual[3:])
     out = kernels.rms_norm(hidden, weight, EPS, residual=residual, num_rows=row_count(3, device))
@@ -240,7 +241,7 @@ HEAD_NORM_CASES += [
     [("none", *case) for case in QKV_CASES]
     + [(norms, *case) for norms in ("heads", "projections") for case in HEAD_NORM_CASES],
 )
-def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
+def test_qkv_writes_keys_and_values_only_where_told(
     norms: str,
     dtype: torch.dtype,
     rows: int,
@@ -251,6 +252,7 @@ def test_qkv_writes_keys_and_values_where_it_is_told_and_nowhere_else(
     randn: Callable[..., Tensor],
     device: torch.device,
 ) -> None:
+    """QKV writes keys and values to their entries and nowhere else."""
     outputs, live = (heads + 2 * kv_heads) * channels, max(1, rows - 2)
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(outputs, width, dtype=dtype, scale=0.1)
@@ -347,9 +349,10 @@ def test_logits_are_softly_capped_before_a_token_is_chosen(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 43])
-def test_of_equal_logits_the_lowest_token_wins_and_a_fault_shows_in_the_score(
+def test_lowest_of_equal_logits_wins_and_a_fault_shows(
     rows: int, randn: Callable[..., Tensor], device: torch.device
 ) -> None:
+    """Of equal logits the lowest token wins and a fault shows in the score."""
     hidden, norm = randn(rows, 32, dtype=torch.float32), torch.ones(32, device=device)
     weight = torch.zeros(141, 32, device=device)
     tokens, scores = kernels.lm_head_argmax(hidden, norm, EPS, weight)
@@ -373,9 +376,10 @@ def test_of_equal_logits_the_lowest_token_wins_and_a_fault_shows_in_the_score(
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_large_float16_row_times_a_large_norm_weight_stays_finite(
+def test_large_float16_row_times_large_norm_stays_finite(
     rows: int, randn: Callable[..., Tensor], device: torch.device
 ) -> None:
+    """A large float16 row times a large norm weight stays finite."""
     hidden = randn(rows, 128, dtype=torch.float16, scale=8000.0)
     norm = torch.full((128,), 20.0, dtype=torch.float16, device=device)
     weight = randn(64, 128, dtype=torch.float16, scale=0.01)
@@ -398,9 +402,10 @@ def test_no_rows_are_no_work(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_entry_is_copied_to_many_and_copies_beyond_the_count_are_not_made(
+def test_one_entry_is_copied_to_many_up_to_the_count(
     dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
 ) -> None:
+    """One entry is copied to many, and copies beyond the count are not made."""
     pool = randn(5, 2, 4, 3, 41, dtype=dtype).contiguous()
     expected = pool.clone()
     source, target = torch.tensor([11, 11, 11, 6], device=device), torch.tensor([30, 2, 17, 3], device=device)
@@ -448,7 +453,9 @@ def test_every_launch_is_built_without_looking_at_data() -> None:
     assert all(all(launch.grid) for _, _, launch in launches)
 
 
-def test_a_launch_makes_the_device_of_its_tensors_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_makes_its_tensors_device_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch makes the device of its tensors the current one."""
+
     class OnTheSecond(Tensor):
         device = torch.device("cuda:1")  # type: ignore[assignment]
 

@@ -215,9 +215,10 @@ def test_columns_that_several_programs_share_are_added_up(kind: str, randn: Rand
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [1000, 123])
-def test_many_rows_read_stored_values_in_another_order_of_columns_and_share_them(
+def test_many_rows_read_values_in_another_order_of_columns(
     kind: str, columns: int, randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Many rows read stored values in another order of columns and share them."""
     monkeypatch.setattr(products, "UNPACK_ROWS", 512)
     monkeypatch.setattr(unpack, "unpack_launch", None)
     weight, exact = random_weight(kind, 70, columns, device)
@@ -233,9 +234,10 @@ def test_many_rows_read_stored_values_in_another_order_of_columns_and_share_them
     assert_close(residual[:67], expected[:67], LIMITS[torch.float16])
 
 
-def test_beside_more_rows_than_have_registers_for_it_noise_is_drawn_from_stored_logits(
+def test_noise_for_too_many_rows_is_of_stored_logits(
     randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For more rows than registers allow noise is drawn from stored logits."""
     monkeypatch.setattr(products, "UNPACK_ROWS", 512)
     weight, _ = random_weight("int8", 70, 128, device)
     hidden, norm = randn(66, 128, dtype=torch.float16), randn(128, dtype=torch.float16)

@@ -154,9 +154,8 @@ def sizes() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("name", "rows"), sizes())
-def test_without_a_row_that_lives_nothing_is_written_and_next_to_nothing_read(
-    name: str, rows: int, traffic: AdmissionControl
-) -> None:
+def test_without_live_rows_nothing_is_written(name: str, rows: int, traffic: AdmissionControl) -> None:
+    """Without a row that lives nothing is written, and next to nothing read."""
     operations()[name](rows, torch.zeros(1, dtype=torch.int32))
     assert traffic.programs > 0 or name.startswith("lm_head")  # of many rows and torch's product: no kernel is left
     assert traffic.stored == 0
@@ -164,7 +163,8 @@ def test_without_a_row_that_lives_nothing_is_written_and_next_to_nothing_read(
 
 
 @pytest.mark.parametrize("name", [name for name in operations() if not name.startswith("paged_attention")])
-def test_rows_that_live_move_what_they_would_move_without_the_others(name: str, traffic: AdmissionControl) -> None:
+def test_live_rows_move_what_they_move_without_others(name: str, traffic: AdmissionControl) -> None:
+    """Rows that live move what they would move without the others."""
     call = operations()[name]
     call(3, None)
     alone = replace(traffic)
@@ -187,10 +187,11 @@ def test_a_row_that_cuts_nothing_is_not_searched_for_its_border(temperature: flo
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_the_entries_of_a_long_row_among_short_ones_are_shared_by_all_programs(
-    heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer takes as long as the program that reads most."""
+def test_entries_of_a_long_row_are_shared_by_all_programs(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entries of a long row among short ones are shared by all programs.
+
+    A layer takes as long as the program that reads most.
+    """
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     load, attention = builder.create_masked_load, importlib.import_module("d3engine.kernels.triton.paged_attention")
     read: Counter[int] = Counter()

@@ -119,9 +119,10 @@ def test_keys_order_as_floats_do_and_nan_is_above_all(device: torch.device) -> N
     assert torch.equal(back.nan_to_num(5.0), scores.nan_to_num(5.0))
 
 
-def test_of_equal_candidates_the_lowest_token_wins_also_when_tiles_are_more_than_fit_one_step(
+def test_lowest_of_equal_candidates_wins_over_many_tiles(
     device: torch.device,
 ) -> None:
+    """Of equal candidates the lowest token wins, also with more tiles than fit one step."""
     tokens = torch.arange(2100, device=device)
     keys = torch.zeros(2, 2100, dtype=torch.int64, device=device)
     keys[0, [700, 7 + 1024, 7 + 2048]] = torch.tensor([4, 5, 5], device=device)
@@ -256,9 +257,8 @@ def test_tiles_bins_and_lists_of_any_size_keep_the_same_tokens(
         assert_same_choice(kernels.sample(some, rows, steps + later), reference.sample(some, rows, steps + later))
 
 
-def test_a_top_k_that_ends_where_nothing_can_be_drawn_draws_as_the_reference_does(
-    device: torch.device, generator: torch.Generator
-) -> None:
+def test_top_k_ending_at_minus_infinity_draws_as_reference(device: torch.device, generator: torch.Generator) -> None:
+    """A top-k that ends where nothing can be drawn draws as the reference does."""
     logits = (torch.randn(6, 523, generator=generator) * 3).to(device)
     rows, steps = rows_like([0.05, 0.1, 0.02, 0.1, 1e-3, 0.3], device)
     top_k, top_p = torch.tensor([50, 400, 3, 200, 7, 500]), torch.tensor([1.0, 0.9, 0.99, 1.0, 0.9, 0.999])
@@ -299,9 +299,10 @@ def test_cuts_of_halving_probabilities(
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_faulty_row_shows_in_its_score_and_its_neighbours_do_not_change(
+def test_faulty_row_shows_in_its_score_and_changes_no_other(
     cut: bool, device: torch.device, generator: torch.Generator
 ) -> None:
+    """A faulty row shows in its score and its neighbours do not change."""
     vocab = 300
     logits = torch.randn(6, vocab, generator=generator).to(device)
     rows, steps = rows_like([1.0, 0.0, 1.0, 0.7, 0.0, 1.3], device)

@@ -64,7 +64,8 @@ def test_a_damaged_file_is_refused_with_its_name(
         read_bridges(path)
 
 
-def test_bridges_of_another_size_are_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
+def test_bridges_of_another_size_are_refused_unread(tmp_path: Path) -> None:
+    """Bridges of another size are refused before a tensor is read."""
     path = tmp_path / "b.safetensors"
     save_file(_good() | {"1:3.offset": torch.full((SIZE,), torch.nan)}, path, METADATA)
     with pytest.raises(ModelFormatError, match="it is for 4 layers of 6 numbers, not for 4 of 8"):

@@ -106,7 +106,8 @@ def read(model_type: str, **changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_key_of_transformers_is_read_or_refused_or_known_to_be_without_effect(model_type: str) -> None:
+def test_key_of_transformers_is_read_refused_or_harmless(model_type: str) -> None:
+    """Every key of transformers is read, refused, or known to be without effect."""
     assert {"is_causal", "rope_parameters", "rms_norm_eps"} <= keys_of(model_type)
     for key in sorted(keys_of(model_type) - HARMLESS.keys() - UNREACHABLE - OF_OTHERS.get(model_type, set())):
         with pytest.raises(ModelFormatError, match=key):
@@ -131,7 +132,8 @@ def test_the_keys_without_effect_change_no_logit_in_transformers(model_type: str
 
 
 @pytest.mark.parametrize("key", _NEUTRAL)
-def test_a_key_that_changes_the_model_is_refused_unless_its_value_has_no_effect(key: str) -> None:
+def test_key_that_changes_the_model_is_refused(key: str) -> None:
+    """A key that changes the model is refused unless its value has no effect."""
     with pytest.raises(ModelFormatError, match=f"{key} must be .*; got 'other'"):
         read("llama", **{key: "other"})
     for value in (None, *_NEUTRAL[key][0]):
@@ -169,13 +171,13 @@ NO_CHANGE = {
 """Lengths that `max_tokens` decides, output flags, memory, and what only beams or an encoder have."""
 
 
-def test_every_key_of_a_generation_config_is_read_or_named_or_known_to_be_without_effect() -> None:
+def test_generation_config_key_is_read_named_or_harmless() -> None:
+    """Every key of a generation config is read, named, or known to be without effect."""
     assert set(GenerationConfig().__dict__) <= READ | NO_CHANGE | _NOT_APPLIED.keys()
 
 
-def test_what_a_generation_config_asks_for_and_is_not_applied_is_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_generation_config_keys_not_applied_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a generation config asks for and is not applied is named in the log."""
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"num_beams": 4, "typical_p": 1.0, "min_new_tokens": 0, "suppress_tokens": [1]}))
     with caplog.at_level(logging.WARNING):

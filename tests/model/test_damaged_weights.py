@@ -47,7 +47,8 @@ def test_a_wrong_tensor_is_named_with_its_file(
         load(tmp_path)
 
 
-def test_values_too_large_for_the_dtype_are_an_error_and_not_infinity(tmp_path: Path) -> None:
+def test_values_too_large_for_the_dtype_are_an_error(tmp_path: Path) -> None:
+    """Values too large for the dtype are an error and not infinity."""
     save_model(tmp_path)
     change(tmp_path, lambda tensors: tensors[DOWN][0, 0].fill_(1e6))
     assert load(tmp_path, torch.bfloat16).layers[1].down[0, 0] == torch.tensor(1e6, dtype=torch.bfloat16)

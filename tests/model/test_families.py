@@ -97,7 +97,8 @@ def config_of_type(model_type: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_absent_fields_have_the_defaults_of_the_family_in_transformers(kind: type[PreTrainedConfig]) -> None:
+def test_absent_fields_have_the_familys_defaults(kind: type[PreTrainedConfig]) -> None:
+    """Absent fields have the defaults of the family in transformers."""
     read, oracle = config_of_type(kind.model_type), kind(**SIZES)
     assert read.num_kv_heads == oracle.num_key_value_heads
     assert read.head_dim == (getattr(oracle, "head_dim", None) or oracle.hidden_size // oracle.num_attention_heads)
@@ -160,7 +161,8 @@ def test_norms_of_queries_and_keys_are_those_of_the_family() -> None:
         {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 4e4}}, "rope_theta": 3e4},
     ],
 )
-def test_both_ropes_of_a_gemma_3_are_read_as_transformers_reads_them(changes: dict[str, Any]) -> None:
+def test_both_ropes_of_a_gemma_3_are_transformers(changes: dict[str, Any]) -> None:
+    """Both ropes of a Gemma 3 are read as transformers reads them."""
     read = config("Gemma3ForCausalLM", **changes)
     assert read.max_length == 131_072  # with the factor in it
     oracle = Gemma3TextConfig(**(SIZES | deepcopy(changes))).rope_parameters
@@ -284,14 +286,16 @@ WIDE = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         ("LlamaModel", {}, "tie_word_embeddings must be true, since a LlamaModel has no LM head of its own; got None"),
     ],
 )
-def test_what_a_family_may_ask_for_and_the_engine_cannot_do_is_refused_by_field(
+def test_family_field_beyond_the_engine_is_refused_by_name(
     architecture: str, changes: dict[str, Any], message: str
 ) -> None:
+    """What a family may ask for and the engine cannot do is refused by field."""
     with pytest.raises(ModelFormatError, match=message):
         config(architecture, **changes)
 
 
-def test_layers_without_rope_are_those_of_the_list_or_at_the_interval() -> None:
+def test_layers_without_rope_are_the_lists_or_the_intervals() -> None:
+    """Layers without rope are those of the list or at the interval."""
     for given in ({}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 0]}):
         sizes = {"num_hidden_layers": 10} | given
         flags = SmolLM3Config(**(SIZES | sizes)).no_rope_layers[:10]
@@ -344,7 +348,8 @@ def test_windows_are_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -
     assert len(found) == 4
 
 
-def test_an_unknown_model_type_alone_is_refused_with_those_that_run() -> None:
+def test_unknown_model_type_alone_is_refused() -> None:
+    """An unknown model type alone is refused with those that run."""
     message = "model_type must be 'llama' or 'mistral' or .*; got 'falcon'"
     with pytest.raises(ModelFormatError, match=message):
         ModelConfig.from_dict({"model_type": "falcon"} | SIZES)
@@ -421,7 +426,8 @@ def test_a_quantized_family_loads_as_its_quantized_weights(
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_family_is_verified_inspected_and_converted_from_pickles(name: str, saved: MakeModel, tmp_path: Path) -> None:
+def test_family_is_verified_inspected_and_converted(name: str, saved: MakeModel, tmp_path: Path) -> None:
+    """A family is verified inspected and converted from pickles."""
     from safetensors.torch import load_file
 
     source = saved(name)
@@ -434,7 +440,8 @@ def test_a_family_is_verified_inspected_and_converted_from_pickles(name: str, sa
     assert_equal(load(tmp_path / "new"), load(source))
 
 
-def test_a_tied_granite_stays_tied_and_its_matrices_are_left_as_they_are(saved: MakeModel) -> None:
+def test_tied_granite_stays_tied_with_matrices_as_they_are(saved: MakeModel) -> None:
+    """A tied Granite stays tied and its matrices are left as they are."""
     from safetensors.torch import load_file
 
     weights, tensors = load(saved("Granite")), load_file(saved("Granite") / "model.safetensors")
@@ -443,9 +450,8 @@ def test_a_tied_granite_stays_tied_and_its_matrices_are_left_as_they_are(saved: 
     assert torch.equal(weights.layers[1].down, tensors["model.layers.1.mlp.down_proj.weight"])
 
 
-def test_a_multiplier_that_makes_the_embedding_too_large_for_its_dtype_is_refused(
-    saved: MakeModel, tmp_path: Path
-) -> None:
+def test_multiplier_too_large_for_the_embedding_is_refused(saved: MakeModel, tmp_path: Path) -> None:
+    """A multiplier that makes the embedding too large for its dtype is refused."""
     directory = changed(saved("Granite"), tmp_path, embedding_multiplier=1e6)
     read = ModelConfig.from_directory(directory)
     with pytest.raises(ModelFormatError, match=r"embed_tokens\.weight' has values too large for torch\.float16"):
@@ -459,7 +465,8 @@ def test_a_missing_fused_matrix_is_named(saved: MakeModel, tmp_path: Path) -> No
         load(directory)
 
 
-def test_a_norm_of_heads_that_is_missing_or_of_another_width_is_named(saved: MakeModel, tmp_path: Path) -> None:
+def test_norm_of_heads_missing_or_of_wrong_width_is_named(saved: MakeModel, tmp_path: Path) -> None:
+    """A norm of heads that is missing or of another width is named."""
     from safetensors.torch import load_file, save_file
 
     name, width = "model.layers.1.self_attn.k_norm.weight", TINY["head_dim"]
@@ -490,7 +497,8 @@ def test_random_weights_have_what_the_files_of_a_family_have(saved: MakeModel) -
         assert all(made.shape == loaded.shape for made, loaded in pairs)
 
 
-def test_what_a_gemma_computes_otherwise_is_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
+def test_gemma_parts_are_part_of_the_fingerprint(saved: MakeModel, tmp_path: Path) -> None:
+    """What a Gemma computes otherwise is part of the fingerprint."""
     found = {fingerprint(saved("Gemma 2"))}
     changes: dict[str, Any] = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}
     changes |= {"query_pre_attn_scalar": 9, "sliding_window": 9}

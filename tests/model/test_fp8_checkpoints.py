@@ -53,9 +53,8 @@ def checkpoint_of(tiny_llama: MakeTiny, tmp_path: Path) -> MakeCheckpoint:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_answers_are_those_of_transformers_over_the_floats_that_it_stands_for(
-    checkpoint_of: MakeCheckpoint, name: str
-) -> None:
+def test_answers_are_transformers_over_the_floats(checkpoint_of: MakeCheckpoint, name: str) -> None:
+    """Answers are those of transformers over the floats that it stands for."""
     directory, model = checkpoint_of(name)
     prompts = random_prompts([3, 17])
     with Engine(directory, **OPTIONS) as engine:
@@ -66,9 +65,8 @@ def test_answers_are_those_of_transformers_over_the_floats_that_it_stands_for(
 
 
 @pytest.mark.parametrize("name", ["Qwen"])
-def test_the_floats_are_those_that_transformers_reads_from_the_same_files(
-    checkpoint_of: MakeCheckpoint, name: str
-) -> None:
+def test_floats_are_those_transformers_reads(checkpoint_of: MakeCheckpoint, name: str) -> None:
+    """The floats are those that transformers reads from the same files."""
     pytest.importorskip("accelerate", reason="transformers reads 8-bit floats with accelerate alone")
     directory, _ = checkpoint_of(name)
     wanted = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
@@ -88,9 +86,8 @@ def scheme_of(name: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_rows_with_scales_and_blocks_of_128_columns_stay_8_bits_and_others_become_floats(
-    checkpoint_of: MakeCheckpoint, name: str
-) -> None:
+def test_rows_and_blocks_of_128_columns_stay_8_bits(checkpoint_of: MakeCheckpoint, name: str) -> None:
+    """Rows with scales and blocks of 128 columns stay 8 bits, and others become floats."""
     directory, model = checkpoint_of(name)
     meant = model.state_dict()
     stored = load_file(directory / "model.safetensors")
@@ -259,9 +256,8 @@ def test_files_that_are_not_what_their_config_says_are_refused(
 @pytest.mark.parametrize(
     "published", ["a scale a row", "AutoFP8", "Qwen", "blocks of 128 columns", "equal blocks of 128 columns"]
 )
-def test_a_tensor_of_another_shape_or_dtype_is_an_error_of_ours_whatever_it_is(
-    checkpoint_of: MakeCheckpoint, published: str
-) -> None:
+def test_tensor_of_another_shape_or_dtype_is_our_error(checkpoint_of: MakeCheckpoint, published: str) -> None:
+    """A tensor of another shape or dtype is an error of ours whatever it is."""
     directory, _ = checkpoint_of(published)
     file, draw = directory / "model.safetensors", random.Random(published)
     usual = {name: tensor.clone() for name, tensor in load_file(file).items()}
@@ -332,7 +328,8 @@ def test_what_is_not_values_times_scales_is_refused_by_name(
         Engine(directory, **OPTIONS)
 
 
-def test_without_a_config_that_says_so_8_bit_floats_are_no_weights(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_8_bit_floats_without_their_config_are_no_weights(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+    """Without a config that says so 8 bit floats are no weights."""
     publish(tiny_llama().directory, tmp_path, Published({"quant_method": "fp8"}))
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]

@@ -31,7 +31,8 @@ def bpe() -> dict[str, Any]:
     return bpe_keys()
 
 
-def test_strings_that_cross_the_borders_of_what_is_read_at_once_are_whole(tmp_path: Path, bpe: dict[str, Any]) -> None:
+def test_strings_across_read_borders_are_whole(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    """Strings that cross the borders of what is read at once are whole."""
     words = ["é" * length for length in (300_000, 5, 700_000, 0, 1, 1_100_000, 3)]
     path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, changes={"general.tags": words}, **SMALL)
     assert open_gguf(path).metadata["general.tags"] == words
@@ -109,7 +110,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_header_that_lies_is_refused_before_anything_is_made_of_it(tmp_path: Path, name: str) -> None:
+def test_lying_header_is_refused_before_anything_is_made(tmp_path: Path, name: str) -> None:
+    """A header that lies is refused before anything is made of it."""
     content, message = HOSTILE[name]
     (tmp_path / "model.gguf").write_bytes(content)
     tracemalloc.start()

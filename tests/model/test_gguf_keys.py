@@ -25,7 +25,8 @@ def read(folder: Path, **changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("key", {**_NEUTRAL, **_TOKENIZER_NEUTRAL})
-def test_a_key_that_is_not_read_is_refused_unless_its_value_has_no_effect(tmp_path: Path, key: str) -> None:
+def test_unread_key_with_an_effect_is_refused(tmp_path: Path, key: str) -> None:
+    """A key that is not read is refused unless its value has no effect."""
     usual, neutral = read(tmp_path), {**_NEUTRAL, **_TOKENIZER_NEUTRAL}[key]
     for value in neutral:
         if value != []:  # which the writer cannot write
@@ -38,7 +39,8 @@ def test_a_key_that_is_not_read_is_refused_unless_its_value_has_no_effect(tmp_pa
 
 
 @pytest.mark.parametrize("value", [0, 0.0, False, 1, "none"])
-def test_a_key_that_nothing_is_known_of_is_refused_whatever_its_value(tmp_path: Path, value: object) -> None:
+def test_unknown_key_is_refused_whatever_its_value(tmp_path: Path, value: object) -> None:
+    """A key that nothing is known of is refused whatever its value."""
     with pytest.raises(ModelFormatError, match=r"llama\.some\.key must be absent, since it is not supported; got"):
         read(tmp_path, **{"some.key": value})
 

@@ -57,7 +57,8 @@ def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> LlamaWeights:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_of_a_bfloat16_file_are_those_of_transformers_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_weights_of_a_bfloat16_file_are_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Weights of a bfloat16 file are those of transformers to the bit."""
     write_model(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
     weights = load(tmp_path, dtype)
@@ -77,7 +78,8 @@ def test_weights_of_a_bfloat16_file_are_those_of_transformers_to_the_bit(tmp_pat
         assert torch.equal(layer.mlp_norm, of["post_attention_layernorm.weight"])
 
 
-def test_what_needs_no_change_lies_in_the_file_and_outlives_its_name(tmp_path: Path) -> None:
+def test_unchanged_tensors_lie_in_the_file_and_outlive_it(tmp_path: Path) -> None:
+    """What needs no change lies in the file and outlives its name."""
     tensors = write_model(tmp_path)
     weights = load(tmp_path)
     assert len({id_of_storage(layer.down) for layer in weights.layers}) == 2
@@ -95,9 +97,8 @@ def id_of_storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_a_tensor_is_held_where_it_is_only_in_the_dtype_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_is_held_in_place_only_in_the_files_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is held where it is only in the dtype of the file."""
     write_model(tmp_path, tie_word_embeddings=False)
     allocated: list[tuple[int, ...]] = []
     empty = torch.empty
@@ -139,7 +140,8 @@ def test_a_header_of_odd_length_shifts_no_value(tmp_path: Path) -> None:
     assert all(torch.equal(load_file(file)[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_file_that_becomes_shorter_before_it_is_mapped_is_named(tmp_path: Path) -> None:
+def test_file_becoming_shorter_before_it_is_mapped_is_named(tmp_path: Path) -> None:
+    """A file that becomes shorter before it is mapped is named."""
     tensors = write_model(tmp_path)
     file = tmp_path / "model.safetensors"
     with file.open("r+b") as opened:

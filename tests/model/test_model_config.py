@@ -59,7 +59,8 @@ def test_a_llama_2_config_is_read_with_its_derived_sizes() -> None:
     assert (llama.dtype, llama.bos_token_id, llama.eos_token_ids) == ("float16", 1, (2,))
 
 
-def test_the_flops_ratio_from_layer_and_head_parameters_is_the_papers() -> None:
+def test_flops_ratio_from_parameters_is_the_papers() -> None:
+    """The flops ratio from layer and head parameters is the paper's."""
     llama = config()
     p, h, layers, keep = llama.layer_parameters, llama.head_parameters, 32, 19.165
     assert (layers * p + h) / (keep * p + h) == pytest.approx(1.648, abs=5e-4)
@@ -82,7 +83,8 @@ def test_a_rope_without_a_type_is_the_default_rope(rope: Any) -> None:
     assert config(rope_scaling=rope).rope == RopeConfig()
 
 
-def test_a_config_saved_by_transformers_reads_back_as_transformers_means_it(tmp_path: Path) -> None:
+def test_config_saved_by_transformers_reads_back_the_same(tmp_path: Path) -> None:
+    """A config saved by transformers reads back as transformers means it."""
     saved = LlamaConfig(
         hidden_size=96,
         num_attention_heads=12,
@@ -113,7 +115,8 @@ def test_a_config_saved_by_transformers_reads_back_as_transformers_means_it(tmp_
     ],
     ids=lambda value: str((value or {}).get("rope_type")) if not isinstance(value, int) else "",
 )
-def test_linear_and_dynamic_rope_stretch_the_positions_of_the_config(rope: dict[str, Any] | None, length: int) -> None:
+def test_linear_and_dynamic_rope_stretch_the_positions(rope: dict[str, Any] | None, length: int) -> None:
+    """Linear and dynamic rope stretch the positions of the config."""
     read = config(rope_scaling=rope, max_position_embeddings=4096)
     assert resolve_max_model_len(None, read) == length
     assert resolve_max_model_len(length, read) == length

@@ -79,9 +79,8 @@ def assert_parts(directory: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, BIASED, {"tie_word_embeddings": True, "num_key_value_heads": 1}])
-def test_a_rank_loads_its_own_rows_and_columns_and_the_biases_that_are_added_once(
-    layout: dict[str, Any], tiny_llama: MakeModel
-) -> None:
+def test_rank_loads_its_rows_columns_and_biases_once(layout: dict[str, Any], tiny_llama: MakeModel) -> None:
+    """A rank loads its own rows and columns and the biases that are added once."""
     for size in (2, 3):
         assert_parts(tiny_llama(**layout).directory, size)
 
@@ -94,14 +93,16 @@ def test_a_rank_loads_its_part_of_quantized_matrices_as_they_are(
     assert_parts(tmp_path / scheme, 2)
 
 
-def test_a_rank_loads_its_part_of_projections_that_are_one_tensor_in_the_file(tmp_path: Path) -> None:
+def test_rank_loads_its_part_of_fused_projections(tmp_path: Path) -> None:
+    """A rank loads its part of projections that are one tensor in the file."""
     sizes = {"vocab_size": 99, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "pad_token_id": 0}
     model = Phi3ForCausalLM(Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
     save_random(tmp_path, model)
     assert_parts(tmp_path, 2)
 
 
-def test_a_rank_loads_its_part_of_a_gguf_file_with_its_heads_in_the_engines_order(tmp_path: Path) -> None:
+def test_rank_loads_its_part_of_a_gguf_file_in_order(tmp_path: Path) -> None:
+    """A rank loads its part of a GGUF file with its heads in the engine's order."""
     sizes = SMALL | {"heads": 4, "kv_heads": 2, "head_dim": 8, "types": ("Q8_0", "F16")}
     assert_parts(write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes), 2)
 
@@ -122,7 +123,8 @@ def test_int4_is_parted_between_its_groups_alone(tiny_llama: MakeModel, tmp_path
 
 
 @given(total=st.integers(1, 200), count=st.integers(1, 9), unit=st.integers(1, 7))
-def test_shares_are_all_of_it_in_order_and_as_even_as_units_allow(total: int, count: int, unit: int) -> None:
+def test_shares_are_whole_in_order_and_even(total: int, count: int, unit: int) -> None:
+    """Shares are all of it in order and as even as units allow."""
     found = split_evenly(total, count, unit)
     assert len(found) == count
     assert [found[0].start, *(one.stop for one in found)] == [one.start for one in found] + [total]
@@ -134,9 +136,8 @@ def test_shares_are_all_of_it_in_order_and_as_even_as_units_allow(total: int, co
 
 @settings(max_examples=60, deadline=None)
 @given(kv_heads=st.integers(1, 6), group=st.integers(1, 4), size=st.integers(1, 9))
-def test_every_head_is_on_one_rank_beside_its_key_head_or_the_number_of_ranks_is_refused(
-    kv_heads: int, group: int, size: int
-) -> None:
+def test_heads_are_beside_their_key_head_or_refused(kv_heads: int, group: int, size: int) -> None:
+    """Every head is on one rank with its key head, or the number of ranks is refused."""
     config = ModelConfig.from_dict(
         {"model_type": "llama", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 1}
         | {"head_dim": 2, "num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}

@@ -103,7 +103,8 @@ def test_inverse_frequencies_equal_transformers_to_the_bit(name: str, head_dim: 
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotations_equal_transformers_at_short_and_long_positions(name: str) -> None:
+def test_rotations_at_long_positions_equal_transformers(name: str) -> None:
+    """Rotations equal transformers at short and long positions."""
     config, oracle = models(ROPES[name])
     positions = torch.tensor([0, 1, 2, 255, 256, 257, 4095, 8191, 8192, 8193, 16_384, LONG - 1])
     rope = Rope(config, LONG, "cpu")
@@ -171,7 +172,8 @@ def test_a_dynamic_prompt_has_the_frequencies_of_its_length(length: int) -> None
     torch.testing.assert_close(rotations, expected, rtol=0, atol=length * 2.0**-22)
 
 
-def test_decoded_dynamic_tokens_keep_the_frequencies_of_their_own_step() -> None:
+def test_decoded_dynamic_tokens_keep_their_steps_frequencies() -> None:
+    """Decoded dynamic tokens keep the frequencies of their own step."""
     config, oracle = models(DYNAMIC, max_positions=512)
     prompt, end = 510, 520
     positions = torch.arange(end)
@@ -198,7 +200,8 @@ def test_dynamic_rope_without_lengths_is_an_error() -> None:
         Rope(models(DYNAMIC)[0], 8, "cpu").rotations(torch.arange(3), None)
 
 
-def test_angles_are_float32_so_that_neighbouring_far_positions_differ() -> None:
+def test_angles_of_neighbouring_far_positions_differ() -> None:
+    """Angles are float32 so that neighbouring far positions differ."""
     rope = Rope(models(ROPES["default"])[0], LONG, "cpu")
     rotations = rope.rotations(torch.tensor([LONG - 2, LONG - 1]))
     turn = torch.angle(rotations[1] / rotations[0])[0]

@@ -63,7 +63,8 @@ def test_adjacent_pairs_are_channels_j_and_j_plus_half() -> None:
     assert torch.equal(to_half_split(to_adjacent_pairs(rows, 2), 2), rows)
 
 
-def test_complex_rope_on_the_permuted_rows_gives_transformers_attention_logits(tmp_path: Path) -> None:
+def test_complex_rope_on_permuted_rows_is_transformers(tmp_path: Path) -> None:
+    """Complex rope on the permuted rows gives transformers' attention logits."""
     model = save_model(tmp_path)
     weights, config = load(tmp_path), ModelConfig.from_directory(tmp_path)
     hidden, positions = torch.randn(5, 24), torch.tensor([0, 1, 7, 300, 2000])
@@ -111,7 +112,8 @@ def test_tied_weights_are_one_tensor_counted_once(tmp_path: Path) -> None:
     assert weights.nbytes == sum(parameter.nbytes for parameter in model.parameters())
 
 
-def test_a_stray_lm_head_of_a_tied_model_must_equal_the_embedding(tmp_path: Path) -> None:
+def test_stray_lm_head_of_a_tied_model_must_equal_embedding(tmp_path: Path) -> None:
+    """A stray lm head of a tied model must equal the embedding."""
     save_model(tmp_path, tie_word_embeddings=True)
     change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
     weights = load(tmp_path)
@@ -136,7 +138,8 @@ def test_headers_tell_sizes_without_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_random_weights_have_the_shapes_of_loaded_ones_and_follow_the_seed(tmp_path: Path, tied: bool) -> None:
+def test_random_weights_have_loaded_shapes_and_follow_seeds(tmp_path: Path, tied: bool) -> None:
+    """Random weights have the shapes of loaded ones and follow the seed."""
     save_model(tmp_path, tie_word_embeddings=tied)
     config = ModelConfig.from_directory(tmp_path)
     loaded = load(tmp_path)

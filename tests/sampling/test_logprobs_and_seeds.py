@@ -19,7 +19,8 @@ from d3engine.model.weights import LlamaWeights, random_weights
 from d3engine.plan import PromptRows
 
 
-def test_logprobs_are_of_the_raw_distribution_whatever_is_done_to_it() -> None:
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    """Logprobs are of the raw distribution whatever is done to it."""
     logits = random_logits(4, 30, seed=8)
     twisted = {"temperature": 3.0, "top_k": 2, "repetition_penalty": 2.0, "logit_bias": {5: 50.0}, "seed": 1}
     sequences = [
@@ -46,7 +47,8 @@ def test_logprobs_are_of_the_raw_distribution_whatever_is_done_to_it() -> None:
             assert logprob.rank == ranked.index(token) + 1
 
 
-def test_prompt_logprobs_are_those_of_each_rows_next_prompt_token() -> None:
+def test_prompt_logprobs_are_of_each_rows_next_token() -> None:
+    """Prompt logprobs are those of each row's next prompt token."""
     logits = random_logits(1 + 3 + 2, 30, seed=9)
     first = sequence_of(SamplingParams(prompt_logprobs=2, temperature=0.0), prompt=[3, 4, 5, 6, 7, 8])
     second = sequence_of(SamplingParams(prompt_logprobs=0, seed=1), prompt=[20, 21, 22])
@@ -85,9 +87,8 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
 
 
 @pytest.mark.parametrize("rows", [4, 512])
-def test_prompt_logprobs_equal_the_logprobs_of_forcing_each_prompt_token(
-    make_engine: Callable[..., Engine], rows: int
-) -> None:
+def test_prompt_logprobs_equal_those_of_forced_tokens(make_engine: Callable[..., Engine], rows: int) -> None:
+    """Prompt logprobs equal the logprobs of forcing each prompt token."""
     prompt = [5, 17, 3, 44, 21, 8, 8, 30, 12]
     engine = make_engine(max_num_batched_tokens=rows, block_size=2)
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
@@ -133,7 +134,8 @@ def test_a_preempted_prompt_has_its_logprobs_once(make_engine: Callable[..., Eng
     assert outputs[-1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
-def test_sequences_of_a_request_differ_and_a_seed_repeats_them_anywhere(make_engine: Callable[..., Engine]) -> None:
+def test_sequences_differ_and_a_seed_repeats_them(make_engine: Callable[..., Engine]) -> None:
+    """Sequences of a request differ, and a seed repeats them anywhere."""
     params = SamplingParams(n=5, temperature=1.5, seed=123, max_tokens=12)
     answers = []
     for engine in (make_engine(), make_engine(seed=9, max_num_batched_tokens=4)):
@@ -144,9 +146,10 @@ def test_sequences_of_a_request_differ_and_a_seed_repeats_them_anywhere(make_eng
     assert len({tuple(tokens) for tokens in answers[0]}) == 5
 
 
-def test_without_a_seed_the_engines_own_decides_and_no_two_requests_draw_alike(
+def test_engine_seed_decides_without_a_requests(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Without a seed the engine's own decides, and no two requests draw alike."""
     params = SamplingParams(temperature=1.5, max_tokens=12)
 
     def answers(seed: int) -> list[tuple[int, ...]]:

@@ -86,7 +86,8 @@ def test_draws_follow_the_softmax() -> None:
     assert float(((found - wanted) ** 2 / wanted).sum()) < 22.5
 
 
-def test_the_steps_of_one_seed_and_the_sequences_of_one_request_are_draws_of_their_own() -> None:
+def test_steps_and_sequences_of_one_seed_draw_apart() -> None:
+    """The steps of one seed and the sequences of one request are draws of their own."""
     logits, draws = torch.zeros(1, 5), 2000
     params = SamplingParams(temperature=1.0, seed=77)
     by_step = [sequence_of(params, generated=[0] * step) for step in range(draws)]

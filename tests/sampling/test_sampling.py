@@ -58,7 +58,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_parameter_chooses_as_its_slow_reference_in_a_batch_with_all_others(name: str) -> None:
+def test_parameter_in_a_batch_chooses_as_its_slow_reference(name: str) -> None:
+    """A parameter chooses as its slow reference in a batch with all others."""
     numbers = random.Random(len(name))
     sequences = []
     for settings in SETTINGS[name]:
@@ -142,7 +143,8 @@ def test_temperature_makes_the_odds_a_power_of_what_they_were() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, "all excluded"])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_row_that_is_not_finite_fails_alone_and_its_neighbours_draw_the_same_bits(poison: Any, greedy: bool) -> None:
+def test_row_that_is_not_finite_fails_alone(poison: Any, greedy: bool) -> None:
+    """A row that is not finite fails alone, and its neighbours draw the same bits."""
     logits = random_logits(5, 40, seed=11)
     kinds = [{"temperature": 0}] * 5 if greedy else [{}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.1}, {}]
     sequences = [sequence_of(SamplingParams(seed=n, **kind)) for n, kind in enumerate(kinds)]
@@ -168,7 +170,8 @@ def test_minus_infinity_excludes_a_token_and_harms_nobody() -> None:
     assert found.token_ids[0] == [9]
 
 
-def test_a_row_of_which_every_token_is_excluded_by_its_own_parameters_fails_alone() -> None:
+def test_row_with_every_token_excluded_fails_alone() -> None:
+    """A row of which every token is excluded by its own parameters fails alone."""
     logits = random_logits(2, 12, seed=13)
     impossible = SamplingParams(allowed_token_ids=[EOS], min_tokens=3, seed=1)
     found = sample(logits, [sequence_of(impossible), sequence_of(SamplingParams(seed=2))])

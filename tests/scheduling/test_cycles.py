@@ -56,10 +56,13 @@ def requests() -> list[Request]:
     return made
 
 
-def test_drafting_sequences_take_cycles_from_wherever_their_drafts_are(
+def test_cycles_begin_wherever_drafts_are(
     make_engine: Callable[..., Engine], solo: Solo, requests: list[Request]
 ) -> None:
-    """They come one after the other, so most are in the middle of a draft when the next one has its prompt."""
+    """Drafting sequences take cycles from wherever their drafts are.
+
+    They come one after the other, so most are in the middle of a draft when the next one has its prompt.
+    """
     engine = make_engine(max_num_seqs=5)
     plans, begun = watched(engine), set()
 
@@ -94,9 +97,8 @@ def test_a_whole_answer_is_a_few_calls(make_engine: Callable[..., Engine], solo:
     assert 3 * len(plans) < stats.verifications
 
 
-def test_a_stream_brings_every_token_of_its_cycles_and_leaves_at_any_of_them(
-    make_engine: Callable[..., Engine], solo: Solo
-) -> None:
+def test_stream_of_cycles_brings_each_token_and_may_be_left(make_engine: Callable[..., Engine], solo: Solo) -> None:
+    """A stream brings every token of its cycles and leaves at any of them."""
     engine = make_engine(max_num_seqs=2)
     request = Request(tuple(range(50, 60)), greedy(Lossless(D3(0.9, 0.5), 3), 40))
     params = replace(request.params, output_kind=RequestOutputKind.DELTA)
@@ -126,9 +128,8 @@ def test_cycles_are_as_few_as_the_host_wants_to_look(
     assert found == ({0} if num_scheduler_steps == 1 else {1})
 
 
-def test_who_does_not_draft_makes_the_host_look_at_every_row_of_those_who_do(
-    make_engine: Callable[..., Engine], solo: Solo
-) -> None:
+def test_row_without_drafts_makes_the_host_look_at_all(make_engine: Callable[..., Engine], solo: Solo) -> None:
+    """A row that does not draft makes the host look at every row of those that do."""
     engine = make_engine()
     asked = [Request(tuple(range(30, 37)), greedy(DRAFTING[0], 20)), Request(tuple(range(9)), greedy(FullDepth(), 9))]
     generate_as_alone(engine, asked, solo)

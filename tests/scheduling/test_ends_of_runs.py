@@ -39,7 +39,8 @@ def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: Call
     assert steps_by_itself(engine) > 40
 
 
-def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(multi_step: Callable[..., Engine]) -> None:
+def test_waiting_request_with_a_place_ends_a_run(multi_step: Callable[..., Engine]) -> None:
+    """A request that waits while there is a place is not kept waiting by a run."""
     engine = multi_step(admission=IntervalAdmission(12), num_scheduler_steps=16)
 
     def add(name: str) -> None:
@@ -61,10 +62,11 @@ def test_who_waits_while_there_is_a_place_is_not_kept_waiting_by_a_run(multi_ste
     assert 0 < waited < 12
 
 
-def test_rope_that_grows_with_the_sequence_is_known_on_the_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Answers that outgrow the trained length, beside some that have outgrown it with their prompts."""
+def test_rope_that_grows_is_known_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rope that grows with the sequence is known on the device.
+
+    Answers that outgrow the trained length, beside some that have outgrown it with their prompts.
+    """
 
     def make(**config: Any) -> Engine:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
@@ -104,7 +106,8 @@ def test_an_answer_ends_at_its_stop_token_in_the_middle_of_a_run(multi_step: Cal
     assert engine.stats().generated_tokens == len(found.outputs[0].token_ids) + 20
 
 
-def test_an_answer_ends_at_its_stop_string_in_the_middle_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_string_ends_an_answer_in_the_middle_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer ends at its stop string in the middle of a run."""
     prompt = "Question: Nina has 23 marbles. Nina loses 11 of them. How many marbles does Nina have now?\nAnswer:"
     params = SamplingParams(temperature=0, max_tokens=40, stop=["23 - 11"])
     plain = Engine("demo", device="cpu").generate(prompt, params, use_tqdm=False)[0].outputs[0]
@@ -118,9 +121,8 @@ def test_an_answer_ends_at_its_stop_string_in_the_middle_of_a_run(monkeypatch: p
     assert engine.stats().kv_blocks_in_use == 0
 
 
-def test_a_row_whose_logits_are_not_finite_ends_alone_with_the_tokens_it_had(
-    multi_step: Callable[..., Engine], solo: Solo
-) -> None:
+def test_row_that_is_not_finite_ends_alone_with_its_tokens(multi_step: Callable[..., Engine], solo: Solo) -> None:
+    """A row whose logits are not finite ends alone with the tokens it had."""
     prompt, beside = tuple(range(50, 60)), Request(tuple(range(9)), greedy(D3(0.8, 0.3)))
     whole = solo(Request(prompt, greedy(FullDepth()))).outputs[0].token_ids
     others = {*prompt, *beside.prompt, *solo(beside).outputs[0].token_ids}
@@ -141,8 +143,11 @@ def test_a_row_whose_logits_are_not_finite_ends_alone_with_the_tokens_it_had(
     assert kv_is_back(engine)
 
 
-def test_what_the_host_writes_between_the_steps_of_a_run_is_not_read(graphs: Callable[..., Engine], solo: Solo) -> None:
-    """The proof that a step takes nothing from the host: all that the host knows is spoilt after the first."""
+def test_host_writes_between_steps_of_a_run_are_not_read(graphs: Callable[..., Engine], solo: Solo) -> None:
+    """What the host writes between the steps of a run is not read.
+
+    The proof that a step takes nothing from the host: all that the host knows is spoilt after the first.
+    """
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5)))
     engine = graphs()
     executor = engine.executor
@@ -180,10 +185,13 @@ def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: Callable[..., 
     assert engine.stats().graph_capture_seconds > 0
 
 
-def test_of_too_many_graphs_those_used_longest_ago_go_and_come_again_when_they_are_needed(
+def test_graphs_used_longest_ago_go_and_come_again(
     graphs: Callable[..., Engine], solo: Solo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single run needs more of them than are kept here."""
+    """Of too many graphs those used longest ago go, and come again when they are needed.
+
+    A single run needs more of them than are kept here.
+    """
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 2)
     engine, captured = graphs(max_num_seqs=8, num_scheduler_steps=40), []
     assert isinstance(engine.executor, GraphExecutor)
@@ -206,8 +214,11 @@ def test_batch_sizes_reach_what_is_asked_and_waste_little() -> None:
             assert next(size for size in sizes if size >= rows) <= max(2 * rows, rows + 31)
 
 
-def test_a_run_ends_where_the_rows_of_a_layer_would_no_longer_come_first() -> None:
-    """Rows of two schedules: the first is deeper at once and sleeps sooner."""
+def test_run_ends_where_rows_leave_their_order() -> None:
+    """A run ends where the rows of a layer would no longer come first.
+
+    Rows of two schedules: the first is deeper at once and sleeps sooner.
+    """
     table = RunningTable(2, 3, 32)
     cutoffs = np.array([[100, 100, 6], [100, 100, 9]])
     table.cutoffs[:] = cutoffs

@@ -37,9 +37,10 @@ def deltas(params: Any) -> Any:
     return replace(params, output_kind=RequestOutputKind.DELTA)
 
 
-def test_a_stream_is_a_few_runs_of_the_device_and_each_step_brings_a_token(
+def test_stream_is_few_runs_and_each_step_brings_a_token(
     multi_step: Callable[..., Engine], solo: Solo, controls: list[RunControl]
 ) -> None:
+    """A stream is a few runs of the device and each step brings a token."""
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5), 50))
     engine = multi_step(num_scheduler_steps=12)
     found = list(engine.stream(list(request.prompt), deltas(request.params)))
@@ -60,9 +61,10 @@ def test_streams_and_whole_answers_of_any_schedules_share_steps(multi_step: Call
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_who_comes_and_goes_while_a_run_is_under_way_changes_nothing_for_the_others(
+def test_requests_coming_and_going_in_a_run_change_no_other(
     multi_step: Callable[..., Engine], solo: Solo, seed: int
 ) -> None:
+    """Requests that come and go while a run is under way change nothing for the others."""
     numbers = random.Random(seed)
     requests = [Request(tuple(range(40 + n, 60 - n)), greedy(NESTED[n % 5], 30)) for n in range(8)]
     engine = multi_step(max_num_seqs=4, num_scheduler_steps=9)
@@ -149,10 +151,13 @@ def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-def test_a_reader_takes_all_that_is_done_and_still_reads_one_token_after_the_other(
+def test_reader_of_all_that_is_done_reads_single_tokens(
     multi_step: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
 ) -> None:
-    """Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too."""
+    """A reader takes all that is done and still reads one token after the other.
+
+    Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too.
+    """
     request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40, logprobs=0)) for n in (50, 45))
     whole = solo(request).outputs[0]
     place = next(n for n, token in enumerate(whole.token_ids) if n > 20 and token not in whole.token_ids[:n])
@@ -193,9 +198,8 @@ def test_a_reader_takes_all_that_is_done_and_still_reads_one_token_after_the_oth
     assert kv_is_back(engine)
 
 
-def test_a_step_that_takes_all_that_is_done_brings_an_output_for_each_token_of_each_request(
-    multi_step: Callable[..., Engine], solo: Solo
-) -> None:
+def test_step_of_all_that_is_done_has_an_output_a_token(multi_step: Callable[..., Engine], solo: Solo) -> None:
+    """A step that takes all that is done brings an output for each token of each request."""
     requests = [Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40 - n % 7, logprobs=0)) for n in (50, 45, 41)]
     engine = multi_step(num_scheduler_steps=16)
     for nth, request in enumerate(requests[:2]):
@@ -215,7 +219,8 @@ def test_a_step_that_takes_all_that_is_done_brings_an_output_for_each_token_of_e
     assert kv_is_back(engine)
 
 
-def test_an_engine_is_ahead_within_a_run_until_somebody_joins_or_leaves_it(multi_step: Callable[..., Engine]) -> None:
+def test_engine_is_ahead_until_a_request_joins_or_leaves(multi_step: Callable[..., Engine]) -> None:
+    """An engine is ahead within a run until a request joins or leaves it."""
     engine = multi_step(num_scheduler_steps=8)
     assert not engine.is_ahead()
     engine.add_request("one", [5, 6, 7], deltas(greedy(FullDepth(), 40)))

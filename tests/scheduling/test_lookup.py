@@ -42,7 +42,8 @@ def test_a_text_without_a_match_has_no_continuation() -> None:
     assert continuation(np.array([7, 7, 7], np.int32), 4) == [7, 7, 7, 7]
 
 
-def test_earlier_answers_are_taken_where_they_have_more_in_common() -> None:
+def test_earlier_answers_win_with_more_in_common() -> None:
+    """Earlier answers are taken where they have more in common."""
     history = AnswerHistory()
     history.add(np.array([5, 1, 2, 3, 8, 9]), 100)
     history.add(np.array([2, 3, 7]), 100)

@@ -53,10 +53,13 @@ def answers(engine: Engine, requests: list[Request], steps_between: int = 2) -> 
 
 
 @pytest.mark.parametrize("kind", [*ASKED, "all of them"])
-def test_the_native_library_chooses_in_a_step_that_has_a_prompt_as_the_sampler_does(
+def test_native_choice_in_a_prompt_step_is_the_samplers(
     make_engine: Callable[..., Engine], solo: Solo, kind: str
 ) -> None:
-    """Prompts are computed in pieces of eight rows, some of which yield no token."""
+    """The native library chooses in a step that has a prompt as the sampler does.
+
+    Prompts are computed in pieces of eight rows, some of which yield no token.
+    """
     all_kinds = list(ASKED.values())
     requests = [arriving(nth, ASKED.get(kind, all_kinds[nth % len(all_kinds)])) for nth in range(6)]
     engine = make_engine(max_num_batched_tokens=8, num_scheduler_steps=4, enable_prefix_caching=False)
@@ -68,9 +71,8 @@ def test_the_native_library_chooses_in_a_step_that_has_a_prompt_as_the_sampler_d
     assert kv_is_back(engine)
 
 
-def test_where_more_is_wanted_than_a_token_of_each_row_the_sampler_chooses(
-    make_engine: Callable[..., Engine], solo: Solo
-) -> None:
+def test_sampler_chooses_where_more_than_tokens_is_wanted(make_engine: Callable[..., Engine], solo: Solo) -> None:
+    """Where more is wanted than a token of each row the sampler chooses."""
     requests = [arriving(0, ASKED["a draw"]), arriving(1, {"prompt_logprobs": 1}), arriving(2, {})]
     engine = make_engine(num_scheduler_steps=4, enable_prefix_caching=False)
     found, chosen = answers(engine, requests)

@@ -42,9 +42,8 @@ def openings(plans: list[Plan]) -> list[int]:
     return [plan.num_steps for plan in plans if plan.multi_step is not None and plan.multi_step.opens]
 
 
-def test_a_prompt_and_its_answer_are_one_plan_where_nobody_reads_along(
-    native: Callable[..., Engine], solo: Solo
-) -> None:
+def test_unread_prompt_and_answer_are_one_plan(native: Callable[..., Engine], solo: Solo) -> None:
+    """A prompt and its answer are one plan where no caller streams it."""
     engine, request = native(), Request(PROMPT, greedy(D3(0.9, 0.5), 16))
     plans = watch(engine)
     assert_same(engine.generate(list(PROMPT), request.params, use_tqdm=False)[0], solo(request))
@@ -74,9 +73,9 @@ def test_prompts_open_a_run_for_answers_of_any_age_beside_them(native: Callable[
     assert kv_is_back(engine)
 
 
-def test_an_answer_that_ends_with_its_first_token_has_no_row_in_the_run(
-    native: Callable[..., Engine], solo: Solo
-) -> None:
+def test_answer_of_one_token_has_no_row_in_the_run(native: Callable[..., Engine], solo: Solo) -> None:
+    """An answer that ends with its first token has no row in the run."""
+
     def ending(prompt: tuple[int, ...]) -> Request:
         first = solo(Request(prompt, greedy(policy))).outputs[0].token_ids[0]
         return Request(prompt, greedy(policy, stop_token_ids=[first]))
@@ -96,9 +95,8 @@ def test_an_answer_that_ends_with_its_first_token_has_no_row_in_the_run(
     assert len(openings(plans)) == 3
 
 
-def test_a_prompt_whose_logits_are_not_finite_ends_alone_and_has_no_row_in_the_run(
-    native: Callable[..., Engine], solo: Solo
-) -> None:
+def test_prompt_that_is_not_finite_ends_alone_without_a_row(native: Callable[..., Engine], solo: Solo) -> None:
+    """A prompt whose logits are not finite ends alone and has no row in the run."""
     healthy = Request(OTHER, greedy(D3(0.8, 0.3)))
     wanted = solo(healthy)
     spoilt = next(token for token in range(200, 300) if token not in wanted.outputs[0].token_ids)
@@ -121,7 +119,8 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone_and_has_no_row_in_the_r
     assert kv_is_back(engine)
 
 
-def test_the_first_token_of_an_answer_that_comes_at_once_is_older_than_the_last(native: Callable[..., Engine]) -> None:
+def test_first_token_of_an_answer_at_once_is_older(native: Callable[..., Engine]) -> None:
+    """The first token of an answer that comes at once is older than the last."""
     engine = native()
     (output,) = engine.generate(list(PROMPT), greedy(FullDepth(), 12), use_tqdm=False)
     times = output.metrics
@@ -134,8 +133,11 @@ def test_the_first_token_of_an_answer_that_comes_at_once_is_older_than_the_last(
     assert stats.step_rows.count == stats.step_seconds.count == 12
 
 
-def test_the_run_behind_an_opening_takes_blocks_for_the_layers_that_it_runs(native: Callable[..., Engine]) -> None:
-    """Ten tokens and fifteen of the run are seven blocks of four, where a prompt of ten has three."""
+def test_run_behind_an_opening_takes_blocks_for_its_layers(native: Callable[..., Engine]) -> None:
+    """The run behind an opening takes blocks for the layers that it runs.
+
+    Ten tokens and fifteen of the run are seven blocks of four, where a prompt of ten has three.
+    """
     engine, policy = native(), D3(0.9, 0.5)
     engine.add_request("one", list(PROMPT), unread(greedy(policy, 40)))
     seen: list[int] = []
@@ -152,8 +154,11 @@ def test_the_run_behind_an_opening_takes_blocks_for_the_layers_that_it_runs(nati
     assert seen == [depth * 7 + (LAYERS - depth) * 3]
 
 
-def test_a_prompt_is_computed_alone_where_there_is_no_room_for_a_run(native: Callable[..., Engine], solo: Solo) -> None:
-    """Two prompts of two blocks take all the memory; the one that is sent away comes again as it was."""
+def test_prompt_without_room_for_a_run_is_computed_alone(native: Callable[..., Engine], solo: Solo) -> None:
+    """A prompt is computed alone where there is no room for a run.
+
+    Two prompts of two blocks take all the memory; the one that is sent away comes again as it was.
+    """
     requests = [Request(tuple(range(n, n + 8)), greedy(FullDepth(), 8)) for n in (20, 40)]
     engine = native(kv_cache_memory_bytes=LAYERS * 4 * block_bytes(), enable_prefix_caching=False)
     plans = watch(engine)
@@ -188,9 +193,10 @@ def test_a_prompt_that_opened_a_run_is_shared_with_later_ones(native: Callable[.
     ],
     ids=str,
 )
-def test_what_needs_more_of_a_prompt_than_a_token_is_a_step_of_its_own(
+def test_prompt_needing_more_than_a_token_is_a_step_by_itself(
     native: Callable[..., Engine], solo: Solo, wanted: dict[str, Any]
 ) -> None:
+    """What needs more of a prompt than a token is a step by itself."""
     engine = native()
     request = Request(PROMPT, replace(greedy(FullDepth(), 12), **wanted))
     plans = watch(engine)
@@ -213,8 +219,11 @@ def test_a_stream_has_its_first_token_before_its_run_begins(native: Callable[...
     assert openings(plans) == []
 
 
-def test_no_prompt_opens_a_run_while_somebody_waits_who_could_join(native: Callable[..., Engine]) -> None:
-    """Two prompts of ten rows do not go into a step of twelve."""
+def test_no_prompt_opens_a_run_while_another_could_join(native: Callable[..., Engine]) -> None:
+    """No prompt opens a run while a request waits that could join.
+
+    Two prompts of ten rows do not go into a step of twelve.
+    """
     engine = native(max_num_batched_tokens=12)
     plans = watch(engine)
     add(engine, Request(PROMPT, greedy(FullDepth())), Request(OTHER * 2, greedy(FullDepth())))

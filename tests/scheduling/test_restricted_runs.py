@@ -52,7 +52,8 @@ def test_they_answer_as_alone_in_runs_of_many_steps(
         assert len(calls) < stats.num_steps or streamed
 
 
-def test_log_probabilities_of_a_run_have_the_bits_of_those_step_by_step(make_engine: Callable[..., Engine]) -> None:
+def test_logprobs_of_a_run_have_the_bits_of_single_steps(make_engine: Callable[..., Engine]) -> None:
+    """Log probabilities of a run have the bits of those step by step."""
     asked = [(list(r.prompt), r.params) for r in requests() if r.params.logprobs is not None]
     found = []
     for steps in (1, 16):

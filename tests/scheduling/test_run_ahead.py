@@ -64,9 +64,10 @@ def test_drafts_and_verifications_are_launched_by_the_host(
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3, 16])
-def test_mixed_schedules_share_a_run_while_their_rows_stay_in_order(
+def test_mixed_schedules_in_order_share_a_run(
     multi_step: Callable[..., Engine], solo: Solo, num_scheduler_steps: int
 ) -> None:
+    """Mixed schedules share a run while their rows stay in order."""
     requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % len(NESTED)], 22 - n)) for n in range(11)]
     engine = multi_step(max_num_seqs=5, num_scheduler_steps=num_scheduler_steps)
     generate_as_alone(engine, requests, solo)
@@ -137,9 +138,10 @@ def test_the_device_draws_what_the_host_draws(multi_step: Callable[..., Engine],
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_those_who_stream_get_one_token_a_step_and_the_same_answers(
+def test_streams_get_one_token_a_step_and_the_same_answers(
     multi_step: Callable[..., Engine], solo: Solo, seed: int
 ) -> None:
+    """Streams get one token a step and the same answers."""
     requests = some_requests(seed + 80, 10, temperature=0.0, logprobs=None, prompt_logprobs=None, depth=D3(0.9, 0.5))
     engine = multi_step(max_num_seqs=7)
     lengths: dict[tuple[str, int], int] = {}

@@ -317,8 +317,10 @@ def with_those_who_left(given: Plan, plan: Plan, sampled: Sampled) -> Sampled:
     )
 
 
-def test_whoever_is_never_preempted_has_rows_although_a_replay_would_take_the_whole_budget() -> None:
-    """A replay that must split its aliases needs more than admission promised it, and is preempted in mid-step.
+def test_first_in_turn_has_rows_during_a_replay() -> None:
+    """What is never preempted has rows although a replay would take the whole budget.
+
+    A replay that must split its aliases needs more than admission promised it, and is preempted in mid-step.
 
     An urgent prompt that came later stood behind it in the batch and had no rows: the step had none at all.
     """

@@ -56,9 +56,10 @@ def test_max_tokens_ends_an_answer_with_all_its_text(make_engine: Callable[..., 
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stop", ["two", " and t", "e", ["nowhere", "two and"], ["two and", "o a"]])
-def test_a_stop_string_ends_the_text_before_or_behind_it_and_never_leaks(
+def test_stop_string_ends_the_text_and_never_leaks(
     make_engine: Callable[..., Engine], stop: Any, include: bool
 ) -> None:
+    """A stop string ends the text before or behind it and never leaks."""
     text = " one and two and three"
     output = answer(make_engine, text.lstrip(), greedy(40, stop=stop, include_stop_str_in_output=include))
     stops = [stop] if isinstance(stop, str) else stop
@@ -72,7 +73,8 @@ def test_a_stop_string_ends_the_text_before_or_behind_it_and_never_leaks(
     assert start == end or len(stops) > 1
 
 
-def test_a_stop_string_at_the_last_token_allowed_is_a_stop_and_no_length(make_engine: Callable[..., Engine]) -> None:
+def test_stop_string_at_last_token_is_a_stop_not_a_length(make_engine: Callable[..., Engine]) -> None:
+    """A stop string at the last token allowed is a stop and no length."""
     tokens = ids(make_engine(), "one and two")
     output = answer(make_engine, "one and two", greedy(len(tokens), stop="two"))
     assert (output.text, output.finish_reason, output.stop_reason) == (" one and ", "stop", "two")
@@ -102,7 +104,8 @@ def test_before_min_tokens_nothing_ends_an_answer(make_engine: Callable[..., Eng
         assert not {EOS, *stops.get("stop_token_ids", ())} & set(later.token_ids[: count - 1])
 
 
-def test_special_tokens_are_left_out_of_the_text_unless_asked_for(make_engine: Callable[..., Engine]) -> None:
+def test_special_tokens_are_hidden_unless_asked_for(make_engine: Callable[..., Engine]) -> None:
+    """Special tokens are left out of the text unless asked for."""
     engine = make_engine()
     script = [*ids(engine, "a"), 1, *ids(engine, "b")]
     executor_of(engine).scripts[(7,)] = script

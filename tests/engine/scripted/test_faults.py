@@ -78,14 +78,16 @@ def test_a_request_whose_text_cannot_be_made_ends_alone(make_engine: Callable[..
     assert engine.generate([12], params, use_tqdm=False)[0].outputs == healthy[0].outputs
 
 
-def test_text_that_fails_at_the_last_token_is_an_abort_and_no_length(make_engine: Callable[..., Engine]) -> None:
+def test_text_failing_at_the_last_token_is_an_abort(make_engine: Callable[..., Engine]) -> None:
+    """Text that fails at the last token is an abort and no length."""
     engine = with_failing_tokenizer(make_engine({(11,): [100, 101, 150]}), at=150)
     output = engine.generate([11], greedy(3), use_tqdm=False)[0].outputs[0]
     assert output.finish_reason == "abort"
     assert "this id has no piece" in str(output.stop_reason)
 
 
-def test_prompt_logprobs_whose_text_cannot_be_made_end_their_request_alone(make_engine: Callable[..., Engine]) -> None:
+def test_prompt_logprobs_without_text_end_their_request_alone(make_engine: Callable[..., Engine]) -> None:
+    """Prompt logprobs whose text cannot be made end their request alone."""
     engine = with_failing_tokenizer(make_engine(), at=150)
     params = [greedy(3, prompt_logprobs=0), greedy(3)]
     outputs = engine.generate([[5, 150, 6], [5, 6]], params, use_tqdm=False)
@@ -106,7 +108,8 @@ def test_an_encoder_that_fails_queues_nothing(engine: Engine, monkeypatch: pytes
     assert finish(engine)["other"].outputs[0].token_ids == [100, 101, 102]
 
 
-def test_an_engine_fault_ends_the_engine_for_every_caller_with_its_cause(engine: Engine) -> None:
+def test_engine_fault_ends_the_engine_for_every_caller(engine: Engine) -> None:
+    """An engine fault ends the engine for every caller with its cause."""
     engine.add_request("waits", "a", greedy(5))
     stream = engine.stream("b", greedy(5))
     next(stream)
@@ -132,7 +135,8 @@ def test_an_engine_fault_ends_the_engine_for_every_caller_with_its_cause(engine:
     engine.close()
 
 
-def test_an_interrupt_keeps_its_name_and_leaves_no_engine_to_go_on_with(engine: Engine) -> None:
+def test_interrupt_keeps_its_name_and_ends_the_engine(engine: Engine) -> None:
+    """An interrupt keeps its name and leaves no engine to go on with."""
     engine.add_request("a", "a", greedy(5))
     executor_of(engine).fault = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):

@@ -42,9 +42,10 @@ class TooShort(DepthPolicy):
         ("tail", [D3(0.9, 0.5, tail=3)], "at most 2"),
     ],
 )
-def test_an_engine_argument_is_refused_by_name_value_and_what_is_allowed(
+def test_engine_argument_is_refused_by_name_and_value(
     make_engine: Callable[..., Engine], field: str, values: list[Any], allowed: str
 ) -> None:
+    """An engine argument is refused by name value and what is allowed."""
     for value in values:
         with pytest.raises(InvalidValueError) as caught:
             make_engine(**{"depth" if field == "tail" else field: value})

@@ -89,7 +89,8 @@ REFUSED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_every_value_out_of_bounds_is_refused_by_field_value_and_what_is_allowed(field: str) -> None:
+def test_sampling_value_out_of_bounds_is_refused_by_field(field: str) -> None:
+    """Every value out of bounds is refused by field, value and what is allowed."""
     for value in REFUSED[field]:
         with pytest.raises(InvalidValueError) as caught:
             SamplingParams(**{field: value})
@@ -100,7 +101,8 @@ def test_every_value_out_of_bounds_is_refused_by_field_value_and_what_is_allowed
         assert isinstance(caught.value, ValueError)
 
 
-def test_every_field_of_sampling_params_has_values_that_are_refused() -> None:
+def test_sampling_field_has_values_that_are_refused() -> None:
+    """Every field of sampling params has values that are refused."""
     assert set(REFUSED) == set(SamplingParams.__dataclass_fields__)
 
 
@@ -130,6 +132,7 @@ def test_unknown_names_raise(engine: Engine, directory: Path) -> None:
         SamplingParams(2)  # type: ignore[misc]
 
 
-def test_sampling_params_cannot_be_changed_after_they_were_checked() -> None:
+def test_sampling_params_after_the_check_cannot_be_changed() -> None:
+    """Sampling params cannot be changed after they were checked."""
     with pytest.raises(AttributeError):
         SamplingParams().temperature = math.nan  # type: ignore[misc]

@@ -42,9 +42,8 @@ from d3engine import Engine, InvalidValueError, SamplingParams
         ("\ud800", "lone surrogates"),
     ],
 )
-def test_a_prompt_that_cannot_run_is_refused_and_the_engine_is_as_before(
-    engine: Engine, prompt: Any, message: str
-) -> None:
+def test_prompt_that_cannot_run_is_refused_without_a_trace(engine: Engine, prompt: Any, message: str) -> None:
+    """A prompt that cannot run is refused and the engine is as before."""
     with pytest.raises(InvalidValueError, match=message):
         engine.add_request("bad", prompt, greedy())
     with pytest.raises(InvalidValueError, match=message):
@@ -55,7 +54,8 @@ def test_a_prompt_that_cannot_run_is_refused_and_the_engine_is_as_before(
     assert engine.generate("good", greedy(2), use_tqdm=False)[0].finished
 
 
-def test_ids_of_embedding_rows_that_the_tokenizer_does_not_know_are_taken(engine: Engine) -> None:
+def test_ids_unknown_to_the_tokenizer_with_rows_are_taken(engine: Engine) -> None:
+    """Ids of embedding rows that the tokenizer does not know are taken."""
     assert engine.tokenizer is not None
     assert engine.tokenizer.vocab_size < VOCABULARY
     output = engine.generate([VOCABULARY - 1], greedy(2), use_tqdm=False)[0]
@@ -132,7 +132,8 @@ def test_parameters_are_one_for_all_or_one_each(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "call", ["generate 5", "generate None", "generate bytes", "add bytes", "params 5", "add-params {}"]
 )
-def test_a_value_of_a_type_that_is_never_allowed_is_refused_by_name(engine: Engine, call: str) -> None:
+def test_value_of_a_wrong_type_is_refused_by_name(engine: Engine, call: str) -> None:
+    """A value of a type that is never allowed is refused by name."""
     wrong: Any = {"5": 5, "None": None, "bytes": b"ab", "{}": {}}[call.split()[1]]
     calls: dict[str, Callable[[], object]] = {
         "generate": lambda: engine.generate(wrong, greedy(), use_tqdm=False),
@@ -144,7 +145,8 @@ def test_a_value_of_a_type_that_is_never_allowed_is_refused_by_name(engine: Engi
         calls[call.split()[0]]()
 
 
-def test_an_enormous_top_k_is_refused_and_the_largest_keeps_all_tokens(engine: Engine) -> None:
+def test_enormous_top_k_is_refused_and_the_largest_keeps_all(engine: Engine) -> None:
+    """An enormous top k is refused and the largest keeps all tokens."""
     with pytest.raises(InvalidValueError, match=r"top_k must be .*from -1 to 2147483647"):
         SamplingParams(top_k=2**70)
     largest = SamplingParams(top_k=2**31 - 1, max_tokens=2)

@@ -54,9 +54,10 @@ def test_stats_count_what_the_engine_has_done_and_holds(make_engine: Callable[..
     assert engine.stats().kv_blocks_cached == 0
 
 
-def test_realised_depth_is_that_of_the_tokens_that_came_and_nominal_that_of_those_allowed(
+def test_realised_depth_is_of_tokens_that_came(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Realised depth is of the tokens that came, nominal depth of those allowed."""
     policy = D3(0.5, 0.25)
     engine = make_engine({(9,): [100]}, depth=policy)
     engine.generate([9], greedy(20), use_tqdm=False)  # one token and EOS
@@ -81,7 +82,8 @@ def test_metrics_come_in_their_order(engine: Engine) -> None:
     assert output.num_preemptions == 0
 
 
-def test_who_waits_for_a_place_has_been_scheduled_when_it_gets_one_and_once(make_engine: Callable[..., Engine]) -> None:
+def test_waiting_request_is_scheduled_once_it_has_a_place(make_engine: Callable[..., Engine]) -> None:
+    """A request that waits for a place has been scheduled when it gets one, and once."""
     engine = make_engine(max_num_seqs=1)
     for name in ("first", "second"):
         engine.add_request(name, "a", greedy(3))
@@ -97,7 +99,8 @@ def test_who_waits_for_a_place_has_been_scheduled_when_it_gets_one_and_once(make
     assert second.first_scheduled_time >= first.last_token_time
 
 
-def test_a_request_that_ends_before_its_turn_has_neither_been_scheduled_nor_any_token(engine: Engine) -> None:
+def test_request_ending_before_its_turn_was_never_scheduled(engine: Engine) -> None:
+    """A request that ends before its turn has neither been scheduled nor any token."""
     engine.add_request("a", "a", greedy(3))
     engine.abort_request("a")
     metrics = engine.step()[0].metrics
@@ -106,7 +109,8 @@ def test_a_request_that_ends_before_its_turn_has_neither_been_scheduled_nor_any_
     assert engine.stats().queue_seconds.count == 0
 
 
-def test_every_step_and_every_finished_request_is_in_the_histograms(make_engine: Callable[..., Engine]) -> None:
+def test_steps_and_finished_requests_are_in_the_histograms(make_engine: Callable[..., Engine]) -> None:
+    """Every step and every finished request is in the histograms."""
     policy = D3(0.5, 0.25)
     engine = make_engine(depth=policy, max_num_seqs=2)
     engine.generate([[9, 10, 11]] * 3, greedy(4, ignore_eos=True), use_tqdm=False)
@@ -141,7 +145,8 @@ def test_a_run_of_steps_counts_as_so_many_of_equal_length() -> None:
     assert rows.counts[rows.bounds.index(64)] == 4
 
 
-def test_a_value_is_counted_below_the_least_bound_that_it_does_not_exceed() -> None:
+def test_value_at_a_bound_is_counted_below_it() -> None:
+    """A value is counted below the least bound that it does not exceed."""
     tally = HistogramCounter((1.0, 2.0))
     for value in (0.0, 1.0, 1.5, 2.0, 2.5, 9.0):
         tally.add(value)

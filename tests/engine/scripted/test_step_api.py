@@ -17,9 +17,10 @@ def test_streams_grow_by_what_each_step_brings(engine: Engine) -> None:
     assert lengths == [1, 2, 3, 4, 5, 6]
 
 
-def test_between_the_first_token_and_the_last_a_stream_waits_for_as_many_as_its_interval(
+def test_stream_between_first_and_last_waits_its_interval(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Between the first token and the last a stream waits for as many as its interval."""
     engine = make_engine(stream_interval=4)
     whole = engine.generate("a", greedy(11), use_tqdm=False)[0].outputs[0]
     deltas = [o.outputs[0] for o in engine.stream("a", greedy(11, output_kind=RequestOutputKind.DELTA))]
@@ -49,7 +50,8 @@ def test_leaving_a_stream_aborts_its_request(engine: Engine) -> None:
     assert engine.stats().num_running == 0
 
 
-def test_an_abort_ends_a_request_with_what_it_has_and_others_go_on(engine: Engine) -> None:
+def test_abort_ends_a_request_with_what_it_has(engine: Engine) -> None:
+    """An abort ends a request with what it has and others go on."""
     engine.add_request("a", "one", greedy(20))
     engine.add_request("b", "one", greedy(5))
     engine.add_request("c", "waits", likeliest(20, n=3))
@@ -66,7 +68,8 @@ def test_an_abort_ends_a_request_with_what_it_has_and_others_go_on(engine: Engin
     assert last["b"].outputs[0].token_ids == [100, 101, 102, 103, 104]
 
 
-def test_generate_leaves_the_outputs_of_unfinished_requests_to_step(engine: Engine) -> None:
+def test_generate_leaves_outputs_of_others_to_step(engine: Engine) -> None:
+    """Generate leaves the outputs of unfinished requests to step."""
     engine.add_request("short", "mine", greedy(2))
     engine.add_request("long", "mine too", greedy(20))
     engine.step()
@@ -78,7 +81,8 @@ def test_generate_leaves_the_outputs_of_unfinished_requests_to_step(engine: Engi
     assert all(output.finished for output in last.values())
 
 
-def test_generate_does_not_take_the_id_of_a_request_that_a_caller_has_named(engine: Engine) -> None:
+def test_generate_does_not_take_an_id_in_use(engine: Engine) -> None:
+    """Generate does not take the id of a request that a caller has named."""
     engine.add_request("request-1", "mine", greedy(4))
     engine.generate("x", greedy(6), use_tqdm=False)
     assert finish(engine)["request-1"].prompt == "mine"
@@ -111,9 +115,10 @@ def test_streams_that_are_read_in_turns_all_come_to_their_end(engine: Engine) ->
     assert done == [2, 5]
 
 
-def test_waves_let_requests_join_only_between_them_but_an_idle_engine_at_once(
+def test_waves_admit_between_them_and_an_idle_engine_at_once(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Waves let requests join only between them but an idle engine at once."""
     engine = make_engine(admission=IntervalAdmission(4), depth=FullDepth())
     engine.step()
     engine.add_request("a", "a", greedy(20))

@@ -83,9 +83,10 @@ def as_floats(weights: LlamaWeights) -> LlamaWeights:
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
 @pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("Q5_0", "Q8_0"), OF_GGML[:7], OF_GGML[4:]])
-def test_logits_are_those_of_float32_weights_alone_and_in_any_batch(
+def test_logits_of_blocks_are_those_of_float32_in_any_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, ...], isa: str
 ) -> None:
+    """Logits are those of float32 weights alone and in any batch."""
     if isa not in isas_here():
         pytest.skip(f"{isa} does not run here")
     monkeypatch.setenv("D3ENGINE_NATIVE_ISA", isa)

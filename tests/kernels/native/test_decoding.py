@@ -227,9 +227,8 @@ def test_nan_stays_in_its_row_and_foreign_blocks_are_not_read(form: str, isa: st
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("windows", [(1, 257), (256, 700)])
-def test_a_long_context_in_windows_has_the_same_bits_on_any_number_of_threads(
-    windows: tuple[int, ...], isa: str
-) -> None:
+def test_windowed_context_keeps_its_bits_on_any_threads(windows: tuple[int, ...], isa: str) -> None:
+    """A long context in windows has the same bits on any number of threads."""
     sizes: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 1, "head_dim": 64, "max_positions": 1500}
     case = Case(Shape(layers=2, rows=2, windows=windows, **sizes))
     case.rows.positions[:] = 1300, 205

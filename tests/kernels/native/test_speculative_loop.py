@@ -114,7 +114,8 @@ def as_lists(drafted: Any, counts: Any) -> list[list[tuple[list[int], list[int]]
 
 @pytest.mark.parametrize("followed", [False, True])
 @pytest.mark.parametrize("with_ends", [False, True])
-def test_iterations_equal_drafts_and_verifications_by_single_steps(followed: bool, with_ends: bool) -> None:
+def test_iterations_equal_drafts_and_checks_by_single_steps(followed: bool, with_ends: bool) -> None:
+    """Iterations equal drafts and verifications by single steps."""
     rows = rows_of_case(CASE)
     ends: list[int] = []
     wanted = by_steps(CASE, rows, ends)
