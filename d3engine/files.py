@@ -83,8 +83,8 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 
 def path_of(file: BinaryIO) -> str:
     """A path by which a library opens the very file that is open here, where the system has one."""
-    same = f"/proc/self/fd/{file.fileno()}"
-    return same if os.path.exists(same) else str(file.name)
+    same = f"/proc/self/fd/{file.fileno()}"  # on Windows a place on the current drive, or one of Wine's
+    return same if os.name == "posix" and os.path.exists(same) else str(file.name)
 
 
 def read_bytes(path: str | Path, most: int = CONFIG_BYTES) -> bytes:

@@ -115,7 +115,10 @@ def _shortest(file: Path) -> str:
     found = shutil.which(file.name)
     if found is not None and os.path.abspath(found) == path:
         return file.name
-    below = os.path.relpath(path)
+    try:
+        below = os.path.relpath(path)
+    except ValueError:  # on another drive of Windows
+        return path
     return path if below.startswith(os.pardir) else os.path.join(os.curdir, below) if os.sep not in below else below
 
 

@@ -204,7 +204,7 @@ class _Demo:
         return f"WRONG, it is {right}" + ("; no answer was given." if given is None else f", not {given}.")
 
     def _seconds_of_a_token(self, policy: DepthPolicy) -> list[float]:
-        """Of an answer that is not shown: of all of its tokens, and of those after the first, if there are any.
+        """Of an answer that is not shown: of all of its tokens, and of those after the first, if they took time.
 
         The first one's time is the prompt's, which runs all layers whatever the policy.
         """
@@ -213,7 +213,7 @@ class _Demo:
         (output,) = self.engine.generate([self.prompt], replace(self.params, depth=policy), use_tqdm=False)
         whole, tokens = time.perf_counter() - began, len(output.outputs[0].token_ids)
         later = output.metrics.decode_seconds if tokens > 1 else None
-        return [whole / tokens, *([] if later is None else [later / (tokens - 1)])]
+        return [whole / tokens, *([later / (tokens - 1)] if later else [])]
 
     def _comparison(self, full: Run, run: Run, found: list[Speedup]) -> str:
         fewer = 1 - run.mean_layers / full.mean_layers
