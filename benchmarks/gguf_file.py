@@ -25,6 +25,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.children import checkout_environment
+from benchmarks.random_gguf import SHAPES, write_random
 from benchmarks.report import environment, tell
 from d3engine.children import python_command
 
@@ -210,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gguf_file", description=about)
     parser.add_argument("--model", help="a GGUF file")
+    parser.add_argument("--random", choices=list(SHAPES), help="make that file, of random weights in Q4_K_M, and end")
     parser.add_argument("--rows", type=int, nargs="+", default=Settings.rows, help="answers at once")
     parser.add_argument("--prompts", type=int, nargs="*", default=Settings.prompts, help="lengths of prompts")
     parser.add_argument("--tokens", type=int, default=Settings.tokens, help="of each answer")
@@ -219,13 +221,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a system and its settings: what the process of a round does
     options = vars(parser.parse_args(arguments))
-    file, one, without = (options.pop(name) for name in ("json", "one", "without"))
+    file, one, without, shape = (options.pop(name) for name in ("json", "one", "without", "random"))
     if one is not None:
         given = json.loads(one)
         print(json.dumps(_SYSTEMS[given["system"]](Settings(**given["settings"]))))
         return 0
     if options["model"] is None:
         parser.error("--model is missing")
+    if shape is not None:
+        write_random(SHAPES[shape], Path(options["model"]))
+        return 0
     report = measure(Settings(**options), [system for system in _SYSTEMS if system not in without])
     report["environment"] = environment("benchmarks.gguf_file", arguments)
     tell(report, show, width=150, file=file)

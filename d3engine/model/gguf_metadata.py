@@ -246,7 +246,7 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, An
     if (
         math.isfinite(largest)
         and largest >= 1
-        and np.allclose(given, _llama3_divisors(head_dim, theta, largest), rtol=1e-4, atol=0)
+        and np.allclose(given, llama3_divisors(head_dim, theta, largest), rtol=1e-4, atol=0)
     ):
         return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
     allowed = ", ".join(f"{name} {value:g}" for name, value in _LLAMA3.items())
@@ -255,7 +255,7 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, An
     )
 
 
-def _llama3_divisors(head_dim: int, theta: float, factor: float) -> NDArray[Any]:
+def llama3_divisors(head_dim: int, theta: float, factor: float) -> NDArray[Any]:
     """Llama 3.1's divisor of each channel's frequency: 1 for short wavelengths, `factor` for long ones."""
     import numpy as np
 
