@@ -20,7 +20,7 @@ from d3engine.files import is_writable, write_whole
 RAMP = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962")
 """Viridis from deep to shallow: perceptually even, and told apart with any colour vision."""
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 GREY = "#999999"
 """Okabe and Ito's set: distinct with any colour vision; blue and orange in grey too."""
 

@@ -73,7 +73,6 @@ class Draft:
     rule: DraftRule
     length: int = 0
     most: int = 0
-    begins_at: int = 0
     depth: float = 0
     first_asleep: int = 0
     layers: BoolArray | None = None
@@ -103,7 +102,6 @@ class Draft:
 
         It is at once `ended`, and empty, where none is worth while.
         """
-        self.begins_at = step
         # Verification adds a token of its own, which must have room too.
         self.most = min(self.length, room - 1) if self.rule.skips(step) else 0
         self.layers, self.mlps = self.rule.layers(step), self.rule.mlps(step)
