@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from tqdm import tqdm
 
 from d3engine.cli.commands import ExitCode, new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
@@ -24,7 +23,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, served_as, takes_bodies
 from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.batch.batch_file import Line, Result, Results
@@ -155,7 +154,7 @@ def _run(source: Path, results: Results, answering: Answering, missing: int) -> 
     """Write a result of each line that has none; returns how many were not answered."""
     errors = 0
     with (
-        tqdm(total=missing, desc="batch", unit="line", disable=hides_bars(), ncols=bar_columns()) as bar,
+        progress_bar("batch", "line", missing, leave=True) as bar,
         closing(answering(_missing(source, results))) as found,  # type: ignore[type-var]  # what it gives is a generator
     ):
         for result in found:

@@ -12,12 +12,12 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -27,6 +27,9 @@ from d3engine.cli.streams import discard_stdout
 from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, must_be, require
 from d3engine.files import is_writable, write_whole
 from d3engine.version import __version__
+
+if TYPE_CHECKING:
+    from d3engine.research.analysis.report import Table
 
 
 def wrapped(text: str, stream: TextIO) -> str:
@@ -82,10 +85,32 @@ def printing_last(show: Callable[[], None]) -> Iterator[None]:
         show()
 
 
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def print_json(report: Any) -> None:
+    """Print a report as JSON, indented."""
+    typer.echo(json.dumps(report, indent=2))
+
+
+def show_report(
+    report: Callable[[], Any], tables: Callable[[], Iterable[Table]], as_json: bool, *, apart: bool = False
+) -> None:
+    """Print a report as JSON, or as its tables; between them an empty line where they stand `apart`."""
+    if as_json:
+        print_json(report())
+        return
+    from d3engine.cli.terminal import print_table
+
+    for place, table in enumerate(tables()):
+        typer.echo("", nl=apart and place > 0)
+        print_table(table.title, table.header, table.rows, table.notes)
+
+
 def tell_verdict(found: Any, show: Callable[[Any], None], as_json: bool) -> None:
     """Print a report as JSON or by `show`; the command fails where the report says that something does not hold."""
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        print_json(found.as_dict())
     else:
         show(found)
     if not found.holds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import new_app, wrapped
+from d3engine.cli.commands import AsJson, new_app, print_json, wrapped
 from d3engine.errors import NOTHING, require
 from d3engine.research.evaluation.paper import (
     Compared,
@@ -35,7 +34,7 @@ def paper(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Directory with the tokenizer that counts (with --data).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Set our mean layers, FLOPs ratios, layer bounds and averages beside the tables of the D3 paper.
 
@@ -47,7 +46,7 @@ def paper(
     found, setup, notes = report(), setup_tables(counted), further_notes()
     if as_json:
         tables = [asdict(table) for table in setup]
-        typer.echo(json.dumps({**as_dict(found), "setup": tables, "further_notes": notes}, indent=2))
+        print_json({**as_dict(found), "setup": tables, "further_notes": notes})
     else:
         _show(found, setup, notes)
 

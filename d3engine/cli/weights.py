@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, interrupted_by_signals, new_app, note, say_error
+from d3engine.cli.commands import AsJson, ExitCode, interrupted_by_signals, new_app, note, print_json, say_error
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
@@ -218,14 +217,14 @@ def quantize_command(
 
 
 @app.command("inspect")
-def inspect_command(model: Model, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def inspect_command(model: Model, as_json: AsJson = False) -> None:
     """Show a model's configuration, tensors, bytes and KV bytes per token."""
     from d3engine.cli.terminal import print_table
     from d3engine.weights_tools.inspection import TENSOR_COLUMNS, inspect_model
 
     found = inspect_model(model_directory(model))
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        print_json(found.as_dict())
     else:
         print_table("Configuration", ("what", "value"), found.configuration())
         typer.echo()
