@@ -6,16 +6,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from d3engine.async_engine.client import EngineClient
 from d3engine.batch.batch_file import LONGEST_LINE, Line, Result
 from d3engine.errors import FailedError
 from d3engine.server.app import create_app
 from d3engine.server.in_process import post
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
 
 LINES_PER_SEQUENCE = 2
 """Concurrent lines for each running sequence: the engine tokenizes prompts of some while others run."""
@@ -33,7 +36,7 @@ class BatchRunner:
         settings: what a line may request, as of a server; its guards are not used.
     """
 
-    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+    def __init__(self, client: AsyncEngine, settings: ServerSettings) -> None:
         self._at_once = LINES_PER_SEQUENCE * client.settings.max_num_seqs
         guards = GuardSettings(max_body_bytes=LONGEST_LINE, max_queue=NO_LIMIT)
         most = max(settings.max_depth_policies, self._at_once)
