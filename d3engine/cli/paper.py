@@ -11,6 +11,7 @@ import typer
 
 from d3engine.cli.commands import AsJson, new_app, print_json, wrapped
 from d3engine.errors import NOTHING, require
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.paper import (
     Compared,
     PaperReport,
@@ -21,7 +22,6 @@ from d3engine.research.evaluation.paper import (
     setup_tables,
 )
 from d3engine.research.evaluation.paper_tables import BENCHMARKS
-from d3engine.research.evaluation.report import Table
 
 app = new_app()
 

@@ -20,8 +20,8 @@ class Table:
     """A title, the header, rows of cells, and what has to be said below."""
 
     title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
     notes: tuple[str, ...] = ()
 
 

@@ -13,6 +13,7 @@ from statistics import fmean
 
 from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, PRESETS, ModelShape, flops_ratio, layer_bound, mean_depth
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.paper_tables import (
     BENCHMARKS,
     D3_ROW,
@@ -35,7 +36,6 @@ from d3engine.research.evaluation.paper_tables import (
     TABLE_9_STARTS,
     Table6Row,
 )
-from d3engine.research.evaluation.report import Table
 
 
 @dataclass(frozen=True)

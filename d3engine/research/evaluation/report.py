@@ -14,6 +14,7 @@ from itertools import chain
 from textwrap import wrap
 from typing import Any
 
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.accuracy import Comparison, Interval, Score, compare, paired, wilson_interval
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.research.evaluation.chat_form import ChatQuestion
@@ -108,16 +109,6 @@ def right_by_constant(questions: Sequence[Question]) -> tuple[bool, ...]:
     answers = [told_answer(question) for question in questions]
     constants = commonest(answers[1::2]), commonest(answers[::2])
     return tuple(answer is not None and answer == constants[place % 2] for place, answer in enumerate(answers))
-
-
-@dataclass(frozen=True)
-class Table:
-    """A title, a header, rows of text, and what has to be said below."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
