@@ -22,12 +22,12 @@ from tqdm import tqdm
 from benchmarks.report import environment, tell
 from d3engine.cli.bridge_texts import PROMPT_TOKENS
 from d3engine.model.bridges import Bridge, Window
-from d3engine.progress import hides_bars
 from d3engine.research.analysis.answers import open_model
 from d3engine.research.bridges.fitting import CHOOSING_EVERY, Fit
 from d3engine.research.bridges.judging import FullText, Reading, window_schedule
 from d3engine.research.bridges.passage import Passage
 from d3engine.research.bridges.texts import TextReader, shuffled
+from d3engine.utils.progress import hides_bars
 
 
 @dataclass(frozen=True)

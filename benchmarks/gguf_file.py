@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from benchmarks.children import checkout_environment
 from benchmarks.report import environment, tell
-from d3engine.children import python_command
+from d3engine.utils.children import python_command
 
 OURS, EXACT, LLAMA_CPP = "d3engine", "d3engine, float32 activations", "llama.cpp"
 

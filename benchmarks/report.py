@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from d3engine.files import write_whole
-from d3engine.version import __version__
+from d3engine.utils.files import write_whole
+from d3engine.utils.version import __version__
 
 PACKAGES = ("d3engine", "torch", "transformers", "numpy")
 

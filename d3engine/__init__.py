@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d3engine.version import __version__
+from d3engine.utils.version import __version__
 
 _PACKAGE = Path(__file__).parent
 if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir():

@@ -18,7 +18,6 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm
 
-from d3engine.arguments import accepts
 from d3engine.calls.call_lock import CallLock, EngineState, Interrupt
 from d3engine.calls.chats import Chats
 from d3engine.calls.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others, with_hooks
@@ -43,6 +42,7 @@ from d3engine.stats import EngineStats, engine_stats
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.utils.arguments import accepts
 
 
 class Engine(Chats, EngineProperties):

@@ -15,7 +15,7 @@ import numpy as np
 
 from d3engine.depth import Schedule
 from d3engine.errors import InvalidValueError, MissingExtraError, require, require_integer
-from d3engine.files import is_writable, write_whole
+from d3engine.utils.files import is_writable, write_whole
 
 RAMP = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962")
 """Viridis from deep to shallow: perceptually even, and told apart with any colour vision."""

@@ -92,7 +92,7 @@ def test_pages_stay_short() -> None:
 
 
 def test_the_tables_of_the_code_are_whole() -> None:
-    from d3engine.environment import VARIABLES
+    from d3engine.utils.environment import VARIABLES
     from tools.docs_reference import MARK, TABLES, on_page_markdown
 
     with_tables = [page for page in PAGES if MARK.search(page.read_text())]

@@ -52,7 +52,7 @@ def options() -> Iterator[str]:
 
 def environment() -> Iterator[str]:
     """The registry of environment variables."""
-    from d3engine.environment import VARIABLES
+    from d3engine.utils.environment import VARIABLES
 
     yield from ("| variable | values | meaning |", "|---|---|---|")
     for one in VARIABLES:

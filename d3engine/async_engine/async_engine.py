@@ -19,7 +19,6 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from d3engine.arguments import KW_ONLY, OneOf, accepts, argument
 from d3engine.async_engine.client import AsyncAnswer, Heartbeat, SyncEngine, check_alone
 from d3engine.async_engine.dispatcher import Dispatcher, LoopWaker
 from d3engine.async_engine.engine_thread import EngineThread
@@ -35,6 +34,7 @@ from d3engine.stats import EngineStats
 from d3engine.text.chat_template import Messages
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import Tokenizer
+from d3engine.utils.arguments import KW_ONLY, OneOf, accepts, argument
 
 STOP_SECONDS = 30.0
 """How long `close` waits for the step that is running."""

@@ -29,7 +29,6 @@ from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_loop import Reply
 from d3engine.calls.chats import WritesChatPrompts
 from d3engine.calls.new_requests import NewRequests
-from d3engine.children import child_environment, main_command
 from d3engine.errors import EngineDeadError, require
 from d3engine.loading.depth import Certification
 from d3engine.loading.executors import NOWHERE, adapter_store, bridge_store, new_cache
@@ -42,6 +41,7 @@ from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.utils.children import child_environment, main_command
 
 _FORM = struct.Struct("=d")
 

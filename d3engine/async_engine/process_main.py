@@ -26,11 +26,11 @@ from d3engine.async_engine.engine_process import SharedHeartbeatClock
 from d3engine.depth import policy_from_dict
 from d3engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
-from d3engine.garbage import collect_seldom, freeze_loaded
 from d3engine.loading import depth as certification
 from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.waiting import IntervalAdmission
+from d3engine.utils.garbage import collect_seldom, freeze_loaded
 
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 60.0

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from d3engine.errors import InvalidValueError, must_be, require
-from d3engine.files import UnreadableFileError, naming, open_regular
+from d3engine.utils.files import UnreadableFileError, naming, open_regular
 
 if sys.platform == "win32":
     import msvcrt

@@ -13,7 +13,6 @@ from d3engine.depth.policy import DraftRule
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.adapters import AdapterStore
 from d3engine.executor.bridging import BridgeStore
-from d3engine.files import is_writable
 from d3engine.model.config import ModelConfig
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.hidden_states import Capture, Steer, path_of
@@ -22,6 +21,7 @@ from d3engine.request.sequence import Draft, Sequence
 from d3engine.structured.forms import Forms
 from d3engine.text.prompts import Prompt, PromptReader
 from d3engine.text.tokenizer import Tokenizer
+from d3engine.utils.files import is_writable
 
 Same = Mapping[str, tuple[tuple[Any, ...], str]]
 """By an argument's name: the values that ask for what happens anyway, and what is allowed in words."""

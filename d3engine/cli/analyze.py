@@ -25,7 +25,7 @@ from d3engine.cli.observing import (
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import require, require_integer
-from d3engine.progress import counting, shows_bars
+from d3engine.utils.progress import counting, shows_bars
 
 if TYPE_CHECKING:
     from d3engine.research.analysis.kinds import ByKind

@@ -23,7 +23,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, served_as, takes_bodies
 from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.progress import progress_bar
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.batch.batch_file import Line, Result, Results

@@ -35,7 +35,7 @@ from d3engine.cli.depth_options import number, window_of
 from d3engine.cli.engine_options import Model, Options, beside_weights, engine_arguments, model_directory, takes_engine
 from d3engine.depth.schedule import exact_fraction
 from d3engine.errors import require, require_integer
-from d3engine.progress import counting
+from d3engine.utils.progress import counting
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

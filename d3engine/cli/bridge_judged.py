@@ -35,7 +35,7 @@ from d3engine.cli.bridge_texts import (
 from d3engine.cli.commands import AsJson, check_output, note, printing_last, show_report
 from d3engine.cli.engine_options import Model, Options, takes_engine
 from d3engine.errors import NOTHING, require, require_integer, require_number
-from d3engine.progress import counting, progress_bar
+from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

@@ -13,7 +13,7 @@ import typer
 from d3engine.cli.commands import measures_depths
 from d3engine.cli.engine_options import Options, engine_arguments
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.progress import shows_bars
+from d3engine.utils.progress import shows_bars
 
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy, Schedule
@@ -194,8 +194,8 @@ def open_passage(model: str, options: Options) -> tuple[Engine, Passage]:
 def bridges_path(model: str, given: Path | None) -> Path:
     """The file that is named, or the one beside the weights."""
     from d3engine.cli.engine_options import model_directory
-    from d3engine.files import beside
     from d3engine.model.bridges import BRIDGES_FILE
+    from d3engine.utils.files import beside
 
     return beside(model_directory(model), BRIDGES_FILE) if given is None else given
 

@@ -28,7 +28,6 @@ from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import BRIDGES, POLICY_FILE, STUDENT, named_student
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.model.config import ModelConfig
-from d3engine.progress import progress_bar
 from d3engine.research.calibration.outcome import Outcome, outcome, reason
 from d3engine.research.calibration.search import (
     ALPHAS,
@@ -52,6 +51,7 @@ from d3engine.research.calibration.search import (
 )
 from d3engine.research.calibration.statistics import FLOOR, Tolerance
 from d3engine.research.evaluation.accuracy import wilson_interval
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

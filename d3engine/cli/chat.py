@@ -30,7 +30,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.streams import given_text
 from d3engine.errors import FailedError, InvalidValueError, require
-from d3engine.files import UnreadableFileError, read_text
+from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy

@@ -25,8 +25,8 @@ from typer.core import TyperCommand, TyperGroup
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.cli.streams import discard_stdout
 from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, must_be, require
-from d3engine.files import is_writable, write_whole
-from d3engine.version import __version__
+from d3engine.utils.files import is_writable, write_whole
+from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.research.analysis.report import Table

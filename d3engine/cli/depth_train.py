@@ -36,8 +36,8 @@ from d3engine.cli.engine_options import (
     use_threads,
 )
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
-from d3engine.files import sha256_of
-from d3engine.progress import counting, progress_bar
+from d3engine.utils.files import sha256_of
+from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
     from d3engine.research.distillation.corpus import OwnAnswer

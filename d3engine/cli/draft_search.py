@@ -13,8 +13,8 @@ from d3engine.cli.commands import ExitCode, note, print_json
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
 from d3engine.depth import FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.progress import progress_bar
-from d3engine.version import __version__
+from d3engine.utils.progress import progress_bar
+from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.research.calibration.draft_search import Drafted

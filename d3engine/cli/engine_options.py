@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.arguments import OptionTable, options_of, panels_of
 from d3engine.cli.commands import LOGGER, note
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
-from d3engine.files import UnreadableFileError, as_json, beside, read_text
 from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.params import CHAT_DEFAULTS, FROM_FILE, SamplingParams, StructuredOutputsParams
+from d3engine.utils.arguments import OptionTable, options_of, panels_of
+from d3engine.utils.files import UnreadableFileError, as_json, beside, read_text
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

@@ -34,7 +34,6 @@ from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.labels import policy_in_words
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.integrations.lm_eval_harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
-from d3engine.progress import counting, progress_bar, shows_bars
 from d3engine.research.evaluation import catalogue
 from d3engine.research.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
 from d3engine.research.evaluation.baselines import (
@@ -59,6 +58,7 @@ from d3engine.research.evaluation.report import (
     side_by_side,
     tables,
 )
+from d3engine.utils.progress import counting, progress_bar, shows_bars
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.arguments import OptionTable
 from d3engine.cli.commands import measures_depths, printing_last, show_report
 from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_options
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, require, require_integer
-from d3engine.progress import counting, progress_bar, shows_bars
+from d3engine.utils.arguments import OptionTable
+from d3engine.utils.progress import counting, progress_bar, shows_bars
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

@@ -24,9 +24,9 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
 from d3engine.errors import D3EngineError, require, require_integer, require_number
-from d3engine.garbage import freeze_loaded
 from d3engine.server.middleware.settings import LONGEST
-from d3engine.version import __version__
+from d3engine.utils.garbage import freeze_loaded
+from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine

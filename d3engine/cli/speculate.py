@@ -14,7 +14,7 @@ from d3engine.cli.commands import AsJson, new_app, tell_verdict
 from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.errors import require, require_integer, require_number
-from d3engine.progress import progress_bar
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.research.speculation import Candidate, Measured, TuneReport

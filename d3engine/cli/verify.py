@@ -10,7 +10,7 @@ import typer
 from d3engine.cli.commands import new_app, tell_verdict
 from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.errors import require_integer
-from d3engine.progress import progress_bar
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.research.equality import EqualityReport

@@ -12,8 +12,8 @@ from d3engine.cli.commands import AsJson, ExitCode, interrupted_by_signals, new_
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
-from d3engine.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 from d3engine.model.gguf_file import is_later_part
+from d3engine.utils.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 
 app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from d3engine.depth.schedule import BoolArray, Schedule
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError, require, require_integer, require_number
-from d3engine.files import UnreadableFileError, beside, is_there, read_json
+from d3engine.utils.files import UnreadableFileError, beside, is_there, read_json
 
 GROUP = "d3engine.policies"
 

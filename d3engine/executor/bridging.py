@@ -22,7 +22,6 @@ from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.hidden_states import Due
 from d3engine.executor.interface import ExecutorStats
-from d3engine.files import beside
 from d3engine.kernels.weight_format import WeightFormat
 from d3engine.model.bridges import BRIDGES_FILE, BridgeWeights, Window, held, read_bridges
 from d3engine.model.config import ModelConfig
@@ -30,6 +29,7 @@ from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, with_student
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.plan import BridgedRows
+from d3engine.utils.files import beside
 
 
 class BridgeStore:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from d3engine.executor.graph_shapes import CHOICES, batch_sizes
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import draw, largest_plan
-from d3engine.progress import bar_columns, hides_bars
 from d3engine.scheduling.scheduler import SchedulerConfig
+from d3engine.utils.progress import bar_columns, hides_bars
 
 _log = logging.getLogger(__name__)
 

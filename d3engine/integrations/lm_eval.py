@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from d3engine.arguments import panels_of
 from d3engine.depth import DepthPolicy, FullDepth, policy_from_name
 from d3engine.engine import Engine
 from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, require, require_integer
@@ -20,6 +19,7 @@ from d3engine.request.params import FROM_FILE, SamplingParams
 from d3engine.research.evaluation.work import Work, is_known_beforehand, work_of
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import Tokenizer
+from d3engine.utils.arguments import panels_of
 
 try:
     from lm_eval import utils

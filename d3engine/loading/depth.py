@@ -20,12 +20,12 @@ from d3engine.depth.policy import (
 )
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import ModelFormatError, require
-from d3engine.files import beside, is_there, sha256_of
 from d3engine.model.bridges import BRIDGES_FILE, most_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.fields import of_a_model
 from d3engine.model.students import STUDENT_FILE
+from d3engine.utils.files import beside, is_there, sha256_of
 
 _log = logging.getLogger(__name__)
 

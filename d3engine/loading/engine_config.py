@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from d3engine.arguments import KW_ONLY, Check, Integers, Numbers, OneOf, Switch, Unchecked, argument, check_arguments
 from d3engine.errors import require, require_name
+from d3engine.utils.arguments import (
+    KW_ONLY,
+    Check,
+    Integers,
+    Numbers,
+    OneOf,
+    Switch,
+    Unchecked,
+    argument,
+    check_arguments,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +34,7 @@ BACKENDS = ("auto", "native", "torch", "triton")
 RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     "pack_weights": ("weight_compression", {True: "bf12", False: "none"}),
 }
-"""Arguments of the release before, as `d3engine.arguments.accepts` takes them. They go with the next release."""
+"""Arguments of the release before, as `d3engine.utils.arguments.accepts` takes them. They go with the next release."""
 
 
 class LoRAModules(Check):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from d3engine.cache.kv_cache import KVCache
 from d3engine.depth.schedule import AUTO_BRIDGES
-from d3engine.environment import NATIVE_ISA
 from d3engine.errors import require
 from d3engine.executor.adapters import AdapterStore
 from d3engine.executor.bridging import BridgeStore
@@ -36,6 +35,7 @@ from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
+from d3engine.utils.environment import NATIVE_ISA
 
 NOWHERE = torch.device("meta")
 """For who checks requests and computes none: bridges are read and looked at, and take neither memory nor a device."""

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
-from d3engine.files import DATA_BYTES, free_bytes
 from d3engine.loading.gguf_choice import DEFAULT_QUANTIZATION, are_all, choose_models, gguf_models, names_of
 from d3engine.model.source import COMPANIONS, CONFIG_FILE
-from d3engine.progress import hides_bars
+from d3engine.utils.files import DATA_BYTES, free_bytes
+from d3engine.utils.progress import hides_bars
 
 FILES = (*COMPANIONS, "model.safetensors", "model.safetensors.index.json", "model*-of-*.safetensors")
 """What is downloaded of a repository, as far as it has it; nothing of its folders."""

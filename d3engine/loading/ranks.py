@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from d3engine.children import child_environment, main_command
 from d3engine.depth import FullDepth
 from d3engine.errors import EngineDeadError, InvalidValueError
 from d3engine.executor.interface import Executor
@@ -39,6 +38,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ARGUMENT, Part, Ranks, shard_of
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.waiting import Immediate
+from d3engine.utils.children import child_environment, main_command
 
 _ENGINES = itertools.count()
 """Under torchrun every rank makes the same engines in the same order: by its number they find each other."""

@@ -13,9 +13,7 @@ import torch
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.speculative_config import as_mapping, policy_of_config
-from d3engine.environment import NATIVE_ISA
 from d3engine.errors import NOTHING, InvalidValueError, require
-from d3engine.files import is_writable
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import reads_interleaved_blocks
@@ -43,6 +41,8 @@ from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
 from d3engine.model.shard import ARGUMENT, Part, shard_of
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.scheduling.waiting import Immediate
+from d3engine.utils.environment import NATIVE_ISA
+from d3engine.utils.files import is_writable
 
 BATCH_INVARIANT = "batch_invariant"
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import write_whole
+from d3engine.utils.files import write_whole
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]

@@ -13,10 +13,10 @@ from enum import Enum
 from inspect import Parameter, signature
 from typing import Any, Never, TypeAlias, TypeVar
 
-from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 from d3engine.request.hidden_states import Capture, Steer
+from d3engine.utils.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -15,11 +15,11 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.errors import D3EngineError
-from d3engine.garbage import collect_now
 from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState, ModelCard
+from d3engine.utils.garbage import collect_now
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine

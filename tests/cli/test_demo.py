@@ -24,10 +24,10 @@ from d3engine.cli.demo import Speedup, speedups
 from d3engine.cli.engine_options import engine_arguments, native_threads_for, open_engine, read_threads
 from d3engine.engine import Engine
 from d3engine.errors import InvalidValueError
-from d3engine.garbage import OBJECTS_BETWEEN_COLLECTIONS
 from d3engine.loading.host import pytorch_threads_for
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
+from d3engine.utils.garbage import OBJECTS_BETWEEN_COLLECTIONS
 
 DEMO = ModelConfig.from_directory(model_directory("demo"))
 LARGE = replace(DEMO, hidden_size=1024, intermediate_size=2816, num_heads=16, num_kv_heads=8, head_dim=64)

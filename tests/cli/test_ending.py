@@ -250,7 +250,7 @@ def test_a_warning_of_the_package_is_on_stderr_unless_quiet(monkeypatch: pytest.
 
 
 def test_bars_are_hidden_by_a_quiet_logger() -> None:
-    from d3engine.progress import hides_bars
+    from d3engine.utils.progress import hides_bars
 
     logger = logging.getLogger("d3engine")
     before = logger.level
@@ -270,7 +270,7 @@ def test_a_bar_has_a_width_where_the_terminal_says_it_has_none(
     import fcntl
     import termios
 
-    from d3engine.progress import bar_columns
+    from d3engine.utils.progress import bar_columns
 
     outside, inside = os.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))

@@ -28,9 +28,9 @@ from hub_server import Commit, Hub, serving
 
 from d3engine import LLM, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.errors import MissingExtraError
-from d3engine.files import DATA_BYTES
 from d3engine.loading.gguf_choice import quantization_of
 from d3engine.loading.model_directory import model_directory
+from d3engine.utils.files import DATA_BYTES
 from d3engine.weights_tools.inspection import verify_model
 
 SMALL = {"config.json": b"{}", "model.safetensors": b"weights" * 100}

@@ -10,10 +10,10 @@ import torch
 from quantized_weights import load
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, SamplingParams
-from d3engine.environment import NATIVE_ISA
 from d3engine.kernels.interleaved import Int8LanesWeight, LanesWeight
 from d3engine.kernels.native.library import isas_here, reads_interleaved
 from d3engine.model.weights import LlamaWeights
+from d3engine.utils.environment import NATIVE_ISA
 from d3engine.weights_tools.quantize import quantize_model
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from d3engine.arguments import Numbers
 from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER, ExitRule, Schedule
 from d3engine.plan import (
@@ -31,6 +30,7 @@ from d3engine.plan import (
 from d3engine.request.params import CHECKS, SamplingParams
 from d3engine.request.sampling_mode import SamplingMode, choice_of
 from d3engine.request.sequence import Sequence
+from d3engine.utils.arguments import Numbers
 
 
 def pack(value: Any) -> bytes:

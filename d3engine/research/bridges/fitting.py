@@ -22,12 +22,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from d3engine.errors import require
-from d3engine.files import open_regular, path_of, write_whole
 from d3engine.model.bridges import Bridge, Window
 from d3engine.research.analysis.layers import FloatArray
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.bridges.judging import FullText, Reading, long_enough, window_schedule
 from d3engine.research.bridges.passage import Passage
+from d3engine.utils.files import open_regular, path_of, write_whole
 
 FIELDS = ("count", "inputs", "products", "changes", "mixed", "squares")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import UnreadableFileError, as_json, read_text
 from d3engine.text.chat_template import ChatPrompts, load_chat_template
 from d3engine.text.tokenizer import Tokenizer
+from d3engine.utils.files import UnreadableFileError, as_json, read_text
 
 HELD_OUT_EVERY = 8
 """Of texts from one source, one in this number is held out."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from d3engine.depth import Schedule
 from d3engine.errors import require
-from d3engine.files import as_json
 from d3engine.model.bridges import Bridge, Window
 from d3engine.research.bridges.fitting import read_state, write_state
 from d3engine.research.bridges.judging import FullText
+from d3engine.utils.files import as_json
 
 SAVE_EVERY = 25
 """Steps from one saved state to the next."""

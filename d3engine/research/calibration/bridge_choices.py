@@ -16,8 +16,8 @@ from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import BRIDGES
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.files import UnreadableFileError, beside, read_bytes, write_whole
 from d3engine.model.bridges import BRIDGES_FILE, Bridges, Window, read_bridges, write_bridges
+from d3engine.utils.files import UnreadableFileError, beside, read_bytes, write_whole
 
 
 @dataclass(frozen=True)

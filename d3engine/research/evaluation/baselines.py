@@ -15,7 +15,7 @@ from d3engine.depth import D3, DepthPolicy, EarlyExit, FixedSkip, Nested, SkipDe
 from d3engine.depth.policy import named_bridges, named_student
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, SHORTGPT_ORDER, ModelShape, mean_depth
 from d3engine.errors import require_integer
-from d3engine.files import sha256_of
+from d3engine.utils.files import sha256_of
 
 if TYPE_CHECKING:
     from d3engine.engine import Engine

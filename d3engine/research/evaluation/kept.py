@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import named_bridges, named_student
 from d3engine.errors import D3EngineError
-from d3engine.files import DATA_BYTES, append_lines, as_json, as_text, is_there, read_bytes
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work
+from d3engine.utils.files import DATA_BYTES, append_lines, as_json, as_text, is_there, read_bytes
 
 Prompt: TypeAlias = str | dict[str, list[int]]
 """A text, or `{"prompt_token_ids": [...]}`, as `Engine.chat_prompt` gives it."""

@@ -18,7 +18,7 @@ from d3engine.server.responses.writer import respond
 from d3engine.server.schemas.llama_cpp import LlamaPrompt, LlamaProps, LlamaSlot, LlamaTemplateRequest
 from d3engine.server.schemas.requests import TokenizeRequest
 from d3engine.server.state import json_response, served_by
-from d3engine.version import __version__
+from d3engine.utils.version import __version__
 
 
 async def llama_completion(request: Request) -> Response:

@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from d3engine import files
 from d3engine.batch.batch_file import open_results, read_lines
 from d3engine.cli import app
 from d3engine.cli.engine_options import _form
 from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.errors import D3EngineError, ModelFormatError
-from d3engine.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import default_sampling_params
 from d3engine.model.bridges import read_bridges
@@ -36,9 +34,11 @@ from d3engine.research.evaluation.kept import KeptAnswers
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.prompts import QUESTION_TEMPLATE_FILE, load_question_template
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.utils import files
+from d3engine.utils.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
 from d3engine.weights_tools.convert import convert_llama2c, load_pickled
 
-DEMO = Path(files.__file__).parent / "demo_model"
+DEMO = Path(files.__file__).parents[1] / "demo_model"
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 
 
@@ -208,7 +208,7 @@ NO_PATHS = ("self.", "files.", "archive.")
 
 
 def test_only_one_module_opens_the_files_of_users() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     calls = {
         f"{path.relative_to(root)}: {name}"
         for folder in ("d3engine", "weights_tools")

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from d3engine.environment import API_KEY
+from d3engine.utils.environment import API_KEY
 
 _BOOT = """
 import sys
@@ -16,7 +16,7 @@ sys.path += [path for path in others if path not in sys.path]
 from {module} import main
 main()
 """
-_FOLDER = str(Path(__file__).absolute().parent.parent)
+_FOLDER = str(Path(__file__).absolute().parents[2])
 
 
 def python_command(*arguments: str) -> list[str]:

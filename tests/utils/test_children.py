@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from d3engine import children
 from d3engine.text import limited_process
+from d3engine.utils import children
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted(
     file
     for folder in ("d3engine", "kernels", "weights_tools", "benchmarks", "examples")
     for file in (ROOT / folder).rglob("*.py")
 )
 
-MAY_NAME_PYTHON = {"d3engine/children.py", "d3engine/errors.py", "d3engine/cli/commands.py"}
+MAY_NAME_PYTHON = {"d3engine/utils/children.py", "d3engine/errors.py", "d3engine/cli/commands.py"}
 """The first starts it; the others print commands."""
 
 STARTS_OTHERS = {  # programs that are not Python
@@ -184,7 +184,7 @@ def test_the_working_directory_stays_where_d3engine_lies_in_it_or_the_user_names
         env = environment(tmp_path)
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.stdout == "3\n", done.stderr
-    bare = [sys.executable, "-S", "-m", "d3engine.version"]  # found in the working directory alone
+    bare = [sys.executable, "-S", "-m", "d3engine.utils.version"]  # found in the working directory alone
     env = environment(tmp_path)
     assert subprocess.run(bare, cwd=ROOT, env=env, capture_output=True, check=False).returncode == 0
 
