@@ -28,9 +28,9 @@ from d3engine.depth import D3, FullDepth, Lossless, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape
 from d3engine.engine import Engine
-from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import shape_of
+from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
 LONGEST = 16
 """Tokens of a draft at most, where the length that suits a setting best is looked for."""

@@ -35,9 +35,9 @@ from benchmarks.report import environment, keep, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine import Engine
 from d3engine.errors import require
-from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
+from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
 
 @dataclass(frozen=True)

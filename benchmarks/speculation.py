@@ -31,8 +31,8 @@ from benchmarks.report import environment, keep, positive
 from benchmarks.systems import rest
 from d3engine.depth import FullDepth
 from d3engine.engine import Engine
-from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
 from d3engine.request.params import SamplingParams
+from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
 BASE, AGAIN = "none", "none again"
 SYSTEMS: dict[str, Callable[[str], dict[str, Any]]] = {

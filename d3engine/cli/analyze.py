@@ -328,7 +328,7 @@ def show_schedule(
 
     require_integer("--steps", steps, 1, 10_000_000)
     if png:
-        from d3engine.plots import check_picture, plot_decay
+        from d3engine.research.plots import check_picture, plot_decay
 
         check_picture("--png", png)
     config = ModelConfig.from_directory(model_directory(model))

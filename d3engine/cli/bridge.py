@@ -220,7 +220,7 @@ def fit_command(
     for option, path in (("--out", target), ("--png", png)):
         check_output(option, path)
     if png is not None:
-        from d3engine.plots import check_picture
+        from d3engine.research.plots import check_picture
 
         check_picture("--png", png)
     reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)

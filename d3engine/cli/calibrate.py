@@ -440,7 +440,7 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
 def _check_plot(plot: Path | None) -> None:
     if plot is not None:
-        from d3engine.plots import check_picture
+        from d3engine.research.plots import check_picture
 
         check_picture("--plot", plot)
 

@@ -106,7 +106,7 @@ def observe(
         require(is_own, "--chat", NOTHING, "given with --prompts where answers are judged")
     model_directory(model)
     if png is not None:
-        from d3engine.plots import check_picture
+        from d3engine.research.plots import check_picture
 
         check_picture("--png", png)
     asked = questions_of(asking, options.get("seed", 0), limit)

@@ -130,7 +130,7 @@ def schedule(
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
     if plot:
-        from d3engine.plots import check_picture, plot_schedule
+        from d3engine.research.plots import check_picture, plot_schedule
 
         check_picture("--plot", plot)
         plot_schedule(report.schedule, steps, plot, title=_title(report))

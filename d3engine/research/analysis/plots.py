@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from d3engine.plots import (
+from d3engine.research.analysis.copying import Copying, Perturbing
+from d3engine.research.analysis.kinds import ByKind, Kind
+from d3engine.research.analysis.layers import LayerLoss
+from d3engine.research.analysis.report import step_groups, steps_in_words
+from d3engine.research.analysis.sample import Sample, SampleAnswer
+from d3engine.research.analysis.saturation import NAMES, PARTS, ROWS, Flow, Perplexity, Saturation
+from d3engine.research.plots import (
     BLUE,
     GREY,
     INK,
@@ -21,12 +27,6 @@ from d3engine.plots import (
     new_figure,
     save_figure,
 )
-from d3engine.research.analysis.copying import Copying, Perturbing
-from d3engine.research.analysis.kinds import ByKind, Kind
-from d3engine.research.analysis.layers import LayerLoss
-from d3engine.research.analysis.report import step_groups, steps_in_words
-from d3engine.research.analysis.sample import Sample, SampleAnswer
-from d3engine.research.analysis.saturation import NAMES, PARTS, ROWS, Flow, Perplexity, Saturation
 
 STYLES = {"yielded": (BLUE, "o", "of the token that the step yields"), "fed": (VERMILION, "s", "it is fed with")}
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from d3engine.errors import require
 from d3engine.model.bridges import Bridge, Window
-from d3engine.plots import MARKERS, line_ramp, new_figure, save_figure
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.bridges.fitting import HeldOut, Judged
 from d3engine.research.bridges.judging import FullText, window_schedule
+from d3engine.research.plots import MARKERS, line_ramp, new_figure, save_figure
 
 
 @dataclass(frozen=True)

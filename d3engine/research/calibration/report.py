@@ -17,12 +17,12 @@ from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.policy import BRIDGES, STUDENT
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, require
-from d3engine.plots import BLUE, GREY, INK, ORANGE, VERMILION, letters_on, new_figure, save_figure
 from d3engine.research.calibration.outcome import DIFFERING, outcome, reason
 from d3engine.research.calibration.scoring import Answers
 from d3engine.research.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, grids
 from d3engine.research.calibration.statistics import FLOOR, PASS_LEVEL, Pairs, Tolerance, needed, power
 from d3engine.research.evaluation.accuracy import paired_difference_interval, wilson_interval
+from d3engine.research.plots import BLUE, GREY, INK, ORANGE, VERMILION, letters_on, new_figure, save_figure
 from d3engine.utils.files import as_json, read_text, write_whole
 from d3engine.utils.version import __version__
 
