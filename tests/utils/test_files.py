@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from d3engine.batch.batch_file import open_results, read_lines
 from d3engine.cli import app
 from d3engine.cli.engine_options import _form
 from d3engine.depth.policy import calibrated_for, policy_from_directory
 from d3engine.errors import D3EngineError, ModelFormatError
+from d3engine.integrations.batch_file import open_results, read_lines
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.model_directory import default_sampling_params
 from d3engine.model.bridges import read_bridges
@@ -178,7 +178,7 @@ OPENED_ELSEWHERE = {
     "weights_tools/convert.py: np.memmap",
     # To write.
     *(
-        "d3engine/batch/batch_file.py: os.open",
+        "d3engine/integrations/batch_file.py: os.open",
         "weights_tools/fetch.py: target.open",
     ),
     # Files of the system, of the package, and of this process.

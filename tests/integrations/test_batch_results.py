@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from d3engine import InvalidValueError
-from d3engine.batch.batch_file import Line, Result, Results, line_of, open_results
+from d3engine.integrations.batch_file import Line, Result, Results, line_of, open_results
 
 
 def line(name: str, prompt: str = "x") -> Line:
@@ -110,8 +110,8 @@ def test_a_full_disk_is_named_by_the_file_of_results() -> None:
 FULL = """
 import resource
 from pathlib import *
-from d3engine.batch.batch_file import line_of
-from d3engine.batch.batch_file import Result, open_results
+from d3engine.integrations.batch_file import line_of
+from d3engine.integrations.batch_file import Result, open_results
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     with open_results(PATH) as results:

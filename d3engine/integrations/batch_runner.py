@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from d3engine.batch.batch_file import LONGEST_LINE, Line, Result
 from d3engine.errors import FailedError
+from d3engine.integrations.batch_file import LONGEST_LINE, Line, Result
 from d3engine.server.app import create_app
 from d3engine.server.in_process import post
 from d3engine.server.middleware.settings import GuardSettings

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from d3engine.batch.batch_file import Line, line_of
+from d3engine.integrations.batch_file import Line, line_of
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
-    from d3engine.batch.runner import BatchRunner
+    from d3engine.integrations.batch_runner import BatchRunner
 
 QUESTION = "Question: Tom has {} pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
 D3 = {"policy": "d3", "alpha": 0.9, "start": 0.6}
@@ -36,7 +36,7 @@ def engine() -> Iterator[AsyncEngine]:
 
 @pytest.fixture
 def answers(engine: AsyncEngine) -> BatchRunner:
-    from d3engine.batch.runner import BatchRunner
+    from d3engine.integrations.batch_runner import BatchRunner
     from d3engine.server.settings import ServerSettings
 
     return BatchRunner(engine, ServerSettings(model_names=("demo",), max_depth_policies=1))
@@ -98,8 +98,8 @@ def test_as_many_are_under_way_as_keep_the_engine_full_and_leaving_ends_them(
 
 def test_an_engine_that_ends_ends_the_batch_and_not_its_lines() -> None:
     from d3engine import AsyncEngine
-    from d3engine.batch.runner import BatchRunner
     from d3engine.errors import FailedError
+    from d3engine.integrations.batch_runner import BatchRunner
     from d3engine.server.settings import ServerSettings
 
     engine = AsyncEngine("demo", device="cpu", num_threads=1, kv_cache_memory_bytes=2**22)

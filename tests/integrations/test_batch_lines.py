@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from d3engine import InvalidValueError
-from d3engine.batch import batch_file as lines
-from d3engine.batch.batch_file import Line, line_of, read_lines
+from d3engine.integrations import batch_file as lines
+from d3engine.integrations.batch_file import Line, line_of, read_lines
 
 GOOD: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 
