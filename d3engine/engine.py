@@ -23,6 +23,7 @@ from d3engine.calls.chats import Chats
 from d3engine.calls.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others, with_hooks
 from d3engine.calls.request_registry import RequestRegistry
 from d3engine.errors import EngineDeadError, require
+from d3engine.executor.verification import VerifyingSampler
 from d3engine.executor.warm_up import warm_up
 from d3engine.loading.assembly import assemble
 from d3engine.loading.depth import Certification
@@ -37,7 +38,6 @@ from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import DEFAULT_POOLING, RequestOutputKind, SamplingParams, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
-from d3engine.sampling.verification import VerifyingSampler
 from d3engine.stats import EngineStats, engine_stats
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list

@@ -19,12 +19,12 @@ from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError
 from d3engine.executor import cuda_graph
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import batch_sizes
+from d3engine.executor.sampler import FAULT
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
 from d3engine.plan import ExecutorCapabilities, Plan
 from d3engine.request.sampling_mode import SamplingMode
-from d3engine.sampling.sampler import FAULT
 from d3engine.scheduling.multi_step import run_ahead
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 

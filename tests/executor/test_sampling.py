@@ -11,7 +11,7 @@ import torch
 from slow_sampling import EOS, random_logits, sample, sequence_of, slow_token, tokens_of
 
 from d3engine import SamplingParams
-from d3engine.sampling.sampler import FAULT
+from d3engine.executor.sampler import FAULT
 
 WORDS = ((4,), (2, 5), (1, 1, 6), (8, 3))
 SETTINGS: dict[str, list[dict[str, Any]]] = {

@@ -18,10 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from d3engine.plan import Chosen, Cycled, DraftWork, Plan, Sampled
-from d3engine.request.outputs import Logprob
-from d3engine.request.sequence import Ahead, Cycle, Proposal, Sequence
-from d3engine.sampling.sampler import (
+from d3engine.executor.sampler import (
     Rows,
     Sampler,
     best_of,
@@ -31,6 +28,9 @@ from d3engine.sampling.sampler import (
     scores_of,
     with_noise,
 )
+from d3engine.plan import Chosen, Cycled, DraftWork, Plan, Sampled
+from d3engine.request.outputs import Logprob
+from d3engine.request.sequence import Ahead, Cycle, Proposal, Sequence
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
