@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from benchmarks.fake_sequences import FAKE_TOKEN, fake_sequence, fake_tokens, layers_run
 from benchmarks.report import environment, keep
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import D3, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.statistics import layer_bound
 from d3engine.research.plots import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION, new_figure, save_figure
+from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.waiting import Admission, Immediate, IntervalAdmission
 

@@ -24,14 +24,14 @@ from tqdm import tqdm
 
 from benchmarks.fake_sequences import fake_sequence, fake_tokens, layers_run
 from benchmarks.report import environment, positive, summary, tell
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.integrations.proxy import ROUTINGS, Busy, Routing, least_loaded
-from d3engine.plan import Plan
-from d3engine.request.sequence import Sequence as TokenSequence
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.scheduling.plan import Plan
 from d3engine.scheduling.running import Counters
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.sequence import Sequence as TokenSequence
 from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
 BLOCK_SIZE = 16

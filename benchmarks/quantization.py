@@ -33,9 +33,9 @@ from d3engine.kernels.quantized import INT4_DIVISORS, quantize_int4
 from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_weights, with_matrices
-from d3engine.plan import Plan, Sampled
 from d3engine.research.evaluation.accuracy import Interval, take_problems, wilson_interval
 from d3engine.research.evaluation.word_problems import Problem, Split, extract_answer, format_completion, format_prompt
+from d3engine.scheduling.plan import Plan, Sampled
 from d3engine.text.prompts import Prompt
 
 FLOAT = "float32"

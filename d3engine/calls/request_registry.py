@@ -10,12 +10,12 @@ from d3engine.calls.call_lock import EngineState
 from d3engine.depth import Schedule
 from d3engine.errors import require
 from d3engine.executor.interface import Computed
-from d3engine.plan import Plan, Sampled
 from d3engine.request.outputs import RequestOutput, Timings
 from d3engine.request.params import RequestOutputKind
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.plan import Plan, Sampled
 from d3engine.scheduling.running import NewTokens
 from d3engine.scheduling.scheduler import Scheduler
+from d3engine.scheduling.sequence import Sequence
 from d3engine.text.output import OutputProcessor
 from d3engine.text.tokenizer import Tokenizer
 

@@ -143,7 +143,7 @@ class DraftRule:
         model: the directory of the second model that drafts, or None.
         mlp_schedule: the layers whose MLP a draft runs; `schedule` is then of their attention. None: of whole layers.
         target_acceptance: the part of its drafted tokens that a sequence is to have accepted: its own
-            `stop_probability` moves towards that (`request/sequence.py` has how); None: it stays.
+            `stop_probability` moves towards that (`scheduling/sequence.py` has how); None: it stays.
         lookup: whether drafts may also be what followed the last tokens where they stood before in the text.
         history: tokens of earlier answers of the engine that lookups see too, the newest; 0 for this text alone.
         by_cost: whether the executor chooses who drafts, and how long, by measured times, where it can; elsewhere

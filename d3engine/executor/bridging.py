@@ -28,7 +28,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, with_student
 from d3engine.model.weights import LlamaWeights, load_weights
-from d3engine.plan import BridgedRows
+from d3engine.scheduling.plan import BridgedRows
 from d3engine.utils.files import beside
 
 

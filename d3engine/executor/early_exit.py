@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.interface import Computed
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.adapters import RowAdapters
 from d3engine.model.llama import Llama
-from d3engine.plan import BoolArray, ExitingChunks, Plan, Span, rows_of
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import BoolArray, ExitingChunks, Plan, Span, rows_of
 
 
 class EarlyExits:

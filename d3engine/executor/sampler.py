@@ -19,10 +19,10 @@ from torch import Tensor
 
 from d3engine.kernels.reference import gumbel, uniform
 from d3engine.kernels.sampling import cut_min_p_, cut_top, cut_top_choices_, cut_top_n_sigma_, cut_typical_
-from d3engine.plan import Chosen, Plan, Sampled
 from d3engine.request.outputs import Logprob
 from d3engine.request.params import ALL_LOGPROBS, num_arguments
-from d3engine.request.sequence import Ahead, Sequence
+from d3engine.scheduling.plan import Chosen, Plan, Sampled
+from d3engine.scheduling.sequence import Ahead, Sequence
 
 
 def prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.interface import Computed
-from d3engine.plan import DraftWork, HiddenRows, Plan, Span, rows_of
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import DraftWork, HiddenRows, Plan, Span, rows_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.decode_rows import DecodeRows
-from d3engine.plan import Chosen, Plan, RunControl
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Chosen, Plan, RunControl
+from d3engine.scheduling.sequence import Sequence
 
 LAUNCHED_AHEAD = 4
 """Steps that the device has been given and the host has not seen, at most."""

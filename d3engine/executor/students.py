@@ -11,12 +11,12 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.interface import Computed
 from d3engine.executor.shares import Share, joined, share_of
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import Plan
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Plan
 
 
 class RunsShares(Protocol):

@@ -28,9 +28,9 @@ from d3engine.executor.sampler import (
     scores_of,
     with_noise,
 )
-from d3engine.plan import Chosen, Cycled, DraftWork, Plan, Sampled
 from d3engine.request.outputs import Logprob
-from d3engine.request.sequence import Ahead, Cycle, Proposal, Sequence
+from d3engine.scheduling.plan import Chosen, Cycled, DraftWork, Plan, Sampled
+from d3engine.scheduling.sequence import Ahead, Cycle, Proposal, Sequence
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.interface import Executor
 from d3engine.loading.executors import eager_executor, matrix_form, native_executor, new_cache
@@ -19,6 +18,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.eagle3 import Eagle3Head, load_eagle3
 from d3engine.model.source import files_of
 from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.scheduling.kv_cache import KVCache
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 DRAFT_VOCABULARY = 32_768

@@ -13,7 +13,6 @@ from functools import cache, partial, reduce
 import torch
 from torch import Tensor
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import require
 from d3engine.executor.adapters import AdapterStore
@@ -35,6 +34,7 @@ from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
+from d3engine.scheduling.kv_cache import KVCache
 from d3engine.utils.environment import NATIVE_ISA
 
 NOWHERE = torch.device("meta")

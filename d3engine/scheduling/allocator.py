@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from d3engine.cache.kv_cache import NO_BLOCK, EntryCopies, IntArray, KVCache, fill, most_blocks_needed
 from d3engine.depth import NEVER, Schedule
+from d3engine.scheduling.kv_cache import NO_BLOCK, EntryCopies, IntArray, KVCache, fill, most_blocks_needed
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
 

@@ -14,7 +14,7 @@ from d3engine.async_engine.engine_loop import EngineLoop, Stop
 from d3engine.depth import DepthPolicy, SelfSpeculative, UnifiedSkip
 from d3engine.executor.graph_shapes import expected_shapes
 from d3engine.loading import resolve
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 @pytest.fixture

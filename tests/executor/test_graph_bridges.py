@@ -20,8 +20,8 @@ from d3engine.depth.schedule import windows_of
 from d3engine.executor.graph_shapes import Crossed, crossed_at, expected_shapes
 from d3engine.loading import resolve
 from d3engine.model.bridges import BRIDGES_FILE
-from d3engine.plan import MultiStep
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.plan import MultiStep
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 LAYERS, SIZE = 6, 32
 POLICIES = (

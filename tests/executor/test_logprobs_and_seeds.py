@@ -16,7 +16,7 @@ from slow_sampling import random_logits, sample, sequence_of, slow_softmax, toke
 from d3engine import Engine, SamplingParams
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, random_weights
-from d3engine.plan import PromptRows
+from d3engine.scheduling.plan import PromptRows
 
 
 def test_logprobs_are_of_the_raw_distribution_whatever_is_done_to_it() -> None:

@@ -18,8 +18,8 @@ from d3engine.executor.interface import Computed
 from d3engine.executor.memory import largest_plan, workspace_bytes
 from d3engine.loading import resolve
 from d3engine.loading.memory import num_blocks
-from d3engine.plan import Plan
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.plan import Plan
+from d3engine.scheduling.sampling_mode import SamplingMode
 from d3engine.scheduling.scheduler import SchedulerConfig
 
 GPU = torch.device("cuda")

@@ -28,7 +28,7 @@ from d3engine import (
 )
 from d3engine.depth import DepthPolicy
 from d3engine.executor.interface import Computed
-from d3engine.plan import Chosen, Cycled
+from d3engine.scheduling.plan import Chosen, Cycled
 
 VOCABULARY, LAYERS = 5, 4
 PROMPT = [1, 4, 2, 0, 3]

@@ -24,7 +24,7 @@ from d3engine.kernels.triton import products
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
-from d3engine.plan import Chosen, Plan
+from d3engine.scheduling.plan import Chosen, Plan
 
 # The package has the operation under this name; here its module is meant.
 paged_attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attention")

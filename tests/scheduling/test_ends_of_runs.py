@@ -23,10 +23,10 @@ from d3engine.executor.sampler import FAULT
 from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
-from d3engine.plan import ExecutorCapabilities, Plan
-from d3engine.request.sampling_mode import SamplingMode
 from d3engine.scheduling.multi_step import run_ahead
+from d3engine.scheduling.plan import ExecutorCapabilities, Plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: Callable[..., Engine], solo: Solo) -> None:

@@ -12,7 +12,7 @@ from multi_step import NESTED, PLAIN, Solo, greedy, unread
 
 from d3engine import Engine
 from d3engine.request.params import RequestOutputKind
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 ASKED: list[dict[str, Any]] = [
     {"logit_bias": {5: 30.0, 17: 28.0}, "temperature": 4.0},

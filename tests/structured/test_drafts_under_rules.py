@@ -27,9 +27,9 @@ from d3engine import (
 )
 from d3engine.depth import DepthPolicy
 from d3engine.executor.native_choices import FormsOfRun
-from d3engine.plan import Plan
 from d3engine.request.outputs import CompletionOutput
 from d3engine.request.params import RequestOutputKind
+from d3engine.scheduling.plan import Plan
 
 PROMPT = (40, 41, 42, 43, 44, 40, 41, 42, 43, 44, 40, 41, 42)
 SCHEMA = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from d3engine import Engine, RequestOutput, SamplingParams
-from d3engine.plan import Plan
+from d3engine.scheduling.plan import Plan
 
 
 def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:

@@ -20,7 +20,7 @@ from d3engine.executor.tensor_parallel.plan_message import PlanReceiver, PlanSen
 from d3engine.loading.executors import build_executor
 from d3engine.model.shard import Part, Ranks, shard_of
 from d3engine.model.weights import load_weights
-from d3engine.plan import Plan
+from d3engine.scheduling.plan import Plan
 
 HANG_GUARD_SECONDS = 300
 

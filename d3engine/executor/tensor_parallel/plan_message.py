@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER, ExitRule, Schedule
-from d3engine.plan import (
+from d3engine.request.params import CHECKS, SamplingParams
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import (
     BridgedRows,
     CapturedRows,
     DraftWork,
@@ -27,9 +28,8 @@ from d3engine.plan import (
     RunControl,
     Span,
 )
-from d3engine.request.params import CHECKS, SamplingParams
-from d3engine.request.sampling_mode import SamplingMode, choice_of
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.sampling_mode import SamplingMode, choice_of
+from d3engine.scheduling.sequence import Sequence
 from d3engine.utils.arguments import Numbers
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from d3engine.cache.kv_cache import IntArray, KVCache
-from d3engine.cache.prefix_cache import PrefixCache
+from d3engine.scheduling.kv_cache import IntArray, KVCache
+from d3engine.scheduling.prefix_cache import PrefixCache
 
 LAYERS, SIZE = 3, 4
 

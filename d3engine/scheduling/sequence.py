@@ -9,19 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
-from d3engine.cache.prefix_cache import Salt
 from d3engine.depth import ExitRule, Schedule
 from d3engine.depth.policy import DraftRule
 from d3engine.depth.schedule import BoolArray
 from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
+from d3engine.request.engine_request import Flow
 from d3engine.request.outputs import FinishReason, Logprob
 from d3engine.request.params import SamplingParams
 from d3engine.request.token_rules import TokenRules, names_tokens
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.prefix_cache import Salt
 
 if TYPE_CHECKING:
     from d3engine.model.adapters import Adapter  # which needs torch
@@ -184,8 +185,6 @@ class Status(Enum):
 
 
 NO_SLOT = -1
-Flow: TypeAlias = tuple[str, str]
-"""Whose work it is, as fair queueing calls it: an API key, and a request of it."""
 
 
 @dataclass(eq=False, slots=True)

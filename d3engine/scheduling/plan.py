@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import ExitRule
 from d3engine.request.hidden_states import Positions, Steer
 from d3engine.request.outputs import Logprob
-from d3engine.request.sampling_mode import SamplingMode
-from d3engine.request.sequence import Cycle, Proposal, Sequence
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.sampling_mode import SamplingMode
+from d3engine.scheduling.sequence import Cycle, Proposal, Sequence
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray, KVCache
+from d3engine.scheduling.kv_cache import IntArray, KVCache
 
 Salt: TypeAlias = "str | tuple[int | bytes, Salt] | None"
 """A request's `cache_salt`; or the number of its adapter, or what it is steered by, and that."""

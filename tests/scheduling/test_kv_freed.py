@@ -21,10 +21,10 @@ from d3engine import (
     TailSkip,
     UnifiedSkip,
 )
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import NEVER, DepthPolicy
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
+from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.scheduler import peak_blocks
 
 LAYERS, MAX_LENGTH = 8, 96

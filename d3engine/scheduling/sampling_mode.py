@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.sequence import Sequence
 
 
 class SamplingMode(IntEnum):
