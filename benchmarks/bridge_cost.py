@@ -26,8 +26,8 @@ from tqdm import tqdm
 from benchmarks.report import environment, positive, tell
 from benchmarks.systems import PROMPT_TOKENS, prompts_for
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.engine import Engine
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint

@@ -27,7 +27,7 @@ from benchmarks.report import environment, keep
 from d3engine.depth import D3, FullDepth, Lossless, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import shape_of
 from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure

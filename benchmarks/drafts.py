@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import positive
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.research.analysis.answers import Prompt, read_prompts
 from d3engine.research.evaluation.word_problems import format_prompt, problems
 

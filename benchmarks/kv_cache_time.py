@@ -20,7 +20,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.report import environment, positive, spread, summary, tell
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.native import native_model
 from d3engine.kernels.kv_pool import KVPool, values_and_scales

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from benchmarks.report import environment, positive, spread, summary, tell
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
 

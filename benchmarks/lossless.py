@@ -33,7 +33,7 @@ from tqdm import tqdm
 from benchmarks.drafts import add_draft_options, prompts_for
 from benchmarks.report import environment, keep, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.errors import require
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams

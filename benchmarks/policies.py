@@ -38,11 +38,11 @@ from d3engine.depth import (
     TailSkip,
     UnifiedSkip,
 )
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.stats import EngineStats
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import Score, compare, measure, take_problems
 from d3engine.research.evaluation.word_problems import Problem, format_prompt
-from d3engine.stats import EngineStats
 
 CALIBRATED = D3(0.9, 0.7)
 """The demo model's own setting; what it runs per token is the depth that all systems are brought to."""

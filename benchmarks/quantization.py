@@ -28,9 +28,9 @@ from benchmarks.report import environment, write_json
 from d3engine import Engine, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import INT4_DIVISORS, quantize_int4
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_weights, with_matrices
 from d3engine.research.evaluation.accuracy import Interval, take_problems, wilson_interval

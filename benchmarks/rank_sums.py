@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.report import environment, positive, spread, summary, tell
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.model.shard import Collectives
 from d3engine.request.params import SamplingParams
 

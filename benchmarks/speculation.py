@@ -30,7 +30,7 @@ from benchmarks.llama_cpp_drafts import Child
 from benchmarks.report import environment, keep, positive
 from benchmarks.systems import rest
 from d3engine.depth import FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.request.params import SamplingParams
 from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.executor.interface import Computed
 from d3engine.executor.native import NativeExecutor
 from d3engine.model.weights import LlamaWeights

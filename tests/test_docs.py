@@ -21,7 +21,7 @@ from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.cli import app
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICIES
-from d3engine.loading.model_directory import FETCHED
+from d3engine.engine.model_directory import FETCHED
 from d3engine.research.evaluation.word_problems import extract_answer
 
 ROOT = Path(__file__).parents[1]

@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from d3engine.engine.model_directory import FETCHED, chat_defaults, fetched_directory, fetched_model
 from d3engine.errors import FailedError, MissingExtraError, require
-from d3engine.loading.model_directory import FETCHED, chat_defaults, fetched_directory, fetched_model
 from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.model.fields import read_json_object
 from d3engine.utils.children import child_environment, python_command

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from d3engine.engine.device import capability
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
-from d3engine.loading.device import capability
 from d3engine.model.config import QUANTIZATION_SCHEMES
 from d3engine.utils.files import write_whole
 

@@ -22,15 +22,15 @@ import torch
 from d3engine.async_engine.client import AsyncAnswer, Heartbeat, SyncEngine, check_alone
 from d3engine.async_engine.dispatcher import Dispatcher, LoopWaker
 from d3engine.async_engine.engine_thread import EngineThread
-from d3engine.calls.new_requests import refuse_others
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.engine_config import RENAMED, EngineConfig
+from d3engine.engine.new_requests import refuse_others
+from d3engine.engine.settings import EngineProperties, EngineSettings
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import EngineClosedError, MissingExtraError
 from d3engine.executor.adapters import AdapterStore
-from d3engine.loading.engine_config import RENAMED, EngineConfig
-from d3engine.loading.settings import EngineProperties, EngineSettings
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
-from d3engine.stats import EngineStats
 from d3engine.text.chat_template import Messages
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import Tokenizer

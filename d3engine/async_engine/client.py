@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, Self
 
 from d3engine.async_engine.dispatcher import Dispatcher, LoopWaker, Notifier, ReplyFuture, Tap, ThreadWaker
-from d3engine.calls.new_requests import refuse_others
+from d3engine.engine.new_requests import refuse_others
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import require
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
-from d3engine.stats import EngineStats
 from d3engine.text.chat_template import Messages
 from d3engine.text.prompts import Prompt
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, TypeAlias
 
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
-from d3engine.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

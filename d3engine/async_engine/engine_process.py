@@ -27,13 +27,13 @@ from d3engine.async_engine import engine_loop as messages
 from d3engine.async_engine import wire
 from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_loop import Reply
-from d3engine.calls.chats import WritesChatPrompts
-from d3engine.calls.new_requests import NewRequests
+from d3engine.engine.chats import WritesChatPrompts
+from d3engine.engine.depth import Certification
+from d3engine.engine.executors import NOWHERE, adapter_store, bridge_store, new_cache
+from d3engine.engine.model_directory import default_sampling_params
+from d3engine.engine.new_requests import NewRequests
+from d3engine.engine.settings import EngineProperties, settings_of_plain
 from d3engine.errors import EngineDeadError, require
-from d3engine.loading.depth import Certification
-from d3engine.loading.executors import NOWHERE, adapter_store, bridge_store, new_cache
-from d3engine.loading.model_directory import default_sampling_params
-from d3engine.loading.settings import EngineProperties, settings_of_plain
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.scheduler import Scheduler

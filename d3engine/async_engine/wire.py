@@ -16,11 +16,11 @@ import msgspec
 
 from d3engine import errors
 from d3engine.depth import DepthPolicy, policy_from_dict
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, require
 from d3engine.request.hidden_states import Capture, Steer
 from d3engine.request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
-from d3engine.stats import EngineStats
 
 
 class Struct(msgspec.Struct, array_like=True, frozen=True, tag=True):

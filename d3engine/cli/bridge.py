@@ -38,7 +38,7 @@ from d3engine.errors import require, require_integer
 from d3engine.utils.progress import counting
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.bridges import Bridges, Window
     from d3engine.research.bridges.fitting import Fitted, HeldOut
 
@@ -129,7 +129,7 @@ def chats_command(
     require_integer("--texts", texts, 1)
     require_integer("--max-tokens", max_tokens, 2)
 
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.research.analysis.answers import answer
     from d3engine.research.bridges.own_answers import made_up_prompts
 

@@ -38,7 +38,7 @@ from d3engine.errors import NOTHING, require, require_integer, require_number
 from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
     from d3engine.research.bridges.decoded import Comparison
     from d3engine.research.bridges.judging import Reading

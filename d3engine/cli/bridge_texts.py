@@ -17,7 +17,7 @@ from d3engine.utils.progress import shows_bars
 
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy, Schedule
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
     from d3engine.research.bridges.judging import Reading
     from d3engine.research.bridges.passage import Passage

@@ -54,7 +54,7 @@ from d3engine.research.evaluation.accuracy import wilson_interval
 from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.research.calibration.bridge_choices import BridgeChoice
     from d3engine.research.calibration.scoring import Answers
     from d3engine.research.calibration.search import Budget

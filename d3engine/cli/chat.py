@@ -34,7 +34,7 @@ from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
 app = new_app()
@@ -84,7 +84,7 @@ def chat(
     sampling = {"max_tokens": CHAT_MAX_TOKENS, **sampling}
     check_sampling(sampling)
     _require_template(model)
-    from d3engine.loading.model_directory import chat_defaults
+    from d3engine.engine.model_directory import chat_defaults
 
     sampling = {**chat_defaults(model_directory(model)), **sampling}
     engine = open_engine(model, with_adapter(engine_options, lora), depth)

@@ -146,7 +146,7 @@ def _shortest(file: Path) -> str:
 
 
 LOGGER = logging.getLogger("d3engine")
-CERTIFICATION = logging.getLogger("d3engine.loading.depth")
+CERTIFICATION = logging.getLogger("d3engine.engine.depth")
 
 Verbose = Annotated[
     int,

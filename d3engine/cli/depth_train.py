@@ -100,7 +100,7 @@ def answers_command(
 
     import random
 
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.expected_tensors import fingerprint
 
     seed = engine_options.get("seed", 0)

@@ -61,7 +61,7 @@ from d3engine.research.evaluation.report import (
 from d3engine.utils.progress import counting, progress_bar, shows_bars
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
 

@@ -33,7 +33,7 @@ from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.cli.answers import Answer
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
     from d3engine.text.prompts import Prompt
 

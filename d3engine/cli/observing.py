@@ -19,7 +19,7 @@ from d3engine.utils.arguments import OptionTable
 from d3engine.utils.progress import counting, progress_bar, shows_bars
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.research.analysis.answers import Answered
     from d3engine.research.analysis.copying import Outcome
     from d3engine.research.analysis.observer import Observer
@@ -195,7 +195,7 @@ def grid_of(
 
 def policy_or_own(model: str, depth: Depth) -> DepthPolicy:
     """The policy of --depth; without it the model's own, where that is not full depth."""
-    from d3engine.loading.depth import resolve_depth
+    from d3engine.engine.depth import resolve_depth
 
     if depth != AUTO:
         return depth

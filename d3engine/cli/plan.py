@@ -18,7 +18,7 @@ from d3engine.depth.policy import POLICY_FILE, policy_from_directory
 from d3engine.errors import InvalidValueError, require, require_number
 
 if TYPE_CHECKING:
-    from d3engine.loading.memory import Fit
+    from d3engine.engine.memory import Fit
     from d3engine.model.config import ModelConfig
 
 app = new_app()
@@ -97,7 +97,7 @@ def plan(
     ):
         require(1 <= value <= MOST_TOKENS, flag, value, f"an integer from 1 to {MOST_TOKENS}")
     require(answer < context, "--answer", answer, f"less than --context {context}, which has the prompt too")
-    from d3engine.loading.memory import DTYPE, Demand, fit, named_dtype
+    from d3engine.engine.memory import DTYPE, Demand, fit, named_dtype
 
     policy = _own_depth(directory) if depth == AUTO else depth
     rule = policy.exit_rule(config.num_layers)
@@ -168,7 +168,7 @@ def _own_depth(directory: Path | None) -> DepthPolicy:
     since none need be there."""
     if directory is None:
         return FullDepth()
-    from d3engine.loading.depth import own_setting
+    from d3engine.engine.depth import own_setting
 
     policy = policy_from_directory(directory)
     if (found := own_setting(policy, directory)) is not None:

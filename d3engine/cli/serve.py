@@ -30,11 +30,11 @@ from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.engine.stats import EngineStats
     from d3engine.server.models import FurtherModel, FurtherModels
     from d3engine.server.running import GuardedServer
     from d3engine.server.settings import ServerSettings
     from d3engine.server.state import AppState
-    from d3engine.stats import EngineStats
 
 app = new_app()
 
@@ -127,9 +127,9 @@ def _further_models(
     Raises `InvalidValueError` for one that is not there, or does not fit beside the first.
     """
     from d3engine.cli.server_options import own_name
-    from d3engine.loading.host import GIB, machine_bytes
-    from d3engine.loading.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE
-    from d3engine.loading.model_directory import model_files
+    from d3engine.engine.host import GIB, machine_bytes
+    from d3engine.engine.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE
+    from d3engine.engine.model_directory import model_files
     from d3engine.model.config import ModelConfig
     from d3engine.server.models import FurtherModel
 

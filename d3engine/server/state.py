@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from d3engine.async_engine.client import Heartbeat
 from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.engine.depth import Certification
 from d3engine.errors import require
-from d3engine.loading.depth import Certification
 from d3engine.request.params import SamplingParams
 from d3engine.server.errors import RequestError
 from d3engine.server.metrics import Exposition, Meters

@@ -23,6 +23,7 @@ from d3engine.cli.commands import COMMANDS, ExitCode, code_of
 from d3engine.cli.depth_options import OPTIONS, OWN_NAMES
 from d3engine.cli.engine_options import ENGINE, UNLISTED
 from d3engine.depth.policy import POLICIES, policy_class, policy_options
+from d3engine.engine.model_directory import FETCHED
 from d3engine.errors import (
     D3EngineError,
     EngineDeadError,
@@ -31,7 +32,6 @@ from d3engine.errors import (
     MissingExtraError,
     ModelFormatError,
 )
-from d3engine.loading.model_directory import FETCHED
 
 SCHEDULE = ["schedule", "--layers", "8", "--depth", "full"]
 GENERATE = ["generate", "demo", "Question:", "--max-tokens", "2", "--device", "cpu", "--max-num-seqs", "2"]

@@ -23,12 +23,12 @@ from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy, policy_from_dict
+from d3engine.engine.engine import resolve
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.executor import bridging
 from d3engine.executor.bridging import BridgeStore
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_q5
 from d3engine.kernels.quantized import Int8Weight
-from d3engine.loading import resolve
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint

@@ -16,11 +16,11 @@ from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_bac
 from multi_step import Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError, SamplingParams, UnifiedSkip
+from d3engine.engine.engine import resolve
 from d3engine.executor import cuda_graph
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import batch_sizes
 from d3engine.executor.sampler import FAULT
-from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
 from d3engine.scheduling.multi_step import run_ahead

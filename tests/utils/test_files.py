@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from d3engine.cli import app
 from d3engine.cli.engine_options import _form
 from d3engine.depth.policy import calibrated_for, policy_from_directory
+from d3engine.engine.depth import resolve_depth
+from d3engine.engine.model_directory import default_sampling_params
 from d3engine.errors import D3EngineError, ModelFormatError
 from d3engine.integrations.batch_file import open_results, read_lines
-from d3engine.loading.depth import resolve_depth
-from d3engine.loading.model_directory import default_sampling_params
 from d3engine.model.bridges import read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
@@ -174,7 +174,7 @@ OPENED_ELSEWHERE = {
     # By the path of a file that `open_regular` has opened, or after it.
     *("d3engine/model/bridges.py: safe_open", "d3engine/model/checkpoint.py: safe_open"),
     *("d3engine/research/bridges/fitting.py: safe_open", "weights_tools/convert.py: torch.load"),
-    "d3engine/loading/prefix_file.py: safe_open",
+    "d3engine/engine/prefix_file.py: safe_open",
     "weights_tools/convert.py: np.memmap",
     # To write.
     *(
@@ -185,11 +185,11 @@ OPENED_ELSEWHERE = {
     *("d3engine/cli/streams.py: open", "d3engine/cli/streams.py: os.open", "d3engine/text/limited_worker.py: open"),
     *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/engine_process.py: path.open"),
     *(
-        "d3engine/loading/host.py: CGROUP.read_text",
-        "d3engine/loading/host.py: (group / 'cpu.max').read_text",
+        "d3engine/engine/host.py: CGROUP.read_text",
+        "d3engine/engine/host.py: (group / 'cpu.max').read_text",
     ),
-    "d3engine/loading/host.py: (group / f'cpu.cfs_{name}_us').read_text",
-    "d3engine/loading/host.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
+    "d3engine/engine/host.py: (group / f'cpu.cfs_{name}_us').read_text",
+    "d3engine/engine/host.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
     "d3engine/server/routes/api.py: file.read_bytes",
     # What was fetched by its SHA-512, and what this installation has written beside it.
     *("d3engine/server/page_libraries.py: tarfile.open", "d3engine/server/page_libraries.py: note.read_text"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.errors import require
 from d3engine.request.params import SamplingParams
 from d3engine.research.analysis.answers import same_beginning
@@ -24,7 +24,7 @@ from d3engine.research.bridges.judging import Reading
 from d3engine.research.evaluation.baselines import open_bridges
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 
 QUESTION_TOKENS = 64

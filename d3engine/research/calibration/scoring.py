@@ -17,7 +17,7 @@ from d3engine.research.evaluation.accuracy import measure, wilson_interval
 from d3engine.research.evaluation.report import commonest, right_by_constant, told_answer
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
     from d3engine.research.calibration.bridge_choices import BridgeChoice
     from d3engine.research.evaluation.benchmark import Question

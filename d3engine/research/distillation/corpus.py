@@ -17,7 +17,7 @@ from d3engine.research.evaluation.kept import Prompt
 from d3engine.utils.files import append_lines, as_json, is_there, read_text
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 BATCH = 32
 """Prompts that are answered together, and written together."""

@@ -25,7 +25,7 @@ from d3engine.research.evaluation.word_problems import Problem, Split, problems
 from d3engine.research.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.config import ModelConfig
     from d3engine.request.params import SamplingParams
 

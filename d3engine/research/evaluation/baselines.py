@@ -18,7 +18,7 @@ from d3engine.errors import require_integer
 from d3engine.utils.files import sha256_of
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 
 def open_bridges(engine: Engine, policies: Iterable[DepthPolicy]) -> None:
@@ -56,7 +56,7 @@ def bridge_hashes(engine: Engine, policies: Sequence[DepthPolicy]) -> dict[str, 
     """The SHA-256 of each file that policies name, by its name there, of a student behind "student"; all of them have
     been opened."""
     names = frozenset[str]().union(*map(named_bridges, policies))
-    from d3engine.loading.depth import STUDENT_BYTES
+    from d3engine.engine.depth import STUDENT_BYTES
     from d3engine.model.bridges import most_bytes
 
     most = most_bytes(engine.config.num_layers, engine.config.hidden_size)

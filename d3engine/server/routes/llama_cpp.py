@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from d3engine.loading.model_directory import chat_defaults
+from d3engine.engine.model_directory import chat_defaults
 from d3engine.server.errors import RequestError
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_prompt

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams
-from d3engine.loading import host as host_cpus
-from d3engine.loading import host as host_memory
-from d3engine.loading import memory as cache_size
-from d3engine.loading.settings import EngineSettings
+from d3engine.engine.engine import host as host_cpus
+from d3engine.engine.engine import host as host_memory
+from d3engine.engine.engine import memory as cache_size
+from d3engine.engine.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import shard_of
 from d3engine.model.weights import random_weights
@@ -35,7 +35,7 @@ GIB = 2**30
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """`load({config fields}, **engine arguments)`: an engine on a machine of 8 GiB."""
-    monkeypatch.setattr("d3engine.loading.memory.machine_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr("d3engine.engine.memory.machine_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(host_memory, "machine_bytes", lambda: 8 * GIB)
 
     def make(fields: dict[str, Any], **arguments: Any) -> Engine:
@@ -57,7 +57,7 @@ def settings_of(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) ->
         raise InterruptedError
 
     def resolve(fields: dict[str, Any], **arguments: Any) -> EngineSettings:
-        monkeypatch.setattr("d3engine.engine.assemble", stop)
+        monkeypatch.setattr("d3engine.engine.engine.assemble", stop)
         with pytest.raises(InterruptedError):
             load(fields, **arguments)
         return made.pop()
@@ -128,7 +128,7 @@ def test_a_window_that_transformers_ignores_is_the_default_length_and_the_most_t
 def test_weights_that_leave_no_room_leave_a_length_all_the_same(
     settings_of: Callable[..., EngineSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("d3engine.loading.memory.weight_bytes", lambda *given: 9 * GIB)
+    monkeypatch.setattr("d3engine.engine.memory.weight_bytes", lambda *given: 9 * GIB)
     assert settings_of({"max_position_embeddings": 131_072}).max_model_len == 2048
 
 

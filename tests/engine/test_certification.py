@@ -13,8 +13,8 @@ import pytest
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, Lossless, Nested, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy
-from d3engine.loading.depth import MOST_KNOWN, Certification
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.depth import MOST_KNOWN, Certification
+from d3engine.engine.model_directory import model_directory
 
 OWN = D3(alpha=0.8, start=0.6)
 OTHER = D3(alpha=0.9, start=0.6)

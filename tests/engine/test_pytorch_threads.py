@@ -14,8 +14,8 @@ from tiny_models import TinyLlama
 from torch.overrides import TorchFunctionMode
 
 from d3engine import D3, AsyncEngine, EarlyExit, Engine, LayerTable, Lossless, SamplingParams, Speculative
+from d3engine.engine.engine import host as pytorch_threads
 from d3engine.executor.eager import EagerExecutor
-from d3engine.loading import host as pytorch_threads
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}

@@ -15,6 +15,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from d3engine.depth.labels import policy_in_words
+from d3engine.engine.draft_model import load_draft_weights, load_head, with_cache
+from d3engine.engine.executors import build_executor, matrix_form, new_cache
+from d3engine.engine.memory import num_blocks
+from d3engine.engine.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
+from d3engine.engine.settings import EngineSettings
 from d3engine.errors import require
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.draft_target import DraftTargetExecutor
@@ -23,11 +28,6 @@ from d3engine.executor.eagle3 import Eagle3Executor
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.native import NativeExecutor
-from d3engine.loading.draft_model import load_draft_weights, load_head, with_cache
-from d3engine.loading.executors import build_executor, matrix_form, new_cache
-from d3engine.loading.memory import num_blocks
-from d3engine.loading.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
-from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, in_layout, load_weights
 from d3engine.scheduling.scheduler import Scheduler

@@ -18,27 +18,27 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm
 
-from d3engine.calls.call_lock import CallLock, EngineState, Interrupt
-from d3engine.calls.chats import Chats
-from d3engine.calls.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others, with_hooks
-from d3engine.calls.request_registry import RequestRegistry
+from d3engine.engine.assembly import assemble
+from d3engine.engine.call_lock import CallLock, EngineState, Interrupt
+from d3engine.engine.chats import Chats
+from d3engine.engine.depth import Certification
+from d3engine.engine.engine_config import RENAMED, EngineConfig
+from d3engine.engine.executors import adapter_store, bridge_store
+from d3engine.engine.host import pytorch_threads, pytorch_threads_for
+from d3engine.engine.model_directory import default_sampling_params
+from d3engine.engine.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others, with_hooks
+from d3engine.engine.prefix_file import PrefixFile
+from d3engine.engine.request_registry import RequestRegistry
+from d3engine.engine.resolve import check_policy, resolve_settings
+from d3engine.engine.settings import EngineProperties
+from d3engine.engine.stats import EngineStats, engine_stats
 from d3engine.errors import EngineDeadError, require
 from d3engine.executor.verification import VerifyingSampler
 from d3engine.executor.warm_up import warm_up
-from d3engine.loading.assembly import assemble
-from d3engine.loading.depth import Certification
-from d3engine.loading.engine_config import RENAMED, EngineConfig
-from d3engine.loading.executors import adapter_store, bridge_store
-from d3engine.loading.host import pytorch_threads, pytorch_threads_for
-from d3engine.loading.model_directory import default_sampling_params
-from d3engine.loading.prefix_file import PrefixFile
-from d3engine.loading.resolve import check_policy, resolve_settings
-from d3engine.loading.settings import EngineProperties
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import DEFAULT_POOLING, RequestOutputKind, SamplingParams, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
-from d3engine.stats import EngineStats, engine_stats
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list
 from d3engine.text.tokenizer import load_tokenizer

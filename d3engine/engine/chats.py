@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 from typing import Any
 
-from d3engine.calls.new_requests import refuse_others
+from d3engine.engine.new_requests import refuse_others
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 from d3engine.text.chat_template import ChatPrompts, Messages, as_conversations

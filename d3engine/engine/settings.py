@@ -1,4 +1,4 @@
-"""What an engine's arguments come to for one model: every value checked, every "auto" resolved (`loading/resolve.py`).
+"""What an engine's arguments come to for one model: every value checked, every "auto" resolved (`engine/resolve.py`).
 
 Settings are a value. Assembling an engine needs nothing else of the user.
 """
@@ -15,10 +15,10 @@ import torch
 
 from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.depth.policy import named_bridges, named_student
+from d3engine.engine.engine_config import EngineConfig
+from d3engine.engine.model_directory import own_pooling
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import block_bytes
-from d3engine.loading.engine_config import EngineConfig
-from d3engine.loading.model_directory import own_pooling
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Part
 from d3engine.request.params import SamplingParams
@@ -27,7 +27,7 @@ from d3engine.scheduling.waiting import Admission
 from d3engine.text.tokenizer import Tokenizer
 
 ExecutorKind: TypeAlias = Literal["graphs", "native", "eager"]
-"""See `loading/executors.py`, which chooses."""
+"""See `engine/executors.py`, which chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)

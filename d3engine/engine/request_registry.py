@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 from functools import lru_cache
 
-from d3engine.calls.call_lock import EngineState
 from d3engine.depth import Schedule
+from d3engine.engine.call_lock import EngineState
 from d3engine.errors import require
 from d3engine.executor.interface import Computed
 from d3engine.request.outputs import RequestOutput, Timings

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from d3engine.engine.settings import EngineSettings
 from d3engine.errors import D3EngineError
 from d3engine.kernels.kv_pool import KVPool, values_and_scales
-from d3engine.loading.settings import EngineSettings
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.scheduling.prefix_cache import Prefix, PrefixCache
 from d3engine.utils.files import is_there, open_regular, path_of, write_whole

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from d3engine.depth.schedule import AUTO_BRIDGES
+from d3engine.engine.device import refuse_backend, settle_programmatic_launch
+from d3engine.engine.settings import EngineSettings, ExecutorKind
 from d3engine.errors import require
 from d3engine.executor.adapters import AdapterStore
 from d3engine.executor.bridging import BridgeStore
@@ -29,8 +31,6 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.bf12 import packed
 from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_interleaved
 from d3engine.kernels.native.model import NativeError
-from d3engine.loading.device import refuse_backend, settle_programmatic_launch
-from d3engine.loading.settings import EngineSettings, ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights

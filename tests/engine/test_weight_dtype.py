@@ -19,14 +19,14 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from d3engine import D3, LLM, EarlyExit, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
 from d3engine.cli.engine_options import ENGINE
+from d3engine.engine.device import resolve_dtype
+from d3engine.engine.resolve import kept_by_default, resolve_weight_dtype
+from d3engine.engine.settings import ExecutorKind
 from d3engine.errors import InvalidValueError
 from d3engine.kernels import reference
 from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.native.bf12 import packed
 from d3engine.kernels.quantized import Int8Weight
-from d3engine.loading.device import resolve_dtype
-from d3engine.loading.resolve import kept_by_default, resolve_weight_dtype
-from d3engine.loading.settings import ExecutorKind
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, in_layout, load_weights, random_weights
 from d3engine.research.analysis.answers import open_model

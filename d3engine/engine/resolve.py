@@ -13,12 +13,8 @@ import torch
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.speculative_config import as_mapping, policy_of_config
-from d3engine.errors import NOTHING, InvalidValueError, require
-from d3engine.kernels.blocks import INTEGER_TYPES
-from d3engine.kernels.kv_pool import FP8_CAPABILITY
-from d3engine.kernels.native.library import reads_interleaved_blocks
-from d3engine.loading.depth import resolve_depth
-from d3engine.loading.device import (
+from d3engine.engine.depth import resolve_depth
+from d3engine.engine.device import (
     DTYPES,
     capability,
     default_threads,
@@ -28,12 +24,16 @@ from d3engine.loading.device import (
     resolve_dtype,
     resolve_scheduler_steps,
 )
-from d3engine.loading.engine_config import EngineConfig
-from d3engine.loading.executors import executor_for
-from d3engine.loading.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype
-from d3engine.loading.model_directory import holds_eagle3, model_directory, resolve_max_model_len
-from d3engine.loading.ranks import is_under_torchrun, own_index, rank_device
-from d3engine.loading.settings import EngineSettings, ExecutorKind
+from d3engine.engine.engine_config import EngineConfig
+from d3engine.engine.executors import executor_for
+from d3engine.engine.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype
+from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
+from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
+from d3engine.engine.settings import EngineSettings, ExecutorKind
+from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.kernels.blocks import INTEGER_TYPES
+from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.kernels.native.library import reads_interleaved_blocks
 from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices

@@ -12,9 +12,9 @@ import torch
 
 from d3engine import Engine
 from d3engine.cli.engine_options import use_threads
-from d3engine.loading import host as host_cpus
-from d3engine.loading.device import default_threads
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.device import default_threads
+from d3engine.engine.engine import host as host_cpus
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 
 Machine = Callable[..., None]

@@ -22,8 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from d3engine.engine.gguf_choice import DEFAULT_QUANTIZATION, are_all, choose_models, gguf_models, names_of
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
-from d3engine.loading.gguf_choice import DEFAULT_QUANTIZATION, are_all, choose_models, gguf_models, names_of
 from d3engine.model.source import COMPANIONS, CONFIG_FILE
 from d3engine.utils.files import DATA_BYTES, free_bytes
 from d3engine.utils.progress import hides_bars

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from d3engine.engine.device import settle_programmatic_launch
+from d3engine.engine.engine import device as programmatic_launch
 from d3engine.executor.graph_shapes import Repeats, Step
 from d3engine.kernels.triton import launches, programmatic
-from d3engine.loading import device as programmatic_launch
-from d3engine.loading.device import settle_programmatic_launch
 
 DEVICE = torch.device("cpu")  # Triton's interpreter runs the chain
 Wrong = Callable[[Step], Step]

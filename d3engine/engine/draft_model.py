@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from d3engine.engine.executors import eager_executor, matrix_form, native_executor, new_cache
+from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
+from d3engine.engine.resolve import held_config, kept_by_default, resolve_activations, resolve_weight_dtype
+from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.interface import Executor
-from d3engine.loading.executors import eager_executor, matrix_form, native_executor, new_cache
-from d3engine.loading.model_directory import holds_eagle3, model_directory, resolve_max_model_len
-from d3engine.loading.resolve import held_config, kept_by_default, resolve_activations, resolve_weight_dtype
-from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.eagle3 import Eagle3Head, load_eagle3
 from d3engine.model.source import files_of

@@ -23,6 +23,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from d3engine.depth import FullDepth
+from d3engine.engine.executors import build_executor
+from d3engine.engine.host import pytorch_threads_for
+from d3engine.engine.memory import num_blocks
+from d3engine.engine.settings import EngineSettings, plain_settings, settings_of_plain
 from d3engine.errors import EngineDeadError, InvalidValueError
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
@@ -30,10 +34,6 @@ from d3engine.executor.tensor_parallel.executor import TensorParallelExecutor
 from d3engine.executor.tensor_parallel.group import GroupCollectives, Store, Team, dist, join_group
 from d3engine.executor.tensor_parallel.worker import Leader
 from d3engine.executor.tensor_parallel.worker_channel import first_value
-from d3engine.loading.executors import build_executor
-from d3engine.loading.host import pytorch_threads_for
-from d3engine.loading.memory import num_blocks
-from d3engine.loading.settings import EngineSettings, plain_settings, settings_of_plain
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ARGUMENT, Part, Ranks, shard_of
 from d3engine.model.weights import LlamaWeights, load_weights

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from d3engine.engine.hub import hub_directory
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.loading.hub import hub_directory
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
 from d3engine.model.source import CONFIG_FILE, POOLING_FILE, POOLING_MODES, files_of

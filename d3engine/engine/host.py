@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError
-from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 
 CGROUP = Path("/proc/self/cgroup")

@@ -9,9 +9,9 @@ from typing import Never
 
 import torch
 
+from d3engine.engine.host import usable_cpus
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.graph_shapes import Recorder
-from d3engine.loading.host import usable_cpus
 from d3engine.model.config import ModelConfig
 from d3engine.utils.environment import KERNELS, PROGRAMMATIC_LAUNCH
 

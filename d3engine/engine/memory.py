@@ -10,11 +10,11 @@ import torch
 
 from d3engine.depth import Schedule
 from d3engine.depth.statistics import kv_saved
+from d3engine.engine.device import capability
+from d3engine.engine.host import check_length, machine_bytes, table_bytes
+from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, block_bytes
-from d3engine.loading.device import capability
-from d3engine.loading.host import check_length, machine_bytes, table_bytes
-from d3engine.loading.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import SCALES, VALUES
 from d3engine.model.shard import Part, shard_of, shard_shapes

@@ -10,8 +10,8 @@ import pytest
 
 import d3engine
 from d3engine import D3, FullDepth, InvalidValueError, SamplingParams
-from d3engine.calls.new_requests import NUM_KEPT, NewRequests
-from d3engine.calls.request_registry import NominalDepth
+from d3engine.engine.new_requests import NUM_KEPT, NewRequests
+from d3engine.engine.request_registry import NominalDepth
 from d3engine.model.config import ModelConfig
 
 DEMO = ModelConfig.from_directory(Path(d3engine.__file__).parent / "demo_model")

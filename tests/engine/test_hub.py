@@ -27,9 +27,9 @@ from gguf_files import bpe_keys, write_gguf
 from hub_server import Commit, Hub, serving
 
 from d3engine import LLM, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.engine.gguf_choice import quantization_of
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import MissingExtraError
-from d3engine.loading.gguf_choice import quantization_of
-from d3engine.loading.model_directory import model_directory
 from d3engine.utils.files import DATA_BYTES
 from d3engine.weights_tools.inspection import verify_model
 
@@ -49,7 +49,7 @@ NOBODY = "http://127.0.0.1:9"
 
 SAY = """
 import json, sys
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 said = []
 for name in sys.argv[1:]:
     try:
@@ -220,7 +220,7 @@ def test_a_download_shows_its_progress_on_a_terminal_alone_and_leaves_nothing_of
     hub: Hub, run: Callable[..., Any]
 ) -> None:
     hub.repositories["ada/model"] = {"main": Commit(SMALL), "v2": Commit(SMALL | {"config.json": b'{"second": 1}'})}
-    code = "import sys; from d3engine.loading.model_directory import model_directory; model_directory(sys.argv[1]);"
+    code = "import sys; from d3engine.engine.model_directory import model_directory; model_directory(sys.argv[1]);"
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     with open(theirs, "wb") as terminal:
