@@ -24,8 +24,8 @@ from d3engine.async_engine.async_engine import LONG_WORK, work_of
 from d3engine.async_engine.engine_loop import EngineLoop, Reply
 from d3engine.async_engine.engine_process import SharedHeartbeatClock
 from d3engine.depth import policy_from_dict
+from d3engine.engine import depth as certification
 from d3engine.engine.engine import Engine
-from d3engine.engine.engine import depth as certification
 from d3engine.engine.settings import plain_settings
 from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.request.outputs import RequestOutput

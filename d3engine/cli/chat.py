@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import new_app, note, wrapped
+from d3engine.cli.commands import new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, parse_depth, takes_depth
 from d3engine.cli.engine_options import (
     CHAT_MAX_TOKENS,
@@ -28,7 +28,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     with_adapter,
 )
-from d3engine.cli.streams import given_text
+from d3engine.cli.streams import given_text, wrapped
 from d3engine.errors import FailedError, InvalidValueError, require
 from d3engine.utils.files import UnreadableFileError, read_text
 

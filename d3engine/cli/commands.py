@@ -7,7 +7,6 @@ import inspect
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -17,50 +16,19 @@ from contextlib import contextmanager
 from enum import IntEnum
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
-from d3engine.cli.streams import discard_stdout
+from d3engine.cli.streams import discard_stdout, wrapped
 from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, must_be, require
 from d3engine.utils.files import is_writable, write_whole
 from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.research.analysis.report import Table
-
-
-def wrapped(text: str, stream: TextIO) -> str:
-    """`text` as `stream` is to get it: on a terminal no line is longer than that is wide, but for a word that is."""
-    if not stream.isatty():
-        return text
-    width = _width(stream)
-    return "\n".join(_broken_at_spaces(line, width) for line in text.split("\n"))
-
-
-def _width(stream: TextIO) -> int:
-    """Columns of a terminal; COLUMNS counts more, as for the tables."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):  # no real file, as under a test
-        return 80
-
-
-def _broken_at_spaces(line: str, width: int) -> str:
-    from rich.cells import cell_len  # slow to import, and most commands have nothing to say
-
-    lines = [""]
-    for word in re.findall(" *[^ ]+", line):  # with the spaces before it, which keep columns and indents
-        if lines[-1].strip() and cell_len(lines[-1] + word) > width:
-            lines.append(word.lstrip(" "))
-        else:
-            lines[-1] += word
-    return "\n".join(lines)
 
 
 def check_output(option: str, path: Path | None) -> None:

@@ -34,6 +34,7 @@ from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.labels import policy_in_words
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.integrations.lm_eval_harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation import catalogue
 from d3engine.research.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
 from d3engine.research.evaluation.baselines import (
@@ -51,7 +52,6 @@ from d3engine.research.evaluation.kept import KeptAnswers
 from d3engine.research.evaluation.report import (
     Chart,
     Result,
-    Table,
     as_dict,
     benchmark_tables,
     chart,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json, takes_verbosity, wrapped
+from d3engine.cli.commands import AsJson, new_app, print_json, takes_verbosity
+from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, InvalidValueError, require
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json, wrapped
+from d3engine.cli.commands import AsJson, new_app, print_json
+from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, require
 from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.paper import (

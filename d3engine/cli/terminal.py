@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from d3engine.cli.commands import wrapped
+from d3engine.cli.streams import wrapped
 from d3engine.depth import DepthPolicy
 from d3engine.research.plots import depth_position, letters_on, ramp
 

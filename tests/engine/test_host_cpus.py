@@ -12,8 +12,8 @@ import torch
 
 from d3engine import Engine
 from d3engine.cli.engine_options import use_threads
+from d3engine.engine import host as host_cpus
 from d3engine.engine.device import default_threads
-from d3engine.engine.engine import host as host_cpus
 from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams
-from d3engine.engine.engine import host as host_cpus
-from d3engine.engine.engine import host as host_memory
-from d3engine.engine.engine import memory as cache_size
+from d3engine.engine import host as host_cpus
+from d3engine.engine import host as host_memory
+from d3engine.engine import memory as cache_size
 from d3engine.engine.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import shard_of

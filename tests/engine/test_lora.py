@@ -126,7 +126,7 @@ def test_streams_and_long_runs_equal_whole_answers(native: Engine, alone: list[R
 def test_graphs_serve_any_adapters(
     adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.engine.engine import resolve
+    from d3engine.engine import resolve
     from d3engine.executor.cuda_graph import GraphExecutor
 
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")

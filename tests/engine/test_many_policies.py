@@ -8,8 +8,8 @@ from itertools import count
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.depth import Schedule
-from d3engine.engine.engine import new_requests
-from d3engine.engine.engine import request_registry as nominal_depth
+from d3engine.engine import new_requests
+from d3engine.engine import request_registry as nominal_depth
 
 
 def objects() -> tuple[int, int]:

@@ -22,7 +22,7 @@ from d3engine import (
     InvalidValueError,
     Speculative,
 )
-from d3engine.engine.engine import call_lock as interrupts
+from d3engine.engine import call_lock as interrupts
 from d3engine.errors import D3EngineError
 from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.request.params import RequestOutputKind

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from d3engine.engine import device as programmatic_launch
 from d3engine.engine.device import settle_programmatic_launch
-from d3engine.engine.engine import device as programmatic_launch
 from d3engine.executor.graph_shapes import Repeats, Step
 from d3engine.kernels.triton import launches, programmatic
 

@@ -14,7 +14,7 @@ from tiny_models import TinyLlama
 from torch.overrides import TorchFunctionMode
 
 from d3engine import D3, AsyncEngine, EarlyExit, Engine, LayerTable, Lossless, SamplingParams, Speculative
-from d3engine.engine.engine import host as pytorch_threads
+from d3engine.engine import host as pytorch_threads
 from d3engine.executor.eager import EagerExecutor
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -17,7 +17,7 @@ from tiny_models import TinyLlama, random_prompts, save_without_layer
 from d3engine import D3, Engine, FullDepth, Lossless, PromptLookup, SamplingParams, Speculative, UnifiedSkip
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
-from d3engine.engine.engine import resolve
+from d3engine.engine import resolve
 from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
 from d3engine.request.outputs import RequestOutput

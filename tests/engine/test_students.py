@@ -23,7 +23,7 @@ from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy, policy_from_dict
-from d3engine.engine.engine import resolve
+from d3engine.engine import resolve
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.executor import bridging
 from d3engine.executor.bridging import BridgeStore

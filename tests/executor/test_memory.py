@@ -12,7 +12,7 @@ from batches import BLOCK, LAYERS, VOCABULARY, block_bytes
 from torch.overrides import TorchFunctionMode
 
 from d3engine import Engine, InvalidValueError
-from d3engine.engine.engine import resolve
+from d3engine.engine import resolve
 from d3engine.engine.memory import num_blocks
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import Repeats

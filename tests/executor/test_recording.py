@@ -13,7 +13,7 @@ import torch
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
-from d3engine.engine.engine import resolve
+from d3engine.engine import resolve
 from d3engine.errors import EngineDeadError
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import LEAST_FREE, CaptureMemoryError, CudaGraphs, GraphShape, Repeats, Step

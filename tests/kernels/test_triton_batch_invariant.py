@@ -17,7 +17,7 @@ from torch import Tensor
 import d3engine.kernels.triton as any_kernels
 import d3engine.kernels.triton.batch_invariant as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.engine.engine import resolve
+from d3engine.engine import resolve
 from d3engine.executor.interface import Computed
 from d3engine.kernels.kv_pool import NO_WINDOW
 from d3engine.kernels.quantized import quantize_fp8, quantize_int4, quantize_int8

@@ -24,7 +24,7 @@ from transformers import (
 import d3engine.kernels.triton as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip
 from d3engine.depth import DepthPolicy
-from d3engine.engine.engine import resolve
+from d3engine.engine import resolve
 from d3engine.kernels import reference
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.triton import products

@@ -16,7 +16,7 @@ from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, kv_is_bac
 from multi_step import Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError, SamplingParams, UnifiedSkip
-from d3engine.engine.engine import resolve
+from d3engine.engine import resolve
 from d3engine.executor import cuda_graph
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import batch_sizes

@@ -230,7 +230,7 @@ def test_processes_that_cannot_be_started_leave_no_files_open_and_no_ranks_behin
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from d3engine.async_engine import engine_process
-    from d3engine.engine.engine import ranks as rank_processes
+    from d3engine.engine import ranks as rank_processes
     from d3engine.errors import EngineDeadError
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
