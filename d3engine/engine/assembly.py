@@ -16,8 +16,7 @@ import torch
 
 from d3engine.depth.labels import policy_in_words
 from d3engine.engine.draft_model import load_draft_weights, load_head, with_cache
-from d3engine.engine.executors import build_executor, matrix_form, new_cache
-from d3engine.engine.memory import num_blocks
+from d3engine.engine.executors import build_executor, matrix_form, new_cache, room
 from d3engine.engine.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
 from d3engine.engine.settings import EngineSettings
 from d3engine.errors import require
@@ -26,7 +25,6 @@ from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.eagle3 import Eagle3Executor
 from d3engine.executor.interface import Executor
-from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.native import NativeExecutor
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, in_layout, load_weights
@@ -110,7 +108,7 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
     build = partial(build_executor, settings, weights, bridges=bridges)
 
     def make(draft: ModelConfig | None) -> tuple[Executor, int]:
-        blocks = num_blocks(settings, lambda: _workspace_bytes(settings, build), draft)
+        blocks = room(settings, build, draft)
         return build(blocks), blocks
 
     return make
@@ -123,16 +121,6 @@ def _on_ranks(settings: EngineSettings) -> _Make:
         return lead(settings, *meet(settings.tensor_parallel_size), draft)
 
     return make
-
-
-def _workspace_bytes(settings: EngineSettings, build: Callable[[int], Executor]) -> int:
-    return workspace_bytes(
-        build,
-        settings.scheduler_config,
-        num_layers=settings.config.num_layers,
-        block_size=settings.block_size,
-        free_bytes=lambda: torch.cuda.mem_get_info(settings.device)[0],
-    )
 
 
 def _check_weights(weights: LlamaWeights, settings: EngineSettings) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.engine.device import refuse_backend, settle_programmatic_launch
+from d3engine.engine.memory import num_blocks
 from d3engine.engine.settings import EngineSettings, ExecutorKind
 from d3engine.errors import require
 from d3engine.executor.adapters import AdapterStore
@@ -23,6 +24,7 @@ from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.executor.interface import Executor
+from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.native import NativeExecutor
 from d3engine.kernels import for_device
 from d3engine.kernels.blocks import blocks_in_lanes
@@ -153,6 +155,21 @@ def build_executor(
     executor: Executor = eager if settings.executor == "eager" else _graphs(settings, eager)
     executor.stats.executor += ", programmatic launch" if begins_early else ""
     return executor
+
+
+def room(settings: EngineSettings, build: Callable[[int], Executor], draft: ModelConfig | None) -> int:
+    """Blocks for what `build` makes, beside weights, steps and a `draft` model; on GPUs all ranks measure together."""
+
+    def workspace() -> int:
+        return workspace_bytes(
+            build,
+            settings.scheduler_config,
+            num_layers=settings.config.num_layers,
+            block_size=settings.block_size,
+            free_bytes=lambda: torch.cuda.mem_get_info(settings.device)[0],
+        )
+
+    return num_blocks(settings, workspace, draft)
 
 
 def _graphs(settings: EngineSettings, eager: EagerExecutor) -> GraphExecutor:

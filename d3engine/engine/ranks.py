@@ -13,7 +13,6 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
@@ -23,13 +22,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from d3engine.depth import FullDepth
-from d3engine.engine.executors import build_executor
+from d3engine.engine.executors import build_executor, room
 from d3engine.engine.host import pytorch_threads_for
-from d3engine.engine.memory import num_blocks
 from d3engine.engine.settings import EngineSettings, plain_settings, settings_of_plain
 from d3engine.errors import EngineDeadError, InvalidValueError
 from d3engine.executor.interface import Executor
-from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.tensor_parallel.executor import TensorParallelExecutor
 from d3engine.executor.tensor_parallel.group import GroupCollectives, Store, Team, dist, join_group
 from d3engine.executor.tensor_parallel.worker import Leader
@@ -165,8 +162,8 @@ def lead(settings: EngineSettings, team: Team, place: Place, draft: ModelConfig 
         team.tell("all have loaded")
         collectives = team.hearing.call(partial(place.join, own.device))
         team.hearing.free_by(collectives.abort)
-        build = partial(_build, own, weights, Ranks(part, collectives))
-        blocks: int = min(_room(own, build, draft), *team.hearing.hear())
+        build = partial(build_executor, own, weights, ranks=Ranks(part, collectives))
+        blocks: int = min(room(own, build, draft), *team.hearing.hear())
         team.tell(blocks)
         executor = TensorParallelExecutor(build(blocks), team, settings.block_size)
     except BaseException as fault:
@@ -187,8 +184,8 @@ def follow(leader: Leader, place: Place) -> None:
         own, part, weights = _load(settings_of_plain(start["settings"], Immediate()), place, show_progress=False)
         leader.say("loaded")
         leader.hear()
-        build = partial(_build, own, weights, Ranks(part, place.join(own.device)))
-        leader.say(_room(own, build, None))
+        build = partial(build_executor, own, weights, ranks=Ranks(part, place.join(own.device)))
+        leader.say(room(own, build, None))
         leader.follow(build(leader.hear()))
     except BaseException as error:
         leader.fail(error)
@@ -212,22 +209,3 @@ def _load(settings: EngineSettings, place: Place, *, show_progress: bool) -> tup
         part=part,
     )
     return own, part, weights
-
-
-def _build(own: EngineSettings, weights: LlamaWeights, ranks: Ranks, blocks: int) -> Executor:
-    return build_executor(own, weights, blocks, ranks)
-
-
-def _room(own: EngineSettings, build: Callable[[int], Executor], draft: ModelConfig | None) -> int:
-    """Blocks that there is room for beside this rank's weights and steps; on GPUs all ranks measure it together."""
-
-    def workspace() -> int:
-        return workspace_bytes(
-            build,
-            own.scheduler_config,
-            num_layers=own.config.num_layers,
-            block_size=own.block_size,
-            free_bytes=lambda: torch.cuda.mem_get_info(own.device)[0],
-        )
-
-    return num_blocks(own, workspace, draft)
