@@ -1,8 +1,5 @@
-"""AsyncEngine: many callers at once, each awaiting his own answer, over one engine that steps on a thread of its own.
-
-Long prompts are read in a small pool, so that neither the event loop nor a running step waits for a tokenizer; a step's
-outputs reach an event loop in one call.
-"""
+"""AsyncEngine: many callers at once over one engine on a thread; a small pool reads long
+prompts, and a step's outputs reach an event loop in one call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The loop that owns an engine: take in what callers want, step, hand over what came of it, all at once.
-
-It knows neither event loops nor processes: messages come through an inbox, and replies leave through a function that
-gets those of a step together, or of a few steps.
-"""
+"""The loop that owns an engine: take messages from an inbox, step, and give the replies of
+a step to a function; it knows neither event loops nor processes."""
 
 from __future__ import annotations
 

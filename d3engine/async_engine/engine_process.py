@@ -1,8 +1,5 @@
-"""An engine in a process of its own, spawned: this is its callers' side of it.
-
-A thread sends, another receives; who waits for what is the dispatcher's, as for an engine on a thread. The end of the
-process, however it comes, is the end of a pipe that no other process holds.
-"""
+"""The callers' side of an engine in a spawned process: a thread sends, another receives;
+the end of the process is the end of a pipe that no other process holds."""
 
 from __future__ import annotations
 

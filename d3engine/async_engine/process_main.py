@@ -1,7 +1,5 @@
-"""The process of an engine: it makes the engine, runs its loop, and ends when its parent does.
-
-Its standard input is how it knows its parent: the first message comes there, and its end is the parent's end.
-"""
+"""The process of an engine: makes it, runs its loop, and ends when its parent does, which
+is when its standard input ends."""
 
 from __future__ import annotations
 

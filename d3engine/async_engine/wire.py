@@ -1,8 +1,5 @@
-"""What goes between a process with callers and one with an engine: bytes that can be read without running anything.
-
-Only what the other side does not know is sent. A prompt goes there once and never comes back; an answer
-comes as the deltas that its kind asks for.
-"""
+"""Messages between callers and an engine's process: bytes that can be read without running
+anything, and only what the other side does not know."""
 
 from __future__ import annotations
 

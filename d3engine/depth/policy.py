@@ -1,9 +1,5 @@
-"""What a user writes to say how deep each token goes: `D3(alpha=0.9, start=0.6)`.
-
-A policy knows no model. It is a small frozen value that turns into a `Schedule` once the number
-of layers is known, and into plain JSON (`describe`) so that a model directory, a command line and a log can
-hold it.
-"""
+"""A depth policy: a small frozen value, `D3(alpha=0.9, start=0.6)`, that becomes a
+`Schedule` once the number of layers is known, and JSON for files and logs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Assembling an engine's core: weights, cache, executor and scheduler.
-
-On a GPU the size of the cache depends on what the executor itself takes, so the executor is a function of
-the number of blocks until that is known.
-"""
+"""Assembles weights, cache, executor and scheduler. On a GPU the cache depends on what the
+executor takes, so that is a function of the number of blocks until then."""
 
 from __future__ import annotations
 

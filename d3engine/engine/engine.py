@@ -1,8 +1,5 @@
-"""Engine: prompts in, text out, and between them one step that reads like the design.
-
-The core is token-in/token-out: `scheduler` plans, `executor` computes, `sampler` chooses, and `scheduler` takes in
-what came. Text lives at the edge: prompts are encoded in `add_request`, answers decoded in `OutputProcessor`.
-"""
+"""Engine: the scheduler plans, the executor computes, the sampler chooses, the scheduler
+takes in what came. Text lives at the edge: encoded in `add_request`, decoded in `OutputProcessor`."""
 
 from __future__ import annotations
 

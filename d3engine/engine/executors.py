@@ -1,8 +1,5 @@
-"""Which executor runs: CUDA graphs on a GPU, the native library on a CPU, or the host with a call an operation.
-
-The one place that chooses. It is asked twice: when an engine's arguments are read, for how many steps a plan may stand
-for depends on the answer, and when the weights are there, which the native library may not know.
-"""
+"""Chooses the executor: CUDA graphs on a GPU, the native library on a CPU, or a call an
+operation. Asked when arguments are read and when the weights are there."""
 
 from __future__ import annotations
 

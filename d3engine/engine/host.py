@@ -1,8 +1,5 @@
-"""How many CPUs this process may use: those it may run on, within the quotas of its control groups.
-
-A container sees every core of its machine. A quota of two of them is enforced by stopping all its threads
-for the rest of each period, so threads beyond the quota only make the others wait.
-"""
+"""CPUs and memory that this process may use. Threads beyond a container's quota only make
+the others wait."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Where a model lies that a user names: a directory, a GGUF file, the bundled one, one fetched before, or the hub's.
-
-Each kind of name is one entry of `KINDS`. They are asked in turn, and the first that knows a name says
-where its files are.
-"""
+"""Where a model lies that a user names: each kind of name is an entry of `KINDS`, and the
+first that knows a name says where its files are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The prefix cache in a file: an engine that starts again finds the prompts that an earlier one computed.
-
-What it finds are the very entries that it would compute, so answers stay what they are, to the last bit where the
-engine's own are: the file names everything that its entries depend on, and each block has a digest.
-"""
+"""The prefix cache in a file: it names everything that its entries depend on, and each
+block has a digest, so answers stay the same to the bit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A model on several devices: its ranks begin, load their parts, and run together what rank 0 plans.
-
-Every rank does the same things in the same order, and rank 0 says when. Whatever fails on the way ends
-all of them with the reason.
-"""
+"""A model on several devices: ranks load their parts and do the same in the same order,
+when rank 0 says; a failure ends all with its reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What an engine's arguments come to for one model: every value checked, every "auto" resolved (`engine/resolve.py`).
-
-Settings are a value. Assembling an engine needs nothing else of the user.
-"""
+"""An engine's arguments for one model as a value: checked, every "auto" resolved
+(`engine/resolve.py`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Bridges inside a step: rows whose next layers are skipped cross the window by its map.
-
-A window that rows leave out begins where the layers below it have run, so crossing it is one more thing
-that is due at a layer. Rows of equal windows cross together, and what they cross stays out of sight of all others.
-"""
+"""Bridges inside a step: rows of equal windows cross together, where the layers below have
+run, by the window's map."""
 
 from __future__ import annotations
 

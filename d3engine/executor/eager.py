@@ -1,8 +1,5 @@
-"""Runs a plan with one call an operation: the active layers over the active rows, and logits where they are wanted.
-
-The plan is turned into tensors once. Then the loop walks the plan's spans; on the fast path the rows of a span are a
-prefix of the batch, so a skipped layer costs nothing, not even a branch.
-"""
+"""Runs a plan with a call an operation. Of a span the rows are a prefix of the batch on
+the fast path, so a skipped layer costs nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Early exit inside a step: rows leave the layers as soon as the model is confident of them.
-
-A step in which rows may leave is the plan's spans, cut where a confidence is looked at, each without the
-rows that have gone. So the executor runs the same spans through the same operations, and a step in which no row may
-leave knows nothing of this. Every look costs the host's waiting for the device; softmax confidences also cost the head.
-"""
+"""Early exit inside a step: the plan's spans, cut where a confidence is looked at, each
+without the rows that have left."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A step shared out: some of its sequences as a plan of their own, for an executor that leaves the others to another.
-
-Within a step no sequence reads what another one writes, so shares may run one after the other. A sequence
-that has several chunks is not divided.
-"""
+"""Some sequences of a step as a plan for another executor. No sequence reads what another
+writes, so shares run one after the other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A run of graphs whose tokens the host takes step by step: the device is always given a few steps more.
-
-What is launched cannot be taken back. So the host launches some steps ahead of the one that it waits for, which keeps
-the device busy while the host reads, and no more: a new request waits for these alone.
-"""
+"""A run of graphs whose tokens the host takes step by step: the device is given a few
+steps more than the host waits for, since a launch cannot be taken back."""
 
 from __future__ import annotations
 

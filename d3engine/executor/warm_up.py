@@ -1,7 +1,5 @@
-"""Compilation of kernels before the first request.
-
-Kernels differ by classes of rows: one small prompt of each class and the graphs of the deepest step compile all.
-"""
+"""Compiles kernels before the first request: a small prompt of each class of rows, and the
+graphs of the deepest step."""
 
 from __future__ import annotations
 

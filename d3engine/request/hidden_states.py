@@ -1,8 +1,5 @@
-"""Hidden states of a request: which are captured, what is added to them, and those that were captured.
-
-Layers are numbered as in transformers' `hidden_states`: number l is the residual stream in front of layer l, and the
-number of layers is the output of the final norm.
-"""
+"""Hidden states of a request, captured and changed, numbered as in transformers: l is the
+residual stream in front of layer l, the number of layers the final norm's output."""
 
 from __future__ import annotations
 

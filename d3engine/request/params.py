@@ -1,8 +1,5 @@
-"""What a user asks of a request: SamplingParams.
-
-Names follow vLLM's, so that engines can be swapped. Everything a request can ask for is bounded and checked here, when
-it is written down, with an error that names the field, the value and what is allowed.
-"""
+"""SamplingParams, with vLLM's names; everything a request can ask for is bounded and
+checked here, when it is written down."""
 
 from __future__ import annotations
 

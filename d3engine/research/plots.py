@@ -1,8 +1,5 @@
-"""The colours of terminal, pictures and pages, chosen once: depth on a ramp, everything else from one small set.
-
-A reader with any colour vision, or a grey printer, must see the same. The ramp is viridis without its
-ends, dark for many layers and light for few; letters on it are black or white, whichever reads better.
-"""
+"""Colours of terminal, pictures and pages, for any colour vision: depth on viridis without
+its ends, all else from one small set."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A sequence: one growing list of token ids with its own generation step, schedule and cache slot.
-
-A request of n sequences becomes n of these; the scheduler knows nothing of requests. The prefix cache spares the
-others the prompt that the first has computed.
-"""
+"""A sequence: a growing list of token ids with its generation step, schedule and cache
+slot. A request of n becomes n of these."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The question whether a grammar can be compiled, answered in a process that is limited and can be killed.
-
-Not every grammar that compiles for ever, or until the stack is used up, is found by llguidance's own limits. What has
-passed here takes no more of them where it is compiled to be used. Imported in that process, so it imports little.
-"""
+"""Whether a grammar compiles within limits of time and stack, asked in a process that can
+be killed; llguidance's own limits miss some. Imports little."""
 
 from __future__ import annotations
 

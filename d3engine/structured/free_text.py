@@ -1,8 +1,5 @@
-"""Free text before a form: until a mark comes up, the tokens that may follow are the same at each token.
-
-Most of an answer that may call functions is text, and so is all of reasoning. What may follow it was computed once,
-with the text at a place where no mark has begun; there nothing is computed, and the grammar is not moved.
-"""
+"""Free text before a form: until a mark comes up, the same tokens may follow at each
+token, computed once and without moving the grammar."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A compiled grammar, and how far one sequence has come in it.
-
-Only tokens that a sequence keeps stay consumed: a question about a draft consumes its tokens, asks, and rolls back.
-"""
+"""A compiled grammar and a sequence's place in it; a question about a draft consumes its
+tokens and rolls back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Rewrites a JSON schema so that what llguidance compiles allows only text whose parsed value satisfies it.
-
-A rewritten schema may allow less than the original and never more.
-"""
+"""Rewrites a JSON schema for llguidance so that every text parses to a value that
+satisfies it; it may allow less, never more."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What a form is written down as: one grammar in llguidance's Lark, whatever the user wrote.
-
-No forcing. Where only one text can follow, the model still chooses among all tokens that begin it, so an
-answer is drawn from the model's own distribution over what the form allows, whatever pieces the tokenizer has.
-"""
+"""A form as one grammar in llguidance's Lark, without forcing: where only one text can
+follow, the model still chooses among all tokens that begin it."""
 
 from __future__ import annotations
 

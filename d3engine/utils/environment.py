@@ -1,8 +1,5 @@
-"""The environment variables that d3engine reads: all of them, in one table.
-
-They change how something is computed or where it is kept, never what, and one holds what is secret: whatever a user
-would write in code is an argument instead.
-"""
+"""The environment variables that d3engine reads: how something is computed or where it is
+kept, never what, and one secret."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Reads and writes a user's small files: configurations, texts, pages, reports.
-
-A path from outside may lead anywhere, to a pipe that never ends or a device that gives zeros for ever. So
-only regular files are read, and no more of one than a bound, whatever its size is said to be; and a file is written
-beside its place first, so that there it is whole or not at all.
-"""
+"""Reads and writes a user's small files: only regular ones, up to a bound whatever their
+size is said to be, and whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A plan on its way from the rank that plans to those that run it with it.
-
-Each side keeps what it has told or heard, so a message holds what is new: of the block tables the entries
-that have changed, of a sequence what choosing its tokens takes, once.
-"""
+"""A plan for other ranks: each side keeps what was sent, so a message holds what is new of
+block tables and sequences."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The normal equations of all windows from one start: sums over positions, from which every fit and its error follow.
-
-Ridge regression needs sums of products and no stored state. So one pass over a text of any length is
-enough, two parts of it differ by two objects, and the error of a map on a part it was not fitted on is again
-arithmetic with that part's sums.
-"""
+"""The normal equations of all windows from one start. Ridge regression needs sums alone:
+one pass over any text, whose parts and held-out errors are arithmetic with them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Which windows to leave out, and in which order: each next one is what costs least beside those before it.
-
-What a window costs depends on what is left out already, since states that have crossed one bridge come to
-the next. So each choice is measured with all the bridges that it would have in decoding, the bridge over neighbours
-that have become one window among them.
-"""
+"""Which windows to leave out, in which order: each next one costs least next to those
+before it, with all bridges that decoding would cross."""
 
 from __future__ import annotations
 

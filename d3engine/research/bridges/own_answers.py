@@ -1,9 +1,5 @@
-"""Conversations that a model makes up itself, for bridges without a given text.
-
-A chat model has learned what users ask, too. Behind the beginning of a user's turn, sampled at
-temperature 1, it writes such a question until the turn ends; its own answer at full depth is what the bridges will
-meet. Known as a way to make training data from Xu et al. 2024, "Magpie".
-"""
+"""Conversations that a chat model makes up itself, its turn of the user sampled at
+temperature 1 and answered at full depth (Xu et al. 2024, "Magpie")."""
 
 from __future__ import annotations
 

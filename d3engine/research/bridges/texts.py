@@ -1,9 +1,5 @@
-"""The texts that bridges are fitted to and measured on, as token ids.
-
-Bridges are best fitted to what will pass them. So a conversation is written by the model's own chat
-template, and a file may hold conversations, questions with answers, or plain text. A file may hold far more of them
-than are wanted, so its lines are read first and become tokens when they have been picked.
-"""
+"""Texts to fit bridges to and measure on, conversations by the model's chat template;
+lines are read first and become tokens when they are picked."""
 
 from __future__ import annotations
 

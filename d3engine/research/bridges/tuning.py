@@ -1,9 +1,5 @@
-"""Tuning bridges: steps on their own numbers towards full depth's next-token distribution; nothing else is touched.
-
-Ridge regression makes the state behind a window right on average, but what counts is what the rest of
-the model makes of it. So a text passes as a policy would decode it, all its bridges at work, and the KL divergence from
-full depth goes back through the model into them.
-"""
+"""Tunes bridges by the KL divergence from full depth of a text that passes as a policy
+would decode it, all its bridges at work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Which bridges a calibration tries: those of the files that were given, and their maps cut to lower ranks.
-
-Inside the search a choice is a name that people can read. Where its file lies is known here alone, so a
-cut map may lie in a directory that goes away, and what was chosen ends as the "auto" file beside `d3.json`.
-"""
+"""Bridges that a calibration tries: of given files, and cut to lower ranks in a directory
+that goes away; the search knows their names alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A calibration as data: JSON of everything that was tried, and the `d3.json` that the engine reads.
-
-A setting never stands alone. Beside it is what it was measured to lose, on how many problems, by which
-rule, and of which weights that is true.
-"""
+"""A calibration as JSON, and the `d3.json` that the engine reads: a setting with what it
+lost, on how many problems, by which rule, of which weights."""
 
 from __future__ import annotations
 

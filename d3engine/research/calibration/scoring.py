@@ -1,8 +1,5 @@
-"""What calibration asks of a model: answers to some problems under a policy, right or wrong, and what they cost.
-
-The search sees a `Scorer` and nothing else, so that it is the same for any task, and its rules can be
-tested on scorers whose truth is known.
-"""
+"""What calibration asks of a model: answers under a policy, right or wrong, and their
+cost. The search sees a `Scorer` alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Exact match under a depth policy, with honest intervals.
-
-Two policies answer the same problems, so they are compared problem by problem. The interval of their
-difference is far narrower than two separate ones would suggest, and it does not vanish when they agree.
-"""
+"""Exact match under a depth policy, with intervals; two policies answer the same problems,
+so they are compared in pairs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The files of bridges that the policies of an evaluation name.
-
-A request may come from anywhere and opens no file, but the policies of an evaluation are written by the
-one who runs it. So an engine without other callers may open what they name.
-"""
+"""Files of bridges that the policies of an evaluation name; requests open no file, but an
+engine without other callers may."""
 
 from __future__ import annotations
 

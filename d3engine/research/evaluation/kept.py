@@ -1,9 +1,5 @@
-"""Answers that outlive the run that asked for them: a file of JSON lines, one an answer.
-
-An answer follows from the weights, the prompt, the policy and the sampling, and from nothing of the run.
-So a run that was ended goes on where it was, a larger one asks what is new alone, and the texts can be read. Greedy
-answers only: others depend on their place in a run.
-"""
+"""A file of JSON lines that keeps greedy answers, which follow from weights, prompt,
+policy and sampling alone: a run that was ended goes on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The D3 paper's Tables 1 to 5: what it compares, on which models, and over which settings.
-
-What these tables print stands beside what can be counted, which are the shapes of Llama-2, the lengths of
-the reference answers, and the space that is searched here. What does not agree is said in a note.
-"""
+"""The D3 paper's Tables 1 to 5 next to what can be counted: shapes of Llama-2, lengths of
+reference answers, the space that is searched here."""
 
 from __future__ import annotations
 

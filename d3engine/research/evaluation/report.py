@@ -1,8 +1,5 @@
-"""An evaluation as one page of HTML that needs nothing else: no script, no font, no picture from anywhere.
-
-The page shows the same tables as the terminal, and above them each benchmark's policies as points with
-their intervals over the layers they ran, drawn as SVG by hand.
-"""
+"""An evaluation as tables, and as a page of HTML that needs nothing else, with policies as
+points over layers run, drawn as SVG."""
 
 from __future__ import annotations
 
