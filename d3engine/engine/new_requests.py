@@ -18,8 +18,8 @@ from d3engine.request.engine_request import EngineRequest
 from d3engine.request.hidden_states import Capture, Steer, path_of
 from d3engine.request.params import PRIORITIES, SamplingParams
 from d3engine.scheduling.sequence import Draft, Sequence
-from d3engine.structured.forms import Forms
 from d3engine.text.prompts import Prompt, PromptReader
+from d3engine.text.structured.forms import Forms
 from d3engine.text.tokenizer import Tokenizer
 from d3engine.utils.files import is_writable
 

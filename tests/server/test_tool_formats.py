@@ -79,7 +79,7 @@ def accepts(params: Any, text: str) -> bool:
     """Whether a grammar takes a whole text, byte by byte."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from d3engine.structured.source import grammar_of
+    from d3engine.text.structured.source import grammar_of
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar_of(params), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -220,8 +220,8 @@ def test_marks_that_are_special_tokens_are_taken_as_such_and_others_never(name: 
     from llguidance import LLMatcher
 
     from d3engine.server.requests.formats import _Marks
-    from d3engine.structured.checker import answer
-    from d3engine.structured.source import grammar_of
+    from d3engine.text.structured.checker import answer
+    from d3engine.text.structured.source import grammar_of
 
     vocabulary, ids = with_specials(name)
     other = 256 + len(ids)

@@ -10,9 +10,9 @@ import pytest
 
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import StructuredOutputsParams
-from d3engine.structured.checker import MOST
-from d3engine.structured.finite import grammar_is_finite
-from d3engine.structured.source import grammar_of
+from d3engine.text.structured.checker import MOST
+from d3engine.text.structured.finite import grammar_is_finite
+from d3engine.text.structured.source import grammar_of
 
 llguidance = pytest.importorskip("llguidance")
 

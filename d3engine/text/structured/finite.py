@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from d3engine.structured.references import Schema, allowed_types, allowed_values, resolved
+from d3engine.text.structured.references import Schema, allowed_types, allowed_values, resolved
 
 _TERMINALS = re.compile(r'"(?:\\.|[^"\\])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>|//[^\n]*|\#[^\n]*', re.DOTALL)
 _RULE = re.compile(r"^[?!]?([a-z_]\w*)(?:\.-?\d+|\[[^\]\n]*\])*[ \t]*:", re.MULTILINE)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from d3engine.errors import InvalidValueError, MissingExtraError, require
 from d3engine.request.constraint import Form
 from d3engine.request.params import StructuredOutputsParams
-from d3engine.structured.checker import MOST, in_words
-from d3engine.structured.free_text import FreeForm, FreeText
-from d3engine.structured.grammar import Grammar, MaskTime
-from d3engine.structured.reasoning_limit import LimitedReasoning, ReasoningLimit
-from d3engine.structured.source import grammar_of
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.limited_process import LimitError, ProcessEndedError, ProcessLimits, ask
+from d3engine.text.structured.checker import MOST, in_words
+from d3engine.text.structured.free_text import FreeForm, FreeText
+from d3engine.text.structured.grammar import Grammar, MaskTime
+from d3engine.text.structured.reasoning_limit import LimitedReasoning, ReasoningLimit
+from d3engine.text.structured.source import grammar_of
 from d3engine.text.tokenizer import DecoderKind, Tokenizer
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Forms:
 def _check(params: StructuredOutputsParams, source: str) -> None:
     """Refuse what cannot be compiled within the limits, without compiling it here."""
     try:
-        reply = ask("d3engine.structured.checker:answer", {"source": source}, LIMITS)
+        reply = ask("d3engine.text.structured.checker:answer", {"source": source}, LIMITS)
     except LimitError as error:
         raise _refused(params, f"to compile it takes more than {error}") from None
     except ProcessEndedError:

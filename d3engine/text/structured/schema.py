@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from d3engine.structured.finite import schema_is_finite
-from d3engine.structured.references import (
+from d3engine.text.structured.finite import schema_is_finite
+from d3engine.text.structured.references import (
     TYPES,
     Schema,
     allowed_types,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from d3engine.request.constraint import FAULT_PREFIX, Allowed, Constraint
-from d3engine.structured.checker import in_words
+from d3engine.text.structured.checker import in_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -19,10 +19,10 @@ from d3engine import Engine, SamplingParams, StructuredOutputsParams
 from d3engine.request.constraint import FAULT_PREFIX, Constraint
 from d3engine.scheduling.multi_step import steps_of_forms
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
-from d3engine.structured import grammar
-from d3engine.structured.checker import MOST
-from d3engine.structured.forms import Forms
-from d3engine.structured.grammar import BURST_SECONDS, GrammarPlace, MaskTime
+from d3engine.text.structured import grammar
+from d3engine.text.structured.checker import MOST
+from d3engine.text.structured.forms import Forms
+from d3engine.text.structured.grammar import BURST_SECONDS, GrammarPlace, MaskTime
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}

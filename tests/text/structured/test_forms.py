@@ -16,10 +16,10 @@ from d3engine import Engine, InvalidValueError, SamplingParams, StructuredOutput
 from d3engine.errors import MissingExtraError
 from d3engine.request.constraint import Allowed, Constraint
 from d3engine.request.params import MAX_CHARACTERS, MAX_CHOICES
-from d3engine.structured import forms as structured_forms
-from d3engine.structured.forms import Forms
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.limited_process import ProcessLimits
+from d3engine.text.structured import forms as structured_forms
+from d3engine.text.structured.forms import Forms
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
@@ -277,7 +277,7 @@ class TestRefusals:
 
 
 def test_a_schema_within_a_grammar_is_written_as_a_schema_by_itself_is() -> None:
-    from d3engine.structured.source import grammar_of
+    from d3engine.text.structured.source import grammar_of
 
     alone = grammar_of(StructuredOutputsParams(json={"type": "integer"})).splitlines()[0].removeprefix("start: ")
     text = 'start: "%json {}" /%json [{]}/ inner // %json {}\ninner: %json {"type": "integer"} "."'

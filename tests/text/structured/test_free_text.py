@@ -25,8 +25,8 @@ from d3engine import (
 from d3engine.depth import DepthPolicy
 from d3engine.request.constraint import Constraint
 from d3engine.server.requests.formats import TOOL_FORMATS, AskedCalls, tool_format_named
-from d3engine.structured.forms import Forms
-from d3engine.structured.free_text import FreeForm
+from d3engine.text.structured.forms import Forms
+from d3engine.text.structured.free_text import FreeForm
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 ENDS = frozenset({2})

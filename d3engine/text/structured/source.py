@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import StructuredOutputsParams
-from d3engine.structured.finite import grammar_is_finite
-from d3engine.structured.schema import UnenforceableError, literal, prepared
+from d3engine.text.structured.finite import grammar_is_finite
+from d3engine.text.structured.schema import UnenforceableError, literal, prepared
 
 WHITESPACE = r"( |\n( {0,16}|\t{0,8}))?"
 """Between the parts of JSON: nothing, a space, or a line break and an indentation."""
