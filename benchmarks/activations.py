@@ -22,7 +22,7 @@ from tqdm import tqdm
 from benchmarks.judged_texts import RESAMPLES, Text, chat_texts, compared, figures, figures_in_words
 from benchmarks.report import environment, tell
 from d3engine import Engine, SamplingParams
-from d3engine.plan import Plan, Sampled
+from d3engine.scheduling.plan import Plan, Sampled
 
 
 @dataclass(frozen=True)

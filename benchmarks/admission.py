@@ -8,7 +8,6 @@ there are: with one token per sequence and step, an answer of N tokens is busy f
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,12 +20,12 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.fake_sequences import FAKE_TOKEN, fake_sequence, fake_tokens, layers_run
-from benchmarks.report import environment, keep
-from d3engine.cache.kv_cache import KVCache
+from benchmarks.report import Parser, keep, settings_of
 from d3engine.depth import D3, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.statistics import layer_bound
-from d3engine.plots import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION, new_figure, save_figure
+from d3engine.research.plots import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION, new_figure, save_figure
+from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.waiting import Admission, Immediate, IntervalAdmission
 
@@ -260,8 +259,7 @@ def _name(every: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the simulation."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.admission", description=__doc__.splitlines()[0])
+    parser = Parser("admission", __doc__, arguments)
     default = Settings()
     parser.add_argument("--alpha", type=float, default=default.alpha, help="D3's decay")
     parser.add_argument("--start", type=float, default=default.start, help="where D3's window begins")
@@ -271,21 +269,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=default.warm_up, help="steps not counted")
     parser.add_argument("--seed", type=int, default=default.seed, help="of the arrivals")
     parser.add_argument("--plot", metavar="FILE", help="also draw the table to this PNG file (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    options = parser.parse_args(arguments)
+    options = parser.given()
     if not 0 <= options.warm_up < options.steps:
         parser.error(f"--warm-up {options.warm_up} leaves none of --steps {options.steps}")
-    settings = Settings(
-        alpha=options.alpha,
-        start=options.start,
-        waves=tuple(options.waves),
-        batches=tuple(options.batches),
-        steps=options.steps,
-        warm_up=options.warm_up,
-        seed=options.seed,
-    )
-    report = measure(settings)
-    report["environment"] = environment("benchmarks.admission", arguments)
+    report = measure(settings_of(Settings, options))
+    report["environment"] = parser.environment()
     show(report, Console())
     keep(report, options, plot)
     return 0

@@ -8,7 +8,6 @@ of the rounds the fastest counts, since whatever else a machine does can only sl
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import tempfile
@@ -23,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import environment, positive, tell
+from benchmarks.report import Parser, positive, tell
 from benchmarks.systems import PROMPT_TOKENS, prompts_for
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.engine import Engine
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
@@ -166,8 +165,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bridge_cost", description=__doc__.splitlines()[0])
+    parser = Parser("bridge_cost", __doc__, arguments)
     default = Settings()
     parser.add_argument("--model", default=default.model, help="a model directory, smollm2 or demo")
     parser.add_argument("--alpha", type=float, default=default.alpha, help="D3's")
@@ -175,11 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=positive, help="rank of each map (full)")
     parser.add_argument("--tokens", type=positive, default=default.tokens, help="tokens of an answer, at least 2")
     parser.add_argument("--repeats", type=positive, default=default.repeats, help="rounds counted, after a warm-up")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    options = vars(parser.parse_args(arguments))
+    options = vars(parser.given())
     file = options.pop("json")
     report = measure(Settings(**options))
-    report["environment"] = environment("benchmarks.bridge_cost", arguments)
+    report["environment"] = parser.environment()
     tell(report, show, width=100, file=file)
     return 0
 

@@ -7,7 +7,6 @@ out behind each text's first tokens.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import environment, tell
+from benchmarks.report import Parser, settings_of, tell
 from d3engine.cli.bridge_texts import PROMPT_TOKENS
 from d3engine.model.bridges import Bridge, Window
-from d3engine.progress import hides_bars
 from d3engine.research.analysis.answers import open_model
 from d3engine.research.bridges.fitting import CHOOSING_EVERY, Fit
 from d3engine.research.bridges.judging import FullText, Reading, window_schedule
 from d3engine.research.bridges.passage import Passage
 from d3engine.research.bridges.texts import TextReader, shuffled
+from d3engine.utils.progress import hides_bars
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bridge_texts", description=__doc__.splitlines()[0])
+    parser = Parser("bridge_texts", __doc__, arguments)
     parser.add_argument("--model", default=Settings.model)
     parser.add_argument("--text", action="append", required=True, help="a file to fit to; may be repeated")
     parser.add_argument("--held-out", action="append", required=True, help="a file to judge on; may be repeated")
@@ -138,22 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out-texts", type=int, default=Settings.held_out_texts)
     parser.add_argument("--text-tokens", type=int, default=Settings.text_tokens)
     parser.add_argument("--dtype", default=Settings.dtype)
-    parser.add_argument("--json", help="also write the report to this file")
-    given = parser.parse_args(arguments)
+    given = parser.given()
     windows = tuple(_window(one) for one in given.window) if given.window else Settings.windows
-    settings = Settings(
-        tuple(given.text),
-        tuple(given.held_out),
-        model=given.model,
-        windows=windows,
-        positions=tuple(given.positions),
-        ranks=tuple(given.rank),
-        held_out_texts=given.held_out_texts,
-        text_tokens=given.text_tokens,
-        dtype=given.dtype,
-    )
-    report = measure(settings)
-    report["environment"] = environment("benchmarks.bridge_texts", arguments)
+    report = measure(settings_of(Settings, given, texts=tuple(given.text), windows=windows, ranks=tuple(given.rank)))
+    report["environment"] = parser.environment()
     tell(report, show, width=120, file=given.json)
     return 0
 

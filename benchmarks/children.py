@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from d3engine.children import child_environment
+from d3engine.utils.children import child_environment
 
 
 def checkout_environment() -> dict[str, str]:

@@ -9,7 +9,6 @@ that replicas with full batches could just serve at full depth. Every routing me
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import sys
 from collections.abc import Callable, Sequence
@@ -23,15 +22,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.fake_sequences import fake_sequence, fake_tokens, layers_run
-from benchmarks.report import environment, positive, summary, tell
-from d3engine.cache.kv_cache import KVCache
+from benchmarks.report import Parser, positive, summary, tell
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.integrations.proxy import ROUTINGS, Busy, Routing, least_loaded
-from d3engine.plan import Plan
-from d3engine.request.sequence import Sequence as TokenSequence
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.scheduling.plan import Plan
 from d3engine.scheduling.running import Counters
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.sequence import Sequence as TokenSequence
 from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
 BLOCK_SIZE = 16
@@ -357,8 +356,7 @@ def _spread(figure: dict[str, Any], scale: float, digits: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the simulation and print its table."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.splitlines()[0])
+    parser = Parser("cluster", __doc__, arguments)
     default = Settings()
     for name in ("replicas", "slots", "tokens", "prefixes", "admit_every", "seeds"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
@@ -367,8 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8], help="over what full depth could serve")
     parser.add_argument("--arrivals", nargs="+", choices=ARRIVALS, default=list(ARRIVALS))
     parser.add_argument("--routings", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    options = vars(parser.parse_args(arguments))
+    options = vars(parser.given())
     file, loads, kinds, routings = (options.pop(name) for name in ("json", "loads", "arrivals", "routings"))
     settings = Settings(**options)
     if not 0 <= settings.warm_up < settings.seconds:
@@ -376,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(loads) <= 0:
         parser.error(f"--loads {min(loads)} is not above 0")
     report = measure(settings, routings, kinds, loads)
-    report["environment"] = environment("benchmarks.cluster", arguments)
+    report["environment"] = parser.environment()
     tell(report, show, width=160, file=file)
     return 0
 

@@ -6,7 +6,6 @@ gives what a step takes by itself, what a prompt takes, and what the host adds t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.cpu_page import show
 from benchmarks.read_rate import Reader
-from benchmarks.report import environment, positive, summary, tell, write_json
+from benchmarks.report import Parser, positive, settings_of, summary, tell, write_json
 from benchmarks.systems import PROMPT_TOKENS, decay_for, model_at, prompts_for, rest, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
@@ -335,8 +334,7 @@ def _peer_version() -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0])
+    parser = Parser("cpu", __doc__, arguments)
     parser.add_argument("--model", default="demo", help="demo, large or tiny (random weights), or a model's directory")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weights")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help="prompts at once")
@@ -362,26 +360,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="in place of wall time, where others use the machine; takes --threads 1 and --peers alone",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file, after every part")
-    given = parser.parse_args(arguments)
+    given = parser.given()
     if given.processor_time and (given.peers or given.threads > 1):
         parser.error(
             "--processor-time must come with --threads 1, for threads that wait take it too, and with --peers and no"
             f" names, for theirs is wall time; got --threads {given.threads} --peers {' '.join(given.peers)}"
         )
-    settings = Settings(
-        model=given.model,
-        kinds=tuple(given.kinds),
-        batches=tuple(given.batches),
-        parts=tuple(given.parts),
-        peers=tuple(given.peers),
-        prompt_tokens=given.prompt_tokens,
-        tokens=given.tokens,
-        repeats=given.repeats,
-        threads=given.threads,
-        processor_time=given.processor_time,
-    )
-    where = {"environment": environment("benchmarks.cpu", arguments)}
+    settings = settings_of(Settings, given)
+    where = {"environment": parser.environment()}
 
     def keep(report: dict[str, Any]) -> None:
         if given.json:

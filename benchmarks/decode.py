@@ -22,7 +22,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.peak_memory import memory, memory_in_subprocess
-from benchmarks.report import environment, positive, summary, write_json
+from benchmarks.report import Parser, positive, summary, write_json
 from benchmarks.systems import (
     DECAY,
     FULL,
@@ -243,23 +243,21 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when the tokens differ from transformers'."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
+    parser = Parser("decode", __doc__, arguments)
     parser.add_argument("--model", choices=MODELS, default="demo", help="demo: the bundled one; others are random")
     parser.add_argument("--tokens", type=positive, default=128, help="new tokens per prompt")
     parser.add_argument("--batch", type=positive, default=1, help="prompts at once")
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
     parser.add_argument("--threads", type=positive, default=2, help="torch's threads")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory (three more processes)")
     parser.add_argument("--memory-of", choices=SYSTEMS, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.given()
     settings = Settings(options.model, options.tokens, options.batch, options.repeats, options.threads)
     if options.memory_of:
         print(json.dumps(memory(options.memory_of, settings)))
         return 0
     report = measure(settings, with_memory=not options.no_memory)
-    report["environment"] = environment("benchmarks.decode", arguments)
+    report["environment"] = parser.environment()
     show(report, Console())
     if options.json:
         write_json(report, options.json)

@@ -9,7 +9,6 @@ deep steps drawn at random, and beside entries that only full depth could have w
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import environment, tell
+from benchmarks.report import Parser, tell
 from d3engine.cli.observing import observe
 from d3engine.depth import D3, Schedule
 from d3engine.model.llama import Rope
@@ -255,8 +254,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.deep_kinds", description=(__doc__ or "").split("\n")[0])
+    parser = Parser("deep_kinds", __doc__, arguments)
     parser.add_argument("--model", default="demo", help="as `d3engine analyze` takes it")
     parser.add_argument("--alpha", type=float, default=0.9, help="of D3")
     parser.add_argument("--start", type=float, default=0.5, help="of D3")
@@ -272,8 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="its folder; the texts are its own answers")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    given = parser.parse_args(arguments)
+    given = parser.given()
     torch.set_num_threads(given.threads)
     asking = {name: getattr(given, name) for name in ("max_tokens", "prompts", "chat", "task", "data")}
     asking = {name: value for name, value in asking.items() if value}
@@ -285,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     policy = D3(given.alpha, given.start)
     report = measure(seen.observer, kinds, seen.answered, policy, given.starts, given.entries, given.share, given.only)
     report |= {"policy": f"D3, alpha {policy.alpha:g}, start {policy.start:g}"}
-    report["environment"] = environment("benchmarks.deep_kinds", arguments)
+    report["environment"] = parser.environment()
     tell(report, show, width=120, file=given.json)
     return 0
 

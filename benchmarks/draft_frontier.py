@@ -8,7 +8,6 @@ to be reached is a line, for the length of draft that suits it best. The figures
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Sequence
@@ -23,14 +22,14 @@ from tqdm import tqdm
 
 from benchmarks.drafts import add_draft_options, prompts_for
 from benchmarks.lossless import acceptance_for, tokens_for
-from benchmarks.report import environment, keep
+from benchmarks.report import Parser, keep, settings_of
 from d3engine.depth import D3, FullDepth, Lossless, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape
-from d3engine.engine import Engine
-from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
+from d3engine.engine.engine import Engine
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import shape_of
+from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
 LONGEST = 16
 """Tokens of a draft at most, where the length that suits a setting best is looked for."""
@@ -187,23 +186,14 @@ def plot(report: dict[str, Any], path: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.draft_frontier", description=__doc__.splitlines()[0])
+    parser = Parser("draft_frontier", __doc__, arguments)
     default = Settings()
     parser.add_argument("--model", default=default.model, help="a model directory, smollm2 or demo")
     add_draft_options(parser, default.lengths, default.prompts, default.tokens)
-    options = parser.parse_args(arguments)
-    settings = Settings(
-        model=options.model,
-        bridges=options.bridges,
-        drafts=tuple((alpha, start) for alpha, start in options.drafts) if options.drafts else default.drafts,
-        lengths=tuple(options.lengths),
-        prompts=options.prompts,
-        tokens=options.tokens,
-        chat=options.chat,
-    )
-    report = measure(settings)
-    report["environment"] = environment("benchmarks.draft_frontier", arguments)
+    options = parser.given()
+    drafts = tuple((alpha, start) for alpha, start in options.drafts) if options.drafts else default.drafts
+    report = measure(settings_of(Settings, options, drafts=drafts))
+    report["environment"] = parser.environment()
     show(report, Console(width=120))
     keep(report, options, plot)
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import positive
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.research.analysis.answers import Prompt, read_prompts
 from d3engine.research.evaluation.word_problems import format_prompt, problems
 
@@ -37,4 +37,3 @@ def add_draft_options(parser: argparse.ArgumentParser, lengths: Sequence[int], p
     parser.add_argument("--chat", metavar="FILE", help="prompts for the chat template, one a line, not word problems")
     parser.add_argument("--tokens", type=positive, default=tokens, help="tokens of an answer at most")
     parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d3engine.depth import Schedule
-from d3engine.plan import Plan, Sampled
 from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Sequence as TokenSequence
+from d3engine.scheduling.plan import Plan, Sampled
+from d3engine.scheduling.sequence import Sequence as TokenSequence
 
 FAKE_TOKEN = 7
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks.children import checkout_environment
 from benchmarks.random_gguf import SHAPES, write_random
 from benchmarks.report import environment, tell
-from d3engine.children import python_command
+from d3engine.utils.children import python_command
 
 OURS, EXACT, LLAMA_CPP = "d3engine", "d3engine, float32 activations", "llama.cpp"
 

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from d3engine.plots import BLUE, GREY, new_figure, save_figure
+from d3engine.research.plots import BLUE, GREY, new_figure, save_figure
 
 RESULTS = Path(__file__).parent / "results"
 FILE, DRAFTS = "gguf-coder-1.5b-avx512.json", "speculation-qwen2.5-coder-1.5b-cpu.json"

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from benchmarks.report import environment, tell
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import StructuredOutputsParams
-from d3engine.structured.checker import MOST, in_words
-from d3engine.structured.source import grammar_of
+from d3engine.text.structured.checker import MOST, in_words
+from d3engine.text.structured.source import grammar_of
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from d3engine import Engine, SamplingParams
 from d3engine.depth import DepthPolicy
-from d3engine.plan import Plan, Sampled
 from d3engine.research.evaluation.gsm8k import load_gsm8k
+from d3engine.scheduling.plan import Plan, Sampled
 from d3engine.text.prompts import Prompt
 
 CHATS = Path(__file__).parent / "chat_prompts.txt"

@@ -6,7 +6,6 @@ length need no prompt. Told is processor time, which neighbours on the machine d
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import environment, positive, spread, summary, tell
-from d3engine.engine import Engine
+from benchmarks.report import Parser, positive, spread, summary, tell
+from d3engine.engine.engine import Engine
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.native import native_model
 from d3engine.kernels.kv_pool import KVPool, values_and_scales
@@ -118,20 +117,16 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kv_cache_time", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser("kv_cache_time", __doc__, arguments)
     parser.add_argument("--model", default=Settings.model, help="a directory, or a model known by name")
     parser.add_argument("--contexts", type=positive, nargs="+", default=Settings.contexts, help="tokens of each text")
     parser.add_argument("--batches", type=positive, nargs="+", default=Settings.batches, help="texts at once")
     parser.add_argument("--steps", type=positive, default=Settings.steps, help="of a turn")
     parser.add_argument("--rounds", type=positive, default=Settings.rounds, help="turns of each cache")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    given = vars(parser.parse_args(arguments))
+    given = vars(parser.given())
     file = given.pop("json")
     settings = Settings(**given)
-    report = {"environment": environment("benchmarks.kv_cache_time", arguments), "settings": asdict(settings)}
+    report = {"environment": parser.environment(), "settings": asdict(settings)}
     tell(report | measure(settings), show, width=100, file=file)
     return 0
 

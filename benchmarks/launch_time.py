@@ -9,7 +9,6 @@ Each operation is timed both ways in turns: bound to its tensors by the recipes 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -24,7 +23,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.gpu import absent
-from benchmarks.report import environment, positive, spread, summary, tell
+from benchmarks.report import Parser, positive, spread, summary, tell
 
 HIDDEN, HEADS, CHANNELS = 64, 4, 16
 """A small model's sizes: what the host does depends on none."""
@@ -118,23 +117,19 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.launch_time", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser("launch_time", __doc__, arguments)
     parser.add_argument(
         "--rows", type=positive, default=32, help="rows of the step; its prompt chunk has the rest (32)"
     )
     parser.add_argument("--answers", type=positive, default=8, help="rows of answers (8)")
     parser.add_argument("--rounds", type=positive, default=15, help="times that each way is timed (15)")
-    parser.add_argument("--json", metavar="FILE", help="where to write all figures")
-    options = parser.parse_args(arguments)
+    options = parser.given()
     if options.answers >= options.rows:
         parser.error(f"--answers is {options.answers}; it must be less than --rows, which is {options.rows}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: interpreted kernels are not launched")
     absent.install()
-    report = {"environment": environment("benchmarks.launch_time", arguments)}
+    report = {"environment": parser.environment()}
     report |= measure(options.rows, options.answers, options.rounds)
     tell(report, show, width=100, file=options.json)
     return 0

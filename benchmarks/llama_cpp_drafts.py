@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from benchmarks.children import checkout_environment
 from benchmarks.llama_cpp import LlamaCpp
-from d3engine.children import python_command
+from d3engine.utils.children import python_command
 
 
 class Model(Protocol):

@@ -5,7 +5,6 @@ A step's time does not depend on an adapter's values, so these are random, in a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -21,8 +20,8 @@ from rich.table import Table
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from benchmarks.report import environment, positive, spread, summary, tell
-from d3engine.engine import Engine
+from benchmarks.report import Parser, positive, spread, summary, tell
+from d3engine.engine.engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
 
@@ -111,20 +110,18 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=(__doc__ or "").split("\n")[0])
+    parser = Parser("lora", __doc__, arguments)
     parser.add_argument("--model", default=Settings.model, help="a directory, a GGUF file, or a model known by name")
     parser.add_argument("--rank", type=positive, default=Settings.rank, help="of the adapter, at every matrix")
     parser.add_argument("--batches", type=positive, nargs="+", default=Settings.batches, help="answers at once")
     parser.add_argument("--steps", type=positive, default=Settings.steps, help="tokens of an answer")
     parser.add_argument("--rounds", type=positive, default=Settings.rounds, help="turns of each kind")
     parser.add_argument("--threads", type=positive, help="of the native library")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    given = vars(parser.parse_args(arguments))
+    given = vars(parser.given())
     file = given.pop("json")
     settings = Settings(**given)
     report = {
-        "environment": environment("benchmarks.lora", arguments),
+        "environment": parser.environment(),
         "settings": asdict(settings) | {"model": Path(settings.model).name},
     }
     tell(report | measure(settings), show, width=100, file=file)

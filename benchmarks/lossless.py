@@ -15,7 +15,6 @@ after the first round ends the run with the rounds that are done.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -31,13 +30,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.drafts import add_draft_options, prompts_for
-from benchmarks.report import environment, keep, summary
+from benchmarks.report import Parser, keep, settings_of, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.errors import require
-from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
+from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
 
 @dataclass(frozen=True)
@@ -295,8 +294,7 @@ def plot(report: dict[str, Any], path: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lossless", description=__doc__.splitlines()[0])
+    parser = Parser("lossless", __doc__, arguments)
     default = Settings()
     parser.add_argument("--model", default=default.model, help="a model directory, or demo")
     add_draft_options(parser, default.lengths, default.prompts, default.tokens)
@@ -311,23 +309,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--batch", type=int, default=default.batch, help="answers at once")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds timed, after a warm-up; 0: counts")
-    options = parser.parse_args(arguments)
+    options = parser.given()
     if options.repeats < 0 or (options.plot and not options.repeats):
         parser.error(f"--repeats must be at least {1 if options.plot else 0}, not {options.repeats}")
-    settings = Settings(
-        model=options.model,
-        drafts=() if options.windows and not options.drafts else tuple(map(tuple, options.drafts or default.drafts)),
-        windows=tuple(map(tuple, options.windows or ())),
-        batch=options.batch,
-        chat=options.chat,
-        lengths=tuple(options.lengths),
-        prompts=options.prompts,
-        tokens=options.tokens,
-        repeats=options.repeats,
-        bridges=options.bridges,
-    )
-    report = measure(settings)
-    report["environment"] = environment("benchmarks.lossless", arguments)
+    drafts = () if options.windows and not options.drafts else tuple(map(tuple, options.drafts or default.drafts))
+    windows = tuple(map(tuple, options.windows or ()))
+    report = measure(settings_of(Settings, options, drafts=drafts, windows=windows))
+    report["environment"] = parser.environment()
     show(report, Console())
     keep(report, options, plot)
     return 0

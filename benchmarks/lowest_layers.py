@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 
 
 def save_lowest_layers(model: str, count: int, directory: Path) -> Path:

@@ -27,9 +27,9 @@ from benchmarks.systems import (
     transformers_model,
     weights_of,
 )
-from d3engine.children import python_command
 from d3engine.depth import FullDepth
 from d3engine.model.config import ModelConfig
+from d3engine.utils.children import python_command
 
 
 def memory_in_subprocess(system: str, settings: Settings) -> dict[str, Any]:

@@ -9,7 +9,6 @@ threshold by bisection. Where tokens are drafted and verified at full depth, the
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.lowest_layers import save_lowest_layers
-from benchmarks.report import environment, positive, summary, write_json
+from benchmarks.report import Parser, positive, summary, write_json
 from d3engine.depth import (
     D3,
     DepthPolicy,
@@ -38,11 +37,11 @@ from d3engine.depth import (
     TailSkip,
     UnifiedSkip,
 )
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.stats import EngineStats
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import Score, compare, measure, take_problems
 from d3engine.research.evaluation.word_problems import Problem, format_prompt
-from d3engine.stats import EngineStats
 
 CALIBRATED = D3(0.9, 0.7)
 """The demo model's own setting; what it runs per token is the depth that all systems are brought to."""
@@ -325,16 +324,14 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its table."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=__doc__.splitlines()[0])
+    parser = Parser("policies", __doc__, arguments)
     for name, default in asdict(Settings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default)
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as a page has it")
-    options = vars(parser.parse_args(arguments))
+    options = vars(parser.given())
     file, as_markdown = options.pop("json"), options.pop("markdown")
     report = measure_all(Settings(**options))
-    report["environment"] = environment("benchmarks.policies", arguments)
+    report["environment"] = parser.environment()
     if as_markdown:
         print(markdown(report))
     else:

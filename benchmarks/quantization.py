@@ -8,7 +8,6 @@ are of resampled problems, for tokens of one solution are not independent.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -24,18 +23,18 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import environment, write_json
+from benchmarks.report import Parser, settings_of, write_json
 from d3engine import Engine, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import INT4_DIVISORS, quantize_int4
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_weights, with_matrices
-from d3engine.plan import Plan, Sampled
 from d3engine.research.evaluation.accuracy import Interval, take_problems, wilson_interval
 from d3engine.research.evaluation.word_problems import Problem, Split, extract_answer, format_completion, format_prompt
+from d3engine.scheduling.plan import Plan, Sampled
 from d3engine.text.prompts import Prompt
 
 FLOAT = "float32"
@@ -273,8 +272,7 @@ def _rule(divisors: tuple[float, ...]) -> Callable[[LlamaWeights], LlamaWeights]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantization", description=__doc__.splitlines()[0])
+    parser = Parser("quantization", __doc__, arguments)
     default = Settings()
     parser.add_argument("--model", default=default.model, help="a directory with float weights, or demo")
     parser.add_argument("--problems", type=int, default=default.problems, help="how many")
@@ -283,22 +281,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=default.threads, help="torch's")
     parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="of an answer")
     parser.add_argument("--rules", action="store_true", help="compare ways to choose the scales of int4 instead")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write all figures to this file")
-    options = parser.parse_args(arguments)
-    settings = Settings(
-        model=options.model,
-        problems=options.problems,
-        split=options.split,
-        seed=options.seed,
-        threads=options.threads,
-        max_tokens=options.max_tokens,
-    )
+    options = parser.given()
     if options.rules:
         variants = {name: _rule(divisors) for name, divisors in INT4_RULES.items()}
     else:
         variants = {name: _scheme(name) for name in QUANTIZATION_SCHEMES}
-    report = measure(variants, settings)
-    report["environment"] = environment("benchmarks.quantization", arguments)
+    report = measure(variants, settings_of(Settings, options))
+    report["environment"] = parser.environment()
     show(report, Console())
     if options.json:
         write_json(report, options.json)

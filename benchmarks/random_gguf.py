@@ -20,8 +20,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
 from d3engine.errors import InvalidValueError
-from d3engine.files import free_bytes
 from d3engine.model.gguf_metadata import FREQ_FACTORS, llama3_divisors
+from d3engine.utils.files import free_bytes
 
 Q4_K, Q6_K, F32 = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K, GGMLQuantizationType.F32
 

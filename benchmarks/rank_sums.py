@@ -8,7 +8,6 @@ rank 0 computes meanwhile.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +20,9 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import environment, positive, spread, summary, tell
+from benchmarks.report import Parser, positive, spread, summary, tell
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.model.shard import Collectives
 from d3engine.request.params import SamplingParams
 
@@ -135,18 +134,16 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_sums", description=__doc__.splitlines()[0])
+    parser = Parser("rank_sums", __doc__, arguments)
     parser.add_argument("--model", default="demo")
     for name, default in (("ranks", 2), ("batch", 1), ("tokens", 64), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--alpha", type=float, default=0.9)
     parser.add_argument("--start", type=float, default=0.6)
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    options = parser.parse_args(arguments)
+    options = parser.given()
     decay = D3(options.alpha, options.start)
     report = measure(options.model, options.ranks, options.batch, options.tokens, options.repeats, decay)
-    report["environment"] = environment("benchmarks.rank_sums", arguments)
+    report["environment"] = parser.environment()
     tell(report, show, width=120, file=options.json)
     return 0
 

@@ -12,14 +12,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rich.console import Console
 
-from d3engine.files import write_whole
-from d3engine.version import __version__
+from d3engine.utils.files import write_whole
+from d3engine.utils.version import __version__
 
 PACKAGES = ("d3engine", "torch", "transformers", "numpy")
 
@@ -35,6 +36,32 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
         "cpu": _cpu(),
         "logical_cores": os.cpu_count(),
     }
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of `python -m benchmarks.NAME`, with --json; None reads this process's own."""
+
+    def __init__(self, name: str, doc: str | None, arguments: Sequence[str] | None) -> None:
+        super().__init__(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
+        self._name, self._words = name, sys.argv[1:] if arguments is None else list(arguments)
+        self.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+
+    def given(self) -> argparse.Namespace:
+        """The options."""
+        return self.parse_args(self._words)
+
+    def environment(self) -> dict[str, Any]:
+        """Where the figures come from."""
+        return environment(f"benchmarks.{self._name}", self._words)
+
+
+Settings = TypeVar("Settings")
+
+
+def settings_of(kind: type[Settings], options: argparse.Namespace, **others: Any) -> Settings:
+    """A dataclass of settings: the options that are fields of it, lists as tuples, and `others`."""
+    given = {one.name: getattr(options, one.name) for one in fields(cast(Any, kind)) if hasattr(options, one.name)}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | others)
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:

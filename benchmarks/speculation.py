@@ -9,7 +9,6 @@ own over a few prompts of each kind, which is not timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -27,12 +26,12 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.llama_cpp_drafts import Child
-from benchmarks.report import environment, keep, positive
+from benchmarks.report import Parser, keep, positive, settings_of
 from benchmarks.systems import rest
 from d3engine.depth import FullDepth
-from d3engine.engine import Engine
-from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
+from d3engine.engine.engine import Engine
 from d3engine.request.params import SamplingParams
+from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
 BASE, AGAIN = "none", "none again"
 SYSTEMS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -453,10 +452,7 @@ def plot(report: dict[str, Any], path: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speculation", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = Parser("speculation", __doc__, arguments)
     parser.add_argument("--model", required=True, help="the model that answers")
     parser.add_argument("--draft", required=True, help="a smaller model of the same vocabulary")
     parser.add_argument("--systems", nargs="+", default=Settings.systems, choices=list(SYSTEMS), help=f"with {BASE}")
@@ -475,15 +471,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="tokens that llama.cpp drafts, where it is installed; nothing leaves it out",
     )
     parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    options = parser.parse_args(arguments)
+    options = parser.given()
     if BASE not in options.systems:
         parser.error(f"--systems must name {BASE}, over which the ratios are")
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()
-    }
-    report = measure(Settings(**{name: value for name, value in given.items() if name not in ("plot", "json")}))
-    report["environment"] = environment("benchmarks.speculation", arguments)
+    report = measure(settings_of(Settings, options))
+    report["environment"] = parser.environment()
     console = Console()
     show(report, console if console.is_terminal else Console(width=150))
     keep(report, options, plot)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from d3engine.depth import D3, DepthPolicy
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import require
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
 from d3engine.model.family import NO_CAPS, Biases, LayerNorms, Multipliers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from d3engine.cache.kv_cache import BlockPool, KVCache
+from d3engine.scheduling.kv_cache import BlockPool, KVCache
 
 NUM_BLOCKS = 65536
 COUNTS = [1, 32, 8192]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.systems import RANDOM_MODELS
 from d3engine import kernels
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama, Rope
 from d3engine.model.source import CONFIG_FILE

@@ -18,8 +18,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.native_steps import FORMATS, NativeSteps, Sizes, runs_here
 from benchmarks.systems import weights_of
 from d3engine import AsyncEngine, Engine, SamplingParams
+from d3engine.engine.model_directory import model_directory
 from d3engine.kernels.native.library import LibraryMissing, library
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 
 LAYERS = Sizes(layers=4, hidden=1536, intermediate=8960, heads=12, kv_heads=2, head_dim=128)

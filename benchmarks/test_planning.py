@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.plan import Plan, Sampled, spans_of
 from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.scheduling.plan import Plan, Sampled, spans_of
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.sequence import Sequence
 
 NUM_LAYERS, BLOCK_SIZE, PROMPT_TOKENS = 32, 16, 16
 ROUNDS, WARM_UP = 200, 20

@@ -11,10 +11,10 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from d3engine.depth import FullDepth
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
+from d3engine.executor.sampler import Sampler
 from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Sequence
-from d3engine.sampling.sampler import Sampler
+from d3engine.scheduling.sequence import Sequence
 from d3engine.text.detokenizer import Detokenizer
 from d3engine.text.tokenizer import load_tokenizer
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.executor.interface import Computed
 from d3engine.executor.native import NativeExecutor
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import Plan
 from d3engine.request.params import SamplingParams
+from d3engine.scheduling.plan import Plan
 
 
 @dataclass

@@ -33,8 +33,8 @@ from benchmarks.judged_texts import (
 from benchmarks.report import environment, tell
 from d3engine import D3, Engine, FullDepth
 from d3engine.depth import DepthPolicy
+from d3engine.engine.model_directory import model_directory
 from d3engine.kernels.matrices import Weight
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_matrix, with_matrices
 from d3engine.weights_tools.quantize import quantize_to_groups

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d3engine.version import __version__
+from d3engine.utils.version import __version__
 
 _PACKAGE = Path(__file__).parent
 if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir():
@@ -30,8 +30,8 @@ if not (_PACKAGE / "kernels").is_dir() and (_PACKAGE.parent / "kernels").is_dir(
     __path__.append(str(_PACKAGE.parent))
 
 _PUBLIC = {
-    "Engine": "d3engine.engine",
-    "EngineConfig": "d3engine.loading.engine_config",
+    "Engine": "d3engine.engine.engine",
+    "EngineConfig": "d3engine.engine.engine_config",
     "AsyncEngine": "d3engine.async_engine.async_engine",
     "LLM": "d3engine.integrations.llm",
     "LoRARequest": "d3engine.executor.adapters",
@@ -91,7 +91,8 @@ if TYPE_CHECKING:
     from d3engine.depth import Speculative as Speculative
     from d3engine.depth import TailSkip as TailSkip
     from d3engine.depth import UnifiedSkip as UnifiedSkip
-    from d3engine.engine import Engine as Engine
+    from d3engine.engine.engine import Engine as Engine
+    from d3engine.engine.engine_config import EngineConfig as EngineConfig
     from d3engine.errors import D3EngineError as D3EngineError
     from d3engine.errors import EngineBusyError as EngineBusyError
     from d3engine.errors import EngineClosedError as EngineClosedError
@@ -100,7 +101,6 @@ if TYPE_CHECKING:
     from d3engine.errors import ModelFormatError as ModelFormatError
     from d3engine.executor.adapters import LoRARequest as LoRARequest
     from d3engine.integrations.llm import LLM as LLM
-    from d3engine.loading.engine_config import EngineConfig as EngineConfig
     from d3engine.request.hidden_states import Capture as Capture
     from d3engine.request.hidden_states import HiddenStates as HiddenStates
     from d3engine.request.hidden_states import Steer as Steer

@@ -1,7 +1,5 @@
-"""Every error the engine raises on purpose, and the one helper that words them alike.
-
-A message names the field, the value that was given and what is allowed, so that users need not read the source.
-"""
+"""Every error that is raised on purpose; a message names the field, the value that was
+given and what is allowed."""
 
 from __future__ import annotations
 

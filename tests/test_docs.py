@@ -21,7 +21,7 @@ from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.cli import app
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICIES
-from d3engine.loading.model_directory import FETCHED
+from d3engine.engine.model_directory import FETCHED
 from d3engine.research.evaluation.word_problems import extract_answer
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def test_pages_stay_short() -> None:
 
 
 def test_the_tables_of_the_code_are_whole() -> None:
-    from d3engine.environment import VARIABLES
+    from d3engine.utils.environment import VARIABLES
     from tools.docs_reference import MARK, TABLES, on_page_markdown
 
     with_tables = [page for page in PAGES if MARK.search(page.read_text())]

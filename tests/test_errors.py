@@ -14,8 +14,8 @@ from d3engine.cli.speculate import _read_lengths
 from d3engine.depth.speculative_config import as_mapping
 from d3engine.errors import InvalidValueError, integer_in, must_be
 from d3engine.request.params import BOUNDS, StructuredOutputsParams
-from d3engine.structured.checker import in_words
-from d3engine.structured.source import grammar_of
+from d3engine.text.structured.checker import in_words
+from d3engine.text.structured.source import grammar_of
 
 HUGE = 10**5000
 DIGITS = "9" * 5000

@@ -52,7 +52,10 @@ def place(module: str) -> str:
 
 
 def with_modules_imported(text: str, moves: dict[str, str]) -> str:
-    """`from package import module`, alone or among others, which the dotted form does not show."""
+    """`from package import module`, alone or among others, which the dotted form does not show.
+
+    A new package stands behind a NUL, by which it is not taken for one to be rewritten.
+    """
 
     def split(found: re.Match[str]) -> str:
         indent, package, names = found[1], found[2], found[3].strip("()").replace("\n", " ")
@@ -63,7 +66,7 @@ def with_modules_imported(text: str, moves: dict[str, str]) -> str:
             if old in moves:
                 to, _, to_name = moves[old].rpartition(".")
                 alias = alias or (module if module != to_name else "")
-                lines.append(f"{indent}from {to} import {to_name}{f' as {alias}' if alias else ''}")
+                lines.append(f"{indent}from \0{to} import {to_name}{f' as {alias}' if alias else ''}")
             else:
                 kept.append(name)
         if not lines:
@@ -84,7 +87,8 @@ def rewritten(text: str, moves: dict[str, str], is_python: bool) -> str:
         if "/" in short:
             spelled[f"{short}.py"] = f"{to_short}.py"
     ways = "|".join(map(re.escape, sorted(spelled, key=len, reverse=True)))
-    return re.sub(rf"(?<![\w./])(?:{ways})(?!\w)|(?<=\./)(?:{ways})(?!\w)", lambda found: spelled[found[0]], text)
+    found = re.sub(rf"(?<![\w./\0])(?:{ways})(?!\w)|(?<=\./)(?:{ways})(?!\w)", lambda found: spelled[found[0]], text)
+    return found.replace("\0", "")
 
 
 def main() -> None:

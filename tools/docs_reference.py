@@ -63,7 +63,7 @@ def options() -> Iterator[str]:
 
 def environment() -> Iterator[str]:
     """The registry of environment variables."""
-    from d3engine.environment import VARIABLES
+    from d3engine.utils.environment import VARIABLES
 
     yield from ("| variable | values | meaning |", "|---|---|---|")
     for one in VARIABLES:
@@ -101,7 +101,7 @@ def refused() -> Iterator[str]:
 
 def http() -> Iterator[str]:
     """Each route of /openapi.json, and the fields of all bodies, with the bounds that the bundled model has."""
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
     from d3engine.model.config import ModelConfig
     from d3engine.server.app import ROUTES
     from d3engine.server.routes.openapi import description

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, TokenizerError, require, require_integer
-from d3engine.files import is_there, open_regular, path_of
 from d3engine.model.checkpoint import Checkpoint
 from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
@@ -24,6 +23,7 @@ from d3engine.model.fields import of_a_model, read_json_object
 from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import CONFIG_FILE, GGUFFiles
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.utils.files import is_there, open_regular, path_of
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,

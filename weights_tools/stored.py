@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from d3engine.engine.gguf_choice import gguf_models, names_of, quantization_of
+from d3engine.engine.model_directory import fetched_directory, fetched_model
 from d3engine.errors import D3EngineError, FailedError
-from d3engine.loading.gguf_choice import gguf_models, names_of, quantization_of
-from d3engine.loading.model_directory import fetched_directory, fetched_model
 from d3engine.model.config import ModelConfig
 from d3engine.weights_tools.fetch import PACKAGES
 

@@ -21,8 +21,8 @@ import sentencepiece
 import torch
 from torch import Tensor
 
-from d3engine.files import read_json
 from d3engine.research.evaluation.procedural import MAX_TOKENS, NAMES, WORD_PROBLEMS, SolvedQuestion
+from d3engine.utils.files import read_json
 from d3engine.weights_tools.demo_trainer import (
     ALPHA_WEIGHTS,
     ALPHAS,

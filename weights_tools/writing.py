@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
-from d3engine.files import DATA_BYTES, is_there, naming, read_bytes
 from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
 from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
@@ -26,6 +25,7 @@ from d3engine.model.source import COMPANIONS, CONFIG_FILE, ModelSource, files_of
 from d3engine.model.weights import byte_progress
 from d3engine.text.tokenizer import guarded
 from d3engine.text.tokenizer_files import is_tiktoken, read_tiktoken
+from d3engine.utils.files import DATA_BYTES, is_there, naming, read_bytes
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.common import Round
 from benchmarks.gpu.end_to_end import BBH
 from benchmarks.gpu.models import graph_figures, new_engine, params_for, random_model
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.waiting import Admission, Immediate, IntervalAdmission
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from d3engine.files import write_whole
+from d3engine.engine.device import capability
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
-from d3engine.loading.device import capability
 from d3engine.model.config import QUANTIZATION_SCHEMES
+from d3engine.utils.files import write_whole
 
 Call = Callable[[], object]
 Row = dict[str, Any]

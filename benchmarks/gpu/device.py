@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.common import Round, eager_seconds
+from d3engine.engine.device import capability, settle_programmatic_launch
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
-from d3engine.loading.device import capability, settle_programmatic_launch
 
 FACTS = (
     "name",

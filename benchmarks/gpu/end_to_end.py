@@ -30,7 +30,7 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.plain_llama import PlainLlama
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.model.config import QUANTIZATION_SCHEMES
 
 BBH, SLOW, GSM8K = D3(0.9, 0.6), D3(0.99, 0.5), D3(0.9999, 0.8)

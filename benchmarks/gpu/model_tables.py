@@ -32,7 +32,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def plot(reports: list[dict[str, Any]], path: str) -> None:
     """Draw milliseconds of a step over its layers, a line a device and a panel a report, to a PNG file."""
-    from d3engine.plots import BLUE, INK, ORANGE, new_figure, save_figure
+    from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
     figure = new_figure(width=3.1 * len(reports), height=3.6)
     panels = figure.subplots(1, len(reports), squeeze=False)[0]

@@ -19,14 +19,14 @@ import torch
 
 from benchmarks.gpu.common import Round
 from d3engine.depth import DepthPolicy
-from d3engine.engine import Engine
-from d3engine.environment import KERNELS, PROGRAMMATIC_LAUNCH
+from d3engine.engine.engine import Engine
+from d3engine.engine.memory import named_dtype
 from d3engine.kernels.kv_pool import block_bytes
-from d3engine.loading.memory import named_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import CONFIG_FILE
 from d3engine.model.weights import LlamaWeights, quantize_weights, random_weights
 from d3engine.request.params import SamplingParams
+from d3engine.utils.environment import KERNELS, PROGRAMMATIC_LAUNCH
 
 LLAMA2_7B = {
     "num_hidden_layers": 32,

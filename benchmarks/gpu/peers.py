@@ -20,7 +20,7 @@ from benchmarks.gpu.models import Model, graph_figures, new_engine, params_for, 
 from benchmarks.gpu.plain_llama import PlainLlama, compiled
 from benchmarks.systems import transformers_model
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 
 Answer = Callable[[int], list[list[int]]]
 """Answers the prompts of a case with a number of tokens each."""

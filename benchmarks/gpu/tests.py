@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.common import Round
-from d3engine.children import python_command
+from d3engine.utils.children import python_command
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400.0

@@ -53,7 +53,7 @@ def _peer_file(model: str, settings: Settings) -> contextlib.AbstractContextMana
 
 def _by_vllm(settings: Settings, model: str, file: Path | None, vllm: str, bar: tqdm[Any]) -> list[dict[str, Any]]:
     """vLLM's own client before ours and before llama.cpp's."""
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
 
     bar.set_description(f"{model}, vllm bench serve")
     client = VllmClient(vllm, model_directory(model))

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from d3engine.depth.policy import policy_from_directory
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 
 TRIES = 5
 """Of a request whose connection ends before the answer begins."""

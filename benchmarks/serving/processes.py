@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.children import checkout_environment
-from d3engine.children import python_command
+from d3engine.utils.children import python_command
 
 START_SECONDS = 300
 

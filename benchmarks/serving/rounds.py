@@ -248,7 +248,7 @@ def weights_for_peer(model: str, weight_dtype: str) -> Iterator[Path | None]:
 
     from benchmarks.llama_cpp import write_gguf
     from benchmarks.systems import weights_of
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
     from d3engine.model.config import ModelConfig
 
     directory = model_directory(model)

@@ -1,8 +1,5 @@
-"""AsyncEngine: many callers at once, each awaiting his own answer, over one engine that steps on a thread of its own.
-
-Long prompts are read in a small pool, so that neither the event loop nor a running step waits for a tokenizer; a step's
-outputs reach an event loop in one call.
-"""
+"""AsyncEngine: many callers at once over one engine on a thread; a small pool reads long
+prompts, and a step's outputs reach an event loop in one call."""
 
 from __future__ import annotations
 
@@ -15,26 +12,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 
-from d3engine.arguments import KW_ONLY, OneOf, accepts, argument
 from d3engine.async_engine.client import AsyncAnswer, Heartbeat, SyncEngine, check_alone
-from d3engine.async_engine.dispatcher import Dispatcher, LoopWaker
+from d3engine.async_engine.dispatcher import LoopWaker
 from d3engine.async_engine.engine_thread import EngineThread
-from d3engine.calls.new_requests import refuse_others
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.engine_config import RENAMED, EngineConfig
+from d3engine.engine.new_requests import refuse_others
+from d3engine.engine.settings import EngineProperties
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import EngineClosedError, MissingExtraError
-from d3engine.executor.adapters import AdapterStore
-from d3engine.loading.engine_config import RENAMED, EngineConfig
-from d3engine.loading.settings import EngineProperties, EngineSettings
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
-from d3engine.stats import EngineStats
 from d3engine.text.chat_template import Messages
 from d3engine.text.prompts import Prompt
-from d3engine.text.tokenizer import Tokenizer
+from d3engine.utils.arguments import KW_ONLY, OneOf, accepts, argument
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.engine_process import EngineProcess, ProcessFront
 
 STOP_SECONDS = 30.0
 """How long `close` waits for the step that is running."""
@@ -50,40 +48,11 @@ for it."""
 _READERS = 2  # threads of a kind that read prompts: enough to keep a step fed, few enough to leave it the interpreter
 
 
-class Front(Protocol):
-    """What is known of an engine, and what reads requests for it: the engine itself, where it is in this process."""
+Front: TypeAlias = "Engine | ProcessFront"
+"""What is known of an engine, and what reads requests for it: the engine itself, where it is in this process."""
 
-    settings: EngineSettings
-    tokenizer: Tokenizer | None
-    default_sampling_params: SamplingParams
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        *,
-        lora_request: Any = None,
-    ) -> EngineRequest: ...
-
-    adapters: AdapterStore
-
-    @property
-    def chat_prompt(self) -> Callable[..., dict[str, list[int]]]: ...
-
-    def chat_template(self) -> str | None: ...
-
-
-class Transport(Protocol):
-    """Where an engine's loop runs, and how to reach it."""
-
-    dispatcher: Dispatcher
-
-    @property
-    def last_turn(self) -> float: ...
-
-    def stop(self, timeout: float) -> None: ...
+Transport: TypeAlias = "EngineThread | EngineProcess"
+"""Where an engine's loop runs, and how to reach it."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
-"""Who waits for what: readers on one side, the engine's replies on the other, and the end that all of them hear of.
-
-Nothing here takes a lock that is held while anything is made, and inboxes are `SimpleQueue`s: the garbage collector may
-end a forgotten reader at any point, on any thread.
-"""
+"""Readers on one side, the engine's replies on the other. No lock is held while anything
+is made, and inboxes are `SimpleQueue`s: the garbage collector may end a forgotten reader at any point."""
 
 from __future__ import annotations
 

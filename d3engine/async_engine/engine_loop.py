@@ -1,22 +1,20 @@
-"""The loop that owns an engine: take in what callers want, step, hand over what came of it, all at once.
-
-It knows neither event loops nor processes: messages come through an inbox, and replies leave through a function that
-gets those of a step together, or of a few steps.
-"""
+"""The loop that owns an engine: take messages from an inbox, step, and give the replies of
+a step to a function; it knows neither event loops nor processes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from d3engine.errors import EngineDeadError
-from d3engine.executor.interface import Executor
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
-from d3engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from d3engine.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +120,6 @@ def _begins_or_ends(output: RequestOutput) -> bool:
     return any(answer.finish_reason is not None for answer in output.outputs)
 
 
-class Steppable(Protocol):
-    """What the loop needs of `Engine`."""
-
-    executor: Executor
-
-    def add(self, prepared: EngineRequest) -> str: ...
-
-    def step(self, *, at_once: bool = False) -> list[RequestOutput]: ...
-
-    def abort_request(self, request_ids: str | Iterable[str]) -> None: ...
-
-    def has_unfinished_requests(self) -> bool: ...
-
-    def is_ahead(self) -> bool: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def reset_prefix_cache(self) -> None: ...
-
-
 class HeartbeatClock(Protocol):
     """When a loop last began to wait or to step, in seconds of `time.monotonic()`."""
 
@@ -170,7 +148,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Steppable,
+        engine: Engine,
         hand_over: Callable[[list[Reply]], None],
         before_step: Callable[[], object] | None = None,
         pulse: HeartbeatClock | None = None,

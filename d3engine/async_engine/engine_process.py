@@ -1,8 +1,5 @@
-"""An engine in a process of its own, spawned: this is its callers' side of it.
-
-A thread sends, another receives; who waits for what is the dispatcher's, as for an engine on a thread. The end of the
-process, however it comes, is the end of a pipe that no other process holds.
-"""
+"""The callers' side of an engine in a spawned process: a thread sends, another receives;
+the end of the process is the end of a pipe that no other process holds."""
 
 from __future__ import annotations
 
@@ -27,14 +24,13 @@ from d3engine.async_engine import engine_loop as messages
 from d3engine.async_engine import wire
 from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_loop import Reply
-from d3engine.calls.chats import WritesChatPrompts
-from d3engine.calls.new_requests import NewRequests
-from d3engine.children import child_environment, main_command
+from d3engine.engine.chats import WritesChatPrompts
+from d3engine.engine.depth import Certification
+from d3engine.engine.executors import NOWHERE, adapter_store, bridge_store, new_cache
+from d3engine.engine.model_directory import default_sampling_params
+from d3engine.engine.new_requests import NewRequests
+from d3engine.engine.settings import EngineProperties, settings_of_plain
 from d3engine.errors import EngineDeadError, require
-from d3engine.loading.depth import Certification
-from d3engine.loading.executors import NOWHERE, adapter_store, bridge_store, new_cache
-from d3engine.loading.model_directory import default_sampling_params
-from d3engine.loading.settings import EngineProperties, settings_of_plain
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.scheduler import Scheduler
@@ -42,6 +38,7 @@ from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.utils.children import child_environment, main_command
 
 _FORM = struct.Struct("=d")
 

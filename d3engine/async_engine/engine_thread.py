@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_loop import EngineLoop, Message, Stop
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.errors import EngineClosedError, EngineDeadError
 
 

@@ -1,7 +1,5 @@
-"""The process of an engine: it makes the engine, runs its loop, and ends when its parent does.
-
-Its standard input is how it knows its parent: the first message comes there, and its end is the parent's end.
-"""
+"""The process of an engine: makes it, runs its loop, and ends when its parent does, which
+is when its standard input ends."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from d3engine.async_engine.async_engine import LONG_WORK, work_of
 from d3engine.async_engine.engine_loop import EngineLoop, Reply
 from d3engine.async_engine.engine_process import SharedHeartbeatClock
 from d3engine.depth import policy_from_dict
-from d3engine.engine import Engine
+from d3engine.engine import depth as certification
+from d3engine.engine.engine import Engine
+from d3engine.engine.settings import plain_settings
 from d3engine.errors import EngineClosedError, EngineDeadError
-from d3engine.garbage import collect_seldom, freeze_loaded
-from d3engine.loading import depth as certification
-from d3engine.loading.settings import plain_settings
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.waiting import IntervalAdmission
+from d3engine.utils.garbage import collect_seldom, freeze_loaded
 
 _LOOK_SECONDS = 1.0
 _PATIENCE_SECONDS = 60.0

@@ -1,8 +1,5 @@
-"""What goes between a process with callers and one with an engine: bytes that can be read without running anything.
-
-Only what the other side does not know is sent. A prompt goes there once and never comes back; an answer
-comes as the deltas that its kind asks for.
-"""
+"""Messages between callers and an engine's process: bytes that can be read without running
+anything, and only what the other side does not know."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import msgspec
 
 from d3engine import errors
 from d3engine.depth import DepthPolicy, policy_from_dict
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, require
 from d3engine.request.hidden_states import Capture, Steer
 from d3engine.request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
-from d3engine.stats import EngineStats
 
 
 class Struct(msgspec.Struct, array_like=True, frozen=True, tag=True):

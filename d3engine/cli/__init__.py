@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from d3engine.garbage import collect_seldom
+from d3engine.utils.garbage import collect_seldom
 
 if TYPE_CHECKING:
     from d3engine.cli.commands import app as app

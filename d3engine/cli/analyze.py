@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from d3engine.cli.commands import check_output, new_app, printing_last, write_output
+from d3engine.cli.commands import AsJson, check_output, new_app, print_json, printing_last, show_report, write_output
 from d3engine.cli.depth_options import Depth, number, takes_depth
 from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.observing import (
-    AsJson,
     Limit,
     Png,
     grid_of,
     observe,
-    picture_title,
     policy_or_own,
-    settings_bar,
+    present,
     show_result,
     takes_questions,
     with_bar,
@@ -29,7 +25,7 @@ from d3engine.cli.observing import (
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.statistics import ModelShape, flops_ratio, mean_depth
 from d3engine.errors import require, require_integer
-from d3engine.progress import hides_bars
+from d3engine.utils.progress import counting, shows_bars
 
 if TYPE_CHECKING:
     from d3engine.research.analysis.kinds import ByKind
@@ -59,6 +55,7 @@ def kinds(
     from d3engine.model.config import ModelConfig
     from d3engine.research.analysis.answers import answer
     from d3engine.research.analysis.kinds import TokenKinds, measure_by_kind
+    from d3engine.research.analysis.plots import plot_kinds
 
     policy = policy_or_own(model, depth)
     total = ModelConfig.from_directory(model_directory(model)).num_layers
@@ -70,31 +67,19 @@ def kinds(
     assert seen.engine.tokenizer is not None
     decoded = None
     if seen.asked.references is None:
-        progress = sys.stderr.isatty() and not hides_bars()
         asked = seen.asked
-        decoded = answer(seen.engine, asked.prompts, asked.max_tokens, policy, stop=asked.stop, progress=progress)
+        decoded = answer(seen.engine, asked.prompts, asked.max_tokens, policy, stop=asked.stop, progress=shows_bars())
     known = TokenKinds(seen.engine.tokenizer, seen.engine.config.eos_token_ids)
-    with settings_bar("kinds", len(seen.answered), "answer") as done:
+    with counting("kinds", "answer", len(seen.answered)) as done:
         words = policy_in_words(policy)
         result = measure_by_kind(seen.observer, known, seen.answered, schedule, words, decoded, done)
-    with printing_last(partial(_show_kinds, result, as_json)):
-        if png:
-            from d3engine.research.analysis.plots import plot_kinds
-
-            plot_kinds(result, png, f"{Path(model).name}: what kinds of tokens need, and what they lose")
+    present(result, as_json, model, png, plot_kinds, "what kinds of tokens need, and what they lose", show=_show_kinds)
 
 
 def _show_kinds(result: ByKind, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
-        return
-    from d3engine.cli.terminal import print_table
     from d3engine.research.analysis.kinds import SIDES
 
-    for place, side in enumerate(SIDES):
-        table = result.table(side)
-        typer.echo("", nl=place > 0)
-        print_table(table.title, table.header, table.rows)
+    show_report(result.as_dict, lambda: map(result.table, SIDES), as_json, apart=True)
 
 
 @takes_questions
@@ -122,6 +107,7 @@ def layers(
     """
     from d3engine.model.config import ModelConfig
     from d3engine.research.analysis.layers import measure_layers, passes
+    from d3engine.research.analysis.plots import plot_layers
 
     total = ModelConfig.from_directory(model_directory(model)).num_layers
     chosen = sorted(set(widths or [width for width in (1, 2, 4, 8) if width == 1 or 3 * width <= total]))
@@ -134,24 +120,21 @@ def layers(
     longest = max(len(one.token_ids) for one in seen.answered)
     reached = [step for step in from_steps if step < longest] if steps is None else from_steps
     count = len(seen.answered) * passes(total, chosen, reached)
-    with settings_bar("layers", count, "window") as progress:
+    with counting("layers", "window", count) as progress:
         result = measure_layers(seen.observer, seen.answered, chosen, reached, progress)
-    with printing_last(partial(_show_layers, result, as_json)):
-        if png:
-            from d3engine.research.analysis.plots import plot_layers
-
-            plot_layers(result, png, f"{Path(model).name}: loss of the next token by the window of layers skipped")
+    present(
+        result,
+        as_json,
+        model,
+        png,
+        plot_layers,
+        "loss of the next token by the window of layers skipped",
+        show=_show_layers,
+    )
 
 
 def _show_layers(result: LayerLoss, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
-        return
-    from d3engine.cli.terminal import print_table
-
-    for place, table in enumerate((result.table(), result.position_table())):
-        typer.echo("", nl=place > 0)
-        print_table(table.title, table.header, table.rows)
+    show_report(result.as_dict, lambda: (result.table(), result.position_table()), as_json, apart=True)
 
 
 app = new_app(
@@ -181,15 +164,12 @@ def saturation(
     as_json: AsJson = False,
 ) -> None:
     """After how many layers each token's prediction is settled, and how sure it is then (Table 2)."""
+    from d3engine.research.analysis.plots import plot_saturation
     from d3engine.research.analysis.saturation import measure_saturation
 
     seen = observe(model, engine_options, asking, limit, png)
     result = measure_saturation(seen.observer, with_bar(seen.answered, "saturation"))
-    with printing_last(partial(show_result, result, as_json)):
-        if png:
-            from d3engine.research.analysis.plots import plot_saturation
-
-            plot_saturation(result, png, picture_title(model, result.table()))
+    present(result, as_json, model, png, plot_saturation)
 
 
 @app.command()
@@ -204,14 +184,11 @@ def perplexity(
     as_json: AsJson = False,
 ) -> None:
     """The model's confidence in its answer, by generation step (Figure 2b)."""
+    from d3engine.research.analysis.plots import plot_perplexity
     from d3engine.research.analysis.saturation import measure_perplexity
 
     result = measure_perplexity(observe(model, engine_options, asking, limit, png).answered)
-    with printing_last(partial(show_result, result, as_json)):
-        if png:
-            from d3engine.research.analysis.plots import plot_perplexity
-
-            plot_perplexity(result, png, picture_title(model, result.table()))
+    present(result, as_json, model, png, plot_perplexity)
 
 
 @app.command()
@@ -226,15 +203,12 @@ def flow(
     as_json: AsJson = False,
 ) -> None:
     """How much each layer, its attention and its MLP change what passes through (Figure 3)."""
+    from d3engine.research.analysis.plots import plot_flow
     from d3engine.research.analysis.saturation import measure_flow
 
     seen = observe(model, engine_options, asking, limit, png)
     result = measure_flow(seen.observer, with_bar(seen.answered, "flow"))
-    with printing_last(partial(show_result, result, as_json)):
-        if png:
-            from d3engine.research.analysis.plots import plot_flow
-
-            plot_flow(result, png, f"{Path(model).name}: what each part of a layer changes in the residual stream")
+    present(result, as_json, model, png, plot_flow, "what each part of a layer changes in the residual stream")
 
 
 @app.command()
@@ -258,19 +232,16 @@ def copy(
     Right is a question's own answer; with --prompts it is the answer that the model gives at full depth.
     """
     from d3engine.research.analysis.copying import measure_copying
+    from d3engine.research.analysis.plots import plot_copying
     from d3engine.research.analysis.report import counted
 
     counts, from_steps = grid_of(model, layers, steps, "--from-step")
     seen = observe(model, engine_options, asking, limit, png, judges=True)
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
-    with settings_bar("copy", 1 + len(counts) * len(from_steps)) as progress:
+    with counting("copy", "setting", 1 + len(counts) * len(from_steps)) as progress:
         result = measure_copying(outcome, measure, seen.asked.max_tokens, lengths, counts, from_steps, progress)
-    with printing_last(partial(show_result, result, as_json)):
-        if png:
-            from d3engine.research.analysis.plots import plot_copying
-
-            plot_copying(result, png, f"{Path(model).name}: last layers copied, {counted(len(lengths), 'answer')}")
+    present(result, as_json, model, png, plot_copying, f"last layers copied, {counted(len(lengths), 'answer')}")
 
 
 @app.command()
@@ -295,19 +266,16 @@ def perturb(
     later tokens read it. Right is as for `copy`.
     """
     from d3engine.research.analysis.copying import ENTRIES, measure_perturbing
+    from d3engine.research.analysis.plots import plot_perturbing
     from d3engine.research.analysis.report import counted
 
     counts, at_steps = grid_of(model, layers, steps, "--at-step", spare=1)
     seen = observe(model, engine_options, asking, limit, png, judges=True)
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
-    with settings_bar("perturb", 1 + len(ENTRIES) * len(counts) * len(at_steps)) as progress:
+    with counting("perturb", "setting", 1 + len(ENTRIES) * len(counts) * len(at_steps)) as progress:
         result = measure_perturbing(outcome, measure, seen.asked.max_tokens, lengths, counts, at_steps, progress)
-    with printing_last(partial(show_result, result, as_json)):
-        if png:
-            from d3engine.research.analysis.plots import plot_perturbing
-
-            plot_perturbing(result, png, f"{Path(model).name}: one step perturbed, {counted(len(lengths), 'answer')}")
+    present(result, as_json, model, png, plot_perturbing, f"one step perturbed, {counted(len(lengths), 'answer')}")
 
 
 @app.command()
@@ -360,7 +328,7 @@ def show_schedule(
 
     require_integer("--steps", steps, 1, 10_000_000)
     if png:
-        from d3engine.plots import check_picture, plot_decay
+        from d3engine.research.plots import check_picture, plot_decay
 
         check_picture("--png", png)
     config = ModelConfig.from_directory(model_directory(model))
@@ -383,7 +351,7 @@ def show_schedule(
     header = ("decay", "mean layers", "FLOPs ratio", "layers at the end", "since step (from 0)")
     if as_json:
         report = {"num_layers": config.num_layers, "start": start, "tail": tail, "steps": steps}
-        typer.echo(json.dumps({**report, "schedules": summaries}, indent=2))
+        print_json({**report, "schedules": summaries})
     else:
         print_table(title, header, rows)
     if png:
@@ -463,7 +431,7 @@ def sample(
 
 def _print_sample(result: Sample, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
+        print_json(result.as_dict())
     else:
         from d3engine.cli.sample_page import show_sample
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from d3engine.calls.call_lock import Interrupt, held_back
 from d3engine.cli.terminal import DepthColours, Writer, possible_depths
+from d3engine.engine.call_lock import Interrupt, held_back
 from d3engine.errors import FailedError
 from d3engine.request.params import RequestOutputKind
 from d3engine.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.outputs import CompletionOutput
     from d3engine.request.params import SamplingParams
     from d3engine.text.prompts import Prompt

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from tqdm import tqdm
 
 from d3engine.cli.commands import ExitCode, new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
@@ -24,10 +23,10 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, served_as, takes_bodies
 from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
-    from d3engine.batch.batch_file import Line, Result, Results
+    from d3engine.integrations.batch_file import Line, Result, Results
 
 app = new_app()
 
@@ -58,7 +57,7 @@ def batch(
     require_server_packages("d3engine batch")
     require_integer("--ray-engines", ray_engines, 1)
     require(ray is not None or ray_engines == 1, "--ray-engines", ray_engines, "given with --ray alone")
-    from d3engine.batch.batch_file import open_results
+    from d3engine.integrations.batch_file import open_results
     from d3engine.server.settings import ServerSettings
 
     settings = ServerSettings(**served_as(model, what))
@@ -90,7 +89,7 @@ def _check_files(source: Path, target: Path) -> None:
 
 def _check_names(source: Path) -> int:
     """How many lines there are; raises `InvalidValueError` where two have one name."""
-    from d3engine.batch.batch_file import read_lines
+    from d3engine.integrations.batch_file import read_lines
 
     numbers: dict[str, int] = {}
     total = 0
@@ -106,7 +105,7 @@ def _check_names(source: Path) -> int:
 
 
 def _missing(source: Path, results: Results) -> Iterator[Line]:
-    from d3engine.batch.batch_file import read_lines
+    from d3engine.integrations.batch_file import read_lines
 
     return (line for line in read_lines(source) if not results.has(line))
 
@@ -115,7 +114,7 @@ def _missing(source: Path, results: Results) -> Iterator[Line]:
 def _engine(model: str, depth: Depth, options: Options, settings: Any) -> Iterator[Answering]:
     """An engine of this process."""
     from d3engine.async_engine.async_engine import AsyncEngine
-    from d3engine.batch.runner import Answers
+    from d3engine.integrations.batch_runner import Answers
 
     engine = AsyncEngine(model, depth=depth, **engine_arguments(model, options))
     try:
@@ -155,7 +154,7 @@ def _run(source: Path, results: Results, answering: Answering, missing: int) -> 
     """Write a result of each line that has none; returns how many were not answered."""
     errors = 0
     with (
-        tqdm(total=missing, desc="batch", unit="line", disable=hides_bars(), ncols=bar_columns()) as bar,
+        progress_bar("batch", "line", missing, leave=True) as bar,
         closing(answering(_missing(source, results))) as found,  # type: ignore[type-var]  # what it gives is a generator
     ):
         for result in found:

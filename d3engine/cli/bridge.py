@@ -28,17 +28,17 @@ from d3engine.cli.bridge_texts import (
     TextTokens,
     open_passage,
     policy_of,
-    progress_bar,
     write_own_bridges,
 )
-from d3engine.cli.commands import ExitCode, check_output, new_app, note, printing_last, write_output
+from d3engine.cli.commands import AsJson, ExitCode, check_output, new_app, note, print_json, printing_last, write_output
 from d3engine.cli.depth_options import number, window_of
 from d3engine.cli.engine_options import Model, Options, beside_weights, engine_arguments, model_directory, takes_engine
 from d3engine.depth.schedule import exact_fraction
 from d3engine.errors import require, require_integer
+from d3engine.utils.progress import counting
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.bridges import Bridges, Window
     from d3engine.research.bridges.fitting import Fitted, HeldOut
 
@@ -129,7 +129,7 @@ def chats_command(
     require_integer("--texts", texts, 1)
     require_integer("--max-tokens", max_tokens, 2)
 
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.research.analysis.answers import answer
     from d3engine.research.bridges.own_answers import made_up_prompts
 
@@ -220,7 +220,7 @@ def fit_command(
     for option, path in (("--out", target), ("--png", png)):
         check_output(option, path)
     if png is not None:
-        from d3engine.plots import check_picture
+        from d3engine.research.plots import check_picture
 
         check_picture("--png", png)
     reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
@@ -253,25 +253,25 @@ def fit_command(
     firsts = [one.prompt_length for one in readings] if asked.are_answers else None
     fit = Fit(passage, wanted)
     state = target.with_name(f"{target.name}.part")
-    with progress_bar("fit", "text", len(fit_on)) as bar:
+    with counting("fit", "text", len(fit_on)) as advance:
         key = _key(directory, wanted, fit_on, firsts)
-        fit.gather_all(fit_on, state, key, lambda: bar.update() and None, firsts)
+        fit.gather_all(fit_on, state, key, advance, firsts)
     found = fit.solve(rank)
     shares: dict[Window, float] = {}
     if shrink_on:
         measured = [one.bridge for one in found if one.bridge.window in reported]
-        with progress_bar("shrink", "text", len(shrink_on)) as bar:
-            shares = shrink(passage, measured, shrink_on, lambda: bar.update() and None)
+        with counting("shrink", "text", len(shrink_on)) as advance:
+            shares = shrink(passage, measured, shrink_on, advance)
         found = [replace(one, bridge=one.bridge.shrunk(shares.get(one.bridge.window, 1.0))) for one in found]
     about = {"source": asked.source, "seed": seed}
     shrunk = {f"{first}:{stop}": share for (first, stop), share in shares.items()}
     bridges = _bridges(engine, found, fit, fit_on, {**about, "shrunk": shrunk})
-    with progress_bar("held out", "text", len(judge_on)) as bar:
+    with counting("held out", "text", len(judge_on)) as advance:
         result = measure_held_out(
             passage,
             [fitted.bridge for fitted in found if fitted.bridge.window in reported],
             judge_on,
-            lambda: bar.update() and None,
+            advance,
         )
     bridges, worse = _without_worse(bridges, result, even_if_worse)
     with printing_last(partial(_show, result, found, target if bridges.by_window else None, as_json)):
@@ -292,7 +292,7 @@ def fit_command(
 @app.command("inspect")
 def inspect_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that d3engine bridge fit has written.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show whose bridges a file holds, their windows, ranks and sizes, and what they were fitted on."""
     from d3engine.model.bridges import read_bridges
@@ -308,7 +308,7 @@ def inspect_command(
             for bridge, dtype, count in found
         ]
         whose = {"fingerprint": bridges.fingerprint, "num_layers": bridges.num_layers}
-        typer.echo(json.dumps({**whose, "bytes": bridges.num_bytes, "bridges": rows, "about": bridges.about}, indent=2))
+        print_json({**whose, "bytes": bridges.num_bytes, "bridges": rows, "about": bridges.about})
         return
     from d3engine.cli.terminal import print_table
 
@@ -387,7 +387,7 @@ def _show(result: HeldOut, found: Sequence[Fitted], target: Path | None, as_json
         fits = [
             {"window": list(one.bridge.window), "ridge": one.ridge, "unexplained": one.unexplained} for one in found
         ]
-        typer.echo(json.dumps({"out": target and str(target), "fits": fits, "held_out": result.as_dict()}, indent=2))
+        print_json({"out": target and str(target), "fits": fits, "held_out": result.as_dict()})
         return
     from d3engine.cli.terminal import print_table
 

@@ -28,17 +28,17 @@ from d3engine.cli.bridge_texts import (
     bridges_path,
     open_passage,
     policy_of,
-    progress_bar,
     read_own_bridges,
     schedule_of,
     write_own_bridges,
 )
-from d3engine.cli.commands import check_output, note, printing_last
+from d3engine.cli.commands import AsJson, check_output, note, printing_last, show_report
 from d3engine.cli.engine_options import Model, Options, takes_engine
 from d3engine.errors import NOTHING, require, require_integer, require_number
+from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
     from d3engine.research.bridges.decoded import Comparison
     from d3engine.research.bridges.judging import Reading
@@ -76,7 +76,7 @@ def tune_command(
     prompt_tokens: PromptTokens = None,
     max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tune the bridges that a policy crosses, all at work as in decoding; the model stays as it is.
 
@@ -163,8 +163,8 @@ def _compared(
     from d3engine.research.bridges.decoded import Candidate, measure_decoded
 
     candidates = [Candidate(name, schedule, before), Candidate("tuned", schedule, after)]
-    with progress_bar("held out", "text", len(texts)) as bar:
-        return measure_decoded(passage, candidates, texts, lambda: bar.update() and None)
+    with counting("held out", "text", len(texts)) as advance:
+        return measure_decoded(passage, candidates, texts, advance)
 
 
 def _write(own: Bridges, tuned: Mapping[Window, Bridge], told: dict[str, Any], target: Path) -> None:
@@ -173,14 +173,12 @@ def _write(own: Bridges, tuned: Mapping[Window, Bridge], told: dict[str, Any], t
 
 
 def _show_tuned(result: Comparison, pays: bool, target: Path, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"out": str(target) if pays else None, "held_out": result.as_dict()}, indent=2))
-        return
-    from d3engine.cli.terminal import print_table
-
-    for table in (result.table(), result.step_table()):
-        print_table(table.title, table.header, table.rows)
-    note(f"tuned bridges written to {target}" if pays else "nothing was written: held-out text is no better for it")
+    written = str(target) if pays else None
+    show_report(
+        lambda: {"out": written, "held_out": result.as_dict()}, lambda: (result.table(), result.step_table()), as_json
+    )
+    if not as_json:
+        note(f"tuned bridges written to {target}" if pays else "nothing was written: held-out text is no better for it")
 
 
 @takes_engine
@@ -200,7 +198,7 @@ def measure_command(
     text_tokens: TextTokens = 256,
     prompt_tokens: PromptTokens = None,
     max_tokens: MaxTokens = ANSWER_TOKENS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read texts at the depths that each policy has for them, and compare every next-token distribution with full
     depth's, by generation step. Each policy stands there twice: its windows skipped as they are, and bridged.
@@ -223,18 +221,16 @@ def measure_command(
         candidates.append(Candidate(policy, schedule, None))
         candidates.append(Candidate(f"{policy}, bridged", schedule, bridges_of(schedule, own, path)))
     read = asked.read_one_kind(engine, engine_options.get("seed", 0))
-    with progress_bar("measure", "text", len(read)) as bar:
-        result = measure_decoded(passage, candidates, read, lambda: bar.update() and None)
+    with counting("measure", "text", len(read)) as advance:
+        result = measure_decoded(passage, candidates, read, advance)
     require(result.policies[0].positions > 0, "--text", asked.source, "texts longer than their prompts by two tokens")
     answers = _answered(engine, policies or [], path, read) if asked.are_chats else None
-    if as_json:
-        told = {} if answers is None else {"own_answers": answers.as_dict()}
-        typer.echo(json.dumps({**result.as_dict(), **told}, indent=2))
-        return
-    from d3engine.cli.terminal import print_table
-
-    for table in (result.table(), result.step_table(), *([] if answers is None else [answers.table()])):
-        print_table(table.title, table.header, table.rows)
+    told = {} if answers is None else {"own_answers": answers}
+    show_report(
+        lambda: result.as_dict() | {name: one.as_dict() for name, one in told.items()},
+        lambda: [result.table(), result.step_table(), *(one.table() for one in told.values())],
+        as_json,
+    )
 
 
 def _answered(engine: Engine, policies: Sequence[str], bridges: Path, readings: Sequence[Reading]) -> OwnComparison:
@@ -270,7 +266,7 @@ def nest_command(
     prompt_tokens: PromptTokens = None,
     max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Choose windows one after the other, each the one that costs least beside those before it, all of them bridged.
 
@@ -302,14 +298,9 @@ def nest_command(
 
 
 def _show_order(order: Order, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(order.as_dict(), indent=2))
-        return
-    from d3engine.cli.terminal import print_table
-
-    table = order.table()
-    print_table(table.title, table.header, table.rows)
-    typer.echo(f'--depth "nested alpha=... windows={windows_in_words(order.as_dict()["windows"])}"')
+    show_report(order.as_dict, lambda: [order.table()], as_json)
+    if not as_json:
+        typer.echo(f'--depth "nested alpha=... windows={windows_in_words(order.as_dict()["windows"])}"')
 
 
 def windows_in_words(windows: list[list[int]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,11 +13,11 @@ import typer
 from d3engine.cli.commands import measures_depths
 from d3engine.cli.engine_options import Options, engine_arguments
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.utils.progress import shows_bars
 
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy, Schedule
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.bridges import Bridge, Bridges, Window
     from d3engine.research.bridges.judging import Reading
     from d3engine.research.bridges.passage import Passage
@@ -195,8 +194,8 @@ def open_passage(model: str, options: Options) -> tuple[Engine, Passage]:
 def bridges_path(model: str, given: Path | None) -> Path:
     """The file that is named, or the one beside the weights."""
     from d3engine.cli.engine_options import model_directory
-    from d3engine.files import beside
     from d3engine.model.bridges import BRIDGES_FILE
+    from d3engine.utils.files import beside
 
     return beside(model_directory(model), BRIDGES_FILE) if given is None else given
 
@@ -255,13 +254,6 @@ def schedule_of(policy: str, num_layers: int) -> Schedule:
     return schedule
 
 
-def progress_bar(name: str, unit: str, total: int) -> Any:
-    """A bar that goes when it is full; none where bars are not wanted."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), ncols=bar_columns(), leave=False)
-
-
 def _own_answers(
     engine: Engine, task: str, data: Path | None, seed: int, text_tokens: int, count: int
 ) -> list[Reading]:
@@ -272,7 +264,7 @@ def _own_answers(
 
     asked = calibration_task(task, data, seed=seed, shots=None)
     prompts = [question.prompt for question in asked.load("validation", count)][:count]
-    answers = answer(engine, prompts, min(asked.max_tokens, text_tokens), stop=asked.stop, progress=_shows_bars())
+    answers = answer(engine, prompts, min(asked.max_tokens, text_tokens), stop=asked.stop, progress=shows_bars())
     kept = [one.prompt_ids[-max(text_tokens - len(one.token_ids), 1) :] for one in answers]
     return [Reading(prompt + one.token_ids, len(prompt)) for prompt, one in zip(kept, answers, strict=True)]
 
@@ -287,9 +279,5 @@ def _own_chats(
 
     asked = made_up_prompts(engine, count, seed) if file is None else read_prompts(file, count)
     prompts = [engine.chat_prompt([{"role": "user", "content": one}]) for one in asked]
-    answers = answer(engine, prompts, max_tokens, progress=_shows_bars())
+    answers = answer(engine, prompts, max_tokens, progress=shows_bars())
     return [Reading((one.prompt_ids + one.token_ids)[:text_tokens], len(one.prompt_ids)) for one in answers]
-
-
-def _shows_bars() -> bool:
-    return sys.stderr.isatty() and not hides_bars()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, check_output, measures_depths, new_app, note
+from d3engine.cli.commands import ExitCode, check_output, measures_depths, new_app, note, print_json
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.engine_options import (
     Model,
@@ -29,7 +28,6 @@ from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import BRIDGES, POLICY_FILE, STUDENT, named_student
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.model.config import ModelConfig
-from d3engine.progress import bar_columns, hides_bars
 from d3engine.research.calibration.outcome import Outcome, outcome, reason
 from d3engine.research.calibration.search import (
     ALPHAS,
@@ -53,9 +51,10 @@ from d3engine.research.calibration.search import (
 )
 from d3engine.research.calibration.statistics import FLOOR, Tolerance
 from d3engine.research.evaluation.accuracy import wilson_interval
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.research.calibration.bridge_choices import BridgeChoice
     from d3engine.research.calibration.scoring import Answers
     from d3engine.research.calibration.search import Budget
@@ -386,10 +385,10 @@ def calibrate_command(
             try:
                 _write(result, choices, about, name, target, engine)
             except InvalidValueError:
-                typer.echo(json.dumps({**report, "written": None}, indent=2))  # all that is left of the work
+                print_json({**report, "written": None})  # all that is left of the work
                 raise
     if as_json:
-        typer.echo(json.dumps({**report, "written": str(target) if result.chosen else None}, indent=2))
+        print_json({**report, "written": str(target) if result.chosen else None})
     else:
         show_calibration(result, task, target)
     if plot and result.full is not None:
@@ -441,7 +440,7 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
 
 def _check_plot(plot: Path | None) -> None:
     if plot is not None:
-        from d3engine.plots import check_picture
+        from d3engine.research.plots import check_picture
 
         check_picture("--plot", plot)
 
@@ -517,11 +516,7 @@ def _search(
     least_saving: float,
     only: Candidate | None = None,
 ) -> Calibration:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=plan.answers, unit="answer", disable=hides_bars(), ncols=bar_columns(), leave=False, smoothing=0.1
-    ) as bar:
+    with progress_bar(None, "answer", plan.answers, smoothing=0.1) as bar:
 
         def progress(step: str, answers: int) -> None:
             bar.set_description(step)

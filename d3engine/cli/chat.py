@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import new_app, note, wrapped
+from d3engine.cli.commands import new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, parse_depth, takes_depth
 from d3engine.cli.engine_options import (
     CHAT_MAX_TOKENS,
@@ -28,13 +28,13 @@ from d3engine.cli.engine_options import (
     takes_engine,
     with_adapter,
 )
-from d3engine.cli.streams import given_text
+from d3engine.cli.streams import given_text, wrapped
 from d3engine.errors import FailedError, InvalidValueError, require
-from d3engine.files import UnreadableFileError, read_text
+from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.depth import DepthPolicy
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
 app = new_app()
@@ -84,7 +84,7 @@ def chat(
     sampling = {"max_tokens": CHAT_MAX_TOKENS, **sampling}
     check_sampling(sampling)
     _require_template(model)
-    from d3engine.loading.model_directory import chat_defaults
+    from d3engine.engine.model_directory import chat_defaults
 
     sampling = {**chat_defaults(model_directory(model)), **sampling}
     engine = open_engine(model, with_adapter(engine_options, lora), depth)

@@ -7,56 +7,28 @@ import inspect
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
-from d3engine.cli.streams import discard_stdout
-from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, integer_in, must_be, require
-from d3engine.files import is_writable, write_whole
-from d3engine.version import __version__
+from d3engine.cli.streams import discard_stdout, wrapped
+from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, must_be, require
+from d3engine.utils.files import is_writable, write_whole
+from d3engine.utils.version import __version__
 
-
-def wrapped(text: str, stream: TextIO) -> str:
-    """`text` as `stream` is to get it: on a terminal no line is longer than that is wide, but for a word that is."""
-    if not stream.isatty():
-        return text
-    width = _width(stream)
-    return "\n".join(_broken_at_spaces(line, width) for line in text.split("\n"))
-
-
-def _width(stream: TextIO) -> int:
-    """Columns of a terminal; COLUMNS counts more, as for the tables."""
-    if given := integer_in(os.environ.get("COLUMNS", "")):
-        return given
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):  # no real file, as under a test
-        return 80
-
-
-def _broken_at_spaces(line: str, width: int) -> str:
-    from rich.cells import cell_len  # slow to import, and most commands have nothing to say
-
-    lines = [""]
-    for word in re.findall(" *[^ ]+", line):  # with the spaces before it, which keep columns and indents
-        if lines[-1].strip() and cell_len(lines[-1] + word) > width:
-            lines.append(word.lstrip(" "))
-        else:
-            lines[-1] += word
-    return "\n".join(lines)
+if TYPE_CHECKING:
+    from d3engine.research.analysis.report import Table
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -81,10 +53,32 @@ def printing_last(show: Callable[[], None]) -> Iterator[None]:
         show()
 
 
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def print_json(report: Any) -> None:
+    """Print a report as JSON, indented."""
+    typer.echo(json.dumps(report, indent=2))
+
+
+def show_report(
+    report: Callable[[], Any], tables: Callable[[], Iterable[Table]], as_json: bool, *, apart: bool = False
+) -> None:
+    """Print a report as JSON, or as its tables; between them an empty line where they stand `apart`."""
+    if as_json:
+        print_json(report())
+        return
+    from d3engine.cli.terminal import print_table
+
+    for place, table in enumerate(tables()):
+        typer.echo("", nl=apart and place > 0)
+        print_table(table.title, table.header, table.rows, table.notes)
+
+
 def tell_verdict(found: Any, show: Callable[[Any], None], as_json: bool) -> None:
     """Print a report as JSON or by `show`; the command fails where the report says that something does not hold."""
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        print_json(found.as_dict())
     else:
         show(found)
     if not found.holds:
@@ -123,7 +117,7 @@ def _shortest(file: Path) -> str:
 
 
 LOGGER = logging.getLogger("d3engine")
-CERTIFICATION = logging.getLogger("d3engine.loading.depth")
+CERTIFICATION = logging.getLogger("d3engine.engine.depth")
 
 Verbose = Annotated[
     int,

@@ -24,7 +24,7 @@ from d3engine.errors import require, require_integer
 from d3engine.research.evaluation.word_problems import Problem, extract_answer, format_prompt, problems
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
 

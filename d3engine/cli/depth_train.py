@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.bridge_texts import policy_of, progress_bar
-from d3engine.cli.commands import check_output, new_app, note, printing_last, write_output
+from d3engine.cli.bridge_texts import policy_of
+from d3engine.cli.commands import (
+    AsJson,
+    check_output,
+    new_app,
+    note,
+    print_json,
+    printing_last,
+    show_report,
+    write_output,
+)
 from d3engine.cli.depth_options import window_of
 from d3engine.cli.engine_options import (
     AUTO,
@@ -27,7 +36,8 @@ from d3engine.cli.engine_options import (
     use_threads,
 )
 from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer, require_number
-from d3engine.files import sha256_of
+from d3engine.utils.files import sha256_of
+from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
     from d3engine.research.distillation.corpus import OwnAnswer
@@ -45,7 +55,6 @@ Dtype: TypeAlias = Annotated[
 ]
 AnswerTokens: TypeAlias = Annotated[int, typer.Option("--answer-tokens", help="Tokens of an answer that are read.")]
 HeldOut: TypeAlias = Annotated[int, typer.Option("--held-out-texts", help="Held-out answers to judge on at most.")]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 KINDS = "instructions,code,arithmetic"
 WIDE = 512
@@ -72,7 +81,7 @@ def answers_command(
     ] = KINDS,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with gsm8k/.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")] = 256,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a model's own greedy answers at full depth, which students are trained and judged on.
 
@@ -91,7 +100,7 @@ def answers_command(
 
     import random
 
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.expected_tensors import fingerprint
 
     seed = engine_options.get("seed", 0)
@@ -103,9 +112,9 @@ def answers_command(
         )
         random.Random(seed).shuffle(own)  # so that a file that is not finished has all kinds
         asked = held_out + own
-        with progress_bar("answers", "text", len(asked)) as bar:
+        with counting("answers", "text", len(asked)) as advance:
             name = fingerprint(engine.directory)
-            tokens = add_answers(engine, out, name, asked, max_tokens, lambda: bar.update() and None)
+            tokens = add_answers(engine, out, name, asked, max_tokens, advance)
     found = {"out": str(out), "texts": len(asked), "tokens": tokens, "seconds": round(time.monotonic() - begun, 1)}
     typer.echo(json.dumps(found, indent=2) if as_json else f"{len(asked)} answers, {tokens:,} tokens in {out}")
 
@@ -154,7 +163,7 @@ def train_command(
         Path | None, typer.Option("--out", help="The file to write (student.safetensors beside the weights).")
     ] = None,
     report: Annotated[Path | None, typer.Option("--report", help="Also write what was measured to this JSON.")] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Distil a student: other weights for generated tokens, trained towards full depth on the model's own answers.
 
@@ -217,8 +226,8 @@ def train_command(
                 note(f"step {curve.num_steps} of {options.all_steps}: {words}; {left} left")
 
         training.train(own, held_out[:curve_texts], state, key, advance, until)
-    with progress_bar("held out", "text", len(held_out)) as bar:
-        student, told = training.judged(held_out, fingerprint, lambda: bar.update() and None)
+    with counting("held out", "text", len(held_out)) as count:
+        student, told = training.judged(held_out, fingerprint, count)
     finished = training.curve.num_steps == options.all_steps
     found = {**told, "out": str(target), "options": vars(options), "finished": finished}
     with printing_last(partial(_show_trained, found, as_json)):
@@ -252,7 +261,7 @@ def measure_command(
     threads: Threads = AUTO,
     dtype: Dtype = AUTO,
     report: Annotated[Path | None, typer.Option("--report", help="Also write what was measured to this JSON.")] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what policies, bridges and students lose against full depth where a token was generated.
 
@@ -274,8 +283,8 @@ def measure_command(
         wanted += [Judgeable(f"[{first}, {stop})", window_schedule([(first, stop)], layers)) for first, stop in windows]
     require(len(wanted) > 0, "--depth", NOTHING, "given, or --windows")
     _, held_out = _read(answers, fingerprint, held_out_texts)
-    with progress_bar("held out", "text", len(held_out)) as bar:
-        found = judge(run, held_out, wanted, answer_tokens, lambda: bar.update() and None)
+    with counting("held out", "text", len(held_out)) as advance:
+        found = judge(run, held_out, wanted, answer_tokens, advance)
     table = agreement_table(wanted, found, run.config, answer_tokens)
     described = {
         "model": Path(model).name,
@@ -285,7 +294,7 @@ def measure_command(
             for one, agreement in zip(wanted, found, strict=True)
         ],
     }
-    with printing_last(partial(_show_table, table, described, as_json)):
+    with printing_last(partial(show_report, lambda: described, lambda: [table], as_json)):
         if report is not None:
             write_output("--report", report, json.dumps(described, indent=2) + "\n")
 
@@ -294,7 +303,7 @@ def measure_command(
 def inspect_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that d3engine depth train has written.")],
     model: Annotated[str, typer.Option("--model", help="The model that it is for.")] = "demo",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a student leaves out, what its own layers are, and how it did on held-out answers."""
     from d3engine.model.config import ModelConfig
@@ -304,7 +313,7 @@ def inspect_command(
     layers = {number: {name: list(t.shape) for name, t in own.items()} for number, own in student.layers.items()}
     if as_json:
         found = {"skip_layers": list(student.skip_layers), "layers": layers, "bytes": student.num_bytes}
-        typer.echo(json.dumps({"fingerprint": student.fingerprint, **found, "about": student.about}, indent=2))
+        print_json({"fingerprint": student.fingerprint, **found, "about": student.about})
         return
     from d3engine.cli.terminal import print_table
 
@@ -409,7 +418,7 @@ def _in_words(seconds: float) -> str:
 
 def _show_trained(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     from d3engine.cli.terminal import print_table
 
@@ -427,12 +436,3 @@ def _show_trained(found: dict[str, Any], as_json: bool) -> None:
 def _cell(one: dict[str, Any]) -> str:
     arm = "" if one["agreement_95"] is None else f" +- {100 * one['agreement_95']:.1f}"
     return f"{one['agreement']:.1%}{arm}, {one['kl']:.3f}"
-
-
-def _show_table(table: Any, described: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(described, indent=2))
-        return
-    from d3engine.cli.terminal import print_table
-
-    print_table(table.title, table.header, table.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, note
+from d3engine.cli.commands import ExitCode, note, print_json
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
 from d3engine.depth import FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer
-from d3engine.progress import bar_columns, hides_bars
-from d3engine.version import __version__
+from d3engine.utils.progress import progress_bar
+from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.research.calibration.draft_search import Drafted
@@ -48,8 +47,6 @@ def find_draft(
 ) -> ExitCode:
     """Search, tell what came of it, and write the draft if it is worth its while; `refused` are options that say
     nothing here, with the values that were given."""
-    from tqdm import tqdm
-
     from d3engine.model.expected_tensors import fingerprint
     from d3engine.research.calibration.draft_search import EngineDraftScorer, best_draft, search_draft
     from d3engine.research.calibration.report import write_policy_file
@@ -70,7 +67,7 @@ def find_draft(
     )
     by_clock, seed = score is ScoreName.time, engine_options.get("seed", 0)
     note(f"{trials} trials of {count} answers of at most {most} tokens; {count} other questions tell what was found.")
-    with tqdm(total=trials, unit="trial", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
+    with progress_bar(None, "trial", trials) as bar:
         tried = search_draft(searched, trials, seed=seed, by_clock=by_clock, progress=bar.update)
     best = best_draft(tried, by_clock=by_clock)
     found = fresh.score(best.policy)
@@ -96,10 +93,10 @@ def find_draft(
         try:
             write_policy_file(content, target)
         except InvalidValueError:
-            typer.echo(json.dumps({**report, "written": None}, indent=2))  # all that is left of the work
+            print_json({**report, "written": None})  # all that is left of the work
             raise
     if as_json:
-        typer.echo(json.dumps({**report, "written": str(target) if pays else None}, indent=2))
+        print_json({**report, "written": str(target) if pays else None})
     else:
         _show(best, found, len(tried), target if pays else None)
     return ExitCode.DONE if pays else ExitCode.NO_SAFE_SETTING

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.arguments import OptionTable, options_of, panels_of
 from d3engine.cli.commands import LOGGER, note
 from d3engine.cli.depth_options import AUTO as AUTO_DEPTH
 from d3engine.cli.depth_options import Depth
 from d3engine.cli.signatures import give_parameters, keyword, naming_flags
+from d3engine.engine.engine_config import EngineConfig
 from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer
-from d3engine.files import UnreadableFileError, as_json, beside, read_text
-from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.params import CHAT_DEFAULTS, FROM_FILE, SamplingParams, StructuredOutputsParams
+from d3engine.utils.arguments import OptionTable, options_of, panels_of
+from d3engine.utils.files import UnreadableFileError, as_json, beside, read_text
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
-    from d3engine.loading.settings import EngineProperties
+    from d3engine.engine.engine import Engine
+    from d3engine.engine.settings import EngineProperties
     from d3engine.model.config import ModelConfig
 
 
@@ -125,7 +125,7 @@ def use_threads(given: str, config: ModelConfig, spare_cores: int = 0) -> int:
     """
     import torch
 
-    from d3engine.loading.host import pytorch_threads_for, usable_cpus
+    from d3engine.engine.host import pytorch_threads_for, usable_cpus
 
     asked = read_threads(given)
     most = max(1, min(torch.get_num_threads(), usable_cpus()) - spare_cores)
@@ -248,14 +248,14 @@ def takes_options(
 
 def model_directory(model: str, advice: str = "") -> Path:
     """The model's directory; `advice` follows what it must be where it is none."""
-    from d3engine.loading.model_directory import model_directory as directory_of
+    from d3engine.engine.model_directory import model_directory as directory_of
 
     return directory_of(model, advice)
 
 
 def beside_weights(model: str, directory: Path, out: Path | None, name: str) -> Path:
     """Where `out` or, beside the weights, a file of this name is written; refuses to write beside the bundled ones."""
-    from d3engine.loading.model_directory import DEMO
+    from d3engine.engine.model_directory import DEMO
 
     bundled = "given as a file to write, since the bundled model's directory belongs to the package"
     require(out is not None or model != DEMO, "--out", NOTHING, bundled)
@@ -268,7 +268,7 @@ def open_engine(model: str, options: Options, depth: Depth | None = None) -> Eng
     Without `depth` every request brings its own. The command names an "auto" setting and its task on stderr.
     """
     arguments = engine_arguments(model, options)
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
     engine = Engine(model, depth=depth or AUTO_DEPTH, **arguments)
     if depth == AUTO_DEPTH:
@@ -278,7 +278,7 @@ def open_engine(model: str, options: Options, depth: Depth | None = None) -> Eng
 
 def tell_own_setting(engine: EngineProperties, model: str) -> None:
     """Say on stderr which setting the model's d3.json holds, and for which task; nothing without that file."""
-    from d3engine.loading.depth import own_setting
+    from d3engine.engine.depth import own_setting
 
     found = own_setting(engine.depth, model_directory(model))
     if found is not None and not LOGGER.isEnabledFor(logging.INFO):  # whose reader the engine has told

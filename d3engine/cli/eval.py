@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
@@ -12,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import check_output, measures_depths, new_app, note, printing_last, write_output
+from d3engine.cli.commands import (
+    AsJson,
+    check_output,
+    measures_depths,
+    new_app,
+    note,
+    print_json,
+    printing_last,
+    write_output,
+)
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import (
     Model,
@@ -27,7 +34,7 @@ from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.labels import policy_in_words
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.integrations.lm_eval_harness import find_tasks, harness_charts, harness_dict, harness_tables, run_tasks
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation import catalogue
 from d3engine.research.evaluation.accuracy import Score, measure, measure_with_shared_prompts, shape_of
 from d3engine.research.evaluation.baselines import (
@@ -45,16 +52,16 @@ from d3engine.research.evaluation.kept import KeptAnswers
 from d3engine.research.evaluation.report import (
     Chart,
     Result,
-    Table,
     as_dict,
     benchmark_tables,
     chart,
     side_by_side,
     tables,
 )
+from d3engine.utils.progress import counting, progress_bar, shows_bars
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
 
@@ -187,7 +194,7 @@ class Run:
 
     def _print_json(self, described: dict[str, Any]) -> None:
         if self._as_json:
-            typer.echo(json.dumps({**self._facts, **described}, indent=2))
+            print_json({**self._facts, **described})
 
 
 def _plan(
@@ -233,13 +240,8 @@ def _with_early_exits(
     ask: Callable[..., Score], questions: Sequence[Question], policies: Sequence[DepthPolicy], params: SamplingParams
 ) -> list[DepthPolicy]:
     """The policies, and after the last an early exit for each D3 that runs as many layers on these questions."""
-    from tqdm import tqdm
-
     decays = [policy for policy in policies if isinstance(policy, D3)]
-    total = len(decays) * (1 + BISECTIONS)
-    with tqdm(
-        total=total, desc="early exit", unit="run", disable=hides_bars(), ncols=bar_columns(), leave=False
-    ) as bar:
+    with progress_bar("early exit", "run", len(decays) * (1 + BISECTIONS)) as bar:
 
         def depth_of(policy: DepthPolicy) -> float:
             bar.update()
@@ -260,21 +262,10 @@ def _measure(
     questions = benchmark.questions
     measure(engine, questions[:1], policies[0], params, kept=kept)  # whatever is slow the first time is not measured
     if shares_prompts:
-        from tqdm import tqdm
-
-        with tqdm(
-            total=len(questions),
-            desc=benchmark.name,
-            unit="question",
-            disable=hides_bars(),
-            ncols=bar_columns(),
-            leave=False,
-        ) as bar:
-            done: Callable[[], None] = lambda: bar.update() and None  # noqa: E731
+        with counting(benchmark.name, "question", len(questions)) as done:
             scores = measure_with_shared_prompts(engine, benchmark, policies, params, done=done, kept=kept)
     else:
-        progress = sys.stderr.isatty() and not hides_bars()
-        scores = [measure(engine, questions, policy, params, progress=progress, kept=kept) for policy in policies]
+        scores = [measure(engine, questions, policy, params, progress=shows_bars(), kept=kept) for policy in policies]
     return Result(benchmark, tuple(policy_in_words(policy) for policy in policies), tuple(scores))
 
 
@@ -369,7 +360,7 @@ def evaluate(
     include_path: Annotated[
         Path | None, typer.Option("--include-path", help="Folder with task files of your own for the harness.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write the tables to this page.")] = None,
 ) -> None:
     """Measure exact match under depth policies, with 95 % intervals, layers, FLOPs ratios, tokens and time.

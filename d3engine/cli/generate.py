@@ -29,11 +29,11 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.streams import given_text, is_unicode
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
-from d3engine.files import UnreadableFileError, read_text
+from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.cli.answers import Answer
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
     from d3engine.text.prompts import Prompt
 

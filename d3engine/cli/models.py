@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.commands import new_app, takes_verbosity, wrapped
+from d3engine.cli.commands import AsJson, new_app, print_json, takes_verbosity
+from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, InvalidValueError, require
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ HOW_TO_FETCH = "No model has been fetched yet. This gets one: d3engine weights f
 
 @app.callback()
 @takes_verbosity
-def models(
-    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def models(context: typer.Context, as_json: AsJson = False) -> None:
     """List or remove what was fetched, by pip or from the Hugging Face hub.
 
     A name in the list stands for its model wherever a command takes a MODEL.
@@ -35,7 +33,7 @@ def models(
 
     found = stored_models()
     if as_json:
-        typer.echo(json.dumps([_as_dict(model) for model in found], indent=2))
+        print_json([_as_dict(model) for model in found])
     elif not found:
         typer.echo(wrapped(HOW_TO_FETCH, sys.stdout))
     else:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.arguments import OptionTable
-from d3engine.cli.commands import measures_depths
+from d3engine.cli.commands import measures_depths, printing_last, show_report
 from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_options
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, require, require_integer
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.utils.arguments import OptionTable
+from d3engine.utils.progress import counting, progress_bar, shows_bars
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.research.analysis.answers import Answered
     from d3engine.research.analysis.copying import Outcome
     from d3engine.research.analysis.observer import Observer
-    from d3engine.research.analysis.report import Analysis, Table
+    from d3engine.research.analysis.report import Analysis
     from d3engine.research.evaluation.benchmark import Question
     from d3engine.research.evaluation.kept import Prompt
 
@@ -52,7 +49,6 @@ Limit: TypeAlias = Annotated[int, typer.Option("--limit", help="How many prompts
 Png: TypeAlias = Annotated[
     Path | None, typer.Option("--png", help="Also draw it to this file (PNG, or what its suffix says).")
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ def observe(
         require(is_own, "--chat", NOTHING, "given with --prompts where answers are judged")
     model_directory(model)
     if png is not None:
-        from d3engine.plots import check_picture
+        from d3engine.research.plots import check_picture
 
         check_picture("--png", png)
     asked = questions_of(asking, options.get("seed", 0), limit)
@@ -119,11 +115,10 @@ def observe(
         turns = [[{"role": "user", "content": prompt}] for prompt in asked.prompts]
         asked = replace(asked, prompts=[engine.chat_prompt(turn) for turn in turns])
     if asked.references is not None:
-        with settings_bar("answers", len(asked.prompts), "answer") as done:
+        with counting("answers", "answer", len(asked.prompts)) as done:
             given = reference_answers(engine, observer, asked.prompts, asked.references, asked.max_tokens, done)
         return Observed(engine, observer, asked, given)
-    progress = sys.stderr.isatty() and not hides_bars()
-    answered = answer(engine, asked.prompts, asked.max_tokens, stop=asked.stop, progress=progress)
+    answered = answer(engine, asked.prompts, asked.max_tokens, stop=asked.stop, progress=shows_bars())
     return Observed(engine, observer, asked, answered)
 
 
@@ -200,7 +195,7 @@ def grid_of(
 
 def policy_or_own(model: str, depth: Depth) -> DepthPolicy:
     """The policy of --depth; without it the model's own, where that is not full depth."""
-    from d3engine.loading.depth import resolve_depth
+    from d3engine.engine.depth import resolve_depth
 
     if depth != AUTO:
         return depth
@@ -209,33 +204,28 @@ def policy_or_own(model: str, depth: Depth) -> DepthPolicy:
     return own
 
 
-@contextmanager
-def settings_bar(name: str, total: int, unit: str = "setting") -> Iterator[Callable[[], None]]:
-    """A progress bar over settings or other units; yields the function to call after each."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=name, unit=unit, disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
-        yield lambda: bar.update() and None
-
-
 def with_bar(answered: Sequence[Answered], name: str) -> Any:
     """The answers under a progress bar on a terminal."""
-    from tqdm import tqdm
-
-    return tqdm(answered, desc=name, unit="answer", disable=hides_bars(), ncols=bar_columns(), leave=False)
-
-
-def picture_title(model: str, table: Table) -> str:
-    """The title of a picture beside a table: the model's name, and what the table says of itself."""
-    return f"{Path(model).name}: {table.title[0].lower()}{table.title[1:]}"
+    return progress_bar(name, "answer", None, iterable=answered)
 
 
 def show_result(result: Analysis, as_json: bool) -> None:
     """Print a result as JSON, or as a table."""
-    if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
-    else:
-        from d3engine.cli.terminal import print_table
+    show_report(result.as_dict, lambda: (result.table(),), as_json)
 
-        table = result.table()
-        print_table(table.title, table.header, table.rows, table.notes)
+
+def present(
+    result: Any,
+    as_json: bool,
+    model: str,
+    png: Path | None,
+    plot: Callable[[Any, Path, str], None],
+    words: str | None = None,
+    *,
+    show: Callable[[Any, bool], None] = show_result,
+) -> None:
+    """Print a result and draw it to `png`, where that is given; the picture says `words`, or what its table does."""
+    with printing_last(partial(show, result, as_json)):
+        if png:
+            title = result.table().title if words is None else words
+            plot(result, png, f"{Path(model).name}: {title[0].lower()}{title[1:]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import new_app, wrapped
+from d3engine.cli.commands import AsJson, new_app, print_json
+from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, require
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.paper import (
     Compared,
     PaperReport,
@@ -22,7 +23,6 @@ from d3engine.research.evaluation.paper import (
     setup_tables,
 )
 from d3engine.research.evaluation.paper_tables import BENCHMARKS
-from d3engine.research.evaluation.report import Table
 
 app = new_app()
 
@@ -35,7 +35,7 @@ def paper(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Directory with the tokenizer that counts (with --data).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Set our mean layers, FLOPs ratios, layer bounds and averages beside the tables of the D3 paper.
 
@@ -47,7 +47,7 @@ def paper(
     found, setup, notes = report(), setup_tables(counted), further_notes()
     if as_json:
         tables = [asdict(table) for table in setup]
-        typer.echo(json.dumps({**as_dict(found), "setup": tables, "further_notes": notes}, indent=2))
+        print_json({**as_dict(found), "setup": tables, "further_notes": notes})
     else:
         _show(found, setup, notes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import new_app, note
+from d3engine.cli.commands import AsJson, new_app, note, print_json
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import model_directory
 from d3engine.depth import DepthPolicy, FullDepth
@@ -19,7 +18,7 @@ from d3engine.depth.policy import POLICY_FILE, policy_from_directory
 from d3engine.errors import InvalidValueError, require, require_number
 
 if TYPE_CHECKING:
-    from d3engine.loading.memory import Fit
+    from d3engine.engine.memory import Fit
     from d3engine.model.config import ModelConfig
 
 app = new_app()
@@ -76,7 +75,7 @@ def plan(
     gpu_memory_utilization: Annotated[
         float, typer.Option("--gpu-memory-utilization", help="Share of each device's memory to use.")
     ] = 0.9,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether a model fits on some devices, in bfloat16, int8 and int4, and for how many sequences at once.
 
@@ -98,7 +97,7 @@ def plan(
     ):
         require(1 <= value <= MOST_TOKENS, flag, value, f"an integer from 1 to {MOST_TOKENS}")
     require(answer < context, "--answer", answer, f"less than --context {context}, which has the prompt too")
-    from d3engine.loading.memory import DTYPE, Demand, fit, named_dtype
+    from d3engine.engine.memory import DTYPE, Demand, fit, named_dtype
 
     policy = _own_depth(directory) if depth == AUTO else depth
     rule = policy.exit_rule(config.num_layers)
@@ -115,9 +114,7 @@ def plan(
     schemes = (None, "int8", "int4") if config.quantization is None else (config.quantization,)
     fits = [fit(config, scheme, devices, demand) for scheme in schemes]
     if as_json:
-        typer.echo(
-            json.dumps([asdict(found) | {"fits": found.fits, "depth": policy.describe()} for found in fits], indent=2)
-        )
+        print_json([asdict(found) | {"fits": found.fits, "depth": policy.describe()} for found in fits])
         return
     from d3engine.cli.terminal import print_table
 
@@ -171,7 +168,7 @@ def _own_depth(directory: Path | None) -> DepthPolicy:
     since none need be there."""
     if directory is None:
         return FullDepth()
-    from d3engine.loading.depth import own_setting
+    from d3engine.engine.depth import own_setting
 
     policy = policy_from_directory(directory)
     if (found := own_setting(policy, directory)) is not None:

@@ -6,8 +6,8 @@ from html import escape
 from itertools import groupby
 
 from d3engine.cli.terminal import DepthColours, Writer, new_console, safe_text
-from d3engine.plots import depth_colours
 from d3engine.research.analysis.sample import Guess, Sample, SampleAnswer, SampleToken
+from d3engine.research.plots import depth_colours
 
 
 def show_sample(result: Sample) -> None:

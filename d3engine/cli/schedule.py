@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import new_app
+from d3engine.cli.commands import AsJson, new_app, print_json
 from d3engine.cli.depth_options import AUTO, Depth, policies_help, takes_depth
 from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule
@@ -107,7 +106,7 @@ def schedule(
     heads: Annotated[int | None, typer.Option("--heads", help="As --hidden-size.")] = None,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Default: as many as --heads.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Default: hidden size over heads.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", help="Also draw the schedule to this PNG file (needs matplotlib)."),
@@ -131,12 +130,12 @@ def schedule(
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
     if plot:
-        from d3engine.plots import check_picture, plot_schedule
+        from d3engine.research.plots import check_picture, plot_schedule
 
         check_picture("--plot", plot)
         plot_schedule(report.schedule, steps, plot, title=_title(report))
     if as_json:
-        typer.echo(json.dumps(as_dict(report), indent=2))
+        print_json(as_dict(report))
     else:
         _show(report)
 

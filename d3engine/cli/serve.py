@@ -24,17 +24,17 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.server_options import require_server_packages, server_settings, takes_server
 from d3engine.errors import D3EngineError, require, require_integer, require_number
-from d3engine.garbage import freeze_loaded
 from d3engine.server.middleware.settings import LONGEST
-from d3engine.version import __version__
+from d3engine.utils.garbage import freeze_loaded
+from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.engine.stats import EngineStats
     from d3engine.server.models import FurtherModel, FurtherModels
     from d3engine.server.running import GuardedServer
     from d3engine.server.settings import ServerSettings
     from d3engine.server.state import AppState
-    from d3engine.stats import EngineStats
 
 app = new_app()
 
@@ -128,9 +128,9 @@ def _further_models(
     Raises `InvalidValueError` for one that is not there, or does not fit beside the first.
     """
     from d3engine.cli.server_options import own_name
-    from d3engine.loading.host import GIB, machine_bytes
-    from d3engine.loading.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE
-    from d3engine.loading.model_directory import model_files
+    from d3engine.engine.host import GIB, machine_bytes
+    from d3engine.engine.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE
+    from d3engine.engine.model_directory import model_files
     from d3engine.model.config import ModelConfig
     from d3engine.server.models import FurtherModel
 

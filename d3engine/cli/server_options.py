@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from d3engine.arguments import OptionTable
 from d3engine.cli.depth_options import AUTO, parse_depth
 from d3engine.cli.engine_options import Options, takes_options
 from d3engine.cli.signatures import naming_flags
 from d3engine.depth import DepthPolicy
-from d3engine.environment import API_KEY
 from d3engine.errors import InvalidValueError, MissingExtraError, require
-from d3engine.files import UnreadableFileError, read_text
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
+from d3engine.utils.arguments import OptionTable
+from d3engine.utils.environment import API_KEY
+from d3engine.utils.files import UnreadableFileError, read_text
 
 WHO: OptionTable = {
     "host": ("--host", str, "Address to listen on [default: 127.0.0.1, this machine alone]."),

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
-from d3engine.cli.commands import new_app, tell_verdict
+from d3engine.cli.commands import AsJson, new_app, tell_verdict
 from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.errors import integer_in, require, require_integer, require_number
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.research.speculation import Candidate, Measured, TuneReport
@@ -50,7 +49,7 @@ def tune_command(
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of each answer at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.0,
     at_once: Annotated[int, typer.Option("--at-once", help="Prompts answered in one batch.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print which drafter and draft length answer your prompts fastest, and the --speculative-config for it.
 
@@ -68,7 +67,7 @@ def tune_command(
 
     asked = BUILT_IN if prompts is None else read_prompts(prompts, limit)
     passes = 2 + len(list(candidates_of(tried, draft_model)))
-    with tqdm(total=passes * len(asked), unit="prompt", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
+    with progress_bar(None, "prompt", passes * len(asked)) as bar:
 
         def done(candidate: Candidate, count: int) -> None:
             bar.set_description(" ".join(_name(candidate)))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from typing import Any
+from typing import Any, TextIO
+
+from d3engine.errors import integer_in
 
 
 def prepare_streams() -> None:
@@ -48,3 +51,33 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """`text` as `stream` is to get it: on a terminal no line is longer than that is wide, but for a word that is."""
+    if not stream.isatty():
+        return text
+    width = _width(stream)
+    return "\n".join(_broken_at_spaces(line, width) for line in text.split("\n"))
+
+
+def _width(stream: TextIO) -> int:
+    """Columns of a terminal; COLUMNS counts more, as for the tables."""
+    if given := integer_in(os.environ.get("COLUMNS", "")):
+        return given
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # no real file, as under a test
+        return 80
+
+
+def _broken_at_spaces(line: str, width: int) -> str:
+    from rich.cells import cell_len  # slow to import, and most commands have nothing to say
+
+    lines = [""]
+    for word in re.findall(" *[^ ]+", line):  # with the spaces before it, which keep columns and indents
+        if lines[-1].strip() and cell_len(lines[-1] + word) > width:
+            lines.append(word.lstrip(" "))
+        else:
+            lines[-1] += word
+    return "\n".join(lines)

@@ -15,9 +15,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from d3engine.cli.commands import wrapped
+from d3engine.cli.streams import wrapped
 from d3engine.depth import DepthPolicy
-from d3engine.plots import depth_position, letters_on, ramp
+from d3engine.research.plots import depth_position, letters_on, ramp
 
 DECEPTIVE = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break a line of text without being seen."""

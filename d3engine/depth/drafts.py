@@ -1,4 +1,4 @@
-"""The checks that all policies which draft share."""
+"""Policies whose answers are full depth's, drafted at less."""
 
 from __future__ import annotations
 
@@ -61,8 +61,18 @@ def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:
     return schedule
 
 
+class Drafts:
+    """What policies that draft have in common; goes before `DepthPolicy`."""
+
+    drafts: ClassVar[bool] = True
+
+    def schedule(self, num_layers: int) -> Schedule:
+        """Full depth: that is what every token of the answer has."""
+        return FullDepth().schedule(num_layers)
+
+
 @dataclass(frozen=True)
-class SelfSpeculative(DepthPolicy):
+class SelfSpeculative(Drafts, DepthPolicy):
     """Draft at the depth of another policy, verify at full depth.
 
     Tokens and log-probabilities are full depth's, of greedy requests and, with the same seed, of those that draw.
@@ -86,7 +96,6 @@ class SelfSpeculative(DepthPolicy):
 
     name: ClassVar[str] = "self-speculative"
     label: ClassVar[str] = "Self-speculative decoding"
-    drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.draft, Mapping):
@@ -95,10 +104,6 @@ class SelfSpeculative(DepthPolicy):
         require(not self.draft.drafts, "draft", self.draft, "a policy that does not draft itself")
         check_options(self)
 
-    def schedule(self, num_layers: int) -> Schedule:
-        """Full depth: that is what every token of the answer has."""
-        return FullDepth().schedule(num_layers)
-
     def draft_rule(self, num_layers: int) -> DraftRule:
         """How it drafts; raises `InvalidValueError` if the draft does not fit the model, or fills entries."""
         schedule = check_draft(self.draft, num_layers)
@@ -106,7 +111,7 @@ class SelfSpeculative(DepthPolicy):
 
 
 @dataclass(frozen=True)
-class DraftAndVerify(DepthPolicy):
+class DraftAndVerify(Drafts, DepthPolicy):
     """Draft without some attentions and some MLPs, verify at full depth.
 
     What comes out is full depth's, as with `SelfSpeculative`. All tokens of a draft run the same parts. In `depths` a
@@ -132,7 +137,6 @@ class DraftAndVerify(DepthPolicy):
 
     name: ClassVar[str] = "draft-and-verify"
     label: ClassVar[str] = "Draft & Verify"
-    drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("skip_attention", "skip_mlp"):
@@ -144,10 +148,6 @@ class DraftAndVerify(DepthPolicy):
         if self.target_acceptance is not None:
             target = require_number("target_acceptance", self.target_acceptance, 0.0, 1.0)
             object.__setattr__(self, "target_acceptance", target)
-
-    def schedule(self, num_layers: int) -> Schedule:
-        """Full depth: that is what every token of the answer has."""
-        return FullDepth().schedule(num_layers)
 
     def draft_rule(self, num_layers: int) -> DraftRule:
         """How it drafts; raises `InvalidValueError` for a layer that the model has not."""
@@ -210,7 +210,7 @@ class Lossless(SelfSpeculative):
 
 
 @dataclass(frozen=True)
-class Speculative(DepthPolicy):
+class Speculative(Drafts, DepthPolicy):
     """Draft with another model, verify at full depth.
 
     Tokens and log-probabilities are full depth's, of greedy requests and, with the same seed, of those that draw. The
@@ -235,7 +235,6 @@ class Speculative(DepthPolicy):
 
     name: ClassVar[str] = "speculative"
     label: ClassVar[str] = "Speculative decoding"
-    drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         is_path = isinstance(self.draft_model, str | os.PathLike) and os.fspath(self.draft_model) != ""
@@ -244,10 +243,6 @@ class Speculative(DepthPolicy):
         check_open_length(self)
         check_stop_probability(self)
         require(isinstance(self.adaptive, bool), "adaptive", self.adaptive, "True or False")
-
-    def schedule(self, num_layers: int) -> Schedule:
-        """Full depth: that is what every token of the answer has."""
-        return FullDepth().schedule(num_layers)
 
     def draft_rule(self, num_layers: int) -> DraftRule:
         is_open = self.draft_length is None
@@ -258,7 +253,7 @@ class Speculative(DepthPolicy):
 
 
 @dataclass(frozen=True)
-class PromptLookup(DepthPolicy):
+class PromptLookup(Drafts, DepthPolicy):
     """Draft what followed the last tokens earlier in the prompt or answer, verify at full depth.
 
     Tokens and log-probabilities are full depth's, of greedy requests and, with the same seed, of those that draw. A
@@ -278,15 +273,10 @@ class PromptLookup(DepthPolicy):
 
     name: ClassVar[str] = "lookup"
     label: ClassVar[str] = "Prompt lookup"
-    drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_open_length(self)
         object.__setattr__(self, "history", require_integer("history", self.history, 0, MAX_HISTORY))
-
-    def schedule(self, num_layers: int) -> Schedule:
-        """Full depth: that is what every token of the answer has."""
-        return FullDepth().schedule(num_layers)
 
     def draft_rule(self, num_layers: int) -> DraftRule:
         is_open = self.draft_length is None

@@ -1,9 +1,5 @@
-"""What a user writes to say how deep each token goes: `D3(alpha=0.9, start=0.6)`.
-
-A policy knows no model. It is a small frozen value that turns into a `Schedule` once the number
-of layers is known, and into plain JSON (`describe`) so that a model directory, a command line and a log can
-hold it.
-"""
+"""A depth policy: a small frozen value, `D3(alpha=0.9, start=0.6)`, that becomes a
+`Schedule` once the number of layers is known, and JSON for files and logs."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from d3engine.depth.schedule import BoolArray, Schedule
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError, require, require_integer, require_number
-from d3engine.files import UnreadableFileError, beside, is_there, read_json
+from d3engine.utils.files import UnreadableFileError, beside, is_there, read_json
 
 GROUP = "d3engine.policies"
 
@@ -143,7 +139,7 @@ class DraftRule:
         model: the directory of the second model that drafts, or None.
         mlp_schedule: the layers whose MLP a draft runs; `schedule` is then of their attention. None: of whole layers.
         target_acceptance: the part of its drafted tokens that a sequence is to have accepted: its own
-            `stop_probability` moves towards that (`request/sequence.py` has how); None: it stays.
+            `stop_probability` moves towards that (`scheduling/sequence.py` has how); None: it stays.
         lookup: whether drafts may also be what followed the last tokens where they stood before in the text.
         history: tokens of earlier answers of the engine that lookups see too, the newest; 0 for this text alone.
         by_cost: whether the executor chooses who drafts, and how long, by measured times, where it can; elsewhere
@@ -355,7 +351,7 @@ def calibrated_for(directory: str | Path) -> str | None:
     """The fingerprint of the weights that `d3.json` was calibrated on; None without that file, or where a file that
     was written by hand names none.
 
-    The loader compares it with its weights (`d3engine.loading.depth`): a setting that is safe for one model says
+    The loader compares it with its weights (`d3engine.engine.depth`): a setting that is safe for one model says
     nothing of another. Raises `ModelFormatError`, naming the file, for one that cannot be read.
     """
     return _said(directory, '"fingerprint"', lambda content: content.get("fingerprint"))

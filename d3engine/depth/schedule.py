@@ -1,9 +1,5 @@
-"""A depth schedule: which layers run at which generation step of a sequence.
-
-When a layer that is skipped once stays skipped, the whole schedule of a sequence is ONE vector
-of L integers, `layer l runs at step i <=> i < cutoffs[l]`. A user's table that lets a layer wake up again has
-no such vector; it stays a table, and the entries its sleeping layers miss must then be filled (`on_skip`).
-"""
+"""A depth schedule: one vector of L integers, `layer l runs at step i <=> i < cutoffs[l]`;
+or a table, where layers are reactivated and the entries they miss must be filled (`on_skip`)."""
 
 from __future__ import annotations
 

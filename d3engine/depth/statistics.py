@@ -1,8 +1,5 @@
-"""What a schedule is worth: mean depth, FLOPs ratio, the bound on any speed-up, and the KV cache it frees.
-
-All of it follows from the depths of the steps, before anything has run. `nominal` figures are
-over the maximum length; give the depths of the tokens really generated for `realised` ones.
-"""
+"""Mean depth, FLOPs ratio, bound on any speed-up and freed KV cache of a schedule:
+`nominal` over the maximum length, `realised` over the tokens generated."""
 
 from __future__ import annotations
 

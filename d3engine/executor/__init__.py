@@ -1,1 +1,1 @@
-"""Runs a plan and returns logits."""
+"""Runs a plan and returns logits; chooses tokens from logits, and judges drafted ones."""

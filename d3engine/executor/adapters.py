@@ -15,7 +15,7 @@ import torch
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer, require_name
 from d3engine.model.adapters import Adapter, read_adapter
 from d3engine.model.config import ModelConfig
-from d3engine.request.sequence import Sequence as EngineSequence
+from d3engine.scheduling.sequence import Sequence as EngineSequence
 
 _ABSENT = "None here: {why}"
 

@@ -1,8 +1,5 @@
-"""Bridges inside a step: rows whose next layers are skipped cross the window by its map.
-
-A window that rows leave out begins where the layers below it have run, so crossing it is one more thing
-that is due at a layer. Rows of equal windows cross together, and what they cross stays out of sight of all others.
-"""
+"""Bridges inside a step: rows of equal windows cross together, where the layers below have
+run, by the window's map."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.hidden_states import Due
 from d3engine.executor.interface import ExecutorStats
-from d3engine.files import beside
 from d3engine.kernels.weight_format import WeightFormat
 from d3engine.model.bridges import BRIDGES_FILE, BridgeWeights, Window, held, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, with_student
 from d3engine.model.weights import LlamaWeights, load_weights
-from d3engine.plan import BridgedRows
+from d3engine.scheduling.plan import BridgedRows
+from d3engine.utils.files import beside
 
 
 class BridgeStore:

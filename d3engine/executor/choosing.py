@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.model.adapters import RowAdapters
 from d3engine.model.llama import Llama
-from d3engine.plan import Chosen, Plan
-from d3engine.request.sampling_mode import SamplingMode, choice_of
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Chosen, Plan
+from d3engine.scheduling.sampling_mode import SamplingMode, choice_of
+from d3engine.scheduling.sequence import Sequence
 
 
 def choice_of_step(plan: Plan) -> SamplingMode:

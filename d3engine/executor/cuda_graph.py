@@ -42,8 +42,8 @@ from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.adapters import RowAdapters, matrices_of
 from d3engine.model.llama import Llama
-from d3engine.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from d3engine.executor.interface import Computed, Executor
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import ExecutorCapabilities, Plan
+from d3engine.scheduling.plan import ExecutorCapabilities, Plan
 
 
 class DraftTargetExecutor:

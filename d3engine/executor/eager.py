@@ -1,8 +1,5 @@
-"""Runs a plan with one call an operation: the active layers over the active rows, and logits where they are wanted.
-
-The plan is turned into tensors once. Then the loop walks the plan's spans; on the fast path the rows of a span are a
-prefix of the batch, so a skipped layer costs nothing, not even a branch.
-"""
+"""Runs a plan with a call an operation. Of a span the rows are a prefix of the batch on
+the fast path, so a skipped layer costs nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.adapters import adapters_of
 from d3engine.executor.bridging import BridgeStore, crossings
 from d3engine.executor.choosing import choice_of_step, choose_across_ranks
@@ -30,8 +26,9 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama, Rope
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import Chosen, ExecutorCapabilities, Plan, Span
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Chosen, ExecutorCapabilities, Plan, Span
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 @dataclass(frozen=True, slots=True)

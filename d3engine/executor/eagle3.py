@@ -17,8 +17,8 @@ from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.eagle3 import LAYER, Eagle3Head
 from d3engine.model.llama import Llama, inverse_frequencies
-from d3engine.plan import ExecutorCapabilities, Plan
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.plan import ExecutorCapabilities, Plan
+from d3engine.scheduling.sequence import Sequence
 
 
 class Eagle3Executor:

@@ -1,9 +1,5 @@
-"""Early exit inside a step: rows leave the layers as soon as the model is confident of them.
-
-A step in which rows may leave is the plan's spans, cut where a confidence is looked at, each without the
-rows that have gone. So the executor runs the same spans through the same operations, and a step in which no row may
-leave knows nothing of this. Every look costs the host's waiting for the device; softmax confidences also cost the head.
-"""
+"""Early exit inside a step: the plan's spans, cut where a confidence is looked at, each
+without the rows that have left."""
 
 from __future__ import annotations
 
@@ -16,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.interface import Computed
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.adapters import RowAdapters
 from d3engine.model.llama import Llama
-from d3engine.plan import BoolArray, ExitingChunks, Plan, Span, rows_of
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import BoolArray, ExitingChunks, Plan, Span, rows_of
 
 
 class EarlyExits:

@@ -17,8 +17,8 @@ from d3engine.depth.schedule import Schedule, windows_of
 from d3engine.executor.bridging import BridgeStore
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.model.bridges import BridgeWeights
-from d3engine.plan import BoolArray, MultiStep
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.plan import BoolArray, MultiStep
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 class Crossed(NamedTuple):

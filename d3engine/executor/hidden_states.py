@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.low_rank import LowRankMap
 from d3engine.kernels.native.model import NativeMaps
 from d3engine.kernels.native.runs import STEERINGS, Hooks
 from d3engine.model.llama import Llama
-from d3engine.plan import CapturedRows, DraftWork, HiddenRows, Plan, Span, SteeredRows
 from d3engine.request.hidden_states import FloatArray, Steer
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import CapturedRows, DraftWork, HiddenRows, Plan, Span, SteeredRows
 
 Due: TypeAlias = tuple[int, Callable[[], object]]
 """A layer, and what is done to the residual stream in front of it."""

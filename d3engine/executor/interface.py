@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import Chosen, Cycled, ExecutorCapabilities, Plan
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Chosen, Cycled, ExecutorCapabilities, Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
 from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import choice_of_step
@@ -49,9 +48,10 @@ from d3engine.kernels.native.speculative_loop import DraftCosts, LoopLogits
 from d3engine.model.adapters import Adapter
 from d3engine.model.llama import Llama
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
-from d3engine.request.sampling_mode import SamplingMode
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
+from d3engine.scheduling.sampling_mode import SamplingMode
+from d3engine.scheduling.sequence import Sequence
 
 MAX_ROWS = 512
 """Rows that go through the layers at once: more go one such part after the other. Enough that weights are widened

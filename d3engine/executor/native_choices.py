@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.executor.choosing import sampled_steps
 from d3engine.kernels.native.runs import Draws, GrammarMask, LogitMask, Mask, RowSampling, TokenCounts
 from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts, TextDrafts
-from d3engine.plan import Chosen, MultiStep, Plan
 from d3engine.request.constraint import Constraint
-from d3engine.request.sampling_mode import SamplingMode, is_restricted
-from d3engine.request.sequence import Sequence
 from d3engine.request.token_rules import TokenRules
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Chosen, MultiStep, Plan
+from d3engine.scheduling.sampling_mode import SamplingMode, is_restricted
+from d3engine.scheduling.sequence import Sequence
 
 
 class FormsOfRun:

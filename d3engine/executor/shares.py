@@ -1,8 +1,5 @@
-"""A step shared out: some of its sequences as a plan of their own, for an executor that leaves the others to another.
-
-Within a step no sequence reads what another one writes, so shares may run one after the other. A sequence
-that has several chunks is not divided.
-"""
+"""Some sequences of a step as a plan for another executor. No sequence reads what another
+writes, so shares run one after the other."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.interface import Computed
-from d3engine.plan import DraftWork, HiddenRows, Plan, Span, rows_of
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import DraftWork, HiddenRows, Plan, Span, rows_of
 
 
 @dataclass(frozen=True, slots=True)

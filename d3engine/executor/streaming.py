@@ -1,8 +1,5 @@
-"""A run of graphs whose tokens the host takes step by step: the device is always given a few steps more.
-
-What is launched cannot be taken back. So the host launches some steps ahead of the one that it waits for, which keeps
-the device busy while the host reads, and no more: a new request waits for these alone.
-"""
+"""A run of graphs whose tokens the host takes step by step: the device is given a few
+steps more than the host waits for, since a launch cannot be taken back."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.kernels.decode_rows import DecodeRows
-from d3engine.plan import Chosen, Plan, RunControl
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Chosen, Plan, RunControl
+from d3engine.scheduling.sequence import Sequence
 
 LAUNCHED_AHEAD = 4
 """Steps that the device has been given and the host has not seen, at most."""

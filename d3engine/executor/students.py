@@ -1,8 +1,5 @@
-"""Steps of which some rows run a student's weights: each row by the executor of its weights, over one pool.
-
-A layer of a student goes on with the KV cache of that layer, so nothing but matrices differs. Of a sequence the prompt
-comes before what is generated, and a step has one chunk of it: so shares of a step may run one after the other.
-"""
+"""Steps of which some rows run a student's weights: each row by the executor of its
+weights, over one pool and one KV cache."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.executor.bridging import BridgeStore
 from d3engine.executor.interface import Computed
 from d3engine.executor.shares import Share, joined, share_of
 from d3engine.model.weights import LlamaWeights
-from d3engine.plan import Plan
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Plan
 
 
 class RunsShares(Protocol):

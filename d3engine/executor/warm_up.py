@@ -1,7 +1,5 @@
-"""Compilation of kernels before the first request.
-
-Kernels differ by classes of rows: one small prompt of each class and the graphs of the deepest step compile all.
-"""
+"""Compiles kernels before the first request: a small prompt of each class of rows, and the
+graphs of the deepest step."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from tqdm import tqdm
 from d3engine.executor.graph_shapes import CHOICES, batch_sizes
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import draw, largest_plan
-from d3engine.progress import bar_columns, hides_bars
 from d3engine.scheduling.scheduler import SchedulerConfig
+from d3engine.utils.progress import bar_columns, hides_bars
 
 _log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Adapters to serving stacks and libraries; each module needs an optional package."""
+"""Adapters to serving stacks and libraries, and files of requests; each module needs an optional package."""

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.async_engine.async_engine import AsyncEngine
-from d3engine.async_engine.client import EngineClient
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from d3engine.server.app import create_app
@@ -23,6 +22,9 @@ from d3engine.server.errors import RequestError
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
 
 
 def asgi_app(
@@ -98,7 +100,7 @@ class FieldReader:
         settings: the depths that requests may name; None: those of our server.
     """
 
-    def __init__(self, client: EngineClient, settings: ServerSettings | None = None) -> None:
+    def __init__(self, client: AsyncEngine, settings: ServerSettings | None = None) -> None:
         self._defaults = client.default_sampling_params
         self._depths = DepthPolicies(settings or ServerSettings(model_names=("model",)), client.depth)
 

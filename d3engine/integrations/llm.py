@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from d3engine.arguments import with_new_names
-from d3engine.calls.new_requests import Same, refuse, refuse_others
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.engine_config import RENAMED, EngineConfig
+from d3engine.engine.hub import at_revision
+from d3engine.engine.new_requests import Same, refuse, refuse_others
 from d3engine.errors import InvalidValueError, require
-from d3engine.loading.engine_config import RENAMED, EngineConfig
-from d3engine.loading.hub import at_revision
 from d3engine.request.params import pooling_params as params_of_pooling
 from d3engine.request.pooling import embedding_of
 from d3engine.text.prompts import Prompt, as_list
+from d3engine.utils.arguments import with_new_names
 
 ONE_DEVICE = "1, since tensor_parallel_size alone spreads a model over devices"
 ONE_REVISION = "None, since the tokenizer is of the model's own revision"

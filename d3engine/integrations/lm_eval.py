@@ -10,16 +10,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from d3engine.arguments import panels_of
 from d3engine.depth import DepthPolicy, FullDepth, policy_from_name
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.engine_config import EngineConfig
 from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError, integer_in, require, require_integer
-from d3engine.loading.engine_config import EngineConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import FROM_FILE, SamplingParams
 from d3engine.research.evaluation.work import Work, is_known_beforehand, work_of
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import Tokenizer
+from d3engine.utils.arguments import panels_of
 
 try:
     from lm_eval import utils

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from d3engine.depth import DepthPolicy
 from d3engine.errors import D3EngineError, InvalidValueError, MissingExtraError
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.accuracy import Comparison, Interval, paired, shape_of, wilson_interval
 from d3engine.research.evaluation.catalogue import NAMES_WITHOUT_HARNESS
-from d3engine.research.evaluation.report import Chart, Table, against, cost_table, percent_interval
+from d3engine.research.evaluation.report import Chart, against, cost_table, percent_interval
 from d3engine.research.evaluation.work import Cost
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 
 @dataclass(frozen=True)

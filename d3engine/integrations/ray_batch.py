@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from d3engine.async_engine.async_engine import AsyncEngine
-from d3engine.batch.batch_file import Line, Result
-from d3engine.batch.runner import BatchRunner
 from d3engine.errors import FailedError, MissingExtraError, integer_in
+from d3engine.integrations.batch_file import Line, Result
+from d3engine.integrations.batch_runner import BatchRunner
 from d3engine.server.settings import ServerSettings
 
 try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from d3engine.depth import DepthPolicy
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.errors import NOTHING, InvalidValueError, MissingExtraError, require, require_integer
 from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.request.outputs import RequestOutput

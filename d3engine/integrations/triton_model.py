@@ -14,14 +14,14 @@ import triton_python_backend_utils as pb_utils  # which Triton puts on the path 
 
 from d3engine.async_engine.async_engine import AsyncEngine
 from d3engine.depth.policy import policy_from_dict
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import D3EngineError, InvalidValueError, require
-from d3engine.files import read_json
 from d3engine.integrations.asgi import FieldReader
 from d3engine.integrations.triton_repository import ARGUMENTS_FILE
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.server.metrics import COUNTERS, GAUGES
-from d3engine.stats import EngineStats
+from d3engine.utils.files import read_json
 
 POLL_SECONDS = 0.1
 """Interval of checks whether a client has cancelled."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.errors import FailedError, require
-from d3engine.files import naming
+from d3engine.utils.files import naming
 
 ARGUMENTS_FILE = "model.json"
 VERSION = "1"

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import is_there
 from d3engine.kernels.low_rank import LAYER_MAPS, LM_HEAD, PARTS, LowRankMap, Maps, RowMaps
 from d3engine.model.checkpoint import Checkpoint, open_safetensors_file
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
@@ -28,6 +27,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import rows_of
 from d3engine.model.family import Multipliers
 from d3engine.model.fields import Fields, read_json_object
+from d3engine.utils.files import is_there
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 

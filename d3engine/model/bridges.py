@@ -15,10 +15,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import as_json, open_regular, path_of, write_whole
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import quantize_int8
 from d3engine.model.fields import of_a_model
+from d3engine.utils.files import as_json, open_regular, path_of, write_whole
 
 Made = TypeVar("Made")
 

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import as_json, is_there, open_regular, path_of
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.fields import of_a_model, read_json_object
 from d3engine.model.quantization_config import SCHEMES
+from d3engine.utils.files import as_json, is_there, open_regular, path_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

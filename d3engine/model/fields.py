@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from d3engine.errors import ModelFormatError, must_be
-from d3engine.files import UnreadableFileError, as_json, read_bytes
+from d3engine.utils.files import UnreadableFileError, as_json, read_bytes
 
 _MAX_SIZE = 2**31 - 1
 """Limit of every integer: far above any real model, low enough for shapes built from it to be harmless."""

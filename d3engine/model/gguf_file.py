@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from d3engine.errors import MissingExtraError, ModelFormatError, must_be
-from d3engine.files import UnreadableFileError, open_regular
 from d3engine.model.fields import of_a_model
+from d3engine.utils.files import UnreadableFileError, open_regular
 
 if TYPE_CHECKING:  # a config is read without torch and numpy
     import numpy as np

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from d3engine.errors import ModelFormatError, must_be
-from d3engine.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text, beside, is_there, read_bytes
 from d3engine.model.families import family_of
 from d3engine.model.fields import Fields, json_object, of_a_model, read_json_object
 from d3engine.model.gguf_file import GGUFFile, open_gguf
@@ -23,6 +22,7 @@ from d3engine.model.gguf_metadata import (
     gguf_tokenizer_kind,
 )
 from d3engine.model.quantization_config import IntegerLayout, block_of, integer_layout, is_fp8
+from d3engine.utils.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text, beside, is_there, read_bytes
 
 if TYPE_CHECKING:  # torch waits until weights are asked for
     from d3engine.model.checkpoint import Checkpoint

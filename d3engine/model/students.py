@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
-from d3engine.files import as_json
 from d3engine.kernels.blocks import (
     Q5_COLUMNS,
     BlockLanesWeight,
@@ -33,6 +32,7 @@ from d3engine.kernels.quantized import Int8Weight, quantize_int8
 from d3engine.model.bridges import MadeFor, check_floats, read_made, write_made
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights
+from d3engine.utils.files import as_json
 
 STUDENT_FILE = "student.safetensors"
 """In a model's directory, or next to its GGUF file: the student that a policy calls "auto"."""

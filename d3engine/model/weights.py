@@ -31,7 +31,7 @@ from d3engine.model.gguf_file import forget_header
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_SCHEMES, head_schemes
 from d3engine.model.shard import ModelShard, shard_checkpoint
 from d3engine.model.source import ModelSource, open_checkpoint
-from d3engine.progress import bar_columns, hides_bars
+from d3engine.utils.progress import bar_columns, hides_bars
 
 
 @dataclass(frozen=True, eq=False)

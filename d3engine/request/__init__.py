@@ -1,1 +1,1 @@
-"""What a user asks for and gets, and the sequences that it becomes in the core."""
+"""What a user asks for and gets."""

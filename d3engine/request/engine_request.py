@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from d3engine.depth import Schedule
 from d3engine.depth.policy import DraftRule
 from d3engine.request.constraint import Form
 from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Flow
 from d3engine.request.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from d3engine.model.adapters import Adapter  # which needs torch
+
+Flow: TypeAlias = tuple[str, str]
+"""Whose work it is, as fair queueing calls it: an API key, and a request of it."""
 
 
 @dataclass(frozen=True)

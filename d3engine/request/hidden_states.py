@@ -1,8 +1,5 @@
-"""Hidden states of a request: which are captured, what is added to them, and those that were captured.
-
-Layers are numbered as in transformers' `hidden_states`: number l is the residual stream in front of layer l, and the
-number of layers is the output of the final norm.
-"""
+"""Hidden states of a request, captured and changed, numbered as in transformers: l is the
+residual stream in front of layer l, the number of layers the final norm's output."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import write_whole
+from d3engine.utils.files import write_whole
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]

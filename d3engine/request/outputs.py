@@ -1,8 +1,5 @@
-"""What comes back of a request: RequestOutput, its sequences, and what is measured of them.
-
-Names follow vLLM's, so that engines can be swapped. None of them is frozen: a stream makes three for each token, and a
-frozen one takes some three times as long to make. They are the reader's own once he has them.
-"""
+"""RequestOutput, its sequences and their measurements, with vLLM's names. None is frozen:
+a stream makes three a token, which takes three times as long with frozen ones."""
 
 from __future__ import annotations
 

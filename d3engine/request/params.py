@@ -1,8 +1,5 @@
-"""What a user asks of a request: SamplingParams.
-
-Names follow vLLM's, so that engines can be swapped. Everything a request can ask for is bounded and checked here, when
-it is written down, with an error that names the field, the value and what is allowed.
-"""
+"""SamplingParams, with vLLM's names; everything a request can ask for is bounded and
+checked here, when it is written down."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from enum import Enum
 from inspect import Parameter, signature
 from typing import Any, Never, TypeAlias, TypeVar
 
-from d3engine.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import InvalidValueError, cut, integer_in, require, require_integer, require_number
 from d3engine.request.hidden_states import Capture, Steer
+from d3engine.utils.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 
 K = TypeVar("K")
 V = TypeVar("V")

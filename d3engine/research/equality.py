@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 import torch
 
 from d3engine.depth import FullDepth, PromptLookup, Speculative
-from d3engine.engine import Engine
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.word_problems import problems
 from d3engine.text.prompts import Prompt
-from d3engine.version import __version__
+from d3engine.utils.version import __version__
 
 CHAT = "Why does bread become hard when it gets old, but biscuits become soft? Answer in a few sentences."
 CODE = """Add a docstring to each function and answer with the whole code.

@@ -9,9 +9,9 @@ from typing import Any
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.speculative_config import policy_of_config
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import require
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
 from d3engine.research.equality import CHAT, CODE, as_chat, questions

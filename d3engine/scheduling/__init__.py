@@ -1,1 +1,1 @@
-"""Who runs in a step, which rows of which layers, which blocks: numpy only."""
+"""Who runs in a step, which rows of which layers, which blocks of the KV cache: numpy only."""

@@ -1,8 +1,5 @@
-"""Which blocks the chunks of a step need, and which ones the sequences no longer do.
-
-Under a schedule that leaves no entry in skipped layers, a layer's blocks come and go by arithmetic over all sequences
-at once. Schedules whose skipped layers get entries too (`on_skip` "copy" or "project") are filled one by one.
-"""
+"""Blocks that the chunks of a step need, and that sequences no longer do; by arithmetic
+over all sequences where skipped layers leave no entry."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from d3engine.cache.kv_cache import NO_BLOCK, EntryCopies, IntArray, KVCache, fill, most_blocks_needed
 from d3engine.depth import NEVER, Schedule
+from d3engine.scheduling.kv_cache import NO_BLOCK, EntryCopies, IntArray, KVCache, fill, most_blocks_needed
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from d3engine.cache.kv_cache import EntryCopies, IntArray, KVCache
 from d3engine.errors import require
-from d3engine.plan import BoolArray, DraftModelRows, Plan
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import EntryCopies, IntArray, KVCache
+from d3engine.scheduling.plan import BoolArray, DraftModelRows, Plan
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.sequence import Sequence
 from d3engine.scheduling.waiting import in_turn
 
 

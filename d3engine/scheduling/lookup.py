@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
+from d3engine.scheduling.kv_cache import IntArray
 
 MIN_MATCH = 2
 MAX_MATCH = 16

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
-from d3engine.plan import ExecutorCapabilities, MultiStep, Plan, RunControl
-from d3engine.request.sampling_mode import SamplingMode, choice_of_token
-from d3engine.request.sequence import NO_SLOT, Sequence
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.sampling_mode import SamplingMode, choice_of_token
+from d3engine.scheduling.sequence import NO_SLOT, Sequence
 
 USUAL_LENGTH = 3
 """Tokens that a draft has as a rule whose length is left open: most it has seldom."""

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from d3engine.cache.kv_cache import IntArray
-from d3engine.plan import Plan, Sampled
 from d3engine.request.outputs import FinishReason
-from d3engine.request.sequence import NO_SLOT, Cycle, Sequence, Status
 from d3engine.scheduling.draft_model import DraftModelBatch
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Plan, Sampled
 from d3engine.scheduling.running import Counters, NewTokens, RunningTable
+from d3engine.scheduling.sequence import NO_SLOT, Cycle, Sequence, Status
 from d3engine.scheduling.speculative import Drafting
 
 

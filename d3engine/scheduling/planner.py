@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from d3engine.cache.kv_cache import EntryCopies, IntArray
 from d3engine.depth import ExitRule
 from d3engine.depth.schedule import windows_of
-from d3engine.plan import (
+from d3engine.request.hidden_states import Positions, Steer
+from d3engine.scheduling.kv_cache import EntryCopies, IntArray
+from d3engine.scheduling.multi_step import at_last_tokens
+from d3engine.scheduling.plan import (
     BoolArray,
     BridgedRows,
     CapturedRows,
@@ -21,11 +23,9 @@ from d3engine.plan import (
     spans_of,
     spans_of_parts,
 )
-from d3engine.request.hidden_states import Positions, Steer
-from d3engine.request.sampling_mode import SamplingMode
-from d3engine.request.sequence import Sequence
-from d3engine.scheduling.multi_step import at_last_tokens
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.sampling_mode import SamplingMode
+from d3engine.scheduling.sequence import Sequence
 from d3engine.scheduling.speculative import draft_work, resumed
 
 

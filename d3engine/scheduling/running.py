@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER
 from d3engine.depth.policy import MAX_DRAFT_LENGTH, DraftRule
-from d3engine.plan import BoolArray
 from d3engine.request.outputs import Logprob
-from d3engine.request.sampling_mode import choice_of
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import BoolArray
+from d3engine.scheduling.sampling_mode import choice_of
+from d3engine.scheduling.sequence import Sequence
 
 
 class Trait(IntEnum):

@@ -13,14 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray, KVCache
-from d3engine.cache.prefix_cache import PrefixCache
 from d3engine.errors import require
-from d3engine.plan import DraftWork, ExecutorCapabilities, MultiStep, Plan, Sampled
 from d3engine.request.outputs import FinishReason
-from d3engine.request.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.allocator import Allocator, longest_that_fits, peak_blocks
 from d3engine.scheduling.draft_model import DraftModelBatch
+from d3engine.scheduling.kv_cache import IntArray, KVCache
 from d3engine.scheduling.lookup import AnswerHistory
 from d3engine.scheduling.multi_step import (
     ActiveRun,
@@ -31,9 +28,12 @@ from d3engine.scheduling.multi_step import (
     steps_of_forms,
 )
 from d3engine.scheduling.output_updater import OutputUpdater
+from d3engine.scheduling.plan import DraftWork, ExecutorCapabilities, MultiStep, Plan, Sampled
 from d3engine.scheduling.planner import build_plan
+from d3engine.scheduling.prefix_cache import PrefixCache
 from d3engine.scheduling.running import Chunks, Counters, NewTokens, RunningTable
 from d3engine.scheduling.select_chunks import SharedPrompts, select_chunks
+from d3engine.scheduling.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.speculative import Drafting
 from d3engine.scheduling.waiting import Admission, Immediate, WaitingQueue, giving_way, in_turn
 

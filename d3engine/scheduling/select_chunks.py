@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
-from d3engine.cache.prefix_cache import PrefixCache, Salt
-from d3engine.plan import Plan
-from d3engine.request.sequence import Flow, Sequence
+from d3engine.request.engine_request import Flow
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import Plan
+from d3engine.scheduling.prefix_cache import PrefixCache, Salt
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.sequence import Sequence
 from d3engine.scheduling.speculative import Drafting
 from d3engine.scheduling.waiting import in_turn
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
-from d3engine.plan import DraftWork, HiddenRows
-from d3engine.request.sequence import Cycle, Draft, Proposal, Sequence
+from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.lookup import AnswerHistory, continuation
+from d3engine.scheduling.plan import DraftWork, HiddenRows
 from d3engine.scheduling.running import Chunks, Counters, RunningTable, Trait
+from d3engine.scheduling.sequence import Cycle, Draft, Proposal, Sequence
 
 
 class Drafting:

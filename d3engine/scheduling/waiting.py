@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from d3engine.errors import require_integer
-from d3engine.request.sequence import Flow, Sequence
+from d3engine.request.engine_request import Flow
+from d3engine.scheduling.sequence import Sequence
 
 
 def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:

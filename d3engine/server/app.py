@@ -6,6 +6,7 @@ Routes raise, and the guards around them make answers of errors, so that all of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,7 +14,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from d3engine.async_engine.client import EngineClient
 from d3engine.server.errors import RequestError
 from d3engine.server.middleware.access import OPEN_PATHS, HostGuard, KeyGuard, hosts_of
 from d3engine.server.middleware.bodies import BodyGuard
@@ -61,6 +61,9 @@ from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
 from d3engine.server.tracing import Tracer
 
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
+
 ROUTES = (
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
@@ -100,7 +103,7 @@ BODY_PATHS = frozenset(route.path for route in ROUTES if "POST" in (route.method
 
 
 def create_app(
-    client: EngineClient,
+    client: AsyncEngine,
     settings: ServerSettings,
     further: Callable[[AppState], FurtherModels] | None = None,
 ) -> Starlette:

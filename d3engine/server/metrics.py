@@ -12,20 +12,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from d3engine.async_engine.client import EngineClient
 from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.engine.stats import EngineStats
 from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import REQUEST_SECONDS, FinishReason, Histogram, HistogramCounter, RequestOutput
 from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.request_log import RequestLog
-from d3engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
 
 PolicyLabel: TypeAlias = Literal["default", "full", "other"]
 POLICIES: Final[tuple[PolicyLabel, ...]] = ("default", "full", "other")
@@ -222,7 +224,7 @@ class Exposition:
         self._prefix = f"{prefix}:"
         self._stats: EngineStats | None = None
 
-    async def text(self, client: EngineClient, traffic: AdmissionControl, meters: Meters) -> bytes:
+    async def text(self, client: AsyncEngine, traffic: AdmissionControl, meters: Meters) -> bytes:
         """All of them, in Prometheus' text format; never waits long for the engine, which may hang."""
         with suppress(TimeoutError, EngineDeadError, EngineClosedError):
             self._stats = await asyncio.wait_for(client.stats(), STATS_SECONDS)
@@ -232,7 +234,7 @@ class Exposition:
         """Those of the engine alone, for a stack that counts requests itself."""
         return _text(self._engine_families(stats))
 
-    def _families(self, client: EngineClient, traffic: AdmissionControl, meters: Meters) -> Iterable[Metric]:
+    def _families(self, client: AsyncEngine, traffic: AdmissionControl, meters: Meters) -> Iterable[Metric]:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
         yield self._gauge("num_requests_in_flight", "Places taken, running or waiting.", traffic.taken)
         yield self._counts(

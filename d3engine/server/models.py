@@ -9,17 +9,20 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from d3engine.async_engine.client import EngineClient
 from d3engine.errors import D3EngineError
-from d3engine.garbage import collect_now
 from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState, ModelCard
+from d3engine.utils.garbage import collect_now
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class FurtherModel:
     """
 
     name: str
-    load: Callable[[], EngineClient]
+    load: Callable[[], AsyncEngine]
     num_bytes: int
     directory: Path
     config: ModelConfig
@@ -200,7 +203,7 @@ class FurtherModels:
             task.add_done_callback(self._closing.discard)
 
 
-async def _close(client: EngineClient) -> None:
+async def _close(client: AsyncEngine) -> None:
     """End an engine, and give its memory back: a server looks for garbage seldom."""
     await client.close()
     del client

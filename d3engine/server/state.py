@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NotRequired, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from d3engine.async_engine.client import EngineClient, Heartbeat
+from d3engine.async_engine.client import Heartbeat
 from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.engine.depth import Certification
 from d3engine.errors import require
-from d3engine.loading.depth import Certification
 from d3engine.request.params import SamplingParams
 from d3engine.server.errors import RequestError
 from d3engine.server.metrics import Exposition, Meters
@@ -31,6 +31,9 @@ from d3engine.server.tracing import Tracer
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.infill import InfillFormat, infill_format
 from d3engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
 
 
 class ModelExtra(TypedDict):
@@ -199,7 +202,7 @@ class AppState:
         tracer: makes spans of requests, None where they are off; to be closed when the app has ended.
     """
 
-    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+    def __init__(self, client: AsyncEngine, settings: ServerSettings) -> None:
         self.client = client
         self.settings = settings
         self.certification = Certification(client.settings.directory, client.config.num_layers)
@@ -259,7 +262,7 @@ def served_by(request: Request) -> AppState:
     return cast(AppState, found)
 
 
-def _places(client: EngineClient, settings: ServerSettings) -> int:
+def _places(client: AsyncEngine, settings: ServerSettings) -> int:
     """How many sequences may run or wait."""
     running = client.settings.max_num_seqs
     waiting = settings.guards.max_queue

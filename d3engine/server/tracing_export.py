@@ -23,7 +23,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from d3engine.server.tracing import PROVIDER, Attributes
-from d3engine.version import __version__
+from d3engine.utils.version import __version__
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from d3engine.children import python_command
 from d3engine.errors import D3EngineError, require_integer, require_number
 from d3engine.text import limited_worker
 from d3engine.text.limited_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
+from d3engine.utils.children import python_command
 
 _MOST_CHILDREN = 8  # at one time; more than a server's threads that parse requests, so that few wait
 _START_SECONDS = 120.0

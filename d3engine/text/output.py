@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from d3engine.errors import FailedError
-from d3engine.plan import CapturedRows, Plan, PromptRows, Sampled
 from d3engine.request.hidden_states import HiddenStates, StateCollector, path_of
 from d3engine.request.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import RequestOutputKind
 from d3engine.request.pooling import FloatArray, PromptPooling
-from d3engine.request.sequence import Sequence, Status
+from d3engine.scheduling.plan import CapturedRows, Plan, PromptRows, Sampled
 from d3engine.scheduling.running import NewTokens
+from d3engine.scheduling.sequence import Sequence, Status
 from d3engine.text.detokenizer import Detokenizer, PlacedTexts, TokenTexts
 from d3engine.text.tokenizer import Tokenizer
 

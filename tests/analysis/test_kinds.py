@@ -14,8 +14,8 @@ from observers import observer_of
 from tiny_models import random_prompts
 
 from d3engine import D3
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.loading.model_directory import model_directory
 from d3engine.research.analysis.answers import Answered
 from d3engine.research.analysis.kinds import ByKind, Kind, TextByKind, TokenKinds, kind_of, measure_by_kind
 from d3engine.research.analysis.observer import Observer

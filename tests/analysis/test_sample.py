@@ -10,11 +10,11 @@ from observers import observer_of
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.cli.sample_page import sample_page
-from d3engine.loading.model_directory import model_directory
-from d3engine.plots import depth_colours
+from d3engine.engine.model_directory import model_directory
 from d3engine.research.analysis.answers import Answered
 from d3engine.research.analysis.report import step_groups, steps_in_words
 from d3engine.research.analysis.sample import Guess, Sample, SampleAnswer, SampleToken, guess_layers, take_sample
+from d3engine.research.plots import depth_colours
 from d3engine.text.tokenizer import load_tokenizer
 
 

@@ -32,8 +32,8 @@ from d3engine import (
     TailSkip,
 )
 from d3engine.async_engine import engine_process, wire
-from d3engine.children import python_command
 from d3engine.errors import FailedError, MissingExtraError
+from d3engine.utils.children import python_command
 
 ARGUMENTS: dict[str, Any] = {
     "device": "cpu",

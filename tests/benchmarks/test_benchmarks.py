@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 from benchmarks import admission, decode, lossless, lowest_layers, policies, systems
 from benchmarks.report import environment
 from d3engine.depth import D3, EarlyExit
-from d3engine.engine import Engine
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.scheduling.waiting import Immediate
 
 TINY = systems.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import bridge_cost, bridge_texts, draft_frontier, lossless
 from d3engine.depth import D3
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import write_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.research.evaluation.accuracy import shape_of

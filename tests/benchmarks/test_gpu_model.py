@@ -118,7 +118,7 @@ def test_what_is_printed_and_written_says_that_it_is_a_model(
 def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plots = pytest.importorskip("d3engine.plots")
+    plots = pytest.importorskip("d3engine.research.plots")
     pytest.importorskip("matplotlib")
     written = tmp_path / "model.json"
     gpu_model.main(["--shape", "tiny", "--layers", "4", "--json", str(written)])

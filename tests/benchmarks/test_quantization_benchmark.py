@@ -14,7 +14,7 @@ from quantized_weights import SCHEMES, MakeTiny
 
 from benchmarks import quantization as benchmark
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.research.evaluation.accuracy import take_problems
 from d3engine.research.evaluation.word_problems import format_prompt
 

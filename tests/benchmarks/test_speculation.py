@@ -13,7 +13,7 @@ import torch
 from benchmarks import speculation
 from benchmarks.llama_cpp_drafts import answer
 from benchmarks.speculation import Group, Run, answered_by_all, cells_of, groups_of, is_equal, read_prompts
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 
 
 @pytest.fixture(autouse=True)

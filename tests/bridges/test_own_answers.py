@@ -9,9 +9,9 @@ import pytest
 from bridge_files import some_maps, write_maps
 
 from d3engine.depth import D3, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.loading.model_directory import model_directory
 from d3engine.request.params import SamplingParams
 from d3engine.research.bridges.judging import Reading
 from d3engine.research.bridges.own_answers import OwnAnswers, OwnComparison, made_up_prompts, own_answers

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.loading.model_directory import model_directory
 from d3engine.research.bridges.texts import TextReader, shuffled
 from d3engine.text.tokenizer import load_tokenizer
 

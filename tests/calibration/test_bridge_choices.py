@@ -16,9 +16,9 @@ from invoking import invoke
 
 from d3engine import Engine, SamplingParams
 from d3engine.depth import D3, Nested
+from d3engine.engine.depth import resolve_depth
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import ModelFormatError
-from d3engine.loading.depth import resolve_depth
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, read_bridges, write_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint

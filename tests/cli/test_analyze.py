@@ -14,8 +14,8 @@ from invoking import invoke
 
 from d3engine import Engine, SamplingParams
 from d3engine.cli.observing import questions_of
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import install_command
-from d3engine.loading.model_directory import model_directory
 from d3engine.research.analysis.kinds import SIDES
 from d3engine.research.evaluation.procedural import different_problems
 
@@ -205,7 +205,7 @@ def test_copy_says_where_nothing_was_copied_and_nothing_was_finished() -> None:
 
 
 def test_schedules_need_the_config_alone(png: Path, tmp_path: Path) -> None:
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
 
     (tmp_path / "config.json").write_bytes((model_directory("demo") / "config.json").read_bytes())
     arguments = ("schedule", str(tmp_path), "--alpha", "0.9", "--alpha", "0.9999", "--steps", "40")

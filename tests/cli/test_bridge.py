@@ -164,7 +164,7 @@ def test_what_cannot_be_fitted_is_refused_by_name(
 
 def test_a_saved_fit_of_all_positions_is_not_gone_on_with_for_those_generated() -> None:
     from d3engine.cli.bridge import _key
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
 
     directory, texts = model_directory("demo"), [[1, 2, 3, 4]]
     keys = {_key(directory, [(3, 5)], texts, firsts) for firsts in (None, [2], [3])}

@@ -13,7 +13,7 @@ import torch
 from invoking import invoke
 
 from d3engine.depth import D3
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.research.calibration.search import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates, window_candidates
 from d3engine.research.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS

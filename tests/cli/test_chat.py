@@ -14,8 +14,8 @@ from invoking import invoke
 
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.loading.model_directory import model_directory
 from d3engine.request.params import SamplingParams
 
 TEMPLATE = (
@@ -48,7 +48,7 @@ def test_each_line_is_a_turn_and_stdout_gets_the_answers_alone(model: Path) -> N
 
 
 def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
     seen = []
     chat_prompt = Engine.chat_prompt
@@ -181,7 +181,7 @@ def test_a_message_of_several_lines_stands_in_quotation_marks(model: Path, monke
 
 def turns_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
     """The messages of each turn, as they come."""
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
     seen: list[list[dict[str, Any]]] = []
     chat_prompt = Engine.chat_prompt

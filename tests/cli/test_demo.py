@@ -22,12 +22,12 @@ from d3engine.cli import demo as shown_problem
 from d3engine.cli.commands import as_typed
 from d3engine.cli.demo import Speedup, speedups
 from d3engine.cli.engine_options import engine_arguments, native_threads_for, open_engine, read_threads
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
+from d3engine.engine.host import pytorch_threads_for
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.garbage import OBJECTS_BETWEEN_COLLECTIONS
-from d3engine.loading.host import pytorch_threads_for
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.config import ModelConfig
+from d3engine.utils.garbage import OBJECTS_BETWEEN_COLLECTIONS
 
 DEMO = ModelConfig.from_directory(model_directory("demo"))
 LARGE = replace(DEMO, hidden_size=1024, intermediate_size=2816, num_heads=16, num_kv_heads=8, head_dim=64)
@@ -193,7 +193,7 @@ def test_threads_given_are_taken_and_auto_never_takes_more_than_pytorch_would(
     assert torch.get_num_threads() == 3
     for given, spare, native in (({"threads": "auto"}, 0, 2), ({}, 0, 2), ({}, 1, 2), ({}, 2, 1), ({}, 9, 1)):
         torch.set_num_threads(3)
-        monkeypatch.setattr("d3engine.loading.host.usable_cpus", lambda: 4)
+        monkeypatch.setattr("d3engine.engine.host.usable_cpus", lambda: 4)
         assert engine_arguments("demo", given, spare) == {"num_threads": native}
         assert torch.get_num_threads() == 1
 
@@ -213,7 +213,7 @@ def test_other_threads_are_refused(given: str) -> None:
 
 
 def test_the_demo_imports_nothing_that_it_does_not_use(demo: Demo) -> None:
-    assert {"d3engine.engine", "d3engine.kernels.reference"} <= demo.imported
+    assert {"d3engine.engine.engine", "d3engine.kernels.reference"} <= demo.imported
     unused = {"transformers", "jinja2", "triton", "sympy", "matplotlib", "huggingface_hub", "gguf"}
     unused |= {"torch._dynamo", "torch._inductor", "d3engine.kernels.triton", "d3engine.research.evaluation.accuracy"}
     assert sorted(unused & demo.imported) == []

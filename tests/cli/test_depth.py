@@ -15,7 +15,7 @@ from tiny_models import TinyLlama
 
 from d3engine import Distilled, Engine, FixedSkip, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, Student, read_student, write_student
@@ -290,7 +290,7 @@ def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(answers: Path, tmp_path: Path) -> None:
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
 
     path, name = tmp_path / "cut.jsonl", fingerprint(model_directory("demo"))
     path.write_text(answers.read_text() + '{"kind": "co')

@@ -23,6 +23,7 @@ from d3engine.cli.commands import COMMANDS, ExitCode, code_of
 from d3engine.cli.depth_options import OPTIONS, OWN_NAMES
 from d3engine.cli.engine_options import ENGINE, UNLISTED
 from d3engine.depth.policy import POLICIES, policy_class, policy_options
+from d3engine.engine.model_directory import FETCHED
 from d3engine.errors import (
     D3EngineError,
     EngineDeadError,
@@ -31,7 +32,6 @@ from d3engine.errors import (
     MissingExtraError,
     ModelFormatError,
 )
-from d3engine.loading.model_directory import FETCHED
 
 SCHEDULE = ["schedule", "--layers", "8", "--depth", "full"]
 GENERATE = ["generate", "demo", "Question:", "--max-tokens", "2", "--device", "cpu", "--max-num-seqs", "2"]
@@ -250,7 +250,7 @@ def test_a_warning_of_the_package_is_on_stderr_unless_quiet(monkeypatch: pytest.
 
 
 def test_bars_are_hidden_by_a_quiet_logger() -> None:
-    from d3engine.progress import hides_bars
+    from d3engine.utils.progress import hides_bars
 
     logger = logging.getLogger("d3engine")
     before = logger.level
@@ -270,7 +270,7 @@ def test_a_bar_has_a_width_where_the_terminal_says_it_has_none(
     import fcntl
     import termios
 
-    from d3engine.progress import bar_columns
+    from d3engine.utils.progress import bar_columns
 
     outside, inside = os.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))

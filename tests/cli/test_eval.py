@@ -231,7 +231,7 @@ def test_tables_of_a_benchmark_are_there_although_a_later_one_fails(monkeypatch:
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_question_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
     def asked(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("a question was asked")
@@ -253,7 +253,7 @@ def test_a_policy_in_words_names_the_policy_that_drafts_for_it() -> None:
 
 
 def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
     asked: list[int] = []
     generate = Engine.generate

@@ -17,7 +17,7 @@ from d3engine.cli.eval import resolve_policies
 from d3engine.depth import D3, Nested
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.statistics import mean_depth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.executor.bridging import BridgeStore
 from d3engine.model.bridges import read_bridges
 from d3engine.model.bridges import write_bridges as write_maps_file

@@ -15,14 +15,14 @@ from invoking import invoke
 from rich.console import Console
 
 from benchmarks.lora import write_random_adapter
-from d3engine.calls.call_lock import held_back
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth
 from d3engine.depth.labels import policy_in_words
-from d3engine.engine import Engine
+from d3engine.engine.call_lock import held_back
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import D3EngineError
-from d3engine.loading.model_directory import model_directory
 from d3engine.request.outputs import CompletionOutput
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.word_problems import extract_answer, problems

@@ -1,4 +1,4 @@
-"""`d3engine models` lists what `weights fetch` keeps and frees it; tests/loading/test_hub.py has the hub's cache."""
+"""`d3engine models` lists what `weights fetch` keeps and frees it; tests/engine/test_hub.py has the hub's cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from invoking import invoke
 from rich.text import Text
 
-from d3engine.loading.model_directory import FETCHED, fetched_directory
+from d3engine.engine.model_directory import FETCHED, fetched_directory
 from d3engine.weights_tools import stored
 
 CODER = "qwen2.5-coder-1.5b"

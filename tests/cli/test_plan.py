@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from d3engine.cli.plan import app
 from d3engine.depth import D3, EarlyExit
-from d3engine.loading.memory import weight_bytes
+from d3engine.engine.memory import weight_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import shard_of
 from d3engine.model.weights import load_weights

@@ -12,9 +12,9 @@ import pytest
 from d3engine import Engine
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.policy import POLICY_FILE, calibrated_for, calibrated_task
+from d3engine.engine.depth import resolve_depth
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import ModelFormatError
-from d3engine.loading.depth import resolve_depth
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.research.calibration.statistics import PASS_LEVEL
 

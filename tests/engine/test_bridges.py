@@ -31,8 +31,8 @@ from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
+from d3engine.engine.executors import NOWHERE, bridge_store
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.loading.executors import NOWHERE, bridge_store
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.expected_tensors import fingerprint
 

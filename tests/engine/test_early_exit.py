@@ -22,7 +22,7 @@ from d3engine.depth import NEVER, DepthPolicy, EarlyExit, ExitRule, Schedule
 from d3engine.depth.schedule import OnSkip
 from d3engine.executor import early_exit
 from d3engine.model.llama import Llama
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.sequence import Sequence
 
 MakeModel = Callable[..., TinyLlama]
 MakePrompts = Callable[..., list[list[int]]]

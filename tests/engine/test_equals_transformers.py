@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from transformers_oracle import assert_same_tokens, greedy, greedy_after, prompt_logprobs
 
 from d3engine import Engine, FullDepth, RequestOutput, SamplingParams
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 
 MakeModel = Callable[..., TinyLlama]
 MakePrompts = Callable[..., list[list[int]]]

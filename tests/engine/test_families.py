@@ -49,8 +49,8 @@ from transformers_oracle import Answer, assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.depth import EarlyExit
+from d3engine.engine import resolve
 from d3engine.errors import ModelFormatError
-from d3engine.loading import resolve
 from d3engine.model.source import open_checkpoint
 from d3engine.research.bridges.passage import Passage
 from d3engine.weights_tools.inspection import verify_model

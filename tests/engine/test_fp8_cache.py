@@ -16,9 +16,9 @@ from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, LLM, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
 from d3engine.depth import DepthPolicy
+from d3engine.engine.memory import resolve_kv_cache_dtype
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import FP8, Fp8Pool
-from d3engine.loading.memory import resolve_kv_cache_dtype
 
 ALL = list(range(LAYERS))
 WAKING = [ALL, ALL[:4], ALL[:2], [0, 1, 5], [0, 5], ALL, [0, 2, 4], [0], ALL]

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from d3engine import D3, Engine, FullDepth, SamplingParams, Speculative
 from d3engine.cli import app
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError
-from d3engine.files import CONFIG_BYTES
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.gguf_file import TENSOR_TYPES, GGUFFile, open_gguf
 from d3engine.model.weights import load_weights
+from d3engine.utils.files import CONFIG_BYTES
 from d3engine.weights_tools.convert import convert_gguf
 from d3engine.weights_tools.quantize import quantize_model
 

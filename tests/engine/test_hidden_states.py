@@ -277,7 +277,7 @@ def test_d3_steers_in_front_of_layers_that_a_token_skips(native: Engine) -> None
 def test_graphs_leave_hooked_steps_to_the_eager_executor(
     tiny: TinyLlama, native: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.loading import resolve
+    from d3engine.engine import resolve
 
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     given = greedy(capture=EVERY, steer=CHANGES, logprobs=2)

@@ -105,8 +105,8 @@ def test_mixed_batch_answers_as_pefts_merged_models(adapted: Adapted, backend: s
 def test_graphs_serve_any_adapters(
     adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from d3engine.engine import resolve
     from d3engine.executor.cuda_graph import GraphExecutor
-    from d3engine.loading import resolve
 
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     with engine_of(adapted) as engine:

@@ -13,7 +13,7 @@ import pytest
 
 from d3engine import D3, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode
 from d3engine.depth import DepthPolicy
-from d3engine.loading.model_directory import fetched_model, model_directory
+from d3engine.engine.model_directory import fetched_model, model_directory
 
 FILE = Path(__file__).parents[2] / "examples" / "one_file_engine.py"
 QUESTION = "Question: Tom has {} pens. Tom finds 3. Ann gives Tom {}. How many pens does Tom have now?\nAnswer:"

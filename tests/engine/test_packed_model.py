@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from d3engine import Engine, SamplingParams
-from d3engine.loading.model_directory import default_sampling_params, fetched_model
+from d3engine.engine.model_directory import default_sampling_params, fetched_model
 from d3engine.model.config import ModelConfig
 
 NAME = "qwen2.5-coder-0.5b"

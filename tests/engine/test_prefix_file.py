@@ -14,8 +14,8 @@ from safetensors import safe_open
 from tiny_models import save_tiny_llama
 
 from d3engine import D3, AsyncEngine, Engine, EngineDeadError, FullDepth, InvalidValueError, SamplingParams
-from d3engine.cache.kv_cache import KVCache
-from d3engine.cache.prefix_cache import PrefixCache, Salt
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.scheduling.prefix_cache import PrefixCache, Salt
 
 BLOCK = 4
 PROMPTS = [[*range(3, 3 + count)] for count in (9, 21, 30)]

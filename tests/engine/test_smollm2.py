@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import Engine, SamplingParams
-from d3engine.loading.model_directory import fetched_directory
+from d3engine.engine.model_directory import fetched_directory
 from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import open_checkpoint
 from d3engine.text.tokenizer import load_tokenizer

@@ -15,9 +15,9 @@ from tiny_models import TinyLlama, random_prompts, save_without_layer
 from d3engine import Engine, FullDepth, SamplingParams, Speculative, UnifiedSkip
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
+from d3engine.engine import resolve
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.loading import resolve
-from d3engine.loading.model_directory import model_directory
 
 TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 

@@ -21,12 +21,12 @@ from transformers_oracle import assert_same_tokens
 
 from d3engine import Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
 from d3engine.depth import DepthPolicy, policy_from_dict
+from d3engine.engine import resolve
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.executor import bridging
 from d3engine.executor.bridging import BridgeStore
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_q5
 from d3engine.kernels.quantized import Int8Weight
-from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, write_student

@@ -26,7 +26,7 @@ from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, Engine, FullDepth, Lossless, SamplingParams, SelfSpeculative, UnifiedSkip
 from d3engine.depth import DepthPolicy
-from d3engine.loading import resolve
+from d3engine.engine import resolve
 
 LAYERS, WINDOW, LONGEST = 5, 6, 40
 KINDS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]

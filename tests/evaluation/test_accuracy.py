@@ -126,7 +126,7 @@ def test_problems_are_different_of_one_split_and_the_same_every_time() -> None:
 
 
 def test_a_measurement_says_what_the_engine_did() -> None:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
     problems = take_problems("test", seed=0, limit=3)

@@ -17,7 +17,7 @@ from d3engine.cli import app
 from d3engine.cli.commands import COMMANDS
 from d3engine.depth import D3
 from d3engine.depth.statistics import LLAMA2_7B
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.research.evaluation import paper
 from d3engine.research.evaluation.paper import reference
 from d3engine.research.evaluation.paper_tables import ITEMS, SIZES, TABLE_6, TABLE_8

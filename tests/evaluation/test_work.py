@@ -13,7 +13,7 @@ from tiny_models import TinyLlama
 
 from d3engine.depth import D3, DepthPolicy, EarlyExit, FullDepth, LayerTable, Lossless, SelfSpeculative, Speculative
 from d3engine.depth.statistics import LLAMA2_7B, flops_ratio
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Cost, Work, is_known_beforehand, work_of
 

@@ -12,9 +12,9 @@ from batches import LAYERS
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
 from d3engine.depth import DepthPolicy, SelfSpeculative, UnifiedSkip
+from d3engine.engine import resolve
 from d3engine.executor.graph_shapes import expected_shapes
-from d3engine.loading import resolve
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from tiny_models import TinyLlama
 from d3engine import D3, Engine, FullDepth, TailSkip
 from d3engine.depth import NEVER, Nested
 from d3engine.depth.schedule import windows_of
+from d3engine.engine import resolve
 from d3engine.executor.graph_shapes import Crossed, crossed_at, expected_shapes
-from d3engine.loading import resolve
 from d3engine.model.bridges import BRIDGES_FILE
-from d3engine.plan import MultiStep
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.plan import MultiStep
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 LAYERS, SIZE = 6, 32
 POLICIES = (

@@ -13,14 +13,14 @@ from stepping import see_steps
 from torch.overrides import TorchFunctionMode
 
 from d3engine import Engine, InvalidValueError
+from d3engine.engine import resolve
+from d3engine.engine.memory import num_blocks
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import Repeats
 from d3engine.executor.interface import Computed
 from d3engine.executor.memory import largest_plan, workspace_bytes
-from d3engine.loading import resolve
-from d3engine.loading.memory import num_blocks
-from d3engine.plan import Plan
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.plan import Plan
+from d3engine.scheduling.sampling_mode import SamplingMode
 from d3engine.scheduling.scheduler import SchedulerConfig
 
 GPU = torch.device("cuda")

@@ -15,9 +15,9 @@ from multi_step import greedy, unread
 from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine.engine.device import num_tokens_ahead
 from d3engine.errors import InvalidValueError
 from d3engine.executor.native import MAX_ROWS
-from d3engine.loading.device import num_tokens_ahead
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
 from d3engine.scheduling.multi_step import longest_run, shorter_and_shorter

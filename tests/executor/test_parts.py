@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, P
 
 from d3engine import D3, Engine, Lossless, RequestOutput, SamplingParams, SelfSpeculative, UnifiedSkip
 from d3engine.depth import DepthPolicy
-from d3engine.loading import resolve
+from d3engine.engine import resolve
 from d3engine.weights_tools.quantize import quantize_model
 
 MakeModel = Callable[..., TinyLlama]

@@ -24,12 +24,12 @@ from stepping import finish
 from tiny_models import TinyLlama, save_without_layer
 
 from d3engine import D3, AsyncEngine, EarlyExit, Engine, InvalidValueError, Lossless, SamplingParams, Speculative
+from d3engine.engine.ranks import Place
 from d3engine.errors import EngineDeadError, ModelFormatError
 from d3engine.executor.tensor_parallel import worker as follower
 from d3engine.executor.tensor_parallel.group import Team, dist
 from d3engine.executor.tensor_parallel.worker import Leader
 from d3engine.executor.tensor_parallel.worker_channel import WorkerChannel
-from d3engine.loading.ranks import Place
 
 MakeModel = Callable[..., TinyLlama]
 MakePrompts = Callable[..., list[list[int]]]

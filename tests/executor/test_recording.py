@@ -13,11 +13,11 @@ import torch
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
+from d3engine.engine import resolve
 from d3engine.errors import EngineDeadError
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import LEAST_FREE, CaptureMemoryError, CudaGraphs, GraphShape, Repeats, Step
-from d3engine.loading import resolve
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 MIB = 2**20
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -16,9 +16,9 @@ from d3engine.depth import DepthPolicy
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.interface import Computed
 from d3engine.executor.shares import joined, share_of
-from d3engine.plan import Plan
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import pooling_params
+from d3engine.scheduling.plan import Plan
 
 DRAFTING = [Lossless(D3(0.9, 0.5)), SelfSpeculative(D3(0.8, 0.3)), DraftAndVerify(skip_attention=(1, 4), skip_mlp=(3,))]
 

@@ -14,9 +14,9 @@ from tiny_models import TinyLlama
 pytest.importorskip("triton")
 
 from d3engine import D3, Engine, SamplingParams
+from d3engine.engine.device import capability
 from d3engine.executor.graph_shapes import CudaGraphs, Recorder, Repeats
 from d3engine.kernels.triton import launches, programmatic
-from d3engine.loading.device import capability
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

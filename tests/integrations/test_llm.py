@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from d3engine import LLM, AsyncEngine, Engine, InvalidValueError, PromptLookup, SamplingParams
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{{ greeting | default('') }}"

@@ -11,8 +11,8 @@ from tiny_models import TinyLlama
 
 from d3engine.depth import D3, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError
+from d3engine.executor.sampler import Sampler
 from d3engine.request.params import SamplingParams
-from d3engine.sampling.sampler import Sampler
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[eval]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[test]'")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from d3engine import FullDepth, SamplingParams
+from d3engine.executor.sampler import Sampler
 from d3engine.kernels import reference
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
-from d3engine.plan import Plan
-from d3engine.request.sequence import Sequence
-from d3engine.sampling.sampler import Sampler
+from d3engine.scheduling.plan import Plan
+from d3engine.scheduling.sequence import Sequence
 
 TWO = torch.tensor([2], dtype=torch.int32)
 

@@ -18,14 +18,14 @@ from torch import Tensor
 import d3engine.kernels.triton as any_kernels
 import d3engine.kernels.triton.batch_invariant as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams
+from d3engine.engine import resolve
 from d3engine.executor.interface import Computed
 from d3engine.kernels.kv_pool import NO_WINDOW
 from d3engine.kernels.quantized import quantize_fp8, quantize_int4, quantize_int8
 from d3engine.kernels.triton import products
-from d3engine.loading import resolve
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
-from d3engine.plan import Chosen, Plan
+from d3engine.scheduling.plan import Chosen, Plan
 
 # The package has the operation under this name; here its module is meant.
 paged_attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attention")

@@ -24,10 +24,10 @@ from transformers import (
 import d3engine.kernels.triton as kernels
 from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip
 from d3engine.depth import DepthPolicy
+from d3engine.engine import resolve
 from d3engine.kernels import reference
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.triton import products
-from d3engine.loading import resolve
 
 # Long and short prompts, so that steps mix pieces of prompts with rows of many ages.
 POLICIES: list[DepthPolicy] = [UnifiedSkip(2, on_skip="copy"), FullDepth(), D3(0.7, 0.2), D3(0.7, 0.2)]

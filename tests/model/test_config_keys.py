@@ -16,8 +16,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from d3engine.engine.model_directory import default_sampling_params, resolve_max_model_len
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.loading.model_directory import default_sampling_params, resolve_max_model_len
 from d3engine.model.config import _NEUTRAL, _NOT_APPLIED, ModelConfig
 from d3engine.model.families import FAMILIES
 

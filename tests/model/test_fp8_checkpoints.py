@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from d3engine import Engine, InvalidValueError, ModelFormatError, SamplingParams
 from d3engine.cli import app
+from d3engine.engine.resolve import held_config
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Fp8Weight
-from d3engine.loading.resolve import held_config
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint

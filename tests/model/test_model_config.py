@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from d3engine.engine.model_directory import resolve_max_model_len
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.loading.model_directory import resolve_max_model_len
 from d3engine.model.config import ModelConfig, load_generation_config
 from d3engine.model.rope_config import RopeConfig
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d3engine import D3, FullDepth, plots
+from d3engine import D3, FullDepth
 from d3engine.errors import InvalidValueError
-from d3engine.plots import check_picture, plot_schedule
+from d3engine.research import plots
 from d3engine.research.analysis import plots as pictures
 from d3engine.research.analysis.copying import Copying, Outcome
 from d3engine.research.analysis.sample import Sample, SampleAnswer, SampleToken
@@ -20,6 +20,7 @@ from d3engine.research.calibration import report as picture
 from d3engine.research.calibration.scoring import Answers
 from d3engine.research.calibration.search import Budget, Calibration, Check, Fate, Trial, make_candidates
 from d3engine.research.calibration.statistics import Tolerance
+from d3engine.research.plots import check_picture, plot_schedule
 
 pytest.importorskip("matplotlib")
 

@@ -32,9 +32,9 @@ def multi_step(
     """`make_engine`, with each of the executors that decode by themselves; the same memory has as many blocks."""
     from batches import block_bytes
 
+    from d3engine.engine import resolve
     from d3engine.executor.cuda_graph import GraphExecutor
     from d3engine.executor.native import NativeExecutor
-    from d3engine.loading import resolve
 
     kind = "graphs" if executor == "graphs" else "native"
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else kind)
@@ -84,7 +84,7 @@ def solo(
 @pytest.fixture
 def graphs(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """The same with the graphs alone, for what only these have."""
-    from d3engine.loading import resolve
+    from d3engine.engine import resolve
 
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     return make_engine

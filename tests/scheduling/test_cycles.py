@@ -13,9 +13,9 @@ from stepping import see_steps
 
 from d3engine import D3, Engine, FullDepth, LayerTable, Lossless, SelfSpeculative, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy
-from d3engine.plan import Plan
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
+from d3engine.scheduling.plan import Plan
 
 WAKING = [[0, 1, 2, 3, 4, 5], [0, 5], [0, 1, 5], [0, 2, 4], [1, 2, 3], [0]]
 DRAFTING: list[DepthPolicy] = [

@@ -16,17 +16,17 @@ from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, generate_
 from multi_step import Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError, SamplingParams, UnifiedSkip
+from d3engine.engine import resolve
 from d3engine.executor import cuda_graph
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import batch_sizes
-from d3engine.loading import resolve
+from d3engine.executor.sampler import FAULT
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
-from d3engine.plan import ExecutorCapabilities, Plan
-from d3engine.request.sampling_mode import SamplingMode
-from d3engine.sampling.sampler import FAULT
 from d3engine.scheduling.multi_step import run_ahead
+from d3engine.scheduling.plan import ExecutorCapabilities, Plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: Callable[..., Engine], solo: Solo) -> None:

@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import FullDepth
-from d3engine.plan import Sampled
 from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Flow, Sequence, Status
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.scheduling.plan import Sampled
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.sequence import Flow, Sequence, Status
 from d3engine.scheduling.waiting import WaitingQueue, giving_way, in_turn
 
 MAX_LENGTH = 128

@@ -14,10 +14,10 @@ from multi_step import NESTED, Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth
 from d3engine.executor.interface import Computed
-from d3engine.plan import Plan, RunControl
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.plan import Plan, RunControl
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from stepping import see_steps
 
 from d3engine import Engine
 from d3engine.executor.interface import Computed
-from d3engine.plan import Chosen, Plan
+from d3engine.scheduling.plan import Chosen, Plan
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

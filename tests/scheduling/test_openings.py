@@ -13,9 +13,9 @@ from multi_step import Solo, greedy, unread
 from stepping import finish, watch
 
 from d3engine import D3, DraftAndVerify, Engine, FullDepth, SamplingParams
-from d3engine.plan import Plan
+from d3engine.executor.sampler import FAULT
 from d3engine.request.params import RequestOutputKind
-from d3engine.sampling.sampler import FAULT
+from d3engine.scheduling.plan import Plan
 
 PROMPT, OTHER = tuple(range(50, 60)), tuple(range(20, 25))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import FullDepth
-from d3engine.plan import Sampled
 from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.scheduling.plan import Sampled
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.sequence import Sequence
 
 PROMPT, TOKENS = 4, 12
 

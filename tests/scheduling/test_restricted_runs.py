@@ -13,7 +13,7 @@ from stepping import see_steps
 
 from d3engine import Engine
 from d3engine.request.params import RequestOutputKind
-from d3engine.request.sampling_mode import SamplingMode
+from d3engine.scheduling.sampling_mode import SamplingMode
 
 ASKED: list[dict[str, Any]] = [
     {"logit_bias": {5: 30.0, 17: 28.0}, "temperature": 4.0},

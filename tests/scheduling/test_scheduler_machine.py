@@ -22,14 +22,14 @@ from plan_checks import (
 )
 from schedule_strategies import draft_rules, guess, judged, ways
 
-from d3engine.cache.kv_cache import KVCache
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.errors import InvalidValueError
-from d3engine.plan import Plan, RunControl, Sampled
 from d3engine.request.outputs import FinishReason
 from d3engine.request.params import SamplingParams
-from d3engine.request.sequence import Draft, Sequence, Status
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.scheduling.plan import Plan, RunControl, Sampled
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from d3engine.scheduling.sequence import Draft, Sequence, Status
 from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
 

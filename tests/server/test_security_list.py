@@ -11,8 +11,8 @@ import httpx
 import pytest
 from serving import serving
 
-from d3engine.structured import forms
 from d3engine.text.limited_process import ProcessLimits
+from d3engine.text.structured import forms
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine

@@ -29,7 +29,7 @@ from benchmarks.serving.tables import markdown
 from benchmarks.serving.vllm_client import VllmClient
 from d3engine.depth import D3, policy_from_dict
 from d3engine.depth.policy import policy_from_directory
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
@@ -241,7 +241,7 @@ def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
     import gguf
     from sentencepiece import SentencePieceProcessor
 
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
     from d3engine.model.gguf_file import open_gguf
 
     def written(name: str, directory: Path) -> dict[str, object]:

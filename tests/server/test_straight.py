@@ -16,7 +16,7 @@ from starlette.types import Message
 if TYPE_CHECKING:
     from d3engine import AsyncEngine, Engine
     from d3engine.executor.interface import Computed
-    from d3engine.plan import Plan
+    from d3engine.scheduling.plan import Plan
 
 QUESTION = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
 CHAT = [{"role": "user", "content": "Tom has 5 pens. Tom finds 3. How many now?"}]

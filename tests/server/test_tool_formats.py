@@ -84,7 +84,7 @@ def accepts(params: Any, text: str) -> bool:
     """Whether a grammar takes a whole text, byte by byte."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from d3engine.structured.source import grammar_of
+    from d3engine.text.structured.source import grammar_of
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar_of(params), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -268,8 +268,8 @@ def test_marks_that_are_special_tokens_are_taken_as_such_and_others_never(name: 
     from llguidance import LLMatcher
 
     from d3engine.server.requests.formats import _Marks
-    from d3engine.structured.checker import answer
-    from d3engine.structured.source import grammar_of
+    from d3engine.text.structured.checker import answer
+    from d3engine.text.structured.source import grammar_of
 
     vocabulary, ids = with_specials(name)
     other = 256 + len(ids)
@@ -331,7 +331,16 @@ def test_a_parser_is_named_as_in_vllm_and_others_are_refused() -> None:
     from d3engine import InvalidValueError
     from d3engine.server.settings import ServerSettings
 
-    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "granite", "phi4_mini_json", "deepseek_v3"):
+    for name in (
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "granite",
+        "phi4_mini_json",
+        "deepseek_v3",
+    ):
         assert ServerSettings(model_names=("m",), tool_call_parser=name).tool_call_parser == name
     for name in ("qwen3", "deepseek_r1", "granite", "none"):
         assert ServerSettings(model_names=("m",), reasoning_parser=name).reasoning_parser == name

@@ -292,7 +292,7 @@ def accepts(form: Any, text: str) -> bool:
     """Whether a form takes a whole text, byte by byte."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from d3engine.structured.source import grammar_of
+    from d3engine.text.structured.source import grammar_of
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar_of(form), log_level=0)
     taken = matcher.try_consume_tokens(list(text.encode()))

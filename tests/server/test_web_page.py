@@ -99,7 +99,7 @@ def test_no_file_names_another_host_or_makes_markup_of_text(name: str) -> None:
 
 
 def test_its_colours_are_those_of_the_terminal_and_the_pictures() -> None:
-    from d3engine.plots import RAMP
+    from d3engine.research.plots import RAMP
 
     found = re.search(r"RAMP = \[(.*?)\]", (FOLDER / "colours.js").read_text())
     assert found is not None

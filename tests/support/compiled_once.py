@@ -19,9 +19,9 @@ torch.empty = torch.zeros  # logits that no kernel writes are finite
 from pathlib import Path  # noqa: E402 (the driver comes first)
 
 from d3engine import D3, Engine, SamplingParams  # noqa: E402
+from d3engine.engine.engine import resolve  # noqa: E402
+from d3engine.engine.settings import EngineSettings  # noqa: E402
 from d3engine.kernels.triton import launches  # noqa: E402
-from d3engine.loading import resolve  # noqa: E402
-from d3engine.loading.settings import EngineSettings  # noqa: E402
 from d3engine.model.config import ModelConfig  # noqa: E402
 from d3engine.model.weights import random_weights  # noqa: E402
 

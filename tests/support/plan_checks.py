@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from d3engine.cache.kv_cache import IntArray, KVCache
 from d3engine.depth import Schedule
-from d3engine.plan import Plan, spans_of
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.kv_cache import IntArray, KVCache
+from d3engine.scheduling.plan import Plan, spans_of
 from d3engine.scheduling.scheduler import Scheduler
+from d3engine.scheduling.sequence import Sequence
 
 MAX_LENGTH = 36
 UNWRITTEN = 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.common import Round
-from d3engine.plan import Plan
+from d3engine.scheduling.plan import Plan
 from d3engine.scheduling.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[2]

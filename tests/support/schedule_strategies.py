@@ -23,7 +23,7 @@ from d3engine.depth import (
     UnifiedSkip,
 )
 from d3engine.depth.policy import DraftRule
-from d3engine.request.sequence import Proposal, Sequence
+from d3engine.scheduling.sequence import Proposal, Sequence
 
 
 def guess(sequence: Sequence) -> Proposal:

@@ -14,7 +14,7 @@ import torch
 import d3engine
 from d3engine import Engine, SamplingParams
 from d3engine.executor.interface import Computed, ExecutorStats
-from d3engine.plan import Plan
+from d3engine.scheduling.plan import Plan
 
 DEMO = Path(d3engine.__file__).parent / "demo_model"
 VOCABULARY, EOS, LAYERS = 800, 2, 4  # the embedding has more rows than the tokenizer has pieces

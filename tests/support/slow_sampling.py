@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from d3engine import FullDepth, SamplingParams
-from d3engine.plan import Plan, Sampled
-from d3engine.request.sequence import Sequence
+from d3engine.executor.sampler import Sampler
 from d3engine.request.token_rules import BadWords, TokenRules
-from d3engine.sampling.sampler import Sampler
+from d3engine.scheduling.plan import Plan, Sampled
+from d3engine.scheduling.sequence import Sequence
 
 MASK = 0xFFFFFFFF
 EOS = 9

@@ -7,7 +7,7 @@ from typing import Any
 
 from d3engine import Engine, RequestOutput, SamplingParams
 from d3engine.executor.interface import Computed
-from d3engine.plan import Plan
+from d3engine.scheduling.plan import Plan
 
 
 def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:

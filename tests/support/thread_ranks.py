@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from d3engine import Engine
+from d3engine.engine.executors import build_executor
 from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.tensor_parallel.plan_message import PlanReceiver, PlanSender
-from d3engine.loading.executors import build_executor
 from d3engine.model.shard import Part, Ranks, shard_of
 from d3engine.model.weights import load_weights
-from d3engine.plan import Plan
+from d3engine.scheduling.plan import Plan
 
 HANG_GUARD_SECONDS = 300
 

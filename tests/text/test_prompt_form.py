@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import ModelFormatError
-from d3engine.loading.model_directory import model_directory
 from d3engine.research.evaluation.word_problems import format_prompt
 from d3engine.text.prompts import QUESTION_TEMPLATE_FILE, QuestionTemplate, load_question_template
 from d3engine.weights_tools.demo_trainer import DemoConfig, DemoModel, export

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from d3engine.depth.policy import calibrated_for
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.loading.model_directory import model_directory
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.source import files_of
 from d3engine.research.evaluation.procedural import all_problems

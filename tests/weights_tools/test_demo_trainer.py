@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from d3engine.loading.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory
 from d3engine.research.evaluation.procedural import NAMES, all_problems
 from d3engine.weights_tools.demo_trainer import (
     DemoConfig,

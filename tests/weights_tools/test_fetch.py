@@ -22,14 +22,14 @@ from conversion import run
 from gguf_files import SMALL, bpe_keys, write_gguf
 
 from d3engine import Engine, SamplingParams
-from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
-from d3engine.loading.model_directory import (
+from d3engine.engine.model_directory import (
     FETCHED,
     default_sampling_params,
     fetched_directory,
     fetched_model,
     model_directory,
 )
+from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.weights_tools import fetch

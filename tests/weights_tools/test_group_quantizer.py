@@ -184,6 +184,6 @@ def test_a_model_is_not_replaced_by_what_is_made_of_it(tmp_path: Path) -> None:
 
 
 def files_of_demo() -> Path:
-    from d3engine.loading.model_directory import model_directory
+    from d3engine.engine.model_directory import model_directory
 
     return model_directory("demo")

@@ -9,7 +9,7 @@ from d3engine.executor.tensor_parallel.group import Team
 from d3engine.executor.tensor_parallel.plan_message import PlanSender
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
-from d3engine.plan import ExecutorCapabilities, Plan
+from d3engine.scheduling.plan import ExecutorCapabilities, Plan
 
 
 class TensorParallelExecutor:

@@ -1,8 +1,5 @@
-"""The collectives of ranks that are processes, by torch.distributed: gloo between CPUs, NCCL between GPUs.
-
-The group is the engine's own, not the process's default one: an engine takes nothing away from a program that uses
-torch.distributed itself, and a process may have several engines.
-"""
+"""The collectives of ranks by torch.distributed, gloo or NCCL, in a group apart from the
+process's default one, which a program may use itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A plan on its way from the rank that plans to those that run it with it.
-
-Each side keeps what it has told or heard, so a message holds what is new: of the block tables the entries
-that have changed, of a sequence what choosing its tokens takes, once.
-"""
+"""A plan for other ranks: each side keeps what was sent, so a message holds what is new of
+block tables and sequences."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from d3engine.arguments import Numbers
-from d3engine.cache.kv_cache import IntArray
 from d3engine.depth import NEVER, ExitRule, Schedule
-from d3engine.plan import (
+from d3engine.request.params import CHECKS, SamplingParams
+from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.plan import (
     BridgedRows,
     CapturedRows,
     DraftWork,
@@ -28,9 +25,9 @@ from d3engine.plan import (
     RunControl,
     Span,
 )
-from d3engine.request.params import CHECKS, SamplingParams
-from d3engine.request.sampling_mode import SamplingMode, choice_of
-from d3engine.request.sequence import Sequence
+from d3engine.scheduling.sampling_mode import SamplingMode, choice_of
+from d3engine.scheduling.sequence import Sequence
+from d3engine.utils.arguments import Numbers
 
 
 def pack(value: Any) -> bytes:

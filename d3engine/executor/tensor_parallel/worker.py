@@ -1,8 +1,5 @@
-"""A rank that does what rank 0 plans, until that says that it is over, or ends.
-
-A thread does nothing but listen, so the end of rank 0 ends this rank even where it waits for a device;
-and it says every second that this process lives, however long what the process does may take.
-"""
+"""A rank that does what rank 0 plans. A thread only listens, so the end of rank 0 ends it
+anywhere; each second it says that this process lives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What the other ranks say to rank 0, and how it hears of their end, or that one of them has been stopped.
-
-One thread reads all connections, and time without a word counts only while that thread itself runs. So a
-machine that stood still for an hour has lost no rank, while one that alone stands still is found.
-"""
+"""What the other ranks say to rank 0. Silence counts only while the reading thread runs,
+so a machine that stood still has lost no rank."""
 
 from __future__ import annotations
 

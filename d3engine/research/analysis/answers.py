@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.device import resolve_backend, resolve_device, resolve_dtype
+from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
+from d3engine.engine.resolve import held_config, resolve_weight_dtype
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import UnreadableFileError, as_json, read_text
-from d3engine.loading.device import resolve_backend, resolve_device, resolve_dtype
-from d3engine.loading.model_directory import model_directory
-from d3engine.loading.resolve import held_config, resolve_weight_dtype
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
 from d3engine.request.params import SamplingParams
 from d3engine.research.analysis.observer import Observer
 from d3engine.research.evaluation.kept import Prompt
+from d3engine.utils.files import UnreadableFileError, as_json, read_text
 
 
 def same_beginning(one: Sequence[int], other: Sequence[int]) -> int:

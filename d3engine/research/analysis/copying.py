@@ -1,9 +1,5 @@
-"""What is lost when the last layers are copied from some step on (the D3 paper's Figure 2a).
-
-"Copy the tail k layers from step t on" is a nested schedule like any other, so the engine itself runs
-it: the last k layers have the cutoff t, and the hidden state passes them unchanged. An answer that is over before
-step t cannot change, so the answers that reach t are counted beside the share that is right.
-"""
+"""What is lost when the last layers are copied from some step on (the D3 paper's Figure
+2a): a nested schedule in which they have that cutoff."""
 
 from __future__ import annotations
 

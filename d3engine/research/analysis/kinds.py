@@ -1,8 +1,5 @@
-"""Kinds of tokens: digits, the mark before an answer, line breaks, the end, words, punctuation.
-
-A token's kind is read off its own text, so it is known as soon as the token is: before the step that is
-fed with it, and only after the step that yields it.
-"""
+"""Kinds of tokens, read off a token's text: known before the step that is fed with it, and
+only after the step that yields it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Which layers a model can spare: what the next token loses by every window of skipped layers, without any task.
-
-The text is given (teacher forcing), so every window reads the same tokens at the same places, and two
-distributions of the next token can be compared: full depth's, and that of the window. A window is skipped as D3 skips
-one, from some generation step on and for good, so no token reads KV that was not written. The prompt and the steps
-before run at full depth, and are computed once for all windows.
-"""
+"""Which layers a model can spare: the next token's loss by every window of layers, skipped
+in a given text from some step on as D3 skips them."""
 
 from __future__ import annotations
 

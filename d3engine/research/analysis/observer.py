@@ -1,9 +1,5 @@
-"""The observer pass: a whole sequence through the model, layer by layer, with everything in sight.
-
-Under a nested schedule the tokens that run a layer are the first ones of their sequence, so a slow and
-clear pass needs no cache and no batch: layer l runs over the first rows of one matrix, and the others pass unchanged.
-What it computes is what the engine computes step by step; a test compares the two, and transformers'.
-"""
+"""A whole sequence through the model, layer by layer. Under a nested schedule the rows of
+a layer are the first of their sequence, so no cache is needed."""
 
 from __future__ import annotations
 

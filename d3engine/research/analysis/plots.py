@@ -1,8 +1,4 @@
-"""The picture of `d3engine analyze kinds`. Matplotlib is imported where it is drawn.
-
-A kind is a row, and the two sides of a step stand beside each other in it, told apart by marker and
-colour.
-"""
+"""The pictures of `d3engine analyze`. Matplotlib is imported where they are drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from d3engine.plots import (
+from d3engine.research.analysis.copying import Copying, Perturbing
+from d3engine.research.analysis.kinds import ByKind, Kind
+from d3engine.research.analysis.layers import LayerLoss
+from d3engine.research.analysis.report import step_groups, steps_in_words
+from d3engine.research.analysis.sample import Sample, SampleAnswer
+from d3engine.research.analysis.saturation import NAMES, PARTS, ROWS, Flow, Perplexity, Saturation
+from d3engine.research.plots import (
     BLUE,
     GREY,
     INK,
@@ -25,18 +27,13 @@ from d3engine.plots import (
     new_figure,
     save_figure,
 )
-from d3engine.research.analysis.copying import Copying, Perturbing
-from d3engine.research.analysis.kinds import ByKind, Kind
-from d3engine.research.analysis.layers import LayerLoss
-from d3engine.research.analysis.report import step_groups, steps_in_words
-from d3engine.research.analysis.sample import Sample, SampleAnswer
-from d3engine.research.analysis.saturation import NAMES, PARTS, ROWS, Flow, Perplexity, Saturation
 
 STYLES = {"yielded": (BLUE, "o", "of the token that the step yields"), "fed": (VERMILION, "s", "it is fed with")}
 
 
 def plot_kinds(result: ByKind, path: str | Path, title: str) -> None:
     """By kind: layers until the prediction is settled (mean, 10 % to 90 % of tokens), and the policy's divergence."""
+    # A kind is a row; the two sides of a step stand next to each other in it, told apart by marker and colour.
     kinds = [kind for kind in Kind if any(kind in result.kinds(side) for side in STYLES)]
     figure = new_figure(width=11, height=1.6 + 0.42 * len(kinds))
     left, right = figure.subplots(1, 2, sharey=True)

@@ -1,9 +1,5 @@
-"""What every analysis returns: a table for people, a dict for machines; and how generation steps are grouped.
-
-Steps are grouped by doubling (0, 1, 2-3, 4-7, ...), because what changes along an answer changes fast at
-its beginning and slowly later, and because fewer answers reach the later steps. Steps count from 0, which yields the
-first token, in tables, pictures and JSON as in the engine.
-"""
+"""What every analysis returns: a table, a dict; and generation steps, from 0, grouped by
+doubling, since answers change fast at first and fewer reach later steps."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ class Table:
     """A title, the header, rows of cells, and what has to be said below."""
 
     title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
     notes: tuple[str, ...] = ()
 
 

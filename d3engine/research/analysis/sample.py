@@ -1,9 +1,5 @@
-"""Answers token by token: how many layers each ran, and what the model would have said after fewer (the D3 paper's
-Figure 7).
-
-An answer under a policy is observed at that policy's own depths, so the last prediction shown for a token
-is the one that was taken.
-"""
+"""Answers token by token: the layers each ran, at the policy's own depths, and what the
+model would have said after fewer (the D3 paper's Figure 7)."""
 
 from __future__ import annotations
 

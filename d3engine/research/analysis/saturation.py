@@ -1,9 +1,5 @@
-"""Oracle saturation depth (the D3 paper's Table 2): after how many layers is a token's prediction settled?
-
-The LM head reads the residual stream after every layer. From some layer on its first choice is the one
-of the last layer and stays so; an oracle that knew this layer could stop there. No real policy knows it: what is
-measured is how much there is to save, not how.
-"""
+"""Oracle saturation depth (the D3 paper's Table 2): the layer from which on the LM head's
+first choice stays the last layer's. No real policy knows it."""
 
 from __future__ import annotations
 

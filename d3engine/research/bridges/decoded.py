@@ -1,9 +1,5 @@
-"""What policies lose against full depth where tokens are decoded: by generation step, with and without bridges.
-
-A given text, and not each policy's own, is read at the depths that a policy has for it, so all policies
-are asked about the same tokens, and nothing but depth differs. What a position sees of those before it is what decoding
-would have left there.
-"""
+"""What policies lose against full depth by generation step, with and without bridges, on a
+given text read at each policy's depths as decoding would."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The normal equations of all windows from one start: sums over positions, from which every fit and its error follow.
-
-Ridge regression needs sums of products and no stored state. So one pass over a text of any length is
-enough, two parts of it differ by two objects, and the error of a map on a part it was not fitted on is again
-arithmetic with that part's sums.
-"""
+"""The normal equations of all windows from one start. Ridge regression needs sums alone:
+one pass over any text, whose parts and held-out errors are arithmetic with them."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from d3engine.errors import require
-from d3engine.files import open_regular, path_of, write_whole
 from d3engine.model.bridges import Bridge, Window
 from d3engine.research.analysis.layers import FloatArray
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.bridges.judging import FullText, Reading, long_enough, window_schedule
 from d3engine.research.bridges.passage import Passage
+from d3engine.utils.files import open_regular, path_of, write_whole
 
 FIELDS = ("count", "inputs", "products", "changes", "mixed", "squares")
 

@@ -1,8 +1,5 @@
-"""Texts judged under a schedule with bridges, against the same model at full depth.
-
-What a text's states are at full depth is computed once. A schedule then begins where the first layer that
-it ever leaves out begins, and what it makes of every position is compared with full depth's next-token distribution.
-"""
+"""Texts judged under a schedule with bridges, from the first layer that it leaves out,
+against full depth's states, which are computed once."""
 
 from __future__ import annotations
 

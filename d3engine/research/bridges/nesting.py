@@ -1,9 +1,5 @@
-"""Which windows to leave out, and in which order: each next one is what costs least beside those before it.
-
-What a window costs depends on what is left out already, since states that have crossed one bridge come to
-the next. So each choice is measured with all the bridges that it would have in decoding, the bridge over neighbours
-that have become one window among them.
-"""
+"""Which windows to leave out, in which order: each next one costs least next to those
+before it, with all bridges that decoding would cross."""
 
 from __future__ import annotations
 
@@ -16,10 +12,10 @@ import numpy as np
 
 from d3engine.errors import require
 from d3engine.model.bridges import Bridge, Window
-from d3engine.plots import MARKERS, line_ramp, new_figure, save_figure
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.bridges.fitting import HeldOut, Judged
 from d3engine.research.bridges.judging import FullText, window_schedule
+from d3engine.research.plots import MARKERS, line_ramp, new_figure, save_figure
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,5 @@
-"""Conversations that a model makes up itself, for bridges without a given text.
-
-A chat model has learned what users ask, too. Behind the beginning of a user's turn, sampled at
-temperature 1, it writes such a question until the turn ends; its own answer at full depth is what the bridges will
-meet. Known as a way to make training data from Xu et al. 2024, "Magpie".
-"""
+"""Conversations that a chat model makes up itself, its turn of the user sampled at
+temperature 1 and answered at full depth (Xu et al. 2024, "Magpie")."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.engine import Engine
+from d3engine.engine.engine import Engine
 from d3engine.errors import require
 from d3engine.request.params import SamplingParams
 from d3engine.research.analysis.answers import same_beginning
@@ -24,7 +20,7 @@ from d3engine.research.bridges.judging import Reading
 from d3engine.research.evaluation.baselines import open_bridges
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 
 QUESTION_TOKENS = 64

@@ -1,9 +1,5 @@
-"""A whole text through the model with bridges over the windows that a schedule leaves out, and with gradients.
-
-Under a nested schedule the rows that run a layer are the first ones of their text, so one pass over it
-computes what decoding computes step by step, the missing entries of skipped layers with it. Nothing is written in
-place, so that the bridges' own numbers can be tuned through it.
-"""
+"""A whole text with bridges over left-out windows, as decoding computes it step by step;
+nothing is written in place, so gradients reach the bridges."""
 
 from __future__ import annotations
 

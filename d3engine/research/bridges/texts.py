@@ -1,9 +1,5 @@
-"""The texts that bridges are fitted to and measured on, as token ids.
-
-Bridges are best fitted to what will pass them. So a conversation is written by the model's own chat
-template, and a file may hold conversations, questions with answers, or plain text. A file may hold far more of them
-than are wanted, so its lines are read first and become tokens when they have been picked.
-"""
+"""Texts to fit bridges to and measure on, conversations by the model's chat template;
+lines are read first and become tokens when they are picked."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import UnreadableFileError, as_json, read_text
 from d3engine.text.chat_template import ChatPrompts, load_chat_template
 from d3engine.text.tokenizer import Tokenizer
+from d3engine.utils.files import UnreadableFileError, as_json, read_text
 
 HELD_OUT_EVERY = 8
 """Of texts from one source, one in this number is held out."""

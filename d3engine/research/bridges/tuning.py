@@ -1,9 +1,5 @@
-"""Tuning bridges: steps on their own numbers towards full depth's next-token distribution; nothing else is touched.
-
-Ridge regression makes the state behind a window right on average, but what counts is what the rest of
-the model makes of it. So a text passes as a policy would decode it, all its bridges at work, and the KL divergence from
-full depth goes back through the model into them.
-"""
+"""Tunes bridges by the KL divergence from full depth of a text that passes as a policy
+would decode it, all its bridges at work."""
 
 from __future__ import annotations
 
@@ -18,10 +14,10 @@ from torch import Tensor
 
 from d3engine.depth import Schedule
 from d3engine.errors import require
-from d3engine.files import as_json
 from d3engine.model.bridges import Bridge, Window
 from d3engine.research.bridges.fitting import read_state, write_state
 from d3engine.research.bridges.judging import FullText
+from d3engine.utils.files import as_json
 
 SAVE_EVERY = 25
 """Steps from one saved state to the next."""

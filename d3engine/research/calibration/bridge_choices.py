@@ -1,8 +1,5 @@
-"""Which bridges a calibration tries: those of the files that were given, and their maps cut to lower ranks.
-
-Inside the search a choice is a name that people can read. Where its file lies is known here alone, so a
-cut map may lie in a directory that goes away, and what was chosen ends as the "auto" file beside `d3.json`.
-"""
+"""Bridges that a calibration tries: of given files, and cut to lower ranks in a directory
+that goes away; the search knows their names alone."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import BRIDGES
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.files import UnreadableFileError, beside, read_bytes, write_whole
 from d3engine.model.bridges import BRIDGES_FILE, Bridges, Window, read_bridges, write_bridges
+from d3engine.utils.files import UnreadableFileError, beside, read_bytes, write_whole
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from d3engine.errors import MissingExtraError, require_integer
 from d3engine.research.evaluation.accuracy import shape_of
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.outputs import RequestOutput
     from d3engine.request.params import SamplingParams
     from d3engine.research.evaluation.kept import Prompt

@@ -1,9 +1,5 @@
-"""What a calibration has found, in sentences.
-
-"No" has two meanings, and neither is "no setting is safe". Either full depth knows too little for a loss
-to mean anything, or none could be shown to be safe with the problems at hand; then the answer
-says how many more might be enough.
-"""
+"""What a calibration has found, in sentences. "No" means that full depth knows too little,
+or that these problems show no setting to be safe."""
 
 from __future__ import annotations
 

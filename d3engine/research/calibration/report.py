@@ -1,8 +1,5 @@
-"""A calibration as data: JSON of everything that was tried, and the `d3.json` that the engine reads.
-
-A setting never stands alone. Beside it is what it was measured to lose, on how many problems, by which
-rule, and of which weights that is true.
-"""
+"""A calibration as JSON, and the `d3.json` that the engine reads: a setting with what it
+lost, on how many problems, by which rule, of which weights."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.policy import BRIDGES, STUDENT
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, require
-from d3engine.files import as_json, read_text, write_whole
-from d3engine.plots import BLUE, GREY, INK, ORANGE, VERMILION, letters_on, new_figure, save_figure
 from d3engine.research.calibration.outcome import DIFFERING, outcome, reason
 from d3engine.research.calibration.scoring import Answers
 from d3engine.research.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, grids
 from d3engine.research.calibration.statistics import FLOOR, PASS_LEVEL, Pairs, Tolerance, needed, power
 from d3engine.research.evaluation.accuracy import paired_difference_interval, wilson_interval
-from d3engine.version import __version__
+from d3engine.research.plots import BLUE, GREY, INK, ORANGE, VERMILION, letters_on, new_figure, save_figure
+from d3engine.utils.files import as_json, read_text, write_whole
+from d3engine.utils.version import __version__
 
 
 def as_dict(result: Calibration, about: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,5 @@
-"""What calibration asks of a model: answers to some problems under a policy, right or wrong, and what they cost.
-
-The search sees a `Scorer` and nothing else, so that it is the same for any task, and its rules can be
-tested on scorers whose truth is known.
-"""
+"""What calibration asks of a model: answers under a policy, right or wrong, and their
+cost. The search sees a `Scorer` alone."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from d3engine.research.evaluation.accuracy import measure, wilson_interval
 from d3engine.research.evaluation.report import commonest, right_by_constant, told_answer
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
     from d3engine.research.calibration.bridge_choices import BridgeChoice
     from d3engine.research.evaluation.benchmark import Question

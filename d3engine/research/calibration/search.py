@@ -1,7 +1,5 @@
-"""How many problems each step of a calibration takes, and the least that can prove anything.
-
-What cannot work is said before the hours of work, all of it at once and with its reason.
-"""
+"""How many problems each step of a calibration takes; what cannot prove anything is
+refused before the hours of work."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from d3engine.depth import FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError, require
-from d3engine.files import append_lines, as_json, is_there, read_text
 from d3engine.research.distillation.prompts import KINDS, is_held_out, split_prompts, written_prompts
 from d3engine.research.evaluation.kept import Prompt
+from d3engine.utils.files import append_lines, as_json, is_there, read_text
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 BATCH = 32
 """Prompts that are answered together, and written together."""

@@ -13,7 +13,6 @@ import torch
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import require
-from d3engine.files import beside
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Window, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.students import STUDENT_FILE, read_student
@@ -23,6 +22,7 @@ from d3engine.research.analysis.report import Table, counted
 from d3engine.research.distillation.corpus import OwnAnswer
 from d3engine.research.distillation.passes import AnswerPass, FullAnswer, layers_of
 from d3engine.research.evaluation.accuracy import shape_of
+from d3engine.utils.files import beside
 
 ALL = "all"
 

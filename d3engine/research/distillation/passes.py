@@ -1,8 +1,5 @@
-"""The generated tokens of one text through the model in one pass, with gradients; its prompt is a cache of keys.
-
-Prompts run at full depth with the model's own weights under every policy, so what they leave in the cache is computed
-once. Nothing is written in place: weights of a student are tuned through the pass.
-"""
+"""The generated tokens of a text in one pass with gradients; the prompt ran at full depth
+and is a cache of keys."""
 
 from __future__ import annotations
 

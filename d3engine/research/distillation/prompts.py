@@ -1,8 +1,5 @@
-"""Prompts whose answers at full depth a student learns from, by kind, the same for the same seed.
-
-Written for this purpose; templates times words, so that there are thousands. One prompt in `HELD_OUT_EVERY`, by its
-hash, is never trained on.
-"""
+"""Prompts that a student learns from, templates times words by kind, the same for the same
+seed; one in `HELD_OUT_EVERY`, by its hash, is never trained on."""
 
 from __future__ import annotations
 

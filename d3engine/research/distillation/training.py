@@ -21,7 +21,6 @@ from torch import Tensor
 
 from d3engine.depth import Schedule
 from d3engine.errors import require
-from d3engine.files import as_json
 from d3engine.model.students import NEURONS, Student, narrowed
 from d3engine.model.weights import LayerWeights
 from d3engine.research.bridges.fitting import read_state, text_hash, write_state
@@ -30,6 +29,7 @@ from d3engine.research.distillation.corpus import OwnAnswer
 from d3engine.research.distillation.judging import Judgeable, judge
 from d3engine.research.distillation.passes import AnswerPass, FullAnswer, replaced, tensors_of_layer
 from d3engine.research.distillation.widths import narrow
+from d3engine.utils.files import as_json
 
 SAVE_EVERY = 20
 """Steps from one saved state to the next."""

@@ -1,8 +1,5 @@
-"""Exact match under a depth policy, with honest intervals.
-
-Two policies answer the same problems, so they are compared problem by problem. The interval of their
-difference is far narrower than two separate ones would suggest, and it does not vanish when they agree.
-"""
+"""Exact match under a depth policy, with intervals; two policies answer the same problems,
+so they are compared in pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from d3engine.research.evaluation.word_problems import Problem, Split, problems
 from d3engine.research.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
     from d3engine.model.config import ModelConfig
     from d3engine.request.params import SamplingParams
 

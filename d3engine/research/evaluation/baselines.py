@@ -1,8 +1,5 @@
-"""The files of bridges that the policies of an evaluation name.
-
-A request may come from anywhere and opens no file, but the policies of an evaluation are written by the
-one who runs it. So an engine without other callers may open what they name.
-"""
+"""Files of bridges that the policies of an evaluation name; requests open no file, but an
+engine without other callers may."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from d3engine.depth import D3, DepthPolicy, EarlyExit, FixedSkip, Nested, SkipDe
 from d3engine.depth.policy import named_bridges, named_student
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, SHORTGPT_ORDER, ModelShape, mean_depth
 from d3engine.errors import require_integer
-from d3engine.files import sha256_of
+from d3engine.utils.files import sha256_of
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 
 def open_bridges(engine: Engine, policies: Iterable[DepthPolicy]) -> None:
@@ -56,7 +53,7 @@ def bridge_hashes(engine: Engine, policies: Sequence[DepthPolicy]) -> dict[str, 
     """The SHA-256 of each file that policies name, by its name there, of a student behind "student"; all of them have
     been opened."""
     names = frozenset[str]().union(*map(named_bridges, policies))
-    from d3engine.loading.depth import STUDENT_BYTES
+    from d3engine.engine.depth import STUDENT_BYTES
     from d3engine.model.bridges import most_bytes
 
     most = most_bytes(engine.config.num_layers, engine.config.hidden_size)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d3engine.errors import D3EngineError, require, require_integer
-from d3engine.files import DATA_BYTES, UnreadableFileError, read_json, read_text
 from d3engine.research.evaluation.benchmark import Asked, Benchmark
 from d3engine.research.evaluation.word_problems import Split
+from d3engine.utils.files import DATA_BYTES, UnreadableFileError, read_json, read_text
 
 MAX_TOKENS = 200
 STOP = ("Q:", "</s>", "\n\n")

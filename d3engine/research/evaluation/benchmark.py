@@ -1,8 +1,5 @@
-"""What can be asked and judged: a question, and a benchmark of many.
-
-A measurement needs a prompt and a yes or no, and nothing else; so generated problems and files of
-published ones are measured by the same few lines.
-"""
+"""A question, with a prompt and a judgement, and a benchmark of many: generated or
+published problems alike."""
 
 from __future__ import annotations
 

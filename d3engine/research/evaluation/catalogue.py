@@ -1,8 +1,5 @@
-"""From the names that a user gives to benchmarks: generated tasks, or files of published ones in a folder.
-
-A name means one thing only. With a folder the names are those of its data sets; without one they are the
-generated tasks; all others are left to lm-evaluation-harness.
-"""
+"""Benchmarks by name: data sets of a folder, generated tasks without one; all others are
+left to lm-evaluation-harness."""
 
 from __future__ import annotations
 

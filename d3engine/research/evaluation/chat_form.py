@@ -19,7 +19,7 @@ from d3engine.research.evaluation.gsm8k import GSM8KQuestion, final_number
 from d3engine.research.evaluation.kept import Prompt
 
 if TYPE_CHECKING:
-    from d3engine.engine import Engine
+    from d3engine.engine.engine import Engine
 
 MAX_TOKENS = 512
 """Of an answer: a model that reasons aloud is cut off by the few tokens that base models take."""

@@ -1,8 +1,5 @@
-"""Problems that a program writes, kin of tasks of BBH: the form they share, their splits and their generators.
-
-Which split a question belongs to is a property of its text, as with the word problems, so that no seed
-can move one from training into the test.
-"""
+"""Generated problems like tasks of BBH: their form, splits and generators. A question's
+split follows from its text, whatever the seed."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d3engine.errors import D3EngineError, require, require_integer
-from d3engine.files import UnreadableFileError, as_json, read_text
 from d3engine.research.evaluation.benchmark import Asked, Benchmark
 from d3engine.research.evaluation.word_problems import Split
+from d3engine.utils.files import UnreadableFileError, as_json, read_text
 
 MAX_TOKENS = 1024
 STOP = ("Question:", "</s>", "<|im_end|>")

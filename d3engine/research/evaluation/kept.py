@@ -1,9 +1,5 @@
-"""Answers that outlive the run that asked for them: a file of JSON lines, one an answer.
-
-An answer follows from the weights, the prompt, the policy and the sampling, and from nothing of the run.
-So a run that was ended goes on where it was, a larger one asks what is new alone, and the texts can be read. Greedy
-answers only: others depend on their place in a run.
-"""
+"""A file of JSON lines that keeps greedy answers, which follow from weights, prompt,
+policy and sampling alone: a run that was ended goes on."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ from typing import Any, TypeAlias
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import named_bridges, named_student
 from d3engine.errors import D3EngineError
-from d3engine.files import DATA_BYTES, append_lines, as_json, as_text, is_there, read_bytes
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work
+from d3engine.utils.files import DATA_BYTES, append_lines, as_json, as_text, is_there, read_bytes
 
 Prompt: TypeAlias = str | dict[str, list[int]]
 """A text, or `{"prompt_token_ids": [...]}`, as `Engine.chat_prompt` gives it."""

@@ -1,8 +1,5 @@
-"""The D3 paper's Tables 1 to 5: what it compares, on which models, and over which settings.
-
-What these tables print stands beside what can be counted, which are the shapes of Llama-2, the lengths of
-the reference answers, and the space that is searched here. What does not agree is said in a note.
-"""
+"""The D3 paper's Tables 1 to 5 next to what can be counted: shapes of Llama-2, lengths of
+reference answers, the space that is searched here."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from statistics import fmean
 
 from d3engine.depth import D3, DepthPolicy
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, PRESETS, ModelShape, flops_ratio, layer_bound, mean_depth
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.paper_tables import (
     BENCHMARKS,
     D3_ROW,
@@ -35,7 +33,6 @@ from d3engine.research.evaluation.paper_tables import (
     TABLE_9_STARTS,
     Table6Row,
 )
-from d3engine.research.evaluation.report import Table
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
-"""The figures that the D3 paper prints, typed in as facts: its Tables 2 and 4 to 9.
-
-Nothing is computed here and nothing is corrected: a misprint stays, and `paper` points it out. Llama-2 of 32, 40 and
-80 layers are the paper's 7B, 13B and 70B.
-"""
+"""The D3 paper's Tables 2 and 4 to 9 as printed, misprints too, which `paper` points out.
+Llama-2 of 32, 40 and 80 layers are its 7B, 13B and 70B."""
 
 from __future__ import annotations
 

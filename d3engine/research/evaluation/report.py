@@ -1,8 +1,5 @@
-"""An evaluation as one page of HTML that needs nothing else: no script, no font, no picture from anywhere.
-
-The page shows the same tables as the terminal, and above them each benchmark's policies as points with
-their intervals over the layers they ran, drawn as SVG by hand.
-"""
+"""An evaluation as tables, and as a page of HTML that needs nothing else, with policies as
+points over layers run, drawn as SVG."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from itertools import chain
 from textwrap import wrap
 from typing import Any
 
+from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.accuracy import Comparison, Interval, Score, compare, paired, wilson_interval
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.research.evaluation.chat_form import ChatQuestion
@@ -108,16 +106,6 @@ def right_by_constant(questions: Sequence[Question]) -> tuple[bool, ...]:
     answers = [told_answer(question) for question in questions]
     constants = commonest(answers[1::2]), commonest(answers[::2])
     return tuple(answer is not None and answer == constants[place % 2] for place, answer in enumerate(answers))
-
-
-@dataclass(frozen=True)
-class Table:
-    """A title, a header, rows of text, and what has to be said below."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,5 @@
-"""What the answers of a run have cost: matrices that rows went through, counted, and what follows from the counts.
-
-A token is not always one pass through some layers and one LM head. Where tokens are drafted and verified
-there are more rows than tokens; an early exit asks the LM head on the way; and skipped layers may still compute keys
-and values. So all three are counted, as the engine runs them, and a FLOPs ratio is made of the counts.
-"""
+"""The work of a run's answers, counted as the engine runs it: rows through layers, through
+the LM head, and keys and values of skipped layers."""
 
 from __future__ import annotations
 

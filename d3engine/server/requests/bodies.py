@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
-from d3engine.arguments import Integers
 from d3engine.errors import NOTHING, InvalidValueError, must_be
 from d3engine.request.params import CHECKS, PRIORITIES, Biases, Several
 from d3engine.server.errors import RequestError, invalid
@@ -20,6 +19,7 @@ from d3engine.server.requests.refused import check_refused, taken_names, with_ow
 from d3engine.server.schemas.requests import Common
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState, served_by
+from d3engine.utils.arguments import Integers
 
 _AT = r"(?: - at `\$(?P<place>.*)`)?"
 _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]+)`(?:, got `[^`]+`)?" + _AT)

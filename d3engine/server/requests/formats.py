@@ -14,7 +14,7 @@ from typing import Any
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.schemas.requests import MAX_TOOLS
-from d3engine.structured.references import resolved
+from d3engine.text.structured.references import resolved
 
 SPACE = r"[ \n\t]{0,16}"
 """What may stand between the parts of a bare call."""

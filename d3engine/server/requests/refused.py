@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from d3engine.arguments import Check
 from d3engine.errors import must_be
 from d3engine.request.params import CHECKS, SamplingParams, Several
 from d3engine.server.errors import invalid
@@ -20,6 +19,7 @@ from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
 from d3engine.server.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
 from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from d3engine.server.schemas.responses import ResponsesRequest
+from d3engine.utils.arguments import Check
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from starlette.types import Scope
 
-from d3engine.arguments import Integers
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, must_be, require
@@ -18,6 +17,7 @@ from d3engine.request.params import RequestOutputKind, SamplingParams, Structure
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.schemas.requests import SAME_NAMES, TEMPERATURES, Common
 from d3engine.server.settings import ServerSettings
+from d3engine.utils.arguments import Integers
 
 _FORMATS = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name", "schema"}}'
 _FIELDS = tuple(name for name in StructuredOutputsParams.names() if name != "openings")

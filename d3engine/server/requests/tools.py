@@ -9,11 +9,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from d3engine.async_engine.client import EngineClient
 from d3engine.errors import InvalidValueError, must_be, require
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.errors import invalid
@@ -31,6 +30,9 @@ from d3engine.server.requests.formats import (
 )
 from d3engine.server.schemas.requests import FUNCTIONS_NAME, MAX_TOOLS, ChatRequest, NamedTool, Tool
 from d3engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from d3engine.async_engine.async_engine import AsyncEngine
 
 _DESCRIPTION = "Described to the model."
 _TOOL = {"name": EXAMPLE, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
@@ -77,7 +79,7 @@ class ChatStyles:
     "none" is no format.
     """
 
-    def __init__(self, client: EngineClient, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+    def __init__(self, client: AsyncEngine, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
         self._client = client
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from d3engine.engine.model_directory import own_pooling
 from d3engine.errors import InvalidValueError, ModelFormatError, require
-from d3engine.loading.model_directory import own_pooling
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import DEFAULT_POOLING, POOLINGS, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from d3engine.loading.model_directory import chat_defaults
+from d3engine.engine.model_directory import chat_defaults
 from d3engine.server.errors import RequestError
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_prompt
@@ -18,7 +18,7 @@ from d3engine.server.responses.writer import respond
 from d3engine.server.schemas.llama_cpp import LlamaPrompt, LlamaProps, LlamaSlot, LlamaTemplateRequest
 from d3engine.server.schemas.requests import TokenizeRequest
 from d3engine.server.state import json_response, served_by
-from d3engine.version import __version__
+from d3engine.utils.version import __version__
 
 
 async def llama_completion(request: Request) -> Response:

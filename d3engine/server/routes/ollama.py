@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from d3engine.engine.model_directory import model_files
 from d3engine.errors import require
-from d3engine.loading.model_directory import model_files
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import CONFIG_FILE, files_of

@@ -93,7 +93,7 @@ from d3engine.server.schemas.responses import (
     ResponsesRequest,
 )
 from d3engine.server.state import AppState, Health, ModelCard, health, json_response, readiness, served_by
-from d3engine.version import __version__
+from d3engine.utils.version import __version__
 
 ErrorType = Annotated[str, described(enum=sorted(set(TYPES.values())))]
 AnthropicsErrorType = Annotated[str, described(enum=sorted({*ANTHROPICS_TYPES.values(), "invalid_request_error"}))]

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, TypedDict
 
 from msgspec import Struct
 
-from d3engine.arguments import Integers
 from d3engine.request.params import POOLINGS
 from d3engine.server.schemas.requests import Priority, Prompt, bounded, described
+from d3engine.utils.arguments import Integers
 
 DIMENSIONS = Integers(1)
 

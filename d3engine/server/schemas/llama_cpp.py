@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
-from d3engine.arguments import Integers
 from d3engine.request.params import MAX_TOKENS
 from d3engine.server.schemas.answers import DepthSummary
 from d3engine.server.schemas.requests import Messages, OtherFile, SamplingFields, Tools, bounded, described
+from d3engine.utils.arguments import Integers
 
 N_PREDICT = Integers(-2, MAX_TOKENS)
 Mixed = Annotated[list[int | str], described(items={"type": ["integer", "string"]})]

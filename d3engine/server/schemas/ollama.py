@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
-from d3engine.arguments import Integers
 from d3engine.request.params import MAX_TOKENS
 from d3engine.server.schemas.answers import DepthSummary
 from d3engine.server.schemas.embeddings import DIMENSIONS
@@ -22,6 +21,7 @@ from d3engine.server.schemas.requests import (
     described,
     shaped_as,
 )
+from d3engine.utils.arguments import Integers
 
 NUM_PREDICT = Integers(-2, MAX_TOKENS)
 

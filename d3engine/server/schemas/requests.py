@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, defstruct
 
-from d3engine.arguments import Check, Integers, Numbers
 from d3engine.request.params import (
     BIASES,
     CHECKS,
@@ -23,6 +22,7 @@ from d3engine.request.params import (
     Biases,
     Several,
 )
+from d3engine.utils.arguments import Check, Integers, Numbers
 
 TEMPERATURES = Numbers(0.0, 2.0)
 """OpenAI's bound on the temperature, below the engine's own."""

@@ -11,8 +11,8 @@ from stepping import finish
 
 from d3engine import D3, Engine
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
+from d3engine.engine.stats import EngineStats
 from d3engine.request.outputs import Histogram, HistogramCounter, Timings
-from d3engine.stats import EngineStats
 
 
 def test_stats_count_what_the_engine_has_done_and_holds(make_engine: Callable[..., Engine]) -> None:

@@ -15,9 +15,9 @@ from d3engine import SamplingParams
 from d3engine.executor.native_choices import FormsOfRun, draws_of
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Draws, LogitMask, Mask
-from d3engine.request.sampling_mode import SamplingMode
-from d3engine.request.sequence import Sequence
 from d3engine.request.token_rules import BadWords
+from d3engine.scheduling.sampling_mode import SamplingMode
+from d3engine.scheduling.sequence import Sequence
 
 STEPS, VOCAB = 7, 97
 ASKED: list[dict[str, Any]] = [

@@ -644,7 +644,7 @@ def test_nothing_is_wider_than_the_screen_and_axe_finds_no_violation(
 def real_url() -> Iterator[str]:
     """Where Qwen2.5-Coder-0.5B-Instruct answers, greedily unless it is asked otherwise."""
     from d3engine import AsyncEngine
-    from d3engine.loading.model_directory import fetched_model
+    from d3engine.engine.model_directory import fetched_model
     from d3engine.server.app import create_app
     from d3engine.server.settings import ServerSettings
 

@@ -1,1 +1,0 @@
-"""Batch inference from files of requests, in OpenAI's batch format."""

@@ -1,0 +1,148 @@
+"""A second model that drafts: loaded from its directory, and checked against the model it drafts for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d3engine.engine.executors import eager_executor, matrix_form, native_executor, new_cache
+from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
+from d3engine.engine.resolve import held_config, kept_by_default, resolve_activations, resolve_weight_dtype
+from d3engine.engine.settings import EngineSettings
+from d3engine.errors import InvalidValueError, require
+from d3engine.executor.interface import Executor
+from d3engine.model.config import ModelConfig
+from d3engine.model.eagle3 import Eagle3Head, load_eagle3
+from d3engine.model.source import files_of
+from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.scheduling.kv_cache import KVCache
+from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+
+DRAFT_VOCABULARY = 32_768
+"""Tokens that a draft model may propose where its vocabulary is much larger.
+
+Vocabularies of byte pairs are in the order in which pairs were merged, so the first tokens are the frequent ones. The
+LM head of a small model with 150,000 tokens is a third of all that a step reads. A token that is not among these is
+never drafted, which costs its draft and no more.
+"""
+
+HEAD_ROWS = 16
+"""Rows of a shortened head come in such groups: matrices may have them interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A loaded draft model: what runs it, and the block tables of its cache."""
+
+    directory: str
+    executor: Executor
+    cache: KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A draft model that fits the model it drafts for, without a cache yet; `settings` are its own."""
+
+    directory: str
+    config: ModelConfig
+    weights: LlamaWeights
+    settings: EngineSettings
+
+
+def load_head(given: str, settings: EngineSettings) -> Eagle3Head | None:
+    """The EAGLE-3 head in directory `given`, for the model of `settings`; None where it holds a whole model.
+
+    Raises `InvalidValueError` naming `draft_model` where the head does not fit, or cannot run there.
+    """
+    if not holds_eagle3(given):
+        return None
+    allowed = 'a whole model, or an EAGLE-3 head beside backend="torch" (and enforce_eager=True on a GPU)'
+    require(settings.executor == "eager" and settings.tensor_parallel_size == 1, "draft_model", given, allowed)
+    alone = "None with an EAGLE-3 head, which reads the hidden states of whole prompts"
+    require(settings.prefix_cache_file is None, "prefix_cache_file", str(settings.prefix_cache_file), alone)
+    return load_eagle3(model_directory(given), settings.config, dtype=settings.dtype, device=settings.device)
+
+
+def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenizer | None) -> DraftWeights:
+    """The model in directory `given`, to draft for the one of `settings`, whose tokenizer is `tokenizer`.
+
+    Raises `InvalidValueError` naming `draft_model` where it does not fit the model that it is to draft for.
+    """
+    config, max_model_len = settings.config, settings.max_model_len
+    try:
+        directory = model_directory(given)
+        own = held_config(ModelConfig.from_directory(directory), settings.device)
+        resolve_max_model_len(max_model_len, own)
+    except InvalidValueError as error:
+        raise InvalidValueError("draft_model", given, f"a model for {max_model_len} tokens ({error})") from None
+    same = f"a model with the vocabulary of its target, {config.vocab_size} tokens and not {own.vocab_size}"
+    require(own.vocab_size == config.vocab_size, "draft_model", given, same)
+    if tokenizer is not None and _has_tokenizer(directory):
+        other = load_tokenizer(directory)
+        differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
+        allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
+        require(not differing, "draft_model", given, allowed)
+    of_draft = _settings_of(directory, own, settings)
+    weights = load_weights(
+        directory,
+        own,
+        dtype=of_draft.dtype,
+        weight_dtype=of_draft.weight_dtype,
+        device=of_draft.device,
+        form=matrix_form(of_draft) if of_draft.executor == "native" else None,
+        keeps_blocks=of_draft.keeps_blocks,
+    )
+    return DraftWeights(given, own, weights, of_draft)
+
+
+def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) -> EngineSettings:
+    """The settings of a draft model beside those of its target: what makes it fast, since no answer depends on it."""
+    if settings.executor != "native":
+        return replace(settings, directory=directory, config=own, keeps_blocks=False)
+    kept = kept_by_default("auto", directory, own, "native") or settings.weight_dtype
+    return replace(
+        settings,
+        directory=directory,
+        config=own,
+        weight_dtype=resolve_weight_dtype("auto", dtype=settings.dtype, device=settings.device, kept=kept),
+        weight_compression="none",
+        keeps_blocks=True,
+        activations=resolve_activations("auto", files_of(directory).packed_bytes() is not None),
+    )
+
+
+def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *, native: bool) -> DraftModel:
+    """The draft model with a cache for as many entries as `num_blocks` blocks hold at full depth of the first model.
+
+    `native`: by the library that runs the first model.
+    """
+    own = draft.config
+    blocks = max(-(-num_blocks * own.num_layers // settings.config.num_layers), own.num_layers)
+    eager = eager_executor(draft.settings, own, draft.weights, blocks)
+    executor: Executor = eager
+    if native:
+        executor = native_executor(draft.settings, eager, head_tokens(own))
+    return DraftModel(draft.directory, executor, new_cache(draft.settings, own, blocks))
+
+
+def head_tokens(config: ModelConfig) -> Tensor | None:
+    """The tokens that a draft model of `config` may propose, int64, ascending; None: all."""
+    if config.vocab_size < 2 * DRAFT_VOCABULARY:
+        return None
+    groups = {*range(DRAFT_VOCABULARY // HEAD_ROWS), *(token // HEAD_ROWS for token in config.eos_token_ids)}
+    groups = {group for group in groups if (group + 1) * HEAD_ROWS <= config.vocab_size}
+    if len(groups) % 2:  # interleaved matrices have an even number of such groups
+        groups.add(max(groups) - 1 if max(groups) - 1 not in groups else DRAFT_VOCABULARY // HEAD_ROWS)
+    return (torch.tensor(sorted(groups))[:, None] * HEAD_ROWS + torch.arange(HEAD_ROWS)).flatten()
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    files = files_of(directory)
+    return any(files.has(name) for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | None:
+    return tokenizer.convert_id_to_token(token)

@@ -1,0 +1,341 @@
+"""From the arguments of `Engine` to its settings: what is not allowed is refused here, before weights are read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.depth.speculative_config import as_mapping, policy_of_config
+from d3engine.engine.depth import resolve_depth
+from d3engine.engine.device import (
+    DTYPES,
+    capability,
+    default_threads,
+    num_tokens_ahead,
+    resolve_backend,
+    resolve_device,
+    resolve_dtype,
+    resolve_scheduler_steps,
+)
+from d3engine.engine.engine_config import EngineConfig
+from d3engine.engine.executors import executor_for
+from d3engine.engine.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype
+from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
+from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
+from d3engine.engine.settings import EngineSettings, ExecutorKind
+from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.kernels.blocks import INTEGER_TYPES
+from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.kernels.native.library import reads_interleaved_blocks
+from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
+from d3engine.model.config import FP8_GROUPS, ModelConfig
+from d3engine.model.expected_tensors import float_matrices
+from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
+from d3engine.model.shard import ARGUMENT, Part, shard_of
+from d3engine.model.source import files_of, open_checkpoint
+from d3engine.scheduling.waiting import Immediate
+from d3engine.utils.environment import NATIVE_ISA
+from d3engine.utils.files import is_writable
+
+BATCH_INVARIANT = "batch_invariant"
+
+
+def check_engine(settings: EngineSettings) -> None:
+    """Refuse `batch_invariant=True` on what has no such path; raises `InvalidValueError`."""
+    ranks = settings.tensor_parallel_size
+    require(
+        ranks == 1, BATCH_INVARIANT, True, f"False beside tensor_parallel_size={ranks}, whose sums have no fixed order"
+    )
+    if settings.executor == "native":
+        rope = settings.config.rope.rope_type
+        require(rope != "dynamic", BATCH_INVARIANT, True, "False on a CPU for rope of the type dynamic")
+        return
+    needed = "dtype float32, no enforce_eager, a backend with it"
+    allowed = f"False on a CPU without the native library ({needed})"
+    is_triton = settings.kernels == "triton"
+    require(is_triton or settings.device.type != "cpu", BATCH_INVARIANT, True, allowed)
+    require(is_triton, BATCH_INVARIANT, True, "False with the backend torch: Triton's kernels alone have it")
+
+
+def check_policy(settings: EngineSettings, policy: DepthPolicy) -> None:
+    """Refuse a policy that such an engine cannot run; raises `InvalidValueError` that names `depth`.
+
+    They are what the native library leaves to PyTorch, whose sums depend on how many rows there are.
+    """
+    if not settings.batch_invariant:
+        return
+    layers = settings.config.num_layers
+    exits = policy.exit_rule(layers) is not None
+    require(
+        not exits,
+        "depth",
+        policy,
+        f"without early exits beside {BATCH_INVARIANT}=True, as PyTorch sums up their confidences",
+    )
+    if settings.executor == "native":
+        rule = policy.draft_rule(layers)
+        drafts = rule is not None and not rule.is_by_text  # the library runs those by itself
+        allowed = f"one whose own layers draft nothing beside {BATCH_INVARIANT}=True on a CPU"
+        require(not drafts, "depth", policy, allowed)
+        fills = policy.schedule(layers).on_skip
+        allowed = f'with on_skip="none" or "copy" beside {BATCH_INVARIANT}=True on a CPU'
+        require(fills != "project", "depth", policy, allowed)
+
+
+READ_AS_THEY_LIE: dict[ExecutorKind, frozenset[torch.dtype]] = {"native": frozenset({torch.bfloat16, torch.float16})}
+"""Dtypes in which "auto" leaves a checkpoint's matrices under float32 activations on a CPU, by what decodes.
+
+The one place that decides it: decoding has to read them straight from memory. The operations in plain torch do not:
+they widen a matrix for each product, which at batch 1 takes longer than reading float32 would.
+"""
+
+
+def resolve_weight_dtype(
+    weight_dtype: str | torch.dtype,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: torch.dtype | None,
+    widens: bool = True,
+) -> torch.dtype:
+    """The dtype of float matrices and the embedding under activations of `dtype`.
+
+    "auto" is `kept` where operations widen that to `dtype`, and `dtype` otherwise; `widens` is whether the backend does
+    so. Raises `InvalidValueError` for a
+    dtype that cannot be multiplied with `dtype` here.
+    """
+    allowed = (dtype, *_narrower(dtype, device, widens))
+    if weight_dtype == "auto":
+        return kept if kept in allowed and kept is not None else dtype
+    resolved = DTYPES.get(weight_dtype) if isinstance(weight_dtype, str) else weight_dtype
+    if resolved is None or resolved not in allowed:
+        names = ["auto", *(name for name, known in DTYPES.items() if known in allowed)]
+        where = f"{device.type} with dtype={str(dtype).removeprefix('torch.')}"
+        raise InvalidValueError("weight_dtype", weight_dtype, f"one of {', '.join(names)} on {where}")
+    return resolved
+
+
+def resolve_activations(activations: str, has_blocks: bool) -> str:
+    """What matrices are multiplied by: "int8" where `has_blocks` says that they are in ggml's blocks, or "float32".
+
+    Raises `InvalidValueError` for "int8" where matrices are others, or the processor multiplies no bytes.
+    """
+    if activations == "float32" or (activations == "auto" and not has_blocks):
+        return "float32"
+    multiplies = has_blocks and reads_interleaved_blocks(NATIVE_ISA.read())
+    allowed = "auto or float32 but for a GGUF file, held as it is, on a CPU with AVX2"
+    require(multiplies or activations == "auto", "activations", activations, allowed)
+    return "int8" if multiplies else "float32"
+
+
+def check_compression(settings: EngineSettings) -> None:
+    """Refuse to compress matrices that the executor cannot read so, or that are not bfloat16."""
+    field, value = "weight_compression", settings.weight_compression
+    require(settings.executor == "native", field, value, "none where the native library does not decode")
+    held = str(settings.weight_dtype).removeprefix("torch.")
+    allowed = f'none where matrices are {held} (weight_dtype="bfloat16" would make them bfloat16)'
+    require(settings.weight_dtype == torch.bfloat16, field, value, allowed)
+
+
+def held_config(config: ModelConfig, device: torch.device) -> ModelConfig:
+    """`config`, its matrices of 8-bit floats called floats on a GPU that converts none: 8.9 is the first that does."""
+    if config.quantization not in ("fp8", FP8_GROUPS) or device.type != "cuda" or capability(device) >= FP8_CAPABILITY:
+        return config
+    return replace(config, quantization=None)
+
+
+def kept_by_default(
+    dtype: str | torch.dtype, directory: Path, config: ModelConfig, executor: ExecutorKind
+) -> torch.dtype | None:
+    """The dtype that the matrices of a directory stay in where the user names no `dtype`; None for that of activations.
+
+    Who names one, as in vLLM, means the weights too.
+    """
+    readable = READ_AS_THEY_LIE.get(executor)
+    if dtype != "auto" or not readable:
+        return None
+    found = dtype_in_files(directory, config, reads_blocks=executor == "native")
+    return found if found in readable else None
+
+
+def dtype_in_files(directory: Path, config: ModelConfig, *, reads_blocks: bool) -> torch.dtype | None:
+    """The dtype that loses nothing worth having of a model's float matrices, from headers alone; None where their
+    files have several, or there is none.
+
+    What config.json calls the model's dtype is not asked: a matrix of more bits would lose them. A GGUF file with
+    matrices in blocks is bfloat16: its values were rounded to at most 8 bits, far coarser than bfloat16 rounds them.
+    Of a directory the floats beside matrices in blocks decide, where an executor `reads_blocks`. Raises
+    `ModelFormatError` as `open_checkpoint`.
+    """
+    with open_checkpoint(directory) as checkpoint:
+        entries = [checkpoint.entries.get(name) for name in float_matrices(config)]
+    types = {
+        _held_in_file(entry)
+        for entry in entries
+        if entry is not None and not (reads_blocks and entry.type_name in INTEGER_TYPES)
+    }
+    if any(name in GGUF_TYPES and name not in FLOAT_DTYPES for name in types):
+        return torch.bfloat16
+    found = {dtype_of(name) for name in types}
+    return found.pop() if len(found) == 1 else None
+
+
+def _held_in_file(entry: TensorEntry) -> str:
+    """In what type a file holds a tensor: of a GGUF file ggml's own, and else the dtype that is read."""
+    return entry.type_name if entry.type_name in GGUF_TYPES else entry.dtype
+
+
+def _narrower(dtype: torch.dtype, device: torch.device, widens: bool) -> tuple[torch.dtype, ...]:
+    """The dtypes of weights that operations widen to `dtype`."""
+    is_wide = device.type == "cpu" and dtype == torch.float32
+    return (torch.bfloat16, torch.float16) if widens and is_wide else ()
+
+
+def _speculation(given: EngineConfig) -> DepthPolicy | None:
+    """The policy by which the engine drafts, where its arguments ask for that by vLLM's names."""
+    config: Mapping[str, Any] | str | None = given.speculative_config
+    if given.draft_model is not None:
+        require(config is None, "draft_model", given.draft_model, "absent with speculative_config, which names it")
+        config = {"model": os.fspath(given.draft_model)}
+    if config is None:
+        return None
+    field = "speculative_config" if given.draft_model is None else "draft_model"
+    is_full = given.depth == "auto" or isinstance(given.depth, FullDepth)
+    require(is_full, field, config, f"absent with depth={given.depth!r}: drafts are verified at full depth")
+    policy, known = policy_of_config(config), as_mapping(config)
+    if known.get("method") == "eagle3":
+        given_head, allowed = known["model"], 'the directory of an EAGLE-3 head, with "eagle3"'
+        require(holds_eagle3(given_head), f'{field}["model"]', given_head, allowed)
+    return policy
+
+
+def _check_prefix_file(given: EngineConfig) -> None:
+    path = given.prefix_cache_file
+    if path is None:
+        return
+    require(isinstance(path, str | os.PathLike), "prefix_cache_file", path, "a path, or None")
+    require(
+        is_writable(Path(path)), "prefix_cache_file", str(path), "a file that can be written, in an existing folder"
+    )
+    require(given.enable_prefix_caching, "prefix_cache_file", str(path), "None beside enable_prefix_caching=False")
+    require(given.weights is None, "prefix_cache_file", str(path), "None beside weights, which no file names")
+    alone = "None beside tensor_parallel_size above 1"
+    require(given.tensor_parallel_size == 1, "prefix_cache_file", str(path), alone)
+
+
+_log = logging.getLogger(__name__)
+
+
+def resolve_settings(given: EngineConfig) -> EngineSettings:
+    """The settings of an engine, from its arguments and the model's own files; no weights are read.
+
+    Raises `InvalidValueError` for an argument that is not allowed, `ModelFormatError` for a directory that holds no
+    model of ours.
+    """
+    _check_tokenizer(given.tokenizer, given.skip_tokenizer_init)
+    _check_admission(given.admission)
+    _check_prefix_file(given)
+    held = None if given.weights is None else given.weights.weight_dtype
+    directory = model_directory(given.model)
+    there = resolve_device(given.device)
+    backend = resolve_backend(given.backend, there)
+    config = held_config(ModelConfig.from_directory(directory), there)
+    computed = resolve_dtype(given.dtype, config, there)
+    part = check_ranks(given.tensor_parallel_size, config, there, held)
+    is_alone = there.type != "cpu" or given.tensor_parallel_size == 1  # the native library knows nothing of ranks
+    executor = executor_for(there, computed, given.enforce_eager or not is_alone, backend)
+    kept = held or kept_by_default(given.dtype, directory, config, executor)
+    widens = backend != "triton"
+    weight_dtype = resolve_weight_dtype(given.weight_dtype, dtype=computed, device=there, kept=kept, widens=widens)
+    is_as_it_lies = (given.dtype, given.weight_dtype, given.weight_compression) == ("auto", "auto", "none")
+    keeps_blocks = executor == "native" and is_as_it_lies
+    has_blocks = keeps_blocks and files_of(directory).packed_bytes() is not None
+    resolved: dict[str, Any] = {
+        "directory": directory,
+        "config": config,
+        "depth": _speculation(given) or resolve_depth(given.depth, directory),
+        "device": there,
+        "dtype": computed,
+        "weight_dtype": weight_dtype,
+        "kv_dtype": resolve_kv_cache_dtype(given.kv_cache_dtype, dtype=computed, device=there),
+        "max_model_len": resolve_max_model_len(given.max_model_len, config),
+        "admission": given.admission or Immediate(),
+        "backend": backend,
+        "executor": executor,
+        "keeps_blocks": keeps_blocks,
+        "activations": resolve_activations(given.activations, has_blocks),
+        "num_threads": given.num_threads or default_threads(),
+        "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
+        "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),
+        "speculative_config": None,  # `depth` has its policy
+        "draft_model": None,
+        "weights": None,
+    }
+    settings = EngineSettings(**(vars(given) | resolved))
+    if settings.batch_invariant:
+        check_engine(settings)
+    if settings.weight_compression != "none":
+        check_compression(settings)
+    of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
+    if given.max_model_len is None:
+        fits = fitting_length(of_rank, part or shard_of(config, 0, 1))
+        settings, of_rank = (_at_most(fits, one) for one in (settings, of_rank))
+        _tell_length(settings)
+    check_memory(of_rank)
+    return settings
+
+
+def _at_most(length: int, settings: EngineSettings) -> EngineSettings:
+    return replace(settings, max_model_len=min(length, settings.max_model_len))
+
+
+def _tell_length(settings: EngineSettings) -> None:
+    """Warn of a default that is less than what the model was made for."""
+    length, own, window = settings.max_model_len, settings.config.max_length, settings.config.longest_text
+    if length < own:
+        why = "what the memory has room for beside the weights"
+        if length in (window, MOST_LENGTH):
+            why = "its sliding window" if length == window else "a longer one must be given"
+        if length == settings.config.rope.trained_length:
+            why = "it was trained at that length; a longer one must be given, and has other rope frequencies"
+        _log.warning("max_model_len is %s of the model's %s tokens: %s", f"{length:,}", f"{own:,}", why)
+
+
+def check_ranks(size: int, config: ModelConfig, device: torch.device, held: torch.dtype | None) -> Part | None:
+    """Refuse a number of ranks that the model or the machine has not enough for; rank 0's part, None for one rank."""
+    if size == 1:
+        return None
+    require(torch.distributed.is_available(), ARGUMENT, size, "1 with a PyTorch that was built without distributed")
+    require(held is None, "weights", NOTHING, f"None beside {ARGUMENT}={size}, where each rank loads its own part")
+    if device.type == "cuda":
+        require(device.index is None, "device", str(device), f'"auto" or "cuda" beside {ARGUMENT}={size}')
+        here = torch.cuda.device_count()
+        require(is_under_torchrun() or size <= here, ARGUMENT, size, f"at most the GPUs of this machine, {here}")
+    return shard_of(config, 0, size)
+
+
+def _check_admission(admission: object) -> None:
+    """Refuse what is no admission strategy."""
+    is_strategy = admission is None or callable(getattr(admission, "admits", None))
+    require(
+        is_strategy,
+        "admission",
+        admission,
+        "Immediate(), IntervalAdmission(steps), or an object with admits(engine_step)",
+    )
+
+
+def _check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
+    """Refuse a tokenizer that is no directory, or that would not be used."""
+    require(
+        tokenizer is None or isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, "a directory, or None"
+    )
+    contradicts = tokenizer is not None and skip_tokenizer_init
+    require(not contradicts, "tokenizer", tokenizer, "None beside skip_tokenizer_init=True")

@@ -1,1 +1,0 @@
-"""Choosing tokens from logits, and judging drafted ones."""

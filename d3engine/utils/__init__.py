@@ -1,0 +1,1 @@
+"""What every layer may use: files, environment variables, child processes, bars, fields that are options at once."""

@@ -1,0 +1,190 @@
+"""Sizes that the machine has no memory for are refused by their name, before anything of that size is made."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.engine import host as host_cpus
+from d3engine.engine import host as host_memory
+from d3engine.engine import memory as cache_size
+from d3engine.engine.settings import EngineSettings
+from d3engine.model.config import ModelConfig
+from d3engine.model.shard import shard_of
+from d3engine.model.weights import random_weights
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+GIB = 2**30
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """`load({config fields}, **engine arguments)`: an engine on a machine of 8 GiB."""
+    monkeypatch.setattr("d3engine.engine.memory.machine_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 8 * GIB)
+
+    def make(fields: dict[str, Any], **arguments: Any) -> Engine:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | fields))
+        config = ModelConfig.from_directory(tmp_path)
+        weights = random_weights(config, dtype=torch.float32, device="cpu", seed=0)
+        return Engine(tmp_path, weights=weights, skip_tokenizer_init=True, device="cpu", depth=FullDepth(), **arguments)
+
+    return make
+
+
+@pytest.fixture
+def settings_of(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineSettings]:
+    """`settings_of({config fields}, **engine arguments)`: of an engine of which nothing is made."""
+    made: list[EngineSettings] = []
+
+    def stop(settings: EngineSettings, *given: Any) -> Any:
+        made.append(settings)
+        raise InterruptedError
+
+    def resolve(fields: dict[str, Any], **arguments: Any) -> EngineSettings:
+        monkeypatch.setattr("d3engine.engine.engine.assemble", stop)
+        with pytest.raises(InterruptedError):
+            load(fields, **arguments)
+        return made.pop()
+
+    return resolve
+
+
+LONG = [
+    {"max_position_embeddings": 2**31 - 1},
+    {"max_position_embeddings": 40_000_000},
+    {"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "linear", "factor": 1e5}},
+    {"max_position_embeddings": 2**31 - 1, "rope_scaling": {"rope_type": "dynamic", "factor": 1e5}},
+]
+
+
+@pytest.mark.parametrize("fields", LONG)
+def test_a_given_length_that_does_not_fit_is_refused_and_the_default_is_one_that_does(
+    load: Callable[..., Engine],
+    settings_of: Callable[..., EngineSettings],
+    fields: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = load(fields, max_model_len=64, enforce_eager=True)
+    assert engine.executor.rope.table.shape[0] == 64  # type: ignore[attr-defined]
+    assert engine.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].finished
+    given = {"max_model_len": 40_000_000}
+    with pytest.raises(InvalidValueError, match=r"max_model_len must be a length that this machine has memory for"):
+        load(fields, **given)
+    with pytest.raises(InvalidValueError, match=r"max_model_len must be .*8\.0 GiB: tables for 64 sequences take"):
+        load(fields, **given, kv_cache_memory_bytes=2**20)
+    assert not caplog.records
+    deep = fields | {"num_hidden_layers": 64}
+    whole = settings_of(deep)
+    assert "tokens: what the memory has room for beside the weights" in caplog.messages[0]
+    assert len(caplog.records) == 1
+    beside = 300 * 32 * 4  # of the weights, the embedding alone is more than this
+    taken = host_memory.table_bytes(whole) + whole.sequence_blocks * whole.block_bytes
+    assert 0.89 * 8 * GIB < taken < 0.9 * 8 * GIB - beside
+    assert settings_of(deep, kv_cache_memory_bytes=2**20).max_model_len > whole.max_model_len
+    assert settings_of(deep, max_num_seqs=1).max_model_len > whole.max_model_len
+    assert settings_of(fields).max_model_len == 2**20
+    assert caplog.messages[-1].startswith("max_model_len is 1,048,576 of the model's ")
+    assert caplog.messages[-1].endswith(" tokens: a longer one must be given")
+
+
+def test_a_default_length_that_is_the_model_s_own_is_not_spoken_of(
+    settings_of: Callable[..., EngineSettings], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert settings_of({"max_position_embeddings": 131_072}).max_model_len == 131_072
+    assert not caplog.records
+
+
+def test_a_window_that_transformers_ignores_is_the_default_length_and_the_most_that_may_be_asked_for(
+    load: Callable[..., Engine], settings_of: Callable[..., EngineSettings], caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4096,
+        "sliding_window": 2047,
+    }
+    with pytest.raises(InvalidValueError, match=r"sliding_window must be .*\(max_model_len=2047 is what can be run\)"):
+        load(fields, max_model_len=4096)
+    assert settings_of(fields).max_model_len == 2047
+    assert caplog.messages == ["max_model_len is 2,047 of the model's 4,096 tokens: its sliding window"]
+
+
+def test_weights_that_leave_no_room_leave_a_length_all_the_same(
+    settings_of: Callable[..., EngineSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d3engine.engine.memory.weight_bytes", lambda *given: 9 * GIB)
+    assert settings_of({"max_position_embeddings": 131_072}).max_model_len == 2048
+
+
+def test_on_a_gpu_the_default_length_fits_its_share_of_the_memory_beside_the_weights(
+    settings_of: Callable[..., EngineSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = settings_of({"max_position_embeddings": 131_072}, max_num_seqs=1)
+    one = replace(here, device=torch.device("cuda"), config=replace(here.config, num_layers=1000, num_kv_heads=4))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * GIB, 24 * GIB))
+    found = [
+        cache_size.fitting_length(replace(one, gpu_memory_utilization=share), shard_of(one.config, 0, 1))
+        for share in (0.5, 0.9)
+    ]
+    taken = [one.block_bytes * one.config.num_layers * length // one.block_size for length in found]
+    assert taken[1] - taken[0] == pytest.approx(0.4 * 24 * GIB, rel=0.001)
+    assert 0.8 * 23 * GIB < taken[1] < 0.9 * 23 * GIB
+    assert cache_size.fitting_length(replace(one, kv_cache_memory_bytes=2**30), shard_of(one.config, 0, 1)) > found[1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": f"{4 * GIB}\n"}, 4 * GIB),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": f"{3 * GIB}\n"}, 3 * GIB),
+        ("5:memory:/docker/1f\n", {"memory/memory.limit_in_bytes": f"{2 * GIB}\n"}, 2 * GIB),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("5:cpu:/\n", {"cpu/memory.limit_in_bytes": "1\n"}, None),
+    ],
+)
+def test_the_memory_of_a_container_is_what_its_control_groups_allow(
+    groups: str, files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cpus, "CGROUP", tmp_path / "none")
+    without = host_memory.machine_bytes()
+    assert without is not None
+    monkeypatch.setattr(host_cpus, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host_cpus, "MOUNTED", tmp_path / "mounted")
+    (tmp_path / "cgroup").write_text(groups)
+    for name, text in files.items():
+        file = tmp_path / "mounted" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert host_memory.machine_bytes() == min(without, expected or without)
+
+
+def test_a_kv_cache_larger_than_the_memory_is_refused_by_its_name(load: Callable[..., Engine]) -> None:
+    with pytest.raises(InvalidValueError, match=rf"kv_cache_memory_bytes must be at most .*{8 * GIB} bytes; got 10+"):
+        load({}, kv_cache_memory_bytes=10**17)
+    assert load({}, kv_cache_memory_bytes=2**22).stats().kv_blocks_total > 0
+
+
+def test_the_machine_s_memory_is_what_it_has_or_a_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = host_memory.machine_bytes()
+    assert there is not None
+    assert there > 2**26
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (2**25, -1))
+    assert host_memory.machine_bytes() == 2**25
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (-1, -1))  # RLIM_INFINITY
+    assert host_memory.machine_bytes() >= there  # type: ignore[operator]

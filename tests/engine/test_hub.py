@@ -1,0 +1,422 @@
+"""A model by its name on the Hugging Face hub: what is fetched, what is taken from the cache, and what is refused.
+
+The real huggingface_hub talks to a server of our own. It reads its settings when it is imported, so it runs in
+processes of its own, which say what became of each name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("huggingface_hub", reason="the extra hub is not installed")
+
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+from gguf_files import SMALL as TINY_GGUF
+from gguf_files import bpe_keys, write_gguf
+from hub_server import Commit, Hub, serving
+
+from d3engine import LLM, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.engine.gguf_choice import quantization_of
+from d3engine.engine.model_directory import model_directory
+from d3engine.errors import MissingExtraError
+from d3engine.utils.files import DATA_BYTES
+from d3engine.weights_tools.inspection import verify_model
+
+SMALL = {"config.json": b"{}", "model.safetensors": b"weights" * 100}
+NEVER_FETCHED = {
+    "pytorch_model.bin": b"pickled",
+    "consolidated.00.pth": b"pickled",
+    "training_args.pt": b"pickled",
+    "modeling_model.py": b"raise SystemExit('run')",
+    "onnx/model.safetensors": b"another's",
+    "original/config.json": b"{}",
+    "consolidated.safetensors": b"the same weights again",
+    "README.md": b"# A model",
+}
+NOBODY = "http://127.0.0.1:9"
+"""Where nothing listens."""
+
+SAY = """
+import json, sys
+from d3engine.engine.model_directory import model_directory
+said = []
+for name in sys.argv[1:]:
+    try:
+        said.append(str(model_directory(name)))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+print(json.dumps(said))
+"""
+
+REMOVE = """
+import json, sys
+from typer.testing import CliRunner
+from d3engine.cli import app
+models = lambda *words: CliRunner().invoke(app, ["models", *words]).stdout
+listed = lambda: json.loads(models("--json"))
+print(json.dumps([listed(), *((models("remove", name, "--yes"), listed()) for name in sys.argv[1:])]))
+"""
+
+WITHOUT_WAITING = "import time; time.sleep = lambda seconds: None\n"
+"""The library asks again five times, after longer and longer pauses."""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving(Hub()) as hub:
+        yield hub
+
+
+@pytest.fixture
+def run(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
+    """`run(*python_arguments)`: a process whose hub is `hub` and whose HF_HOME is empty at first."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+
+    def run(*arguments: str, stderr: Any = subprocess.PIPE, **environment: str) -> Any:
+        env = own | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"} | environment
+        command = [sys.executable, *arguments]
+        output = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+        return subprocess.run(command, check=True, env=env, cwd=tmp_path, **output)
+
+    return run
+
+
+@pytest.fixture
+def said(run: Callable[..., Any]) -> Callable[..., list[str]]:
+    """`said(*names)`: what each name's directory is, or the error that it ends in."""
+
+    def said(*names: str, **environment: str) -> list[str]:
+        return list(json.loads(run("-c", SAY, *names, **environment).stdout))
+
+    return said
+
+
+def test_a_model_of_the_hub_answers_offline_once_it_is_downloaded_and_drafts_too(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+) -> None:
+    hub.repositories["ada/adder"] = {
+        "main": Commit({file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()})
+    }
+    said("ada/adder")
+    hub.url = NOBODY
+    prompt = "Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
+    command = ["generate", "ada/adder", prompt, "--depth", "speculative draft-model=ada/adder"]
+    offline = run("-m", "d3engine", *command, "--max-tokens", "8", "--temperature", "0", HF_HUB_OFFLINE="1")
+    with Engine("demo", depth=FullDepth(), kv_cache_memory_bytes=2**24) as engine:
+        (output,) = engine.generate(prompt, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert offline.stdout.strip() == output.outputs[0].text.strip()
+
+
+def test_only_what_the_loader_opens_is_fetched(
+    hub: Hub, said: Callable[..., list[str]], tiny_llama: Callable[..., Any]
+) -> None:
+    files = {file.name: file.read_bytes() for file in tiny_llama(max_shard_size="100KB").directory.iterdir()}
+    assert "model.safetensors.index.json" in files
+    hub.repositories["ada/shards"] = {"main": Commit(files | NEVER_FETCHED)}
+    (found,) = said("ada/shards")
+    assert sorted(hub.fetched) == sorted(files)
+    assert sorted(path.name for path in Path(found).iterdir()) == sorted(files)
+    verify_model(Path(found))  # which follows the links of the hub's cache, and reads every tensor
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit_and_a_moving_one_moves(
+    hub: Hub, said: Callable[..., list[str]]
+) -> None:
+    first, second = Commit(SMALL), Commit(SMALL | {"config.json": b'{"second": 1}'})
+    hub.repositories["ada/model"] = {"main": first, "refs/pr/1": second, "v1.0": first}
+    names = ["ada/model", "ada/model@refs/pr/1", "ada/model@v1.0", f"ada/model@{second.id}"]
+    assert [Path(found).name for found in said(*names)] == [first.id, second.id, first.id, second.id]
+    hub.repositories["ada/model"]["main"] = second
+    assert [Path(found).name for found in said(*names)] == [second.id, second.id, first.id, second.id]
+    assert hub.fetched.count("model.safetensors") == 1  # of the same content
+    assert [Path(found).name for found in said(*names, HF_HUB_OFFLINE="1")][:3] == [second.id, second.id, first.id]
+
+
+def test_a_process_asks_once_so_that_all_it_reads_is_of_one_commit(hub: Hub, said: Callable[..., list[str]]) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
+    said("ada/model", "ada/model", "ada/model")
+    assert hub.asked.count("/api/models/ada/model") == 1
+
+
+def test_a_directory_of_that_name_wins_and_a_path_is_never_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    Path("ada/model").mkdir(parents=True)
+    assert model_directory("ada/model") == Path("ada/model")
+    for none_of_the_hub in (Path("ada/other"), "./ada/other", "ada/other/", "/ada/other", "../other", "ada/../other"):
+        with pytest.raises(InvalidValueError, match="'owner/name' of the Hugging Face hub"):
+            model_directory(none_of_the_hub)
+
+
+def test_without_the_library_the_error_is_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    said = r"model 'ada/none' is no directory here, and looking for it on the Hugging Face hub needs the package"
+    with pytest.raises(MissingExtraError, match=rf"{said} 'huggingface_hub': .* -m pip install .*\[hub\]"):
+        model_directory("ada/none")
+
+
+def test_what_cannot_be_had_is_refused_in_a_sentence_before_anything_is_fetched(
+    hub: Hub, said: Callable[..., list[str]]
+) -> None:
+    pickled = {"config.json": b"{}", "pytorch_model.bin": b"pickled"}
+    hub.gated.add("ada/gated")
+    hub.repositories |= {
+        "ada/model": {"main": Commit(SMALL)},
+        "ada/pickled": {"main": Commit(pickled)},
+        "ada/adapter": {"main": Commit({"adapter_model.safetensors": b""})},
+    }
+    expected = {
+        "ada/none": "InvalidValueError: model must be a directory, or a repository of the Hugging Face hub that",
+        "ada/gated": "InvalidValueError: model must be a repository that you have access to: accept its terms",
+        "ada/model@v9": "InvalidValueError: model must be a repository with a branch, a tag or a commit of its own",
+        "ada/a--model": "InvalidValueError: model must be a directory, or a repository of the Hugging Face hub",
+        "ada/pickled": "ModelFormatError: model 'ada/pickled' has no model.safetensors in its repository",
+        "ada/adapter": "ModelFormatError: model 'ada/adapter' has no config.json in its repository",
+    }
+    for found, name in zip(said(*expected), expected, strict=True):
+        assert found.startswith(expected[name])
+        assert name in found
+        assert "\n" not in found
+    assert hub.fetched == []
+
+
+def test_files_that_are_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Callable[..., list[str]]) -> None:
+    large = {"tokenizer.json": b"{}", **SMALL}
+    hub.repositories |= {"ada/large": {"main": Commit(large)}, "ada/huge": {"main": Commit(SMALL)}}
+    hub.sizes |= {"tokenizer.json": DATA_BYTES + 1, "model.safetensors": 10**18}
+    too_large, too_huge = said("ada/large", "ada/huge")
+    assert too_large.startswith("ModelFormatError: model 'ada/large': tokenizer.json has")
+    assert too_huge.startswith("FailedError: model 'ada/huge' takes 1000000000.0 GB, and ")
+    assert hub.fetched == []
+
+
+def test_a_download_that_breaks_off_is_an_error_and_its_file_is_never_taken_for_whole(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
+    hub.broken.add("model.safetensors")
+    (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/model").stdout)
+    assert error.startswith("FailedError: model 'ada/model' could not be downloaded whole")
+    assert said("ada/model", HF_HUB_OFFLINE="1")[0].startswith("InvalidValueError: model must be a directory, or")
+    hub.broken.clear()
+    (found,) = said("ada/model")
+    assert (Path(found) / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
+
+
+def test_a_download_shows_its_progress_on_a_terminal_alone_and_leaves_nothing_of_it(
+    hub: Hub, run: Callable[..., Any]
+) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL), "v2": Commit(SMALL | {"config.json": b'{"second": 1}'})}
+    code = "import sys; from d3engine.engine.model_directory import model_directory; model_directory(sys.argv[1]);"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with open(theirs, "wb") as terminal:
+        run("-c", f"{code} print('END', file=sys.stderr)", "ada/model", stderr=terminal)
+    with open(ours, "rb") as screen:
+        shown = screen.read1(2**20)
+    assert b"Fetching 2 files" in shown
+    assert shown.endswith(b"END\r\n")  # after which the library would draw some of its bars again
+    assert run("-c", code, "ada/model@v2").stderr == ""
+
+
+def test_without_the_hub_what_was_downloaded_before_is_taken_with_a_warning(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+) -> None:
+    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
+    online = said("ada/model")
+    hub.url = NOBODY
+    gone = run("-c", SAY, "ada/model", "ada/other")
+    there, other = json.loads(gone.stdout)
+    assert [there] == online
+    assert "ada/model is taken as it was downloaded before: the hub gave no answer" in gone.stderr
+    assert other.startswith(
+        "FailedError: model 'ada/other' is no directory here, and the Hugging Face hub could not be"
+    )
+    offline = run("-c", SAY, "ada/model", "ada/other", HF_HUB_OFFLINE="1")
+    there, other = json.loads(offline.stdout)
+    assert ([there], offline.stderr) == (online, "")
+    assert other.startswith(
+        "InvalidValueError: model must be a directory, or a model downloaded before (HF_HUB_OFFLINE"
+    )
+
+
+GGUF = {f"model-{kind}.gguf": kind.encode() * 50 for kind in ("Q2_K", "Q4_K_M", "Q8_0", "F16")}
+BESIDE = {
+    "mmproj-model-F16.gguf": b"pictures",
+    "imatrix.gguf": b"counts",
+    "README.md": b"# A model",
+    "config.json": b"{}",
+}
+
+
+def test_a_gguf_file_of_the_hub_answers_offline_by_its_quantization_in_any_case(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tokenizer=bpe_keys(), **TINY_GGUF)
+    hub.repositories["ada/tiny"] = {"main": Commit(GGUF | BESIDE | {"model-Q8_0.gguf": file.read_bytes()})}
+    (found,) = said("ada/tiny:q8_0")
+    assert Path(found).name == "model-Q8_0.gguf"
+    assert hub.fetched == ["model-Q8_0.gguf"]
+    hub.url = NOBODY
+    command = ["-m", "d3engine", "generate", "ada/tiny:Q8_0", "the", "--depth", "speculative draft-model=ada/tiny:Q8_0"]
+    command += ["--max-tokens", "4", "--temperature", "0", "--json"]
+    offline = json.loads(run(*command, HF_HUB_OFFLINE="1").stdout)
+    with Engine(file, kv_cache_memory_bytes=2**24) as engine:
+        (output,) = engine.generate("the", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert [token["token_id"] for token in offline["tokens"]] == output.outputs[0].token_ids
+    converted = run("-m", "d3engine", "weights", "convert", "gguf", "ada/tiny:Q8_0", "out", HF_HUB_OFFLINE="1")
+    assert converted.stdout == "wrote out\n"
+
+
+def test_a_quantization_is_of_a_revision_and_without_one_it_is_q4_k_m(
+    hub: Hub, said: Callable[..., list[str]], tiny_llama: Callable[..., Any]
+) -> None:
+    first, second = Commit(GGUF | BESIDE), Commit(GGUF | {"model-Q2_K.gguf": b"again"})
+    hub.repositories["ada/files"] = {"main": second, "v1.0": first}
+    names = ["ada/files@v1.0:Q2_K", f"ada/files@{second.id}:Q2_K", "ada/files:model-F16.gguf", "ada/files"]
+    files = ["model-Q2_K.gguf", "model-Q2_K.gguf", "model-F16.gguf", "model-Q4_K_M.gguf"]
+    commits = [first.id, second.id, second.id, second.id]
+    found = [Path(path) for path in said(*names)]
+    assert [(path.parent.name, path.name) for path in found] == list(zip(commits, files, strict=True))
+    assert (found[0].read_bytes(), found[1].read_bytes()) == (GGUF["model-Q2_K.gguf"], b"again")
+    assert sorted(hub.fetched) == sorted(files)
+    assert said(*names, HF_HUB_OFFLINE="1") == list(map(str, found))
+    hub.repositories["ada/both"] = {"main": Commit(SMALL | GGUF)}  # whose name stands for its safetensors, as before
+    (both,) = said("ada/both")
+    assert sorted(path.name for path in Path(both).iterdir()) == sorted(SMALL)
+
+
+def test_a_quantization_that_is_absent_or_ambiguous_is_refused_with_what_there_is(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+) -> None:
+    hub.repositories |= {
+        "ada/files": {"main": Commit(GGUF | BESIDE)},
+        "ada/two": {"main": Commit({"a-Q4_K_M.gguf": b"a", "b-q4_k_m.gguf": b"b", "b-Q8_0.gguf": b"8"})},
+        "ada/one": {"main": Commit({"model.Q8_0.gguf": b"8"})},
+        "ada/model": {"main": Commit(SMALL)},
+    }
+    expected = {
+        "ada/files:Q4_K": "ada/files:NAME with one GGUF file of this repository: F16, Q2_K, Q4_K_M, Q8_0",
+        "ada/two": "ada/two:NAME with one GGUF file of this repository: a-Q4_K_M, b-q4_k_m",
+        "ada/two:Q4_K_M": "ada/two:NAME with one GGUF file of this repository: a-Q4_K_M, b-q4_k_m",
+        "ada/one": "ada/one:NAME with one GGUF file of this repository: Q8_0",
+        "ada/model:Q4_K_M": "ada/model, for this repository has no GGUF files",
+    }
+    refusals = [f"InvalidValueError: model must be {allowed}; got {name!r}" for name, allowed in expected.items()]
+    assert said(*expected) == refusals
+    assert hub.fetched == []
+    (a,) = said("ada/two:A-Q4_K_M")
+    assert Path(a).read_bytes() == b"a"
+    said("ada/files:Q8_0")
+    others = said("ada/files:Q2_K", "ada/files", "ada/model:Q8_0", HF_HUB_OFFLINE="1")
+    since = "that was downloaded before, since the hub gives no answer: Q8_0"
+    assert [other.partition(" with one GGUF file ")[2].partition(";")[0] for other in others[:2]] == [since, since]
+    assert others[2].startswith("InvalidValueError: model must be a directory, or a model downloaded before")
+
+
+def test_all_parts_of_a_gguf_file_are_fetched_and_the_first_stands_for_them(
+    hub: Hub, said: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "Q8_0"
+    folder.mkdir()
+    write_gguf(folder / "model-Q8_0.gguf", tokenizer=bpe_keys(), part_tensors=5, **TINY_GGUF)
+    parts = {f"Q8_0/{file.name}": file.read_bytes() for file in folder.iterdir()}
+    assert len(parts) == 3
+    hub.repositories["ada/parts"] = {"main": Commit(parts | GGUF | {"model-Q8_0.gguf": b"whole"})}
+    (ambiguous,) = said("ada/parts:Q8_0")
+    assert "of this repository: model-Q8_0, model-Q8_0" in ambiguous
+    hub.repositories["ada/parts"] = {"main": Commit(parts | {"model-Q4_K_M.gguf": b"4"})}
+    (first,) = said("ada/parts:Q8_0")
+    assert sorted(hub.fetched) == sorted(parts)
+    assert first.endswith("/Q8_0/model-Q8_0-00001-of-00003.gguf")
+    assert sorted(path.name for path in Path(first).parent.iterdir()) == sorted(name[5:] for name in parts)
+    assert said("ada/parts:q8_0", HF_HUB_OFFLINE="1") == [first]
+    verify_model(Path(first))  # which reads the tensors of all
+    Path(first).with_name("model-Q8_0-00002-of-00003.gguf").unlink()
+    (lacking,) = said("ada/parts:q8_0", HF_HUB_OFFLINE="1")
+    assert lacking.startswith("ModelFormatError: model 'ada/parts:q8_0' is in several parts, of which there are only")
+
+
+def test_a_gguf_file_is_fetched_whole_or_is_not_taken(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
+) -> None:
+    hub.repositories["ada/files"] = {"main": Commit(GGUF)}
+    hub.broken.add("model-Q8_0.gguf")
+    (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/files:Q8_0").stdout)
+    assert error.startswith("FailedError: model 'ada/files:Q8_0' could not be downloaded whole")
+    (gone,) = said("ada/files:Q8_0", HF_HUB_OFFLINE="1")
+    assert gone.startswith("InvalidValueError: model must be")
+    hub.sizes["model-Q4_K_M.gguf"] = 10**18
+    assert said("ada/files")[0].startswith("FailedError: model 'ada/files' takes 1000000000.0 GB, and ")
+
+
+def test_models_of_the_hubs_cache_are_listed_and_removed_one_by_one(
+    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    demo = {file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()}
+    hub.repositories |= {
+        "ada/adder": {"main": Commit(demo)},
+        "ada/copy": {"main": Commit(demo)},  # whose commit has the same name
+        "ada/files": {"main": Commit(GGUF), "v1.0": Commit(GGUF | {"model-F16.gguf": b"16" * 40})},
+        "ada/other": {"main": Commit(SMALL)},
+    }
+
+    names = ["ada/adder", "ada/copy", "ada/files:Q8_0", "ada/files:Q4_K_M", "ada/files@v1.0:F16", "ada/other"]
+    paths = said(*names)
+    kinds = ["bfloat16", "bfloat16", "Q8_0", "Q4_K_M", "F16", "other"]
+    sizes = [sum(len(demo[file]) for file in demo if file != "training.json")] * 2
+    sizes += [200, 300, 80, sum(map(len, SMALL.values()))]
+    there = {row[0]: row[1:] for row in zip(names, kinds, sizes, paths, strict=True)}
+    removed = ["ada/copy", "ada/files:q8_0", "ada/files:Q4_K_M", "ada/files@v1.0:F16"]
+    first, *after = json.loads(run("-c", REMOVE, *removed, D3ENGINE_CACHE=str(tmp_path)).stdout)
+    assert {one["name"]: (one["kind"], one["bytes"], one["path"]) for one in first} == there
+    assert {one["source"] for one in first} == {"Hugging Face"}
+    for name, (answer, left) in zip(removed, after, strict=True):
+        known = next(one for one in there if one.lower() == name.lower())
+        assert answer == f"removed {known}: {there.pop(known)[1]:,} bytes are free\n"
+        assert {one["name"] for one in left} == there.keys()
+    assert said(*there, HF_HUB_OFFLINE="1") == [path for _, _, path in there.values()]
+    cache = tmp_path / "hf" / "hub"
+    assert sorted(path.name for path in cache.glob("models--*")) == ["models--ada--adder", "models--ada--other"]
+
+
+@pytest.mark.parametrize(
+    ("file", "quantization"),
+    [
+        ("qwen2.5-0.5b-instruct-q4_k_m", "Q4_K_M"),
+        ("Llama-3.2-3B-Instruct.IQ3_XS", "IQ3_XS"),
+        ("Qwen3-8B-UD-Q4_K_XL", "UD-Q4_K_XL"),
+        ("model.i1-Q4_K_S", "Q4_K_S"),
+        ("gpt-oss-20b-mxfp4", "MXFP4"),
+        ("Phi-4-bf16", "BF16"),
+        ("TQ1_0/big-TQ1_0", "TQ1_0"),
+        ("Q5_K_M/big", "Q5_K_M"),
+        ("qwen2.5-0.5b-instruct-fp16", "FP16"),
+        ("qwen2", None),
+    ],
+)
+def test_the_quantization_is_read_in_the_name_of_a_file(file: str, quantization: str | None) -> None:
+    assert quantization_of(file) == quantization
+
+
+def test_vllms_revision_is_the_one_behind_the_at_and_needs_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for model, named in {"ada/model": "ada/model@v1", "ada/model:Q8_0": "ada/model@v1:Q8_0"}.items():
+        with pytest.raises(MissingExtraError, match=f"'{named}' is no directory here"):
+            LLM(model, revision="v1")
+    for model in ("demo", "ada/model@v2", str(model_directory("demo"))):
+        with pytest.raises(InvalidValueError, match="revision must be None beside a model that is no 'owner/name'"):
+            LLM(model, revision="v1")

@@ -1,0 +1,389 @@
+"""Matrices that stay in a checkpoint's bfloat16 under float32 activations: float32's answers in half of the bytes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_weights import SCHEMES
+from safetensors.torch import load_file, save_file
+from tiny_models import TinyLlama, save_random, save_without_layer
+from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM
+
+from d3engine import D3, LLM, EarlyExit, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
+from d3engine.cli.engine_options import ENGINE
+from d3engine.engine.device import resolve_dtype
+from d3engine.engine.resolve import kept_by_default, resolve_weight_dtype
+from d3engine.engine.settings import ExecutorKind
+from d3engine.errors import InvalidValueError
+from d3engine.kernels import reference
+from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.native.bf12 import packed
+from d3engine.kernels.quantized import Int8Weight
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import LlamaWeights, in_layout, load_weights, random_weights
+from d3engine.research.analysis.answers import open_model
+from weights_tools.quantize import quantize_model
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "grouped heads": {"num_hidden_layers": 6},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+}
+WAKING = [[0, 1, 2, 3, 4, 5], [0, 5], [0, 1, 5], [0, 2, 4]]
+POLICIES = [
+    FullDepth(),
+    D3(0.8, 0.4),
+    LayerTable(WAKING, on_skip="copy"),
+    LayerTable(WAKING, on_skip="project"),
+    EarlyExit(threshold=0.02, min_layer=1),
+    Lossless(D3(0.8, 0.4), 4),
+]
+OPTIONS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "block_size": 4, "max_num_seqs": 8}
+
+
+def rounded(source: Path, target: Path, dtype: torch.dtype = torch.bfloat16, **changes: torch.dtype) -> Path:
+    """The model with its tensors in `dtype`, as config.json says then; `changes` names tensors of another one."""
+    target.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        {name: tensor.to(changes.get(name, dtype)) for name, tensor in tensors.items()}, target / "model.safetensors"
+    )
+    return target
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`directory(layout)`: a tiny model of bfloat16."""
+    made: dict[str, Path] = {}
+
+    def make(layout: str = "grouped heads") -> Path:
+        if layout not in made:
+            made[layout] = rounded(tiny_llama(**LAYOUTS[layout]).directory, tmp_path_factory.mktemp("rounded"))
+        return made[layout]
+
+    return make
+
+
+def load(directory: Path, weight_dtype: torch.dtype | None = None) -> LlamaWeights:
+    config = ModelConfig.from_directory(directory)
+    return load_weights(
+        directory, config, dtype=torch.float32, weight_dtype=weight_dtype, device="cpu", show_progress=False
+    )
+
+
+def answers(engine: Engine, prompts: list[list[int]], policies: list[Any]) -> list[Any]:
+    """Tokens, depths and log-probabilities of every prompt under every policy, all in one batch."""
+    asked = [(prompt, policy) for prompt in prompts for policy in policies]
+    params = [SamplingParams(temperature=0, max_tokens=14, logprobs=0, depth=policy) for _, policy in asked]
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt, _ in asked], params, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.token_ids, one.depths) == (other.token_ids, other.depths)
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_matrices_give_the_tokens_of_float32_under_every_kind_of_policy(
+    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], layout: str
+) -> None:
+    policies = POLICIES if layout == "grouped heads" else [FullDepth(), D3(0.8, 0.4)]
+    prompts = make_prompts([3, 17, 9])
+    found = []
+    for name in ("float32", "bfloat16"):
+        with Engine(directory(layout), weight_dtype=name, **OPTIONS) as engine:
+            together = answers(engine, prompts, policies)
+            assert_alike(answers(engine, prompts[:1], policies[1:2]), together[1:2])
+            found.append(together)
+    assert_alike(*found)
+    assert len({tuple(answer.token_ids) for answer in found[0]}) > 3, "answers that agree by chance would prove nothing"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantized_model_with_a_float_head_keeps_its_embedding_in_bfloat16(
+    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], scheme: str, tmp_path: Path
+) -> None:
+    quantize_model(directory("tied"), tmp_path / "out", scheme, lm_head="float", show_progress=False)
+    prompts = make_prompts([5, 11])
+    found = []
+    for name in ("float32", "bfloat16"):
+        with Engine(tmp_path / "out", weight_dtype=name, **OPTIONS) as engine:
+            weights = engine.executor.model.weights
+            assert str(weights.embedding.dtype) == f"torch.{name}"
+            assert weights.lm_head is weights.embedding
+            found.append(answers(engine, prompts, [FullDepth(), D3(0.8, 0.4)]))
+    assert_alike(*found)
+
+
+def test_a_dtype_of_matrices_changes_nothing_where_all_of_them_are_quantized(
+    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], tmp_path: Path
+) -> None:
+    quantize_model(directory("tied"), tmp_path / "out", "int4", show_progress=False)
+    found = []
+    for name in ("float32", "bfloat16"):
+        with Engine(tmp_path / "out", weight_dtype=name, **OPTIONS) as engine:
+            assert not engine.executor.model.weights.has_float_matrices
+            found.append(answers(engine, make_prompts([5, 11]), [FullDepth()]))
+    assert found[0] == found[1]
+
+
+def test_a_second_model_drafts_from_bfloat16_matrices_too(
+    tiny_llama: Callable[..., TinyLlama], make_prompts: Callable[..., list[list[int]]], tmp_path: Path
+) -> None:
+    tiny = tiny_llama(num_hidden_layers=6)
+    (tmp_path / "small").mkdir()
+    source, small = rounded(tiny.directory, tmp_path / "model"), save_without_layer(tiny, 2, tmp_path / "small")
+    with Engine(source, weight_dtype="bfloat16", depth=Speculative(small, 3), **OPTIONS) as engine:
+        drafts = engine.executor._draft_model.model.weights  # type: ignore[union-attr]
+        assert (drafts.dtype, drafts.weight_dtype) == (torch.float32, torch.bfloat16)
+        ours = answers(engine, make_prompts([3, 12]), [None])
+        assert engine.stats().drafted_tokens > 0
+    with Engine(source, weight_dtype="float32", depth=FullDepth(), **OPTIONS) as engine:
+        theirs = answers(engine, make_prompts([3, 12]), [None])
+    assert [one.token_ids for one in ours] == [other.token_ids for other in theirs]
+
+
+def test_matrices_take_half_of_the_bytes_and_the_cache_as_many(directory: Callable[..., Path]) -> None:
+    wide, narrow = load(directory("biases")), load(directory("biases"), torch.bfloat16)
+    vectors = [tensor for layer in wide.layers for tensor in layer.tensors() if tensor.dim() == 1]
+    kept = sum(tensor.nbytes for tensor in [*vectors, wide.final_norm])
+    assert narrow.nbytes - kept == (wide.nbytes - kept) / 2
+    sizes = []
+    for name in ("float32", "bfloat16"):
+        with Engine(directory("biases"), weight_dtype=name, kv_cache_memory_bytes=2**20, **OPTIONS) as engine:
+            pool: Tensor = engine.executor.pool
+            sizes.append((engine.settings.block_bytes, engine.stats().kv_blocks_total, pool.dtype, pool.nbytes))
+    assert sizes[0] == sizes[1]
+    assert sizes[0][2] == torch.float32
+
+
+def test_what_needs_no_change_lies_in_the_bfloat16_file(
+    directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[tuple[tuple[int, ...], torch.dtype]] = []
+    empty = torch.empty
+
+    def counted(shape: tuple[int, ...], **options: Any) -> Tensor:
+        allocated.append((tuple(shape), options["dtype"]))
+        return empty(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    load(directory(), torch.bfloat16)
+    matrices = {shape for shape, dtype in allocated if dtype == torch.bfloat16}
+    assert matrices == {(128, 48), (160, 48)}  # query, key and value; gate and up
+    assert {shape for shape, dtype in allocated if dtype == torch.float32} == {(48,)}  # the norms
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 700])
+def test_no_more_than_a_piece_of_a_matrix_is_ever_wide(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(5000, 1024).bfloat16()
+    sizes: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert weight.dtype == torch.float32
+        sizes.append(weight.numel())
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(reference.F, "linear", watched)
+    x, out = torch.randn(num_tokens, 1024), torch.zeros(num_tokens, 5000)
+    reference.linear_residual(x, matrix, None, out)
+    torch.testing.assert_close(out, x @ matrix.float().t(), rtol=1e-4, atol=1e-3)
+    assert sum(sizes) == matrix.numel()
+    assert max(sizes) <= 2**20
+
+
+def test_an_embedding_that_is_multiplied_keeps_every_bit_of_the_product(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, embedding_multiplier=11.7)
+    (tmp_path / "float32").mkdir()
+    source = rounded(save_random(tmp_path / "float32", GraniteForCausalLM(config)).directory, tmp_path / "bfloat16")
+    wide, narrow = load(source), load(source, torch.bfloat16)
+    assert torch.equal(wide.embedding, narrow.embedding)
+    assert narrow.weight_dtype == torch.bfloat16
+
+
+# -- what is chosen ------------------------------------------------------------------------------------------------
+
+
+def chosen(
+    directory: Path,
+    dtype: str,
+    weights: str,
+    device: str = "cpu",
+    executor: ExecutorKind = "native",
+    widens: bool = True,
+) -> tuple[torch.dtype, torch.dtype]:
+    config, there = ModelConfig.from_directory(directory), torch.device(device)
+    computed = resolve_dtype(dtype, config, there)
+    kept = kept_by_default(dtype, directory, config, executor)
+    return computed, resolve_weight_dtype(weights, dtype=computed, device=there, kept=kept, widens=widens)
+
+
+def test_auto_leaves_matrices_in_a_dtype_that_decoding_reads_as_it_lies(
+    directory: Callable[..., Path],
+    tiny_llama: Callable[..., TinyLlama],
+    tmp_path: Path,
+) -> None:
+    source = tiny_llama(**LAYOUTS["grouped heads"]).directory
+    mixed = rounded(source, tmp_path / "mixed", **{"lm_head.weight": torch.float32})
+    half = rounded(source, tmp_path / "half", torch.float16)
+    norms = {name: torch.float32 for name in load_file(source / "model.safetensors") if "norm" in name}
+    wide_norms = rounded(source, tmp_path / "norms", **norms)
+    assert chosen(directory(), "auto", "auto", executor="eager") == (torch.float32, torch.float32)
+    for bfloat16 in (directory(), wide_norms):
+        assert chosen(bfloat16, "auto", "auto") == (torch.float32, torch.bfloat16)
+    assert chosen(half, "auto", "auto") == (torch.float32, torch.float16)
+    for other in (source, mixed):  # whose matrices would lose bits
+        assert chosen(other, "auto", "auto") == (torch.float32, torch.float32)
+    assert chosen(directory(), "float32", "auto") == (torch.float32, torch.float32)
+    assert chosen(directory(), "auto", "float32") == (torch.float32, torch.float32)
+    assert chosen(directory(), "auto", "auto", "cuda", "graphs") == (torch.bfloat16, torch.bfloat16)
+
+
+def test_an_engine_that_decodes_natively_keeps_a_checkpoints_bfloat16(directory: Callable[..., Path]) -> None:
+    with Engine(directory(), **OPTIONS) as engine, Engine(directory(), enforce_eager=True, **OPTIONS) as eager:
+        decodes_natively = engine.stats().executor.startswith("native")
+        assert engine.weight_dtype == (torch.bfloat16 if decodes_natively else torch.float32)
+        assert eager.weight_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "allowed"),
+    [
+        ("auto", "int8", "auto, float32, bfloat16, float16 on cpu with dtype=float32"),
+        ("float32", torch.float64, "auto, float32, bfloat16, float16 on cpu"),
+        ("bfloat16", "float32", "auto, bfloat16 on cpu with dtype=bfloat16"),
+        ("auto", 16, "auto, float32"),
+    ],
+)
+def test_a_dtype_of_matrices_that_cannot_be_multiplied_is_refused(
+    directory: Callable[..., Path], dtype: str, given: Any, allowed: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=f"weight_dtype must be one of {allowed}"):
+        Engine(directory(), dtype=dtype, weight_dtype=given, **OPTIONS)
+
+
+def test_triton_and_a_gpu_multiply_only_what_is_as_wide(directory: Callable[..., Path]) -> None:
+    with pytest.raises(InvalidValueError, match="one of auto, float32 on cuda"):
+        chosen(directory(), "float32", "bfloat16", device="cuda")
+    with pytest.raises(InvalidValueError, match="one of auto, float32 on cpu"):
+        chosen(directory(), "float32", "bfloat16", widens=False)
+    assert chosen(directory(), "auto", "auto", executor="eager", widens=False) == (torch.float32, torch.float32)
+
+
+def test_ready_weights_say_themselves_what_their_matrices_are_held_in(directory: Callable[..., Path]) -> None:
+    weights = load(directory(), torch.bfloat16)
+    with Engine(directory(), weights=weights, **OPTIONS) as engine:
+        assert (engine.dtype, engine.weight_dtype) == (torch.float32, torch.bfloat16)
+    allowed = r"weights must be torch\.float32 on cpu; got 'torch\.float32 with matrices in torch\.bfloat16 on cpu'"
+    with pytest.raises(InvalidValueError, match=allowed):
+        Engine(directory(), weights=weights, weight_dtype="float32", **OPTIONS)
+    config = ModelConfig.from_directory(directory())
+    made = random_weights(config, dtype=torch.float32, weight_dtype=torch.bfloat16, device="cpu", seed=0)
+    assert (made.dtype, made.weight_dtype, made.lm_head.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+def test_every_face_takes_the_dtype_of_matrices_and_the_log_tells_it(
+    directory: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "d3engine")
+    with LLM(str(directory()), weight_dtype="half", **OPTIONS) as llm:
+        assert llm.weight_dtype == torch.float16
+    assert "6 layers, float32 with matrices in float16 on cpu" in caplog.text
+    engine, _ = open_model(str(directory()), {"weight_dtype": "bfloat16", **OPTIONS})
+    assert engine.weight_dtype == torch.bfloat16
+    assert ENGINE["weight_dtype"][0] == "--weight-dtype"
+
+
+# -- packed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_matrices_give_the_very_answers_of_bfloat16_under_every_kind_of_policy(
+    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], layout: str
+) -> None:
+    policies = POLICIES if layout == "grouped heads" else [FullDepth(), D3(0.8, 0.4)]
+    prompts = make_prompts([3, 17, 70])
+    found = []
+    for packs in (False, True):
+        with Engine(directory(layout), weight_compression="bf12" if packs else "none", **OPTIONS) as engine:
+            weights = engine.executor.model.weights
+            assert isinstance(weights.layers[0].qkv, PackedWeight) == packs
+            assert isinstance(weights.lm_head, PackedWeight) == packs
+            assert (weights.embedding.dtype, weights.weight_dtype) == (torch.bfloat16, torch.bfloat16)
+            found.append(answers(engine, prompts, policies))
+    assert found[0] == found[1]
+    assert len({tuple(answer.token_ids) for answer in found[0]}) > 3
+
+
+@pytest.mark.usefixtures("native_library")
+def test_only_what_is_in_bfloat16_is_packed(directory: Callable[..., Path], tmp_path: Path) -> None:
+    quantize_model(directory("tied"), tmp_path / "out", "int8", lm_head="float", show_progress=False)
+    with Engine(tmp_path / "out", weight_compression="bf12", **OPTIONS) as engine:
+        weights = engine.executor.model.weights
+        assert isinstance(weights.lm_head, PackedWeight)
+        assert weights.embedding.dtype == torch.bfloat16
+        assert isinstance(weights.layers[0].down, Int8Weight)
+        assert engine.stats().executor.startswith("native")
+
+
+@pytest.mark.usefixtures("native_library")
+def test_ready_weights_are_packed_too_and_the_log_tells_it(
+    directory: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "d3engine")
+    weights = load(directory(), torch.bfloat16)
+    with Engine(directory(), weights=weights, weight_compression="bf12", **OPTIONS) as engine:
+        assert isinstance(engine.executor.model.weights.layers[-1].down, PackedWeight)
+    assert "float32 with matrices in bfloat16 on cpu, packed into 12 bits" in caplog.text
+    again = in_layout(in_layout(weights, packed), packed)
+    assert (again.weight_dtype, again.has_float_matrices) == (torch.bfloat16, True)
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"enforce_eager": True, "weight_dtype": "bfloat16"}, "none where the native library does not decode"),
+        ({"dtype": "bfloat16"}, "none where the native library does not decode"),
+        (
+            {"weight_dtype": "float32"},
+            'none where matrices are float32 (weight_dtype="bfloat16" would make them bfloat16)',
+        ),
+        (
+            {"weight_dtype": "float16"},
+            'none where matrices are float16 (weight_dtype="bfloat16" would make them bfloat16)',
+        ),
+    ],
+)
+def test_packing_is_refused_where_nobody_would_read_it(
+    directory: Callable[..., Path], options: dict[str, Any], allowed: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=f"weight_compression must be {re.escape(allowed)}; got 'bf12'"):
+        Engine(directory(), weight_compression="bf12", **options, **OPTIONS)
+    with pytest.raises(InvalidValueError, match="weight_compression must be one of none, bf12; got 'yes'"):
+        Engine(directory(), weight_compression="yes", **OPTIONS)
+
+
+@pytest.mark.usefixtures("native_library")
+def test_the_old_name_of_the_argument_works_for_a_release(directory: Callable[..., Path]) -> None:
+    with pytest.warns(DeprecationWarning, match="pack_weights is now weight_compression='bf12'"):
+        engine = Engine(directory(), pack_weights=True, **OPTIONS)  # type: ignore[call-arg]
+    assert engine.settings.weight_compression == "bf12"
+    with pytest.warns(DeprecationWarning, match="weight_compression='none'"):
+        llm = LLM(directory(), pack_weights=False, **OPTIONS)
+    assert llm.settings.weight_compression == "none"
