@@ -1,4 +1,4 @@
-"""Ratios of processor times within one run, beside those that are stored for the instruction set.
+"""Compare ratios of processor times within one run with those that are stored for the instruction set.
 
     python -m benchmarks.regressions           # exit status 1 for a ratio that is off by more than a factor of 1.6
     python -m benchmarks.regressions --store   # replaces the stored ratios of the instruction sets that run here
@@ -131,8 +131,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         wanted = known.get(isa, {})
         for name, value in found.items():
             has = name in wanted
-            beside = (f"{wanted[name]:.3g}", f"{value / wanted[name]:.2f}") if has else ("none", "")
-            table.add_row(isa, name, f"{value:.3g}", *beside)
+            compared = (f"{wanted[name]:.3g}", f"{value / wanted[name]:.2f}") if has else ("none", "")
+            table.add_row(isa, name, f"{value:.3g}", *compared)
     console.print(table)
 
 
