@@ -1,4 +1,4 @@
-"""Ratios of processor times within one run, beside those that are stored for the instruction set.
+"""Compare ratios of processor times within one run with those that are stored for the instruction set.
 
     python -m benchmarks.regressions           # exit status 1 for a ratio that is off by more than a factor of 1.6
     python -m benchmarks.regressions --store   # replaces the stored ratios of the instruction sets that run here
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from d3engine.kernels.native.library import isas_here, reads_interleaved_blocks
 STORED = Path(__file__).parent / "results" / "ratios.json"
 BOUND = 1.6
 ROUNDS = 25
+STORED_OF = 5  # measurements, of which the medians are stored
 SIZES = Sizes(layers=2, hidden=256, intermediate=256, heads=4, kv_heads=1, head_dim=64, rows=8, context=1088)
 STEPS, LONG, DRAFT = 16, 1024, 4
 RATIOS = {
@@ -91,6 +94,22 @@ def measure(isa: str, rounds: int) -> dict[str, float]:
     return {name: least[over] / least[under] for name, (over, under) in RATIOS.items() if over in least}
 
 
+def medians(isa: str, rounds: int, times: int) -> dict[str, float]:
+    """The median of each ratio over as many measurements."""
+    found = [measure(isa, rounds) for _ in range(times)]
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def processor() -> str:
+    """The processor, so far as its ratios depend on it: names alone are shared by several generations."""
+    if sys.platform != "linux":
+        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    fields = dict(map(str.strip, line.partition(":")[::2]) for line in lines)
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size")
+    return ", ".join(f"{name} {fields[name]}" for name in wanted if name in fields)
+
+
 def stored() -> dict[str, dict[str, float]]:
     """The stored ratios by instruction set."""
     found: dict[str, dict[str, float]] = json.loads(STORED.read_text(encoding="utf-8"))["ratios"]
@@ -112,8 +131,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         wanted = known.get(isa, {})
         for name, value in found.items():
             has = name in wanted
-            beside = (f"{wanted[name]:.3g}", f"{value / wanted[name]:.2f}") if has else ("none", "")
-            table.add_row(isa, name, f"{value:.3g}", *beside)
+            compared = (f"{wanted[name]:.3g}", f"{value / wanted[name]:.2f}") if has else ("none", "")
+            table.add_row(isa, name, f"{value:.3g}", *compared)
     console.print(table)
 
 
@@ -144,8 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {
         "benchmark": "regressions",
         "environment": environment("benchmarks.regressions", arguments),
+        "processor": processor(),
         "bound": options.bound,
-        "ratios": {isa: measure(isa, options.rounds) for isa in options.isa},
+        "ratios": {isa: medians(isa, options.rounds, STORED_OF if options.store else 1) for isa in options.isa},
     }
     tell(report, show, width=110, file=options.json)
     if options.store:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks import regressions
-from benchmarks.report import environment
 from d3engine.kernels.native.library import LibraryMissing, isas_here
 
 FOUND = {"8 rows / 1 row": 4.0, "int8 / bfloat16": 0.5}
@@ -47,7 +46,7 @@ def test_regressions_stores_and_finds_its_ratios(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(regressions, "STORED", file)
     assert regressions.main(["--isa", isa, "--rounds", "1", "--store"]) == 0
     kept: dict[str, Any] = json.loads(file.read_text())
-    assert kept["environment"]["cpu"]
+    assert kept["processor"] == regressions.processor() != ""
     expected = {name for name, pair in regressions.RATIOS.items() if set(pair) <= regressions.cases(isa).keys()}
     assert kept["ratios"][isa].keys() == expected
     assert regressions.main(["--isa", isa, "--rounds", "1", "--bound", "1000"]) == 0
@@ -56,7 +55,7 @@ def test_regressions_stores_and_finds_its_ratios(tmp_path: Path, monkeypatch: py
 def test_ratios_of_this_processor_are_the_stored_ones() -> None:
     """Judged on the processor that they were stored on: on others they may differ by right."""
     isa, report = best_isa(), json.loads(regressions.STORED.read_text(encoding="utf-8"))
-    if isa not in report["ratios"] or report["environment"]["cpu"] != environment("", [])["cpu"]:
+    if isa not in report["ratios"] or report["processor"] != regressions.processor():
         pytest.skip("the stored ratios are another processor's")
     ratios = {isa: regressions.measure(isa, regressions.ROUNDS)}
     assert regressions.judged(ratios, regressions.BOUND, regressions.ROUNDS) == []

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import headline
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
@@ -21,17 +19,6 @@ def result(name: str) -> dict[str, Any]:
 def words_of(page: str) -> str:
     """The words of a page of the how-to pages, on one line."""
     return " ".join((DOCS / "how-to" / page).read_text().split())
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=["README", "index"])
-def test_a_page_says_what_the_chart_shows(page: Path) -> None:
-    """The text in place of the picture has its figures."""
-    shown = headline.figures()
-    named = {"one answer, with drafts": "with drafts"}
-    said = "; ".join(
-        f"{named.get(what, what)} {pair['d3engine']:.0f} and {pair['llama.cpp']:.0f}" for what, pair in shown.items()
-    )
-    assert f": {said}](" in page.read_text()
 
 
 @pytest.mark.parametrize("size", ["0.5b", "1.5b"])
