@@ -60,7 +60,7 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "loading.ranks" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "engine.ranks" in " ".join(child.cmdline())]
 
 
 def test_ranks_that_are_processes_answer_as_one_and_the_death_of_one_ends_the_engine_by_its_name(
