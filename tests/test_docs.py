@@ -279,7 +279,7 @@ def test_every_place_that_the_architecture_names_exists() -> None:
     found = {path.stem for pair in places for path in pair if path.exists()}
     assert set(names) - found == set()
     page = (DOCS / "explanation" / "architecture.md").read_text()
-    paths = re.findall(r"`((?:d3engine|depth|model|executor|scheduling|loading|kernels)/[\w/]+(?:\.py|/))`", page)
+    paths = re.findall(r"`((?:d3engine|depth|model|executor|scheduling|engine|kernels)/[\w/]+(?:\.py|/))`", page)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists() and not (ROOT / "d3engine" / path).exists()] == []
 
