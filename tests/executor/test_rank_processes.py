@@ -60,7 +60,7 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "loading.ranks" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "engine.ranks" in " ".join(child.cmdline())]
 
 
 def test_rank_processes_answer_as_one_and_die_by_name(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
