@@ -370,7 +370,8 @@ def _shape(
         else:
             allowed = f"layers of {first} to {stop - 1}, with commas, or auto"
             words = keep.split(",")
-            kept = [number for word in words if (number := integer_in(word)) in range(first, stop)]
+            numbers = [integer_in(word) for word in words]
+            kept = [number for number in numbers if number is not None and first <= number < stop]
             require(len(kept) == len(words) < stop - first, "--keep", keep, allowed)
         shape = window_shape(run, first, stop, kept)
     if width is None:
