@@ -228,10 +228,7 @@ def test_scores_are_vllms_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     assert found[1].prompt_token_ids == llm.chat_prompt(judgement("Pens?", "How many?"))["prompt_token_ids"]
     pairs = llm.score(["Pens?", "Pens?"], ["Tom has 5 pens.", "How many?"], use_tqdm=False)
     assert [one.outputs.score for one in pairs] == pytest.approx([one.outputs.score for one in found], abs=1e-5)
-    for given, words in (
-        (([], "a"), "a list of texts"),
-        ((["a", "b"], ["c"]), "as many as data_2 has"),
-        (("a", [5]), ""),
-    ):
+    refused: list[Any] = [("a list of texts", [], "a"), ("as many as data_2", ["a", "b"], ["c"]), ("texts", "a", [5])]
+    for words, queries, documents in refused:
         with pytest.raises(InvalidValueError, match=words):
-            llm.score(*given, use_tqdm=False)  # type: ignore[arg-type]
+            llm.score(queries, documents, use_tqdm=False)
