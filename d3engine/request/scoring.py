@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from d3engine.depth import FullDepth
-from d3engine.errors import require
+from d3engine.errors import NOTHING, require
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
 
@@ -33,8 +33,7 @@ def answer_params(token_ids: Sequence[int], answer: str) -> SamplingParams:
     The log-probability is of the raw distribution, so that of the other answer takes a request of its own, for which
     the prompt is in the prefix cache.
     """
-    allowed = "a text that is one token of the model's"
-    require(len(token_ids) == 1, "score", answer, allowed)
+    require(len(token_ids) == 1, "model", NOTHING, f"one whose tokenizer has a single token for {answer!r}")
     return SamplingParams(
         max_tokens=1,
         temperature=0,

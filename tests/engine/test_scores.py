@@ -28,7 +28,7 @@ def test_scores_equal_transformers(tmp_path: Path, enforce_eager: bool) -> None:
 
 
 def test_an_answer_of_several_tokens_has_no_score() -> None:
-    with pytest.raises(InvalidValueError, match="score must be a text that is one token of the model's; got 'yes'"):
+    with pytest.raises(InvalidValueError, match="model must be one whose tokenizer has a single token for 'yes'"):
         answer_params([1, 2], "yes")
 
 

@@ -90,5 +90,5 @@ def test_what_cannot_be_scored_is_refused_by_name(
 
 def test_a_model_without_one_token_for_yes_is_refused(refusal: Any) -> None:
     status, error = refusal("/v1/score", {"text_1": "a", "text_2": "b"})
-    assert (status, error["param"]) == (400, "score")
-    assert "one token of the model's; got 'yes'" in error["message"]
+    assert (status, error["param"]) == (400, "model")
+    assert "a single token for 'yes'" in error["message"]
