@@ -14,6 +14,7 @@ from d3engine.engine.new_requests import Same, refuse, refuse_others
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import pooling_params as params_of_pooling
 from d3engine.request.pooling import embedding_of
+from d3engine.request.scoring import ANSWERS, TEMPLATE_VARIABLES, answer_params, judgement, score_of
 from d3engine.text.prompts import Prompt, as_list
 from d3engine.utils.arguments import with_new_names
 
@@ -99,6 +100,60 @@ class LLM(Engine):
             )
             for output in self.generate(as_list(prompts), params, use_tqdm=use_tqdm)
         ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        **of_vllm: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of `data_2` answers that of `data_1`, which is one for all or one for each.
+
+        The score is the probability of "yes" against "no" as the next token of Qwen3-Reranker's question, which the
+        model's chat template writes.
+        """
+        refuse_others(of_vllm, "score")
+        queries, documents = as_texts("data_1", data_1), as_texts("data_2", data_2)
+        queries = queries * len(documents) if len(queries) == 1 else queries
+        require(len(queries) == len(documents), "data_1", f"{len(queries)} texts", "one text, or as many as data_2 has")
+        tokens = [self.get_tokenizer().encode(answer, add_special_tokens=False) for answer in ANSWERS]
+        params = [answer_params(ids, answer) for ids, answer in zip(tokens, ANSWERS, strict=True)]
+        prompts = [
+            self.chat_prompt(judgement(*pair, instruction), chat_template_kwargs=TEMPLATE_VARIABLES)
+            for pair in zip(queries, documents, strict=True)
+        ]
+        yes, no = [self.generate(prompts, one, use_tqdm=use_tqdm) for one in params]
+        return [
+            ScoringRequestOutput(one.request_id, ScoringOutput(score_of(one, other)), one.prompt_token_ids)
+            for one, other in zip(yes, no, strict=True)
+        ]
+
+
+def as_texts(field: str, given: str | Sequence[str]) -> list[str]:
+    """A text or several as a list; raises `InvalidValueError` for anything else."""
+    found = [given] if isinstance(given, str) else list(given)
+    require(bool(found) and all(isinstance(one, str) for one in found), field, given, "a text, or a list of texts")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """vLLM's: one score."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """vLLM's: the score of one pair."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ from d3engine.server.routes.ollama import (
     ollama_version,
 )
 from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
+from d3engine.server.routes.scores import create_ranking, create_scores
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
 from d3engine.server.tracing import Tracer
@@ -71,6 +72,10 @@ ROUTES = (
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
     Route("/v1/embeddings", create_embeddings, methods=["POST"]),
+    Route("/v1/score", create_scores, methods=["POST"]),
+    Route("/score", create_scores, methods=["POST"]),
+    Route("/v1/rerank", create_ranking, methods=["POST"]),
+    Route("/rerank", create_ranking, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{name:path}", show_model, methods=["GET"]),
     Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),

@@ -216,3 +216,19 @@ def test_embeddings_are_vllms_outputs(llm: LLM) -> None:
     assert [first.outputs.embedding, second.outputs.embedding] == expected.tolist()
     with pytest.raises(InvalidValueError, match="pooling_params must be None"):
         llm.embed("Tom", pooling_params=object())  # type: ignore[arg-type]
+
+
+def test_scores_are_vllms_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3engine.integrations import llm as module
+    from d3engine.request.scoring import judgement
+
+    monkeypatch.setattr(module, "ANSWERS", ("Tom", "pens"))
+    found = llm.score("Pens?", ["Tom has 5 pens.", "How many?"], use_tqdm=False)
+    assert [0 < one.outputs.score < 1 for one in found] == [True, True]
+    assert found[1].prompt_token_ids == llm.chat_prompt(judgement("Pens?", "How many?"))["prompt_token_ids"]
+    pairs = llm.score(["Pens?", "Pens?"], ["Tom has 5 pens.", "How many?"], use_tqdm=False)
+    assert [one.outputs.score for one in pairs] == pytest.approx([one.outputs.score for one in found], abs=1e-5)
+    refused: list[Any] = [("a list of texts", [], "a"), ("as many as data_2", ["a", "b"], ["c"]), ("texts", "a", [5])]
+    for words, queries, documents in refused:
+        with pytest.raises(InvalidValueError, match=words):
+            llm.score(queries, documents, use_tqdm=False)

@@ -211,3 +211,42 @@ def test_a_model_that_does_not_think_refuses_to_by_name(client: AsyncEngine) -> 
             with pytest.raises(Refused, match="thinking"):
                 anthropic.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 9})
             assert anthropic.messages.create(**asked, thinking={"type": "adaptive"}).content
+
+
+class Marked(WithTools):
+    """An engine that notes how it is asked."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self.asked: list[Any] = []
+
+    async def prepare(self, prompt: Any, params: Any, **more: Any) -> Any:
+        self.asked.append(params)
+        return await self._client.prepare(prompt, params, **more)
+
+
+def test_special_marks_of_reasoning_are_read_and_have_no_budget(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from d3engine.server.app import create_app
+    from d3engine.server.requests.formats import reasoning_format_named
+    from d3engine.server.requests.tools import ChatStyle, ChatStyles
+    from d3engine.server.settings import ServerSettings
+
+    style = ChatStyle(reasoning=reasoning_format_named("mistral"), special_ids={"[THINK]": 3, "[/THINK]": 4})
+
+    async def found(self: ChatStyles, template: str | None) -> ChatStyle:
+        return style
+
+    monkeypatch.setattr(ChatStyles, "of", found)
+    marked = Marked(client)
+    with (
+        serving(create_app(cast(Any, marked), ServerSettings(model_names=("demo",)))) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai,
+    ):
+        openai.chat.completions.create(**CHAT | {"max_tokens": 2})
+        openai.chat.completions.create(**CHAT, extra_body={"structured_outputs": {"choice": ["5", "6"]}})
+        with pytest.raises(BadRequestError, match="thinking_token_budget must be absent, since special tokens"):
+            openai.chat.completions.create(**CHAT, extra_body={"thinking_token_budget": 5})
+    assert [params.skip_special_tokens for params in marked.asked] == [False, False]
+    assert marked.asked[1].structured_outputs.reasoning is None

@@ -342,7 +342,7 @@ def test_a_parser_is_named_as_in_vllm_and_others_are_refused() -> None:
         "deepseek_v3",
     ):
         assert ServerSettings(model_names=("m",), tool_call_parser=name).tool_call_parser == name
-    for name in ("qwen3", "deepseek_r1", "granite", "none"):
+    for name in ("qwen3", "deepseek_r1", "mistral", "granite", "none"):
         assert ServerSettings(model_names=("m",), reasoning_parser=name).reasoning_parser == name
     for field in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(InvalidValueError, match="auto, none, or one of") as caught:
@@ -377,6 +377,12 @@ def test_a_reasoning_is_parted_from_the_answer_however_it_is_cut(
     text: str, is_open: bool, found: tuple[str, str], size: int
 ) -> None:
     assert parted(text, size, is_open=is_open) == found
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_magistrals_reasoning_stands_between_its_marks(size: int) -> None:
+    assert reasoning_format_of("{{ '[THINK]' + text + '[/THINK]' }}") == reasoning_format_named("mistral")
+    assert parted("[THINK]Three [x].[/THINK]Eight.", size, name="mistral") == ("Three [x].", "Eight.")
 
 
 def test_granites_reasoning_has_words_for_marks() -> None:

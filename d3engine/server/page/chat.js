@@ -428,6 +428,15 @@ for (const dialog of document.querySelectorAll("dialog")) {
   dialog.addEventListener("click", ({ target }) => target === dialog && dialog.close());
 }
 $("reset").addEventListener("click", () => settings.reset());
+$("remove-all").addEventListener("click", async () => {
+  if (!confirm(`Delete all ${conversations.length} conversations?`)) return;
+  for (const { id } of conversations.splice(0)) {
+    runs.get(id)?.controller.abort();
+    await store.remove(id);
+  }
+  $("settings").close();
+  begin();
+});
 $("system").addEventListener("input", () => (conversation.system = $("system").value));
 $("settings").addEventListener("close", () => save(conversation));
 $("keep-system").addEventListener("click", () => {

@@ -175,7 +175,7 @@ async def job_of(
     max_tokens = _max_tokens(asked)
     form = form_of(asked) if calling is None else calling.form
     decided = {"max_tokens": max_tokens, "logprobs": _num_logprobs(asked, served), "structured_outputs": form}
-    if calling is not None:  # its form keeps out all special tokens but those of calls, which must be read
+    if calling is not None or style.has_special_marks:  # a form keeps out all special tokens but those of calls
         decided["skip_special_tokens"] = False
     with by_names(_chats_names(asked)), _fault_of_form(asked, calling):
         check_work(request, asked)
@@ -186,6 +186,8 @@ async def job_of(
         if style.reasoning is not None:
             end = _end_of(prompt, served.tokenizer)
             thinking = thinking_of(style.reasoning, end, bool(asked.continue_final_message))
+            if style.has_special_marks and form is not None:
+                thinking = None  # the form begins at once
         limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
         try:
             whole = _behind_reasoning(params, form, thinking, asked.thinking_token_budget)
@@ -246,6 +248,8 @@ def _with_thinking(asked: ChatRequest, style: ChatStyle) -> ChatRequest:
         CHECKS["max_tokens"].check("thinking_token_budget", budget)
         allowed = "absent, since the model does not think"
         require(style.reasoning is not None, "thinking_token_budget", budget, allowed)
+        allowed = "absent, since special tokens mark the model's reasoning"
+        require(not style.has_special_marks, "thinking_token_budget", budget, allowed)
     variables = thinking_variables(asked.enable_thinking, asked.reasoning_effort, style)
     if not variables:
         return asked

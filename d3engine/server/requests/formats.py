@@ -453,6 +453,7 @@ class ReasoningFormat:
 
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("qwen3", "<think>", "</think>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
 )
 _REASONING_ALIASES = {"deepseek_r1": "qwen3", "deepseek_v3": "qwen3", "glm45": "qwen3", "think": "qwen3"}

@@ -71,6 +71,11 @@ class ChatStyle:
     arguments_as_text: bool = False
     special_ids: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def has_special_marks(self) -> bool:
+        """Whether reasoning is marked by special tokens, which no text of a grammar can be."""
+        return self.reasoning is not None and self.reasoning.opening in self.special_ids
+
 
 class ChatStyles:
     """The styles of one model's own template and of the last few that requests brought.

@@ -7,7 +7,7 @@ import base64
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,6 +26,8 @@ from d3engine.server.responses.running import while_connected, whole_output
 from d3engine.server.schemas.embeddings import DIMENSIONS, EmbeddingList, EmbeddingRequest
 from d3engine.server.schemas.requests import Prompt
 from d3engine.server.state import AppState, json_response, served_by
+
+T = TypeVar("T")
 
 MAX_INPUTS = 2048
 """OpenAI's, of one request."""
@@ -104,22 +106,25 @@ async def embedded(
         require(dimensions <= size, "dimensions", dimensions, f"at most {size}, the model's own")
     with by_names({"prompt": field, "prompt_token_ids": field}):
         prompts = prompts_of(given, served, MAX_INPUTS)
-        _check_work(served, prompts)
+        check_texts(served, prompts)
         if not add_special_tokens:
             prompts = await without_special_tokens(served, prompts)
         if truncate:
             prompts = [await served.in_thread(_cut, served, prompt) for prompt in prompts]
         limits = {"priority": priority, "max_tokens": None}
         prepared = await prepare_all(request, prompts, params, model=model, **limits)
-    place, traffic = request.scope["state"]["place"], served.traffic
-    side_by_side = min(len(prepared), 1 + max(0, traffic.places - traffic.taken))
-    place.take(side_by_side - 1)
+    most = places_side_by_side(request, len(prepared))
     finish = {"normalize": normalize, "dimensions": dimensions}
-    vectors = await all_of(
-        [_vector(served, request, one, finish) for one in prepared],
-        min(side_by_side, served.client.settings.max_num_seqs),
-    )
+    vectors = await all_of([_vector(served, request, one, finish) for one in prepared], most)
     return Embedded(vectors, sum(len(one.prompt_token_ids) for one in prepared))
+
+
+def places_side_by_side(request: Request, num_inputs: int) -> int:
+    """How many inputs of a request may run at once: places that it takes now, and one at least."""
+    served, place = served_by(request), request.scope["state"]["place"]
+    found = min(num_inputs, 1 + max(0, served.traffic.places - served.traffic.taken))
+    place.take(found - 1)
+    return min(found, served.client.settings.max_num_seqs)
 
 
 _own_pooling = cache(own_pooling)
@@ -144,7 +149,8 @@ def _cut(served: AppState, prompt: str | list[int]) -> str | list[int]:
     return prompt if len(ids) <= most else ids[:most]
 
 
-def _check_work(served: AppState, prompts: Sequence[str | list[int]]) -> None:
+def check_texts(served: AppState, prompts: Sequence[str | list[int]]) -> None:
+    """Raise `InvalidValueError` for more text in one request than the server takes."""
     work, most = sum(map(len, prompts)), most_work(served)
     if work > most:
         allowed = f"at most {most} characters or ids in all (max_request_work)"
@@ -156,9 +162,9 @@ async def _vector(served: AppState, request: Request, prepared: EngineRequest, f
     return embedding_of(await whole_output(job), **finish)
 
 
-async def all_of(work: Sequence[Awaitable[FloatArray]], most: int) -> list[FloatArray]:
+async def all_of(work: Sequence[Awaitable[T]], most: int) -> list[T]:
     """The results of all, of which `most` run at once; the first error ends the others."""
-    found: dict[int, FloatArray] = {}
+    found: dict[int, T] = {}
     waiting = iter(enumerate(work))
 
     async def run() -> None:

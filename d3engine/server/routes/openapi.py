@@ -92,6 +92,7 @@ from d3engine.server.schemas.responses import (
     OutputReasoning,
     ResponsesRequest,
 )
+from d3engine.server.schemas.scores import Ranking, RerankRequest, ScoreList, ScoreRequest
 from d3engine.server.state import AppState, Health, ModelCard, health, json_response, readiness, served_by
 from d3engine.utils.version import __version__
 
@@ -281,6 +282,10 @@ DESCRIBED = {
         "Count a conversation's tokens.", CountTokensRequest, TokenCount, error=AnthropicsError
     ),
     "/v1/embeddings": Described("Embed texts.", EmbeddingRequest, EmbeddingList),
+    "/v1/score": Described("Score pairs of texts.", ScoreRequest, ScoreList),
+    "/score": Described("Score pairs of texts.", ScoreRequest, ScoreList),
+    "/v1/rerank": Described("Rank documents for a query.", RerankRequest, Ranking),
+    "/rerank": Described("Rank documents for a query.", RerankRequest, Ranking),
     "/v1/models": Described("The ids of the model.", answer=ModelList),
     "/v1/models/{name}": Described("One id of the model.", answer=ModelCard),
     "/v1/load_lora_adapter": Described(

@@ -144,6 +144,26 @@ def test_conversations_are_kept_searched_renamed_and_deleted(
     assert titles(page) == ["About boats"]
 
 
+def test_all_conversations_are_deleted_at_once(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+    address, script = scripted
+    script.pieces = whole("Yes")
+    page = open_chat(address)
+    for question in ("One?", "Two?"):
+        page.click("#new")
+        ask_whole(page, question)
+    page.once("dialog", lambda asked: asked.dismiss())
+    page.click("#open-settings")
+    page.click("#remove-all")
+    assert titles(page) == ["Two?", "One?"]
+    page.once("dialog", lambda asked: asked.accept())
+    page.click("#remove-all")
+    page.wait_for_selector("#welcome:visible")
+    assert titles(page) == []
+    page.reload()
+    page.wait_for_selector("#none-found:visible")
+    assert titles(page) == []
+
+
 def test_what_one_tab_writes_another_shows(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
     address, script = scripted
     script.pieces = whole("Yes")
