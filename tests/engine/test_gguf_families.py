@@ -50,7 +50,8 @@ from transformers_oracle import Answer, assert_same_tokens
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.model.checkpoint_formats import to_adjacent_pairs
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
+from d3engine.model.checkpoint_formats import to_adjacent_pairs, to_half_split
 from d3engine.model.config import ModelConfig
 from d3engine.model.families import FAMILIES as ROWS
 from d3engine.weights_tools.convert import convert_gguf
@@ -264,16 +265,17 @@ def write(
         tensor = parameter.detach()
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if architecture in PERMUTED and name.endswith(("q_proj.weight", "q_proj.bias")):
-            tensor = to_adjacent_pairs(tensor, heads)
-        if architecture in PERMUTED and name.endswith(("k_proj.weight", "k_proj.bias")):
-            tensor = to_adjacent_pairs(tensor, kv_heads)
+        module = name.split(".")[-2] if architecture in PERMUTED else ""
+        permuted = {"q_proj": heads, "k_proj": kv_heads}.get(module)
+        if permuted is not None:
+            tensor = to_adjacent_pairs(tensor, permuted)
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if matrices == GGMLQuantizationType.F32 or tensor.ndim == 1:
             writer.add_tensor(own, tensor.contiguous().numpy())
             continue
         packed = quants.quantize(tensor.contiguous().numpy(), matrices)
-        parameter.data.copy_(torch.from_numpy(quants.dequantize(packed, matrices)))
+        rounded = torch.from_numpy(quants.dequantize(packed, matrices))
+        parameter.data.copy_(rounded if permuted is None else to_half_split(rounded, permuted))
         writer.add_tensor(own, packed, raw_dtype=matrices)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -301,10 +303,15 @@ def make(folder: Path, name: str) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def assert_answers_as(model: PreTrainedModel, source: Path, **options: Any) -> None:
-    """Greedy tokens are transformers', and log-probabilities as near as sums in float32 are."""
+def assert_answers_as(model: PreTrainedModel, source: Path, held: Any = object, **options: Any) -> None:
+    """Greedy tokens are transformers', and log-probabilities as near as sums in float32 are.
+
+    Matrices are of a type in `held`.
+    """
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=-1)
-    with Engine(source, skip_tokenizer_init=True, dtype="float32", max_model_len=512, **options) as engine:
+    options = {"dtype": "float32", "max_model_len": 512} | options
+    with Engine(source, skip_tokenizer_init=True, **options) as engine:
+        assert isinstance(engine.executor.model.weights.layers[0].qkv, held)
         (output,) = engine.generate(random_prompts([23]), params, use_tqdm=False)
     prompt, completion = output.prompt_token_ids, output.outputs[0]
     logits = model(torch.tensor([prompt + completion.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
@@ -328,11 +335,12 @@ def test_a_gemma_3_has_windows_in_the_layers_that_its_file_names(tmp_path: Path)
         assert ModelConfig.from_directory(file).windows == kinds
 
 
+@pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize(
-    "name", ["OLMo 2", "Gemma", "Gemma 2", "Gemma 3", "GLM-4 of 2025", "Phi-3 of which half a head is turned"]
+    "name", ["Mistral", "OLMo 2", "Gemma", "Gemma 2", "Gemma 3", "GLM-4 of 2025", "Phi-3 of which half a head is turned"]
 )
 def test_its_matrices_may_stay_in_blocks(name: str, tmp_path: Path) -> None:
-    """A tied embedding too, whose rows are scaled when they are read."""
+    """A tied embedding too, whose rows are scaled when they are read; rows of heads in another order as well."""
     kind, changes = FAMILIES[name]
     sizes = TINY | {"hidden_size": 64, "intermediate_size": 96}
     sizes = {field: value for field, value in sizes.items() if field != "head_dim" or kind in OWN_HEADS}
@@ -340,7 +348,8 @@ def test_its_matrices_may_stay_in_blocks(name: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
     model = save_random(tmp_path / "saved", model).model
     file = write(tmp_path / "model.gguf", model, matrices=GGMLQuantizationType.Q8_0)
-    assert_answers_as(model, file, activations="float32")
+    held = (BlockWeight, BlockLanesWeight, StackedWeight)
+    assert_answers_as(model, file, held, activations="float32", dtype="auto")
 
 
 @pytest.mark.parametrize("name", ["Gemma", "Gemma 2", "Gemma 3", "Phi-3"])

@@ -418,6 +418,15 @@ def test_positions_are_counted_as_they_are_found(which: Any) -> None:
         assert everywhere[positions.among(everywhere)].tolist() == everywhere[which].tolist()
 
 
+@pytest.mark.parametrize(
+    ("which", "first", "stop"), [("all", 0, 9), ("prompt", 0, 6), ("generated", 6, 9), ("last", 5, 6)]
+)
+def test_named_positions_are_parts_of_prompt_and_answer(which: str, first: int, stop: int) -> None:
+    """Of a prompt of six tokens and an answer of three; "last" is the prompt's."""
+    everywhere = np.arange(9)
+    assert everywhere[Positions.of(which, 6).among(everywhere)].tolist() == list(range(first, stop))
+
+
 def asked_of(tiny: TinyLlama, transport: str, *each: SamplingParams) -> list[RequestOutput | InvalidValueError]:
     """What an engine behind this transport answers to each, or raises."""
 

@@ -17,9 +17,10 @@ from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, SelfSpeculative, policy_from_dict
-from d3engine.depth.policy import MAX_DRAFT_LENGTH
+from d3engine.depth.policy import MAX_DRAFT_LENGTH, DraftRule
 from d3engine.errors import InvalidValueError
 from d3engine.request.outputs import CompletionOutput, RequestOutput
+from d3engine.scheduling.sequence import Draft
 
 LAYERS = 6
 EVERY = list(range(LAYERS))
@@ -257,6 +258,15 @@ def test_draft_ends_where_the_rule_says_and_its_length_adapts(make_engine: Calla
     assert min(steps) < 5
     never_skips = SelfSpeculative(D3(1.0, 0.5))
     assert lengths(never_skips) == []
+
+
+def test_adaptive_length_grows_after_whole_drafts_alone() -> None:
+    """One more after a draft that was accepted whole, one less after any other, within bounds."""
+    draft = Draft(DraftRule(3, adaptive=True))
+    for count, accepted, length in ((3, 3, 3), (3, 2, 2), (2, 2, 3), (3, 1, 2), (2, 0, 1), (1, 0, 1), (1, 1, 2)):
+        draft.token_ids = [0] * count
+        draft.verified(accepted)
+        assert draft.length == length
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

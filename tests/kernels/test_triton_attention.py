@@ -123,6 +123,19 @@ def test_single_rows_see_all_of_their_entries_and_nothing_else(
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
+def test_splits_that_are_joined_in_rounds_keep_their_weights(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More parts than are loaded together, the largest scores among the last."""
+    tile = attention.tune_single_rows(32, 1, 4).tile
+    split_by(monkeypatch, tile)
+    paged = Paged([20 * tile], device=device)
+    keys = paged.pool[paged.tables[0].flip(0)[: tile // 16], 0]
+    paged.pool[paged.tables[0].flip(0)[: tile // 16], 0] = 4 * keys
+    paged.entries[0][0, -(tile // 16 * 16) :] *= 4
+    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
 def test_rows_of_long_chunks_see_what_stands_at_or_before_them(heads: int, kv_heads: int, device: torch.device) -> None:
     # A whole prompt, a piece behind a cache, pieces that end at a border, more rows than a query tile has.

@@ -250,6 +250,13 @@ class TestStopStrings:
         deltas = [detokenizer.append(letter) for letter in letters]
         assert deltas == ["", "", "", "", "ab", "", "abab?"]
 
+    @pytest.mark.parametrize("spoilt", [b"ok\xff", b"ok\xe6"], ids=["a byte that is none", "half a character"])
+    def test_stop_string_in_a_spoiled_run_is_found_in_its_text(self, byte_fallback: Tokenizer, spoilt: bytes) -> None:
+        """What was searched while the run was valid says nothing of the text that it settles as."""
+        detokenizer = Detokenizer(byte_fallback, stop=["\ufffd"])
+        assert detokenizer.extend([*byte_ids(byte_fallback, spoilt), byte_fallback.vocab_size - 2]) == ""
+        assert (detokenizer.stop_reason, detokenizer.text) == ("\ufffd", "")
+
     def test_a_newline_written_as_a_byte_piece_stops_at_once(self, byte_fallback: Tokenizer) -> None:
         detokenizer = Detokenizer(byte_fallback, stop=["\n"])
         assert detokenizer.extend(byte_ids(byte_fallback, b"ok\nmore")) == "ok"

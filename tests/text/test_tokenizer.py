@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.tokenizer import DecoderKind, Tokenizer, load_tokenizer
 
 LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2" / "tokenizer.model"
@@ -185,6 +186,9 @@ class TestTokenizerModel:
     def test_a_template_that_writes_bos_gives_it_exactly_once(self, small_model: Path) -> None:
         tokenizer = load_tokenizer(small_model)
         assert tokenizer.encode("<s>Hello", add_special_tokens=False).count(tokenizer.bos_token_id) == 1
+        chats = ChatPrompts(small_model, tokenizer)
+        found = chats.token_ids([{"role": "user", "content": "Hello"}], chat_template="<s>{{ messages[0].content }}")
+        assert found == tokenizer.encode("<s>Hello", add_special_tokens=False)
 
     def test_add_prefix_space_false_encodes_and_decodes_without_the_space(self, small_model: Path) -> None:
         prefixed = load_tokenizer(small_model).encode("the", add_special_tokens=False)
