@@ -217,6 +217,7 @@ def new_cache(settings: EngineSettings, config: ModelConfig, num_blocks: int) ->
         block_size=settings.block_size,
         max_sequences=settings.max_num_seqs,
         max_length=settings.max_model_len,
+        windows=config.windows,
     )
 
 

@@ -203,7 +203,7 @@ def _rope_scaling(file: GGUFFile, fields: Fields, rotary_dim: int, theta: float)
     kind = fields.get("rope.scaling.type")
     if _LONG_FACTORS in file.tensors:
         if kind not in (None, "none", "longrope"):
-            fields.refuse("rope.scaling.type", f"longrope or absent beside {_LONG_FACTORS}")
+            fields.refuse("rope.scaling.type", f"longrope or absent with {_LONG_FACTORS}")
         return _longrope(file, fields)
     if kind not in (None, "none", "linear", "yarn"):
         fields.refuse("rope.scaling.type", "one of none, linear, yarn")
@@ -226,7 +226,7 @@ def _rope_scaling(file: GGUFFile, fields: Fields, rotary_dim: int, theta: float)
 def _longrope(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     """The two lists of divisors, whose length is checked with config.json's, and the factor of rotations."""
     if _SHORT_FACTORS not in file.tensors:
-        raise ModelFormatError(f"{file.path}: tensor {_SHORT_FACTORS!r} is missing beside {_LONG_FACTORS}")
+        raise ModelFormatError(f"{file.path}: tensor {_SHORT_FACTORS!r} is missing with {_LONG_FACTORS} there")
     lists = {"short_factor": _SHORT_FACTORS, "long_factor": _LONG_FACTORS}
     return {
         "rope_type": "longrope",

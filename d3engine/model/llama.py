@@ -417,7 +417,7 @@ def _yarn(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _longrope(config: ModelConfig, max_positions: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): each pair's frequency divided by a factor of its own."""
+    """LongRoPE (Ding et al. 2024): each pair's frequency has another divisor."""
     rope, dim = config.rope, config.rotary_dim
     assert rope.trained_length
     chosen = torch.tensor(rope.long_factor if rope.is_long(max_positions) else rope.short_factor, dtype=torch.float32)

@@ -172,7 +172,7 @@ def _rotary_dim(outer: Fields, rope: Fields, head_dim: int, default: float) -> i
     """The channels of a head that are turned, by the factor inside the rope parameters or next to them."""
     inner, outside = rope.optional_number(PARTIAL), outer.optional_number(PARTIAL)
     if inner is not None and outside is not None and inner != outside:
-        rope.refuse(PARTIAL, f"the same as the {PARTIAL}={outside} beside it")
+        rope.refuse(PARTIAL, f"the same as the {PARTIAL}={outside} outside")
     factor = inner or outside or default
     rotary_dim = int(head_dim * factor) if factor <= 1 else 0
     if rotary_dim < 2 or rotary_dim % 2:

@@ -66,6 +66,16 @@ class Allocator:
             self._cache.free_layers(slot, (cutoffs <= step).nonzero()[0])
             table.frees_at[slot] = table.computed_before(slot, int(cutoffs[cutoffs > step].min(initial=NEVER)))
 
+    def free_behind_windows(self, slots: IntArray) -> None:
+        """Give back the blocks of layers with a window that no later row of their sequence attends to."""
+        table, positions = self._table, self._table.num_computed[slots]
+        if self._cache.has_windows:
+            for place in table.having(Trait.DRAFTS, slots).nonzero()[0].tolist():
+                sequence = table.sequences[slots[place]]
+                if sequence is not None:  # whose draft is ahead of what is verified, and may be rejected
+                    positions[place] = min(positions[place], sequence.num_tokens - 1)
+            self._cache.free_behind(slots, positions)
+
     def num_promised(self, slot: int) -> int:
         """Blocks that a slot still lacks, at most, to compute all tokens it knows; 0 once it only decodes."""
         known, computed = int(self._table.num_tokens[slot]), int(self._table.num_computed[slot])
@@ -83,7 +93,8 @@ class Allocator:
         if not traits & Trait.FILLS:  # no block stands for two layers
             return whole - int(np.minimum(self._cache.num_blocks[slot], length).sum())
         blocks = self._cache.tables[slot, :, :length]  # beyond it lies what a run ahead has not come to
-        return whole - int(np.unique(blocks[blocks != NO_BLOCK]).size)
+        behind = int(self._cache.num_behind[slot].sum())  # given back, whatever the schedule
+        return whole - behind - int(np.unique(blocks[blocks != NO_BLOCK]).size)
 
 
 def peak_blocks(schedule: Schedule, prompt_length: int, max_length: int, cache: KVCache) -> int:

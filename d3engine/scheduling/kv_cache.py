@@ -7,6 +7,7 @@ blocks back alone. Everything here is numpy; the tensor behind the ids belongs t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,23 +79,39 @@ class KVCache:
     """The block tables of all running sequences over one pool.
 
     `tables` [max_sequences, L, max_blocks] int32 holds block ids, NO_BLOCK beyond what a layer has; `num_blocks`
-    [max_sequences, L] counts them. A layer's entries are contiguous from position 0.
+    [max_sequences, L] counts them. A layer's entries are contiguous from position 0; but the first `num_behind`
+    [max_sequences, L] of its blocks lie behind its window, and are given back already.
     """
 
     def __init__(
-        self, *, num_layers: int, num_blocks: int, block_size: int, max_sequences: int, max_length: int
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        max_length: int,
+        windows: Sequence[int | None] = (),
     ) -> None:
+        """`windows`: the tokens that one attends to at most, itself included, in each layer; empty: all in all."""
         self.num_layers = num_layers
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         max_blocks = -(-max_length // block_size)
         self.tables = np.zeros((max_sequences, num_layers, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros((max_sequences, num_layers), dtype=np.int32)
+        self.num_behind = np.zeros((max_sequences, num_layers), dtype=np.int32)
+        self.has_windows = any(windows)
+        self.windows = np.array([window or max_length for window in windows or [None] * num_layers])
         self._free_slots = list(range(max_sequences - 1, -1, -1))
 
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    def num_held(self, slot: int) -> int:
+        """Blocks that the layers of a slot hold; one that several share counts for each."""
+        return int((self.num_blocks[slot] - self.num_behind[slot]).sum())
 
     def blocks_for(self, length: int) -> int:
         """Blocks that ONE layer needs for `length` entries."""
@@ -145,6 +162,19 @@ class KVCache:
         self.pool.release(named[named != NO_BLOCK])
         self.tables[slot, layers, :held] = NO_BLOCK
         self.num_blocks[slot, layers] = 0
+        self.num_behind[slot, layers] = 0
+
+    def free_behind(self, slots: IntArray, positions: IntArray) -> None:
+        """Give back the blocks that no row of `slots` [C] from `positions` [C] on attends to."""
+        if not self.has_windows:
+            return
+        behind = np.minimum((positions[:, None] + 1 - self.windows) // self.block_size, self.num_blocks[slots])
+        for chunk, layer in np.argwhere(behind > self.num_behind[slots]).tolist():
+            slot, stop = int(slots[chunk]), int(behind[chunk, layer])
+            blocks = self.tables[slot, layer, self.num_behind[slot, layer] : stop]
+            self.pool.release(blocks)
+            blocks[:] = NO_BLOCK
+            self.num_behind[slot, layer] = stop
 
     def mentions(self) -> IntArray:
         """How often the tables name each block id, [num_blocks + 1]."""
@@ -156,8 +186,10 @@ class KVCache:
         """Assert the cache's invariants; `elsewhere` counts the references that others (the prefix cache) hold."""
         mentions = self.mentions() if elsewhere is None else self.mentions() + elsewhere
         self.pool.check_integrity(mentions)
-        held = np.arange(self.tables.shape[2]) < self.num_blocks[:, :, None]
+        blocks = np.arange(self.tables.shape[2])
+        held = (blocks < self.num_blocks[:, :, None]) & (blocks >= self.num_behind[:, :, None])
         assert np.array_equal(self.tables != NO_BLOCK, held), "a table has a hole, or a block beyond its count"
+        assert (self.num_behind <= self.num_blocks).all(), "more blocks were given back than there were"
         assert not self.num_blocks[self._free_slots].any(), "a closed slot still holds blocks"
 
 

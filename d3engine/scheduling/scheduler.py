@@ -250,9 +250,10 @@ class Scheduler:
         return self._take(plan, sampled, plan.depths if depths is None else depths)
 
     def _take(self, plan: Plan, sampled: Sampled, ran: IntArray) -> Iterator[NewTokens]:
-        """Let the sequences grow, then give back the blocks of layers that have fallen asleep."""
+        """Let the sequences grow, then give back the blocks of layers that have fallen asleep, and behind windows."""
         yield from self._growing.take(plan, sampled, ran)
         self._allocator.free_sleeping_layers(plan.slots)
+        self._allocator.free_behind_windows(plan.slots)
 
     # -- who runs ----------------------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ class Scheduler:
                 self._leave(sequence)
                 self._waiting.push(sequence)
             victims = self._giving_way(sequence)
-            if not victims or needed > sum(int(self.cache.num_blocks[victim.slot].sum()) for victim in victims):
+            if not victims or needed > sum(self.cache.num_held(victim.slot) for victim in victims):
                 return
             self._preempt(victims[0])
             promised = sum(self._allocator.num_promised(s.slot) for s in self._running)
@@ -298,6 +299,7 @@ class Scheduler:
         self.cache.share(sequence.slot, blocks)
         cached = blocks.shape[0] * self.cache.block_size
         self._table.put(sequence, cached)
+        self._allocator.free_behind_windows(np.array([sequence.slot]))
         self._running.append(sequence)
         self._slots = np.append(self._slots, sequence.slot)
 

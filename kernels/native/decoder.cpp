@@ -140,7 +140,7 @@ D3Status Decoder::check(const D3Run& run) const {
             const int64_t active_steps = run.cutoffs[row * model_.num_layers + layer] - run.generation[row];
             if (active_steps <= 0) continue;  // a skipped layer has no blocks
             const int64_t deepest = first + std::min<int64_t>(active_steps, run.steps) - 1;
-            if (!has_blocks(Step{run, 0}.table(row, layer, model_), deepest)) return D3_BAD_BLOCK;
+            if (!has_blocks(Step{run, 0}.table(row, layer, model_), layer, first, deepest)) return D3_BAD_BLOCK;
         }
     }
     if (run.adapters && !has_fitting_maps(run.adapters, run.rows)) return D3_BAD_MAP;
@@ -152,9 +152,14 @@ D3Status Decoder::check(const D3Run& run) const {
     return run.bridges && !has_bridges(run) ? D3_BAD_BRIDGE : D3_OK;
 }
 
-bool Decoder::has_blocks(const int32_t* table, int64_t last) const {
+bool Decoder::has_blocks(const int32_t* table, int layer, int64_t first, int64_t last) const {
+    // Behind the window of `first` a block may have been given back: its place names block 0 or an earlier owner's, which
+    // is read where it shares a span with the window, and masked.
+    const int64_t behind = std::max<int64_t>(0, first + 1 - layers_[layer].window) / model_.block_size;
+    const auto is_readable = [&](int32_t block) { return block >= 0 && block < model_.num_blocks; };
     const auto is_of_pool = [&](int32_t block) { return block >= 1 && block < model_.num_blocks; };
-    return std::all_of(table, table + last / model_.block_size + 1, is_of_pool);
+    return std::all_of(table, table + behind, is_readable) &&
+           std::all_of(table + behind, table + last / model_.block_size + 1, is_of_pool);
 }
 
 void Decoder::run(const D3Run& run) {

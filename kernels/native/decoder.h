@@ -19,8 +19,9 @@ public:
     const D3Model& model() const { return model_; }
     // D3_OK if the decoder may read and write all that the run names, or what is wrong with it.
     D3Status check(const D3Run& run) const;
-    // Whether the block table of a layer names blocks of the pool for all positions up to `last`.
-    bool has_blocks(const int32_t* table, int64_t last) const;
+    // Whether the block table of a layer names blocks of the pool for all positions up to `last` that rows from `first`
+    // on attend to.
+    bool has_blocks(const int32_t* table, int layer, int64_t first, int64_t last) const;
     // Whether the bridges of a run cover all windows of layers that its rows skip.
     bool has_bridges(const D3Run& run) const;
     // Whether the maps of these rows' adapters have the sizes of their matrices.

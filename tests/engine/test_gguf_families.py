@@ -432,7 +432,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "factors and another rope": (
         "Phi-3 with longrope",
         {"rope.scaling.type": "linear"},
-        "rope.scaling.type must be longrope or absent beside rope_factors_long",
+        "rope.scaling.type must be longrope or absent with rope_factors_long",
     ),
     "no trained length": (
         "Phi-3 with longrope",

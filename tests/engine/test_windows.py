@@ -29,6 +29,8 @@ from d3engine.depth import DepthPolicy
 from d3engine.engine import resolve
 
 LAYERS, WINDOW, LONGEST = 5, 6, 40
+KV_BYTES = 160 * 2 * 4 * TINY["num_key_value_heads"] * TINY["head_dim"] * 4
+"""Of 160 blocks of 4 entries: two texts of 64 tokens in five layers, or four where three layers have a window."""
 KINDS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
 
@@ -118,3 +120,40 @@ def test_windowed_requests_answer_as_transformers_layers(
         (found,) = done[nth].outputs
         answer = greedy_at_depth(model, list(request.prompt), len(found.token_ids), active, on_skip)
         assert_same_tokens(found.token_ids, answer)
+
+
+@pytest.mark.parametrize("policy", [FullDepth(), D3(0.8, 0.2, on_skip="copy")], ids=repr)
+def test_blocks_behind_a_window_are_given_back_at_each_step(tiny: MakeTiny, policy: DepthPolicy) -> None:
+    """Of the layers with a window a text holds the blocks in it alone, and no layer saves anything else."""
+    prompt, size = random_prompts([21])[0], 4
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    options: dict[str, Any] = {"block_size": size, "num_scheduler_steps": 1, "enable_prefix_caching": False}
+    with Engine(tiny("Qwen3").directory, skip_tokenizer_init=True, depth=policy, **options) as engine:
+        engine.add_request("a", prompt, params)
+        for step in range(19):
+            engine.step()
+            length = len(prompt) + step
+            blocks, behind = -(-length // size), (length + 1 - WINDOW) // size
+            held = LAYERS * blocks - 3 * behind
+            stats = engine.stats()
+            assert stats.kv_blocks_in_use == held if policy == FullDepth() else stats.kv_blocks_in_use <= held
+            assert (stats.kv_bytes_saved == 0) == (policy == FullDepth() or stats.kv_blocks_in_use == held)
+            engine.scheduler.check_integrity()
+
+
+def test_a_pool_that_few_whole_texts_fill_runs_more_with_windows(tiny: MakeTiny) -> None:
+    """Blocks behind windows serve other texts: where these do not fit side by side, none is preempted."""
+    found = []
+    prompts = random_prompts([8, 8, 8])
+    params = SamplingParams(temperature=0, max_tokens=56, ignore_eos=True)
+    for window in (WINDOW, None):
+        directory = tiny("Qwen3").directory
+        options: dict[str, Any] = {"block_size": 4, "enable_prefix_caching": False, "kv_cache_memory_bytes": KV_BYTES}
+        with Engine(directory, skip_tokenizer_init=True, dtype="float32", max_model_len=64, **options) as engine:
+            if window is None:
+                engine.scheduler.cache.has_windows = False
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            found.append(([output.outputs[0].token_ids for output in outputs], engine.stats().num_preemptions))
+    (tokens, preemptions), (plain_tokens, plain_preemptions) = found
+    assert tokens == plain_tokens
+    assert preemptions == 0 < plain_preemptions

@@ -222,7 +222,7 @@ WIDE = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         (
             "Phi3ForCausalLM",
             {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.75}},
-            r"partial_rotary_factor must be the same as the partial_rotary_factor=0\.5 beside it; got 0\.75",
+            r"partial_rotary_factor must be the same as the partial_rotary_factor=0\.5 outside; got 0\.75",
         ),
         ("Phi3ForCausalLM", {"rope_scaling": LONGROPE}, "rope_scaling: short_factor must be .* for each of 4 pairs"),
         ("Phi3ForCausalLM", {"rope_scaling": YARN}, "rope_scaling must be of type default or longrope for Phi3Fo"),
@@ -314,7 +314,7 @@ def test_rope_of_an_exaone_4_is_in_layers_with_a_window() -> None:
         assert (read.layers_without_rope, read.windows) == ((), (None, None))
 
 
-def test_a_granite_4_has_the_mlp_of_its_shared_size_and_rope_where_it_says_so() -> None:
+def test_granite_4_has_its_shared_mlp_and_rope_where_it_says_so() -> None:
     for kind, layers in ((None, (0, 1)), ("nope", (0, 1)), ("rope", ())):
         read = config("GraniteMoeHybridForCausalLM", **DENSE, position_embedding_type=kind)
         assert (read.layers_without_rope, read.intermediate_size) == (layers, 60)

@@ -45,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         admission=st.sampled_from([Immediate(), Immediate(), IntervalAdmission(3)]),
         num_scheduler_steps=st.sampled_from([0, 1, 3, 8]),
+        windows=st.one_of(st.just([None] * 8), st.lists(st.sampled_from([None, 1, 2, 5, 9]), min_size=8, max_size=8)),
         seed=st.integers(0, 2**16),
     )
     def begin(
@@ -57,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         admission: Immediate | IntervalAdmission,
         num_scheduler_steps: int,
+        windows: list[int | None],
         seed: int,
     ) -> None:
         self.cache = KVCache(
@@ -65,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_sequences=max_num_seqs,
             max_length=MAX_LENGTH,
+            windows=windows[:layers],
         )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -267,6 +270,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         One that streams may hold those of further steps, which a run was to take or is about to.
         """
         computed = int(self.scheduler._table.num_computed[sequence.slot])
+        next_row = computed if sequence.draft is None else min(computed, sequence.num_tokens - 1)
+        behind = np.maximum(next_row + 1 - self.cache.windows, 0) // self.cache.block_size
+        given_back = self.cache.num_behind[sequence.slot]
+        assert (given_back == np.minimum(behind, self.cache.num_blocks[sequence.slot])).all()
         if sequence.draft is not None:  # a draft lets its own layers run ahead, and a rejected one leaves its blocks
             held, size = self.cache.num_blocks[sequence.slot], self.cache.block_size
             assert (held >= -(-min(computed, sequence.num_tokens - 1) // size)).all()

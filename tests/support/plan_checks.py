@@ -185,11 +185,12 @@ class Contents:
             assert np.unique(target).size == target.size, "two copies go to one place"
             self.flat[target] = self.flat[source]
 
-    def check(self, sequence: Sequence, layer: int, length: int) -> None:
-        """Assert that `layer` finds at every position before `length` what its rule says."""
-        wanted = np.array([row[layer] for row in self.expected[sequence.arrival][:length]])
+    def check(self, sequence: Sequence, layer: int, start: int, length: int) -> None:
+        """Assert that `layer` finds before `length` what its rule says, as far as rows from `start` on look back."""
+        first = max(0, start + 1 - int(self.cache.windows[layer]))
+        wanted = np.array([row[layer] for row in self.expected[sequence.arrival][first:length]])
         assert (wanted != UNWRITTEN).all(), f"layer {layer} would read a hole"
-        keys = self.keys(sequence.slot, layer, np.arange(length))
+        keys = self.keys(sequence.slot, layer, np.arange(first, length))
         for half in (0, self.cache.block_size):
             found = self.flat[keys + half]
             assert np.array_equal(found, wanted), (
@@ -223,7 +224,7 @@ class Contents:
                     if plan.row_chunks[row] in going:
                         self._write_row(plan, row, layer, "ran")
                 for chunk in going:
-                    self.check(plan.sequences[chunk], layer, int(plan.stops[chunk]))
+                    self.check(plan.sequences[chunk], layer, int(plan.starts[chunk]), int(plan.stops[chunk]))
         self.copy(plan.copies_after)
         for chunk, depth in exits.items():
             self._fill_above(plan, chunk, depth)
@@ -232,7 +233,7 @@ class Contents:
             drafts = sequence.draft is not None and not sequence.draft.ended
             verified = sequence.draft is not None and not drafts  # true at every layer, rows that resumed included
             for layer in np.flatnonzero(filled | verified | layers_of(plan, chunk)).tolist():
-                self.check(sequence, layer, stop)
+                self.check(sequence, layer, int(plan.starts[chunk]), stop)
 
     def _fill_above(self, plan: Plan, chunk: int, depth: int) -> None:
         """The entries of a token that has left after `depth` layers, in the layers above."""

@@ -71,8 +71,10 @@ D3Status SpeculativeLoop::check(const D3SpeculativeLoop& args, const Decoder& de
         if (logit_mask && logit_mask->has_grammar && !args.grammar) return D3_BAD_RUN;
         const auto has_all_blocks = [&](const Decoder& of, const int32_t* tables) {
             const int64_t layers = of.model().num_layers, blocks = of.model().max_blocks;
-            for (int64_t layer = 0; layer < layers; layer++)
-                if (!of.has_blocks(tables + (args.slots[row] * layers + layer) * blocks, last)) return false;
+            for (int layer = 0; layer < layers; layer++) {
+                const int32_t* table = tables + (args.slots[row] * layers + layer) * blocks;
+                if (!of.has_blocks(table, layer, args.positions[row], last)) return false;
+            }
             return true;
         };
         if (!has_all_blocks(decoder, args.tables)) return D3_BAD_BLOCK;
