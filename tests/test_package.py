@@ -90,8 +90,18 @@ def test_no_module_needs_what_only_posix_has_to_be_imported() -> None:
 
 
 ABSENT_ON_WINDOWS = {
-    "os": "fork register_at_fork sched_getaffinity sched_yield getuid killpg sysconf posix_fadvise O_NONBLOCK".split(),
-    "signal": "SIGALRM SIGHUP SIGKILL SIGPROF SIGUSR1 setitimer pthread_sigmask".split(),
+    "os": [
+        "fork",
+        "register_at_fork",
+        "sched_getaffinity",
+        "sched_yield",
+        "getuid",
+        "killpg",
+        "sysconf",
+        "posix_fadvise",
+        "O_NONBLOCK",
+    ],
+    "signal": ["SIGALRM", "SIGHUP", "SIGKILL", "SIGPROF", "SIGUSR1", "setitimer", "pthread_sigmask"],
     "socket": ["AF_UNIX"],
 }
 """Names of modules that both systems have."""

@@ -14,9 +14,22 @@ if sys.platform == "win32":
     class _Memory(ctypes.Structure):
         """PROCESS_MEMORY_COUNTERS."""
 
-        _fields_ = (("size", wintypes.DWORD), ("faults", wintypes.DWORD)) + tuple(
-            (name, ctypes.c_size_t)
-            for name in ("peak", "resident", "paged_peak", "paged", "pool_peak", "pool", "committed", "committed_peak")
+        _fields_ = (
+            ("size", wintypes.DWORD),
+            ("faults", wintypes.DWORD),
+            *tuple(
+                (name, ctypes.c_size_t)
+                for name in (
+                    "peak",
+                    "resident",
+                    "paged_peak",
+                    "paged",
+                    "pool_peak",
+                    "pool",
+                    "committed",
+                    "committed_peak",
+                )
+            ),
         )
 
     _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
