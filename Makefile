@@ -31,7 +31,7 @@ help:
 	@echo "make lint     formatting, names, types, layers"
 	@echo "make docs     the pages as a site in build/site"
 	@echo "make inspect  compile every Triton kernel without a GPU"
-	@echo "make ports    the native library for Arm in an emulator, by Clang and under sanitizers"
+	@echo "make ports    the native library for Arm in an emulator, for Windows under Wine, by Clang and under sanitizers"
 	@echo "make bench    time the parts"
 
 setup: $(VENV)/.installed-dev $(VENV)/.native $(VENV)/.page
@@ -91,7 +91,7 @@ inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --operations qkv,linear_residual,gate_up,lm_head --weights all --rows 64 --batch-invariant
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --no-pdl --may-starve $(GROUPED)
 
-# The native library by other compilers than an installation's, for Arm under an emulator, and with sanitizers.
+# The native library by other compilers than an installation's, for Arm and Windows under emulators, and with sanitizers.
 ports: $(VENV)/.installed-test $(VENV)/.native
 	NATIVE_TEST_FLAGS=-O3 $(BIN)/python -m pytest tests/kernels/native/test_other_builds.py \
 		tests/kernels/native/test_sanitized.py --durations=0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from d3engine.engine.engine_config import RENAMED, EngineConfig
 from d3engine.engine.new_requests import refuse_others
 from d3engine.engine.settings import EngineProperties
 from d3engine.engine.stats import EngineStats
-from d3engine.errors import EngineClosedError, MissingExtraError
+from d3engine.errors import EngineClosedError, MissingExtraError, require
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.text.chat_template import Messages
@@ -358,11 +359,13 @@ def _suits_process(config: EngineConfig) -> bool:
     device = str(config.device)
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     has_extra = all(find_spec(package) is not None for package in ("zmq", "msgspec"))
-    return on_gpu and has_extra and config.weights is None
+    return on_gpu and has_extra and config.weights is None and sys.platform != "win32"
 
 
 def start_process(model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> tuple[Front, Transport]:
     """An engine in a process of its own, and what it leaves to this one. Raises as `Engine` does."""
+    # Its pipes and sockets are those of POSIX, and `poll` waits for both.
+    require(sys.platform != "win32", "transport", "process", "auto or thread on Windows")
     try:
         from d3engine.async_engine.engine_process import EngineProcess, ProcessFront, plain_arguments
     except ModuleNotFoundError as error:

@@ -36,7 +36,8 @@ def bind(settings: GuardSettings) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "win32":  # where it would let another process take the very same port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
         raise FailedError(f"cannot listen at {address_of(settings.host, settings.port)}: {error.strerror}") from None

@@ -19,13 +19,14 @@ from typing import Any
 from d3engine.errors import D3EngineError, require_integer, require_number
 from d3engine.text import limited_worker
 from d3engine.text.limited_worker import EXIT_OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
+from d3engine.text.process_usage import usage_of
 from d3engine.utils.children import python_command
 
 _MOST_CHILDREN = 8  # at one time; more than a server's threads that parse requests, so that few wait
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 _KERNEL_LIMITS_MEMORY = sys.platform == "linux"
-"""Where the kernel does not limit the address space (macOS), the parent watches the resident memory."""
+"""Where the kernel does not limit the address space (macOS, Windows), the parent watches, on Windows the time too."""
 _PASSED_ON = re.compile("PATH|HOME|TMPDIR|TZ|LANG|SYSTEMROOT|(PYTHON|LC_|LD_|DYLD_).*")
 """Environment variables of a child: what Python and the loader need, and no credentials."""
 _CANNOT_START = "the process for chat templates and grammars cannot be started"
@@ -86,9 +87,16 @@ class _Child:
         command = python_command("-S", "-c", boot, *_import_paths())
         pipe = subprocess.PIPE
         try:
-            # In a new session: Ctrl-C in a terminal is for the parent alone.
+            # In a session or a group of processes that is new: Ctrl-C in a terminal is for the parent alone.
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=_environment()
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                bufsize=0,
+                start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+                env=_environment(),
             )
         except OSError as error:
             raise LimitedProcessError(f"{_CANNOT_START}: {error}") from error
@@ -110,9 +118,10 @@ class _Child:
     def ask(self, request: dict[str, Any], limits: ProcessLimits) -> dict[str, Any]:
         """Return the reply; after any exception the process has ended."""
         in_kernel = limits.memory_bytes if _KERNEL_LIMITS_MEMORY else None
+        watched = None if _KERNEL_LIMITS_MEMORY else limits
         frame = request | {"seconds": limits.seconds, "memory_bytes": in_kernel, "characters": limits.characters}
         try:
-            with self._watched(limits.patience_seconds, None if _KERNEL_LIMITS_MEMORY else limits.memory_bytes):
+            with self._watched(limits.patience_seconds, watched):
                 write_frame(self._requests, frame)
                 # JSON in ASCII writes a character as up to six bytes, and twelve beyond Unicode's first plane.
                 return read_frame(self._replies, max_bytes=1_000_000 + 12 * limits.characters)
@@ -144,18 +153,22 @@ class _Child:
             stream.close()
 
     @contextmanager
-    def _watched(self, seconds: float, memory_bytes: int | None = None) -> Iterator[None]:
-        """Kill the process after `seconds` of wall clock, or when it holds `memory_bytes` more than now."""
+    def _watched(self, seconds: float, limits: ProcessLimits | None = None) -> Iterator[None]:
+        """Kill the process after `seconds` of wall clock, or where it goes beyond `limits` from now on."""
         done = threading.Event()
-        most = None if memory_bytes is None else _resident_bytes(self._process.pid) + memory_bytes
+        held, used = (0, 0.0) if limits is None else usage_of(self._process.pid)
 
         def watch() -> None:
             deadline = time.monotonic() + seconds
-            while not done.wait(seconds if most is None else _POLL_SECONDS):
-                if most is not None and _resident_bytes(self._process.pid) > most:
-                    self._killed_for = "memory"
-                elif time.monotonic() >= deadline:
-                    self._killed_for = "silence"
+            while not done.wait(seconds if limits is None else _POLL_SECONDS):
+                if limits is not None:
+                    now_held, now_used = usage_of(self._process.pid)
+                    if now_held > held + limits.memory_bytes:
+                        self._killed_for = "memory"
+                    elif now_used > used + limits.seconds:
+                        self._killed_for = "time"
+                if time.monotonic() >= deadline:
+                    self._killed_for = self._killed_for or "silence"
                 if self._killed_for:
                     self._process.kill()
                     return
@@ -172,7 +185,7 @@ class _Child:
         status = self._process.returncode
         if self._killed_for == "memory" or status == EXIT_OUT_OF_MEMORY:
             return LimitError(f"{limits.memory_bytes / 1024**2:g} MiB of memory")
-        if status == -TIME_SIGNAL:
+        if self._killed_for == "time" or (TIME_SIGNAL and status == -TIME_SIGNAL):
             return LimitError(f"{limits.seconds:g} seconds of processor time")
         if self._killed_for:
             return LimitedProcessError(f"the process is silent for {limits.patience_seconds:g} s")
@@ -199,12 +212,6 @@ def _import_paths() -> list[str]:
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
-
-
-def _resident_bytes(pid: int) -> int:
-    """The resident memory of a process, 0 if it has just ended."""
-    listed = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return int(listed.stdout.strip() or 0) * 1024
 
 
 class _Children:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import struct
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -16,8 +17,8 @@ EXIT_OUT_OF_MEMORY = 70
 """Exit status of a process that ran into its memory limit; it must not go on."""
 # The kernel enforces the limits: a timer of processor time ends the process even inside an endless call, and a limit of
 # the address space turns a huge value into a `MemoryError`. Processor time, so that nothing fails on a busy machine.
-TIME_SIGNAL = getattr(signal, "SIGPROF", 0)  # 0 on Windows, where this module is imported but no child started
-"""The signal that ends a process at its time limit."""
+TIME_SIGNAL = getattr(signal, "SIGPROF", 0)
+"""The signal that ends a process at its time limit; 0 on Windows, where the parent ends it."""
 
 _LENGTH = struct.Struct(">Q")
 _ANY_SIZE = 1 << 40  # the parent is trusted
@@ -64,10 +65,10 @@ def main() -> None:
         try:
             answer = _job(request["job"])
             _limit_memory(request["memory_bytes"])
-            signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+            _limit_time(request["seconds"])
             reply = answer(request)
             write_frame(replies, reply)
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            _limit_time(0)
         except MemoryError:
             os._exit(EXIT_OUT_OF_MEMORY)
 
@@ -81,20 +82,27 @@ def _job(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _prepare_process() -> None:
-    import resource
+    if sys.platform != "win32":
+        import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # A child inherits ignored and blocked signals of its parent.
-    signal.signal(TIME_SIGNAL, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {TIME_SIGNAL})
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        # A child inherits ignored and blocked signals of its parent.
+        signal.signal(TIME_SIGNAL, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {TIME_SIGNAL})
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):  # nothing but frames goes to the parent
         os.dup2(null, descriptor)
 
 
+def _limit_time(seconds: float) -> None:
+    """Allow this process `seconds` of processor time from now on, 0: any; on Windows the parent watches instead."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
 def _limit_memory(more_bytes: int | None) -> None:
     """Allow this process `more_bytes` beyond its current address space; None: the parent watches instead."""
-    if more_bytes is None:
+    if more_bytes is None or sys.platform == "win32":
         return
     import resource
 

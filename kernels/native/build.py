@@ -122,7 +122,7 @@ def compile_library(
 
         # The instruction sets take longest, so they are compiled first.
         objects = list(pool.map(compile_one, sorted(files, key=lambda path: path.name not in ISA_FLAGS)))
-        linked = Path(work) / LIBRARY
+        linked = Path(work) / target.name  # which a DLL has inside it
         _run([*command, "-shared", "-pthread", *linking, *flags, *objects, "-o", str(linked)])
         # A new file replaces the old one: a running process may have that one mapped.
         shutil.copy(linked, target.with_suffix(".new"))

@@ -337,7 +337,8 @@ def test_a_gemma_3_has_windows_in_the_layers_that_its_file_names(tmp_path: Path)
 
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize(
-    "name", ["Mistral", "OLMo 2", "Gemma", "Gemma 2", "Gemma 3", "GLM-4 of 2025", "Phi-3 of which half a head is turned"]
+    "name",
+    ["Mistral", "OLMo 2", "Gemma", "Gemma 2", "Gemma 3", "GLM-4 of 2025", "Phi-3 of which half a head is turned"],
 )
 def test_its_matrices_may_stay_in_blocks(name: str, tmp_path: Path) -> None:
     """A tied embedding too, whose rows are scaled when they are read; rows of heads in another order as well."""

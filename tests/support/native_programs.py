@@ -36,6 +36,11 @@ def needs(*commands: str, package: str) -> None:
             pytest.skip(f"there is no {command} here; `apt-get install {package}` brings it")
 
 
+def wine(folder: Path) -> dict[str, str]:
+    """The environment in which Wine keeps its files in `folder`, and says nothing."""
+    return {"WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
+
+
 def needs_to_run(folder: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
     """Skip a test where what the compiler makes with these flags is not linked or does not run."""
     source, empty = folder / "empty.cpp", folder / "empty"
@@ -46,17 +51,23 @@ def needs_to_run(folder: Path, compiler: Sequence[str], flags: Sequence[str]) ->
 
 
 def go_through_odd_shapes(
-    folder: Path, compiler: Sequence[str], flags: Sequence[str], runner: Sequence[str] = ()
+    folder: Path,
+    compiler: Sequence[str],
+    flags: Sequence[str],
+    runner: Sequence[str] = (),
+    *,
+    name: str = build.LIBRARY,
+    environment: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Build library and program in `folder`, any warning an error, and run them; the instruction sets that agreed.
 
     `NATIVE_TEST_FLAGS` in the environment are further flags: `make ports` asks for an installation's -O3.
     """
     flags = [*flags, "-Werror"]
-    library = folder / build.LIBRARY
+    library = folder / name
     further = os.environ.get(FLAGS, "").split()
     build.compile_library(library, compiler=compiler, flags=[*flags, *further])
-    return run([*runner, str(link(library, compiler, flags, [PROGRAM]))])
+    return run([*runner, str(link(library, compiler, flags, [PROGRAM]))], environment)
 
 
 def guarded_program(folder: Path) -> str:
@@ -68,7 +79,7 @@ def guarded_program(folder: Path) -> str:
 
 def link(library: Path, compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> Path:
     """The program of these sources beside its library."""
-    program = library.parent / "odd_shapes"
+    program = library.with_name("odd_shapes.exe" if library.suffix == ".dll" else "odd_shapes")
     paths = [f"-I{build.FOLDER}", *map(str, sources), str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
     subprocess.run([*compiler, "-std=c++17", "-Wall", "-Wextra", *flags, *paths], check=True)
     return program

@@ -117,6 +117,17 @@ class TestLimits:
         with pytest.raises(ChatTemplateError, match="more than 20 MiB of memory"):
             render(hoards, ProcessLimits(memory_bytes=20 * 1024**2))
 
+    def test_time_is_watched_from_outside_where_no_timer_is(
+        self, monkeypatch: pytest.MonkeyPatch, children: _Children
+    ) -> None:
+        """As on Windows: the parent reads the processor time of the child, here a made-up one."""
+        endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        template, seconds = ChatTemplate(endless, limits=ProcessLimits(seconds=60)), iter(range(0, 100_000, 50))
+        monkeypatch.setattr(limited_process, "_KERNEL_LIMITS_MEMORY", False)
+        monkeypatch.setattr(limited_process, "usage_of", lambda pid: (0, float(next(seconds))))
+        with pytest.raises(ChatTemplateError, match="more than 60 seconds of processor time"):
+            template.render([USER])
+
 
 class TestProcess:
     def test_one_process_serves_one_rendering_after_another(self, children: _Children) -> None:

@@ -33,7 +33,7 @@ STARTS_OTHERS = {  # programs that are not Python
     "benchmarks/gpu/device.py",
     "benchmarks/report.py",
     "benchmarks/serving/vllm_client.py",
-    "d3engine/text/limited_process.py:_resident_bytes",
+    "d3engine/text/process_usage.py:usage_of",
     "kernels/ahead_of_time.py",
     "kernels/native/build.py",
 }
