@@ -77,6 +77,12 @@ def quantize_groups(matrix: Tensor, group_size: int, second_moments: Tensor) -> 
     return made
 
 
+def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`matrix` [N, K] in 8 bits: codes uint8 [N, K], 128 for 0, and float16 scales [N, 1]."""
+    scales = (matrix.abs().amax(dim=1, keepdim=True) / 127).clamp_(min=1e-6).half()
+    return (matrix / scales.float()).round_().clamp_(-127, 127).add_(128).to(torch.uint8), scales
+
+
 def _inverse_factor(second_moments: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped moments."""
     damped = second_moments.clone()
