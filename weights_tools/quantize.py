@@ -27,7 +27,7 @@ from d3engine.model.expected_tensors import LM_HEAD, check_tensors, check_values
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
 from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
 from d3engine.model.weights import check_head_scheme, quantize_matrix
-from d3engine.text.tokenizer import load_tokenizer
+from d3engine.weights_tools.fitting_text import fitting_tokens
 from d3engine.weights_tools.group_quantizer import GROUP_SIZES, Groups, LayerQuantizer, round_rows
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
@@ -42,9 +42,6 @@ from d3engine.weights_tools.writing import (
 DEFAULT_GROUP_SIZE = 32
 GROUPED_HEADS = ("int8", "float")
 """What an LM head and an embedding may be beside matrices in groups."""
-_SEQUENCES, _LENGTH = 32, 512
-"""Of a calibration text: the most that is read of it, in tokens."""
-_FEWEST_TOKENS = 1024
 
 
 def quantize_model(
@@ -141,10 +138,10 @@ def quantize_to_groups(
     """Write the model directory or GGUF file `source`, its layers' matrices in 4 bits, to `destination`.
 
     `group_size` input channels, one of `GROUP_SIZES`, share a scale and a zero point, which are fitted to the
-    activations of `text`; None: the documentation that comes with Python. The LM head and the embedding become
-    `lm_head`, one of `GROUPED_HEADS`: 8 bits with a scale for each row, or floats, in float16 those that a GGUF file has
-    quantized. The directory is one of compressed-tensors (W4A16). One layer is in memory in float32. Raises as
-    `quantize_model`.
+    activations of `text`; None: the documentation that comes with Python, and conversations that the model samples, for
+    which all of it is in memory. Then one layer is, in float32. The LM head and the embedding become `lm_head`, one of
+    `GROUPED_HEADS`: 8 bits with a scale for each row, or floats, in float16 those that a GGUF file has quantized. The
+    directory is one of compressed-tensors (W4A16). Raises as `quantize_model`.
     """
     require(group_size in GROUP_SIZES, "group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
     require(lm_head in GROUPED_HEADS, "lm_head", lm_head, f"one of {', '.join(GROUPED_HEADS)} with groups")
@@ -154,7 +151,7 @@ def quantize_to_groups(
         allowed = f"a divisor of {columns}, the columns of a matrix (--rtn takes any)"
         require(columns % group_size == 0, "group_size", group_size, allowed)
     _check_destination(source, destination)
-    prompts = _prompts(source, text)
+    prompts = fitting_tokens(source, text, show_progress=show_progress)
     with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
@@ -192,20 +189,6 @@ def _of_groups(group_size: int, lm_head: str, is_tied: bool) -> dict[str, Any]:
         "config_groups": groups,
         "ignore": ["lm_head"] if is_tied or lm_head == "float" else [],
     }
-
-
-def _prompts(source: Path, text: str | None) -> Tensor:
-    """Token ids int64 [S, L] from all parts of a text."""
-    if text is None:
-        from pydoc_data.topics import topics
-
-        text = "\n\n".join(topics.values())
-    tokens = load_tokenizer(source).encode(text[: 16 * _SEQUENCES * _LENGTH])
-    allowed = f"at least {_FEWEST_TOKENS} tokens"
-    require(len(tokens) >= _FEWEST_TOKENS, "text", f"{len(tokens)} tokens", allowed)
-    sequences = min(_SEQUENCES, len(tokens) // _LENGTH)
-    apart = len(tokens) // sequences
-    return torch.tensor([tokens[nth * apart : nth * apart + _LENGTH] for nth in range(sequences)])
 
 
 def _pending_groups(

@@ -193,7 +193,10 @@ def quantize_command(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="int4 alone: the text to fit to [default: Python's documentation].", show_default=False),
+        typer.Option(
+            help="int4 alone: the text to fit to [default: Python's documentation and the model's own conversations].",
+            show_default=False,
+        ),
     ] = None,
     rtn: Annotated[
         bool,

@@ -72,7 +72,8 @@ class EngineConfig:
             quantized matrices of a GGUF file or an AWQ, GPTQ or llm-compressor checkpoint, where the native library
             decodes and no `dtype` is named.
         activations: What such quantized matrices meet on a CPU: "float32", which is exact, or "int8", 8 bits with a
-            scale for each 32, for x86 processors with AVX2. "auto" is the latter where it can be.
+            scale for each 32, for x86 processors with AVX2. "auto" is the latter there from a hidden size of 896 on:
+            narrower models lose more by it.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
             a CPU.
         max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.

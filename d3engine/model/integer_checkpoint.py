@@ -102,7 +102,7 @@ def _layout_of(
 ) -> IntegerLayout:
     """The one of several layouts by which a matrix has the columns that the file names, and its number of scales.
 
-    The config's `targets` are not read: they may be regular expressions, which a stranger's file could let run for ever.
+    The config's `targets` are not read: they may be regular expressions, and a stranger's may run for ever.
     """
     scales, shape = (checkpoint.entries.get(module + suffix) for suffix in (names.scales, *names.others))
     if shape is not None and shape.shape == (2,) and shape.dtype in ("I32", "I64"):

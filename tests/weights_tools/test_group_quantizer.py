@@ -125,7 +125,7 @@ def test_layers_see_the_hidden_states_of_transformers(tmp_path: Path, name: str)
 
 
 def test_the_directory_runs_packed_and_answers_as_before(tmp_path: Path) -> None:
-    result = run("quantize", "demo", tmp_path / "new", "--scheme", "int4", "--group-size", 32)
+    result = run("quantize", "demo", tmp_path / "new", "--scheme", "int4")
     assert result.exit_code == 0, result.output
     assert run("verify", tmp_path / "new").stdout == "OK\n"
     prompt = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
@@ -141,25 +141,31 @@ def test_the_directory_runs_packed_and_answers_as_before(tmp_path: Path) -> None
 
 
 def test_other_tools_find_their_layout(tmp_path: Path) -> None:
-    run("quantize", "demo", tmp_path / "new", "--scheme", "int4", "--group-size", 32)
+    run("quantize", "demo", tmp_path / "new", "--scheme", "int4")
     config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    assert config["config_groups"]["group_1"]["targets"] == ["Embedding", "lm_head"]
+    assert config["ignore"] == []
     with files_of(tmp_path / "new").open_checkpoint() as checkpoint:
         entry = checkpoint.entries["model.layers.3.mlp.down_proj.weight"]
+        ends = [checkpoint.entries[name] for name in ("model.embed_tokens.weight", "lm_head.weight")]
     assert (entry.shape, entry.type_name) == ((128, 352), "U4_32")
+    assert [one.type_name for one in ends] == ["U8_128", "U8_128"]
     (row,) = [line for line in run("inspect", tmp_path / "new").stdout.splitlines() if "quantization" in line]
-    assert row.split() == ["quantization", "U4_32"]
+    assert row.split() == ["quantization", "U4_32,", "U8_128"]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--scheme", "int8", "--group-size", "32"), "--scheme must be int4 with --group-size; got 'int8'"),
+        (("--scheme", "int8", "--group-size", "32"), "--group-size must be absent but for --scheme int4 without --rtn"),
+        (("--scheme", "int4", "--rtn", "--group-size", "32"), "--group-size must be absent but for --scheme int4"),
+        (("--scheme", "int8", "--rtn"), "--rtn must be absent with another --scheme than int4"),
         (("--scheme", "int4", "--group-size", "48"), "--group-size must be one of 32, 64, 128; got 48"),
         (("--scheme", "int4", "--group-size", "64"), "--group-size must be a divisor of 352"),
-        (("--scheme", "int4", "--group-size", "32", "--lm-head", "int8"), "--lm-head must be float, or absent"),
-        (("--scheme", "int4", "--text", "README.md"), "--text must be absent without --group-size"),
+        (("--scheme", "int4", "--lm-head", "int4"), "--lm-head must be one of int8, float with groups; got 'int4'"),
+        (("--scheme", "int4", "--rtn", "--text", "README.md"), "--text must be absent but for --scheme int4"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_name(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
