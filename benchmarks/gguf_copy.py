@@ -107,8 +107,8 @@ def _write(
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
-            kind, inner = field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), kind, sub_type=inner)
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
     for name, values, kind in tensors:
         writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()

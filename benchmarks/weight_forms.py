@@ -2,8 +2,8 @@
 
 The floats are a GGUF file's own with their channels shuffled (`gguf_copy.py`). The same floats go to this project's
 schemes and to llama.cpp's types; activations are float32 everywhere. Texts are the model's own greedy answers in chats,
-and pages of this repository's documentation. int4 is fitted to its default text: other conversations of the model, which
-it samples, and Python's documentation.
+and pages of this repository's documentation. int4 is fitted to its default text: other conversations of the model,
+which it samples, and Python's documentation.
 """
 
 from __future__ import annotations
@@ -119,6 +119,20 @@ def _row(form: str, kind: str, sums: list[Any], own: list[Any], texts: Sequence[
     return {"weights": form, "texts": kind, **figures(np.array(sums), np.array(own), which)}
 
 
+def markdown(report: dict[str, Any]) -> str:
+    """The rows of a page's table: a form's bits, and KL divergence and perplexity on both kinds of text."""
+    lines = []
+    for form in dict.fromkeys(row["weights"] for row in report["rows"]):
+        rows = {row["texts"]: row for row in report["rows"] if row["weights"] == form}
+        bits = [f"{rows[KINDS[0]][name]:.2f}" for name in ("bits_of_layers", "bits_of_all") if form != "floats"]
+        cells = [form, ", ".join(bits) or "32"]
+        for kind in KINDS:
+            kl = rows[kind]["kl"]
+            cells += [f"{kl['value']:.4f} ({kl['low']:.4f} to {kl['high']:.4f})", f"{rows[kind]['perplexity']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each form of the weights and each kind of text."""
     settings = report["settings"]
@@ -163,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = measure(Settings(forms=forms, **options))
     report["environment"] = environment("benchmarks.weight_forms", arguments)
     tell(report, show, width=150, file=file)
+    if file is not None:
+        print(markdown(report))
     return 0
 
 

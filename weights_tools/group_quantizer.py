@@ -20,7 +20,7 @@ from d3engine.model.llama import Rope, scaled_embedding_
 GROUP_SIZES = (32, 64, 128)
 _MOST = 15
 _COLUMNS_AT_ONCE = 128
-"""Columns whose errors are spread over the columns behind them in one product; groups do not cross them."""
+"""Columns whose errors are spread over the columns behind them in one product."""
 _DAMPING = 0.05
 """Of the mean of the diagonal, added to it: few tokens leave directions that no activation has."""
 _SWEEPS = 2
@@ -52,11 +52,10 @@ def quantize_groups(matrix: Tensor, group_size: int, second_moments: Tensor) -> 
     activations on, and the error of each is made up for by those that follow (Frantar et al., GPTQ, 2022). Then codes
     and scales are chosen again one after the other, each the best beside all others (Behdin et al., QuantEase, 2023).
     """
-    rows = len(matrix)
     matrix, damped = matrix.float(), _damped(second_moments)
-    weights = second_moments.diagonal().view(-1, group_size)
-    parts = matrix.reshape(-1, group_size)
-    zero_points, scales = (one.view(rows, -1) for one in _fit(parts, weights.repeat(rows, 1)))
+    parts = zip(matrix.split(group_size, dim=1), second_moments.diagonal().split(group_size), strict=True)
+    fits = [_fit(part, weights) for part, weights in parts]
+    zero_points, scales = (torch.stack(one, dim=1) for one in zip(*fits, strict=True))
     codes = _compensated(matrix, zero_points, scales.float(), damped)
     for _ in range(_SWEEPS):
         codes, scales = _improved(matrix, codes, zero_points, scales, damped)
@@ -134,7 +133,7 @@ def _inverse_factor(damped: Tensor) -> Tensor:
 
 
 def _fit(part: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero points float32 and scales float16, both [N], of the least error of `part` [N, G] weighted by `weights`.
+    """Zero points float32 and scales float16, both [N], of the least error of `part` [N, G] weighted by `weights` [G].
 
     0 is always representable. Each share of the range is tried with the scale that fits its codes best.
     """
