@@ -267,7 +267,8 @@ def _pending_matrix(entry: TensorEntry, shape: tuple[int, ...], layer: _Layer) -
 def _words(numbers: Tensor) -> Tensor:
     """Numbers [A, B] below 16 as int32 [A, B / 8, rounded up], the first in the lowest bits."""
     nibbles = F.pad(numbers, (0, -numbers.shape[1] % 8)).contiguous()
-    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
+    pairs = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return pairs.flatten().view(torch.int32).view(len(numbers), -1)  # one row may have any stride
 
 
 def _read(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
