@@ -53,8 +53,8 @@ def quantize_groups(matrix: Tensor, group_size: int, second_moments: Tensor) -> 
     and scales are chosen again one after the other, each the best beside all others (Behdin et al., QuantEase, 2023).
     """
     matrix, damped = matrix.float(), _damped(second_moments)
-    parts = zip(matrix.split(group_size, dim=1), second_moments.diagonal().split(group_size), strict=True)
-    fits = [_fit(part, weights) for part, weights in parts]
+    columns = torch.split(matrix, group_size, dim=1), torch.split(second_moments.diagonal(), group_size)
+    fits = list(map(_fit, *columns))
     zero_points, scales = (torch.stack(one, dim=1) for one in zip(*fits, strict=True))
     codes = _compensated(matrix, zero_points, scales.float(), damped)
     for _ in range(_SWEEPS):
