@@ -13,16 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.judged_texts import RESAMPLES, Text, chat_texts, compared, figures, figures_in_words
+from benchmarks.judged_texts import RESAMPLES, chat_texts, compared, figures, figures_in_words, read_prompt
 from benchmarks.report import environment, tell
-from d3engine import Engine, SamplingParams
-from d3engine.scheduling.plan import Plan, Sampled
+from d3engine import Engine
 
 
 @dataclass(frozen=True)
@@ -33,30 +30,6 @@ class Settings:
     chats: int = 64
     text_tokens: int = 64
     threads: int = 2
-
-
-class PromptReader:
-    """Stands for the engine's sampler, which it asks: keeps the log-probabilities of the prompt's tokens."""
-
-    def __init__(self, usual: Any) -> None:
-        self._usual = usual
-        self.rows: list[Tensor] = []
-
-    def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
-        self.rows.append(logits[len(plan.sample_rows) :].log_softmax(dim=-1))
-        sampled: Sampled = self._usual(logits, plan)
-        return sampled
-
-
-def read(engine: Engine, text: Text) -> Tensor:
-    """Log-probabilities [answer's tokens, V] of a text."""
-    usual = engine.sampler
-    reader = PromptReader(usual)
-    engine.sampler = reader  # type: ignore[assignment]
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    engine.generate([{"prompt_token_ids": text.prompt + text.answer}], params, use_tqdm=False)
-    engine.sampler = usual
-    return torch.cat(reader.rows)[-len(text.answer) :]
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -73,8 +46,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         texts = chat_texts(exact, settings.chats, settings.text_tokens)
         sums, references = [], []
         for text in tqdm(texts, unit="text"):
-            reference = read(exact, text)
-            sums.append(compared(text, read(rounded, text), reference))
+            reference = read_prompt(exact, text)
+            sums.append(compared(text, read_prompt(rounded, text), reference))
             references.append(compared(text, reference, reference))
     found = figures(np.array(sums), np.array(references), np.ones(len(texts), bool))
     kept = asdict(settings) | {"model": settings.model.rpartition("/")[2], "resamples": RESAMPLES}

@@ -25,6 +25,9 @@ from d3engine.scheduling.plan import Plan, Sampled
 from d3engine.text.prompts import Prompt
 
 CHATS = Path(__file__).parent / "chat_prompts.txt"
+PAGES = Path(__file__).parents[1] / "docs"
+PAGE_PROMPT = 32
+"""Tokens of a page that are read and not judged."""
 RESAMPLES = 2000
 FIGURES = ("kl", "loss", "same")
 
@@ -128,6 +131,41 @@ def read(engine: Engine, texts: Sequence[Text], depth: DepthPolicy) -> list[Tens
     while engine.has_unfinished_requests():
         engine.step()
     return [torch.stack(rows) for rows in sampler.rows]
+
+
+def page_texts(engine: Engine, limit: int, most: int) -> list[Text]:
+    """Pages of this repository's documentation: `PAGE_PROMPT` tokens of each, and the `most` tokens behind them."""
+    tokenizer = engine.get_tokenizer()
+    found = []
+    for page in sorted(PAGES.rglob("*.md")):
+        tokens = tokenizer.encode(page.read_text(encoding="utf-8"))[: PAGE_PROMPT + most]
+        if len(tokens) == PAGE_PROMPT + most:
+            found.append(Text("pages", tokens[:PAGE_PROMPT], tokens[PAGE_PROMPT:]))
+    return found[:: max(1, len(found) // limit)][:limit]
+
+
+class PromptReader:
+    """Stands for the engine's sampler, which it asks: keeps the log-probabilities of the prompt's tokens."""
+
+    def __init__(self, usual: Any) -> None:
+        self._usual = usual
+        self.rows: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
+        self.rows.append(logits[len(plan.sample_rows) :].log_softmax(dim=-1))
+        sampled: Sampled = self._usual(logits, plan)
+        return sampled
+
+
+def read_prompt(engine: Engine, text: Text) -> Tensor:
+    """Log-probabilities [answer's tokens, V] of a text that goes in as one prompt, at full depth."""
+    usual = engine.sampler
+    reader = PromptReader(usual)
+    engine.sampler = reader  # type: ignore[assignment]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    engine.generate([{"prompt_token_ids": text.prompt + text.answer}], params, use_tqdm=False)
+    engine.sampler = usual
+    return torch.cat(reader.rows)[-len(text.answer) :]
 
 
 def compared(text: Text, found: Tensor, reference: Tensor) -> Floats:

@@ -1,15 +1,19 @@
-"""What quantized weights cost a model: KL divergence, agreement and perplexity of texts, beside its float weights.
+"""What 4 and 8 bits cost a model: KL divergence, agreement and perplexity beside its floats, and bits per weight.
 
-Every form meets the texts of `judged_texts.py`. What is computed with are the floats that its values and scales stand
-for, so that nothing differs but the weights. The LM head stays float, and with it an embedding that is the head too.
-Groups are fitted to Python's documentation, which none of the texts is from.
+The floats are a GGUF file's own with their channels shuffled (`gguf_copy.py`). The same floats go to this project's
+schemes and to llama.cpp's types; activations are float32 everywhere. Texts are the model's own greedy answers in chats,
+and pages of this repository's documentation. int4 is fitted to its default text: other conversations of the model,
+which it samples, and Python's documentation.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,102 +24,135 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.gguf_copy import in_q4_0, quantized_by_llama_cpp, shuffled
 from benchmarks.judged_texts import (
-    TextSettings,
+    RESAMPLES,
+    Text,
     chat_texts,
     compared,
     figures,
     figures_in_words,
-    gsm8k_texts,
-    new_parser,
-    read,
+    page_texts,
+    read_prompt,
 )
 from benchmarks.report import environment, tell
-from d3engine import D3, Engine, FullDepth
-from d3engine.depth import DepthPolicy
-from d3engine.engine.model_directory import model_directory
-from d3engine.kernels.matrices import Weight
-from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
-from d3engine.model.weights import LlamaWeights, load_weights, quantize_matrix, with_matrices
-from d3engine.weights_tools.quantize import quantize_to_groups
+from d3engine import Engine
+from d3engine.model.config import ModelConfig
+from d3engine.model.source import open_checkpoint
+from d3engine.weights_tools.quantize import quantize_model, quantize_to_groups
 
-FLOATS = "float32"
-GROUPS = {f"int4, groups of {size}": size for size in (32, 64)}
-
-
-def stood_for(weights: LlamaWeights, scheme: str) -> LlamaWeights:
-    """`weights` with each matrix of the layers as the float32 that it stands for once it is quantized."""
-
-    def rounded(matrix: Weight) -> Weight:
-        return quantize_matrix(matrix, scheme).dequantize(torch.float32)
-
-    return with_matrices(weights, rounded, lambda head: head)
+FORMS: dict[str, Callable[[Path, Path], None]] = {
+    "int4": partial(quantize_to_groups, show_progress=False),
+    "int4 --rtn": partial(quantize_model, scheme="int4", show_progress=False),
+    "int8": partial(quantize_model, scheme="int8", show_progress=False),
+    "fp8": partial(quantize_model, scheme="fp8", show_progress=False),
+    "Q4_0": in_q4_0,
+    "Q4_K_M": partial(quantized_by_llama_cpp, name="Q4_K_M"),
+}
+"""What writes each form of a GGUF file of floats to another place."""
+KINDS = ("chats", "pages")
 
 
-def in_form(weights: LlamaWeights, directory: Path, form: str) -> LlamaWeights:
-    """The weights of `directory` as the floats that they stand for in a form."""
-    if form not in GROUPS:
-        return stood_for(weights, form)
-    with TemporaryDirectory() as folder:
-        quantize_to_groups(directory, Path(folder), GROUPS[form])
-        return load_weights(folder, ModelConfig.from_directory(folder), dtype=torch.float32, device="cpu")
+@dataclass(frozen=True)
+class Settings:
+    """Which GGUF file, how many texts of each kind, and how many tokens of each are judged at most."""
+
+    model: str
+    forms: tuple[str, ...] = tuple(FORMS)
+    chats: int = 32
+    chat_tokens: int = 64
+    pages: int = 8
+    page_tokens: int = 256
+    threads: int = 2
 
 
-def measure(settings: TextSettings, forms: Sequence[str]) -> dict[str, Any]:
-    """Forms at full depth and under D3, beside the float weights."""
+def bits_per_weight(model: Path, floats: Path) -> tuple[float, float]:
+    """Of the layers and of the whole model, scales counted, for each of the float weights that `model` stands for."""
+    prefix = ModelConfig.from_directory(floats).tensor_names.layer(0).partition("0")[0]
+    with open_checkpoint(model) as checkpoint, open_checkpoint(floats) as original:
+        sums = [
+            (
+                sum(8 * entry.nbytes for name, entry in checkpoint.entries.items() if name.startswith(start)),
+                sum(entry.num_values for name, entry in original.entries.items() if name.startswith(start)),
+            )
+            for start in (prefix, "")
+        ]
+    layers, whole = (bits / weights for bits, weights in sums)
+    return layers, whole
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Each form on each kind of text, beside the floats."""
     torch.set_num_threads(settings.threads)
-    directory = model_directory(settings.model)
-    weights = load_weights(directory, ModelConfig.from_directory(directory), dtype=torch.float32, device="cpu")
-    with _engine_over(weights, settings) as floats:
-        texts = gsm8k_texts(floats, Path(settings.data), "test", settings.gsm8k, settings.text_tokens)
-        texts += chat_texts(floats, settings.chats, settings.text_tokens)
-        batches = [texts[first : first + settings.batch] for first in range(0, len(texts), settings.batch)]
-        depths: dict[str, DepthPolicy] = {"full": FullDepth(), "D3": D3(settings.alpha, settings.start)}
-        with tqdm(total=len(batches) * len(depths) * (1 + len(forms)), unit="pass") as bar:
-
-            def all_of(engine: Engine, depth: str) -> list[torch.Tensor]:
-                found = []
-                for batch in batches:
-                    found += read(engine, batch, depths[depth])
-                    bar.update()
-                return found
-
-            reference = {depth: all_of(floats, depth) for depth in depths}
-            sums = {(FLOATS, depth): list(map(compared, texts, own, own)) for depth, own in reference.items()}
-            for form in forms:
-                with _engine_over(in_form(weights, directory, form), settings) as engine:
-                    for depth, wanted in reference.items():
-                        sums[form, depth] = list(map(compared, texts, all_of(engine, depth), wanted))
-    everything = np.ones(len(texts), dtype=bool)
-    rows = [
-        {
-            "weights": form,
-            "depth": depth,
-            **figures(np.array(found), np.array(sums[FLOATS, depth]), everything),
-        }
-        for (form, depth), found in sums.items()
-    ]
-    return {"benchmark": "weight_forms", "settings": settings.kept, "rows": rows}
+    options: dict[str, Any] = {"num_threads": settings.threads, "activations": "float32", "max_model_len": 1024}
+    options |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 2**28, "device": "cpu", "dtype": "float32"}
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        original = Path(folder) / "floats.gguf"
+        shuffled(Path(settings.model), original)
+        made = {form: Path(folder) / f"{form}.gguf" for form in settings.forms}  # a directory may end so too
+        for form, path in tqdm(made.items(), unit="form"):
+            FORMS[form](original, path)
+        bits = {form: bits_per_weight(path, original) for form, path in made.items()}
+        floats = stack.enter_context(Engine(original, **options))
+        engines = {form: stack.enter_context(Engine(path, **options)) for form, path in made.items()}
+        texts = chat_texts(floats, settings.chats, settings.chat_tokens)
+        texts += page_texts(floats, settings.pages, settings.page_tokens)
+        sums: dict[str, list[Any]] = {form: [] for form in engines}
+        own = []
+        for text in tqdm(texts, unit="text"):
+            reference = read_prompt(floats, text)
+            own.append(compared(text, reference, reference))
+            for form, engine in engines.items():
+                sums[form].append(compared(text, read_prompt(engine, text), reference))
+    rows = [_row("floats", kind, own, own, texts) for kind in KINDS]
+    for form, found in sums.items():
+        layers, whole = bits[form]
+        rows += [
+            _row(form, kind, found, own, texts) | {"bits_of_layers": layers, "bits_of_all": whole} for kind in KINDS
+        ]
+    kept = asdict(settings) | {"model": Path(settings.model).name, "resamples": RESAMPLES}
+    return {"benchmark": "weight_forms", "settings": kept, "rows": rows}
 
 
-@contextmanager
-def _engine_over(weights: LlamaWeights, settings: TextSettings) -> Iterator[Engine]:
-    """What asks its sampler for each token: an engine without runs of steps."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 2**28}
-    options |= {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": settings.batch}
-    with Engine(settings.model, weights=weights, **options) as engine:
-        yield engine
+def _row(form: str, kind: str, sums: list[Any], own: list[Any], texts: Sequence[Text]) -> dict[str, Any]:
+    which = np.array([text.kind == kind for text in texts])
+    return {"weights": form, "texts": kind, **figures(np.array(sums), np.array(own), which)}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The rows of a page's table: a form's bits, and KL divergence and perplexity on both kinds of text."""
+    lines = []
+    for form in dict.fromkeys(row["weights"] for row in report["rows"]):
+        rows = {row["texts"]: row for row in report["rows"] if row["weights"] == form}
+        bits = [f"{rows[KINDS[0]][name]:.2f}" for name in ("bits_of_layers", "bits_of_all") if form != "floats"]
+        cells = [form, ", ".join(bits) or "32"]
+        for kind in KINDS:
+            kl = rows[kind]["kl"]
+            cells += [f"{kl['value']:.4f} ({kl['low']:.4f} to {kl['high']:.4f})", f"{rows[kind]['perplexity']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print a row for each form of the weights and each depth."""
+    """Print a row for each form of the weights and each kind of text."""
     settings = report["settings"]
-    title = f"{settings['model']}: {settings['gsm8k']} of GSM8K, {settings['chats']} chats; float32 activations"
+    title = f"{settings['model']}, channels shuffled: {settings['chats']} chats, {settings['pages']} pages"
     table = Table(title=title, title_justify="left")
-    for column in ("depth", "weights", "positions", "KL, nats", "same token", "loss, nats", "perplexity"):
+    columns = (
+        "weights",
+        "bits: layers, all",
+        "texts",
+        "positions",
+        "KL, nats",
+        "same token",
+        "loss, nats",
+        "perplexity",
+    )
+    for column in columns:
         table.add_column(column, justify="right")
-    for row in sorted(report["rows"], key=lambda row: str(row["depth"]), reverse=True):
-        about = row["depth"], row["weights"], str(row["positions"])
+    for row in report["rows"]:
+        bits = f"{row['bits_of_layers']:.2f}, {row['bits_of_all']:.2f}" if "bits_of_all" in row else ""
+        about = row["weights"], bits, row["texts"], str(row["positions"])
         table.add_row(*about, *figures_in_words(row), f"{row['perplexity']:.4f}")
     console.print(table)
 
@@ -123,14 +160,25 @@ def show(report: dict[str, Any], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = new_parser("weight_forms", (__doc__ or "").splitlines()[0])
-    every = [*QUANTIZATION_SCHEMES, *GROUPS]
-    parser.add_argument("--forms", nargs="+", choices=every, default=every, help="of the weights [default: all]")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.weight_forms", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model", required=True, help="a GGUF file of a Llama or a Qwen2")
+    help_ = "of the weights; Q4_K_M needs llama-cpp-python [default: all]"
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=Settings.forms, help=help_)
+    parser.add_argument("--chats", type=int, default=Settings.chats, help="the model's own answers")
+    parser.add_argument("--chat-tokens", type=int, default=Settings.chat_tokens, help="judged of each at most")
+    parser.add_argument("--pages", type=int, default=Settings.pages, help="of documentation")
+    parser.add_argument("--page-tokens", type=int, default=Settings.page_tokens, help="judged of each")
+    parser.add_argument("--threads", type=int, default=Settings.threads)
+    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     options = vars(parser.parse_args(arguments))
-    file, forms = options.pop("json"), options.pop("forms")
-    report = measure(TextSettings(**options), forms)
+    file, forms = options.pop("json"), tuple(options.pop("forms"))
+    report = measure(Settings(forms=forms, **options))
     report["environment"] = environment("benchmarks.weight_forms", arguments)
     tell(report, show, width=150, file=file)
+    if file is not None:
+        print(markdown(report))
     return 0
 
 

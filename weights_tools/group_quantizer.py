@@ -20,9 +20,11 @@ from d3engine.model.llama import Rope, scaled_embedding_
 GROUP_SIZES = (32, 64, 128)
 _MOST = 15
 _COLUMNS_AT_ONCE = 128
-"""Columns whose errors are spread over the columns behind them in one product; groups do not cross them."""
-_DAMPING = 0.01
+"""Columns whose errors are spread over the columns behind them in one product."""
+_DAMPING = 0.05
 """Of the mean of the diagonal, added to it: few tokens leave directions that no activation has."""
+_SWEEPS = 2
+"""Rounds in which each scale and code is chosen again; later ones gain little."""
 _SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Shares of a group's range that its fifteen steps may cover."""
 
@@ -43,45 +45,88 @@ class Groups:
 
 
 def quantize_groups(matrix: Tensor, group_size: int, second_moments: Tensor) -> Groups:
-    """Round `matrix` [N, K] to 4 bits, column by column, so that the products of a text's activations change least.
+    """Round `matrix` [N, K] to 4 bits so that the products of a text's activations change least.
 
-    `second_moments` float32 [K, K] are the sums of x x' over activations x. The error of a column is made up for by the
-    columns behind it (Frantar et al., GPTQ, 2022); of `_SHRINKAGE` a group takes the scale of the least squared error,
-    weighted by the activations' squares.
+    `second_moments` float32 [K, K] are the sums of x x' over activations x. Each group has the zero point and the scale
+    of the least error weighted by the activations' squares. Columns are rounded from the one with the largest
+    activations on, and the error of each is made up for by those that follow (Frantar et al., GPTQ, 2022). Then codes
+    and scales are chosen again one after the other, each the best beside all others (Behdin et al., QuantEase, 2023).
     """
-    left, upper = matrix.float().clone(), _inverse_factor(second_moments)
-    weights = second_moments.diagonal()
+    matrix, damped = matrix.float(), _damped(second_moments)
+    columns = torch.split(matrix, group_size, dim=1), torch.split(second_moments.diagonal(), group_size)
+    fits = list(map(_fit, *columns))
+    zero_points, scales = (torch.stack(one, dim=1) for one in zip(*fits, strict=True))
+    codes = _compensated(matrix, zero_points, scales.float(), damped)
+    for _ in range(_SWEEPS):
+        codes, scales = _improved(matrix, codes, zero_points, scales, damped)
+    return Groups(codes.to(torch.uint8), zero_points.to(torch.uint8), scales)
+
+
+def _compensated(matrix: Tensor, zero_points: Tensor, scales: Tensor, damped: Tensor) -> Tensor:
+    """The codes [N, K], as floats, of a matrix with given groups."""
     rows, columns = matrix.shape
-    groups = columns // group_size
-    made = Groups(
-        torch.empty(rows, columns, dtype=torch.uint8),
-        torch.empty(rows, groups, dtype=torch.uint8),
-        torch.empty(rows, groups, dtype=torch.float16),
-    )
+    order = damped.diagonal().argsort(descending=True)
+    group_of = order // (columns // scales.shape[1])
+    left, upper = matrix[:, order], _inverse_factor(damped[order][:, order])
+    codes = torch.empty_like(matrix)
     for start in range(0, columns, _COLUMNS_AT_ONCE):
         stop = min(start + _COLUMNS_AT_ONCE, columns)
         block, errors = left[:, start:stop].t().contiguous(), torch.empty(stop - start, rows)
-        for nth in range(stop - start):
-            column = start + nth
-            group = column // group_size
-            if column % group_size == 0:
-                part = slice(column, column + group_size)
-                zero_points, scales = _fit(block[nth : nth + group_size].t(), weights[part])
-                made.zero_points[:, group], made.scales[:, group] = zero_points, scales
-                steps = scales.float()
-            codes = (block[nth] / steps).round_().add_(zero_points).clamp_(0, _MOST)
-            made.codes[:, column] = codes
-            errors[nth] = (block[nth] - (codes - zero_points) * steps) / upper[column, column]
+        zeros, steps = (one[:, group_of[start:stop]].t().contiguous() for one in (zero_points, scales))
+        for nth, column in enumerate(range(start, stop)):
+            found = (block[nth] / steps[nth]).round_().add_(zeros[nth]).clamp_(0, _MOST)
+            codes[:, order[column]] = found
+            errors[nth] = (block[nth] - (found - zeros[nth]) * steps[nth]) / upper[column, column]
             block[nth:].addr_(upper[column, column:stop], errors[nth], alpha=-1)
         left[:, stop:].addmm_(errors.t(), upper[start:stop, stop:], alpha=-1)
-    return made
+    return codes
 
 
-def _inverse_factor(second_moments: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped moments."""
+def _improved(
+    matrix: Tensor, codes: Tensor, zero_points: Tensor, scales: Tensor, damped: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a lower or the same error: of one group after the other the scale, then each code."""
+    size, codes, scales = codes.shape[1] // scales.shape[1], codes.clone(), scales.clone()
+    zeros, steps = (one.repeat_interleave(size, dim=1) for one in (zero_points, scales.float()))
+    left = matrix - (codes - zeros) * steps
+    for group in range(scales.shape[1]):
+        part = slice(group * size, (group + 1) * size)
+        own = damped[part, part]
+        pull = (left @ damped[:, part]).t().contiguous()
+        zero = zero_points[:, group]
+        numbers = (codes[:, part] - zero[:, None]).t().contiguous()
+        old = scales[:, group].float()
+        better = (old + (numbers * pull).sum(0) / (numbers * (own @ numbers)).sum(0)).half()
+        better = torch.where(torch.isfinite(better) & (better > 0), better, scales[:, group])
+        scales[:, group] = better
+        step = better.float()
+        pull -= own @ (numbers * (step - old))
+        for nth in range(size):
+            wanted = numbers[nth] * step + pull[nth] / own[nth, nth]
+            found = (wanted / step).round_().add_(zero).clamp_(0, _MOST).sub_(zero)
+            pull.addr_(own[nth], (found - numbers[nth]) * step, alpha=-1)
+            numbers[nth] = found
+        codes[:, part] = (numbers + zero).t()
+        left[:, part] = matrix[:, part] - (numbers * step).t()
+    return codes, scales
+
+
+def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`matrix` [N, K] in 8 bits: codes uint8 [N, K], 128 for 0, and float16 scales [N, 1]."""
+    scales = (matrix.abs().amax(dim=1, keepdim=True) / 127).clamp_(min=1e-6).half()
+    return (matrix / scales.float()).round_().clamp_(-127, 127).add_(128).to(torch.uint8), scales
+
+
+def _damped(second_moments: Tensor) -> Tensor:
+    """The moments with `_DAMPING` of their mean added to the diagonal."""
     damped = second_moments.clone()
     diagonal = damped.diagonal()
     diagonal += _DAMPING * diagonal.mean().clamp(min=1e-6)
+    return damped
+
+
+def _inverse_factor(damped: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
     return upper

@@ -23,12 +23,12 @@ from d3engine.model.checkpoint import (
 )
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
-from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, scheme_of
+from d3engine.model.expected_tensors import LM_HEAD, check_tensors, check_values, expected_tensors, scheme_of
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION_METHOD, QUANTIZATION_SCHEMES
 from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
 from d3engine.model.weights import check_head_scheme, quantize_matrix
-from d3engine.text.tokenizer import load_tokenizer
-from d3engine.weights_tools.group_quantizer import GROUP_SIZES, Groups, LayerQuantizer
+from d3engine.weights_tools.fitting_text import fitting_tokens
+from d3engine.weights_tools.group_quantizer import GROUP_SIZES, Groups, LayerQuantizer, round_rows
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
@@ -39,9 +39,9 @@ from d3engine.weights_tools.writing import (
     write_weights,
 )
 
-_SEQUENCES, _LENGTH = 32, 512
-"""Of a calibration text: the most that is read of it, in tokens."""
-_FEWEST_TOKENS = 1024
+DEFAULT_GROUP_SIZE = 32
+GROUPED_HEADS = ("int8", "float")
+"""What an LM head and an embedding may be beside matrices in groups."""
 
 
 def quantize_model(
@@ -127,8 +127,9 @@ class _Matrix:
 def quantize_to_groups(
     source: Path,
     destination: Path,
-    group_size: int,
+    group_size: int = DEFAULT_GROUP_SIZE,
     *,
+    lm_head: str = DEFAULT_HEAD_SCHEME,
     text: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
@@ -137,26 +138,30 @@ def quantize_to_groups(
     """Write the model directory or GGUF file `source`, its layers' matrices in 4 bits, to `destination`.
 
     `group_size` input channels, one of `GROUP_SIZES`, share a scale and a zero point, which are fitted to the
-    activations of `text`; None: the documentation that comes with Python. The directory is one of compressed-tensors
-    (W4A16), which others read too. The LM head and the embedding stay floats, those that a GGUF file has quantized in
-    float16. One layer is in memory in float32. Raises as `quantize_model`.
+    activations of `text`; None: the documentation that comes with Python, and conversations that the model samples, for
+    which all of it is in memory. Then one layer is, in float32. The LM head and the embedding become `lm_head`, one of
+    `GROUPED_HEADS`: 8 bits with a scale for each row, or floats, in float16 those that a GGUF file has quantized. The
+    directory is one of compressed-tensors (W4A16). Raises as `quantize_model`.
     """
     require(group_size in GROUP_SIZES, "group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
+    require(lm_head in GROUPED_HEADS, "lm_head", lm_head, f"one of {', '.join(GROUPED_HEADS)} with groups")
     config = ModelConfig.from_directory(source)
     require(config.quantization is None, "MODEL", str(source), "a model with float weights")
     for columns in (config.hidden_size, config.q_size, config.intermediate_size):
-        require(columns % group_size == 0, "group_size", group_size, f"a divisor of {columns}, the columns of a matrix")
+        allowed = f"a divisor of {columns}, the columns of a matrix (--rtn takes any)"
+        require(columns % group_size == 0, "group_size", group_size, allowed)
     _check_destination(source, destination)
-    prompts = _prompts(source, text)
+    prompts = fitting_tokens(source, text, show_progress=show_progress)
     with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
-        contents = files_of(source).read_json_object(CONFIG_FILE) | {"quantization_config": _of_groups(group_size)}
+        quantization = _of_groups(group_size, lm_head, config.tie_word_embeddings)
+        contents = files_of(source).read_json_object(CONFIG_FILE) | {"quantization_config": quantization}
         write_json(folder / CONFIG_FILE, contents)
         quantizer = LayerQuantizer(checkpoint, config, prompts, group_size)
         write_shards(
             folder,
-            _pending_groups(checkpoint, config, quantizer),
+            _pending_groups(checkpoint, config, quantizer, lm_head),
             shard_bytes=shard_bytes,
             show_progress=show_progress,
             description="quantizing",
@@ -168,35 +173,28 @@ def _check_destination(source: Path, destination: Path) -> None:
         raise InvalidValueError("DST", str(destination), "another directory than MODEL")
 
 
-def _of_groups(group_size: int) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group_size}
-    weights |= {"dynamic": False, "actorder": None}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+def _of_groups(group_size: int, lm_head: str, is_tied: bool) -> dict[str, Any]:
+    def group(targets: list[str], **weights: Any) -> dict[str, Any]:
+        common = {"type": "int", "dynamic": False, "actorder": None}
+        return {"targets": targets, "weights": weights | common, "input_activations": None, "output_activations": None}
+
+    groups = {"group_0": group(["Linear"], num_bits=4, symmetric=False, strategy="group", group_size=group_size)}
+    if lm_head != "float":
+        targets = ["Embedding"] if is_tied else ["Embedding", "lm_head"]
+        groups["group_1"] = group(targets, num_bits=8, symmetric=True, strategy="channel", group_size=None)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "config_groups": groups,
+        "ignore": ["lm_head"] if is_tied or lm_head == "float" else [],
     }
 
 
-def _prompts(source: Path, text: str | None) -> Tensor:
-    """Token ids int64 [S, L] from all parts of a text."""
-    if text is None:
-        from pydoc_data.topics import topics
-
-        text = "\n\n".join(topics.values())
-    tokens = load_tokenizer(source).encode(text[: 16 * _SEQUENCES * _LENGTH])
-    allowed = f"at least {_FEWEST_TOKENS} tokens"
-    require(len(tokens) >= _FEWEST_TOKENS, "text", f"{len(tokens)} tokens", allowed)
-    sequences = min(_SEQUENCES, len(tokens) // _LENGTH)
-    apart = len(tokens) // sequences
-    return torch.tensor([tokens[nth * apart : nth * apart + _LENGTH] for nth in range(sequences)])
-
-
-def _pending_groups(checkpoint: Checkpoint, config: ModelConfig, quantizer: LayerQuantizer) -> dict[str, PendingTensor]:
-    """The tensors to write, layer by layer: matrices in groups, and the floats."""
+def _pending_groups(
+    checkpoint: Checkpoint, config: ModelConfig, quantizer: LayerQuantizer, lm_head: str
+) -> dict[str, PendingTensor]:
+    """The tensors to write, layer by layer: matrices in groups, then the embedding, the head and what stays float."""
     expected = expected_tensors(config)
     pending: dict[str, PendingTensor] = {}
     for index in range(config.num_layers):
@@ -205,11 +203,33 @@ def _pending_groups(checkpoint: Checkpoint, config: ModelConfig, quantizer: Laye
             if name.startswith(prefix) and is_layer_matrix(name):
                 pending |= _pending_matrix(checkpoint.entries[name], shape, groups)
     for name in expected:
-        if not is_layer_matrix(name):
-            entry = checkpoint.entries[name]
+        entry = checkpoint.entries[name]
+        if name in (config.tensor_names.embedding, LM_HEAD) and lm_head != "float":
+            pending |= _pending_rows(checkpoint, entry)
+        elif not is_layer_matrix(name):
             dtype = dtype_of(entry.dtype) if entry.packed is None else torch.float16
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
     return pending
+
+
+def _pending_rows(checkpoint: Checkpoint, entry: TensorEntry) -> dict[str, PendingTensor]:
+    """A matrix in 8 bits with a scale for each row."""
+    rows, columns = entry.shape
+    quantized: list[Tensor] = []
+
+    def values() -> Tensor:
+        codes, scales = round_rows(_read(checkpoint, entry, torch.float32))
+        quantized.append(scales)
+        return codes.view(torch.int32)
+
+    return {
+        entry.name.removesuffix("weight") + suffix: PendingTensor(entry.file, shape, dtype, read)
+        for suffix, shape, dtype, read in (
+            ("weight_packed", (rows, columns // 4), torch.int32, values),
+            ("weight_scale", (rows, 1), torch.float16, quantized.pop),
+            ("weight_shape", (2,), torch.int64, lambda: torch.tensor(entry.shape)),
+        )
+    }
 
 
 class _Layer:
@@ -247,7 +267,8 @@ def _pending_matrix(entry: TensorEntry, shape: tuple[int, ...], layer: _Layer) -
 def _words(numbers: Tensor) -> Tensor:
     """Numbers [A, B] below 16 as int32 [A, B / 8, rounded up], the first in the lowest bits."""
     nibbles = F.pad(numbers, (0, -numbers.shape[1] % 8)).contiguous()
-    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
+    pairs = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return pairs.flatten().view(torch.int32).view(len(numbers), -1)  # one row may have any stride
 
 
 def _read(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:

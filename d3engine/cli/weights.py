@@ -174,42 +174,56 @@ def quantize_command(
     destination: Destination,
     scheme: Annotated[
         Scheme,
-        typer.Option(help="int8, fp8: one scale per output channel; int4: one scale for 128 input channels of each."),
+        typer.Option(help="int8, fp8: one scale per output channel; int4: groups of input channels, fitted to a text."),
     ],
     lm_head: Annotated[
-        HeadForm | None,
+        HeadForm,
         typer.Option(
-            help="What the LM head becomes, and an embedding that is the head too; that cannot be int4 "
-            "[default: int8; float with --group-size].",
-            show_default=False,
+            help="What the LM head becomes, and an embedding that is the head too, or that of int4: these cannot be "
+            "int4."
         ),
-    ] = None,
+    ] = HeadForm.int8,
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="int4 alone: input channels (32, 64 or 128) that share a scale and a zero point, fitted to a text."
+            help="int4 alone: input channels (32, 64 or 128) that share a scale and a zero point [default: 32].",
+            show_default=False,
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="The text for --group-size [default: Python's documentation].", show_default=False),
+        typer.Option(
+            help="int4 alone: the text to fit to [default: Python's documentation and the model's own conversations].",
+            show_default=False,
+        ),
     ] = None,
+    rtn: Annotated[
+        bool,
+        typer.Option(
+            "--rtn",
+            help="int4 alone: no text, each number rounded to the nearest, a scale for 128 input channels and no zero "
+            "point. Worse, and the only int4 that a GPU reads packed.",
+        ),
+    ] = False,
     shard_size: ShardSize = 5.0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Quantize a model's matrices; norms, biases and an embedding that is not the LM head too stay float."""
-    from d3engine.weights_tools.quantize import quantize_model, quantize_to_groups
+    """Quantize a model's matrices; norms and biases stay float, and an embedding that no option names."""
+    from d3engine.weights_tools.quantize import DEFAULT_GROUP_SIZE, quantize_model, quantize_to_groups
 
     source = model_directory(model)
     options: dict[str, Any] = {"shard_bytes": _shard_bytes(shard_size), "overwrite": overwrite}
-    if group_size is None:
-        require(text is None, "--text", str(text), "absent without --group-size")
-        quantize_model(source, destination, scheme.value, lm_head=(lm_head or HeadForm.int8).value, **options)
-    else:
-        require(scheme is Scheme.int4, "--scheme", scheme.value, "int4 with --group-size")
-        require(lm_head in (None, HeadForm.float), "--lm-head", lm_head, "float, or absent, with --group-size")
+    options["lm_head"] = lm_head.value
+    require(scheme is Scheme.int4 or not rtn, "--rtn", rtn, "absent with another --scheme than int4")
+    if scheme is Scheme.int4 and not rtn:
         given = None if text is None else as_text(read_bytes(text, DATA_BYTES), text)
-        quantize_to_groups(source, destination, group_size, text=given, **options)
+        size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+        quantize_to_groups(source, destination, size, text=given, **options)
+    else:
+        allowed = "absent but for --scheme int4 without --rtn"
+        require(text is None, "--text", str(text), allowed)
+        require(group_size is None, "--group-size", group_size, allowed)
+        quantize_model(source, destination, scheme.value, **options)
     typer.echo(f"wrote {destination}")
     if is_there(beside(source, POLICY_FILE)):
         left = f"{POLICY_FILE} stays behind, since it was calibrated on the float weights"

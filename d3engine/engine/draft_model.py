@@ -10,7 +10,7 @@ from torch import Tensor
 
 from d3engine.engine.executors import eager_executor, matrix_form, native_executor, new_cache
 from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
-from d3engine.engine.resolve import held_config, kept_by_default, resolve_activations, resolve_weight_dtype
+from d3engine.engine.resolve import held_config, kept_by_default, multiplies_bytes, resolve_weight_dtype
 from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.interface import Executor
@@ -103,6 +103,7 @@ def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) ->
     if settings.executor != "native":
         return replace(settings, directory=directory, config=own, keeps_blocks=False)
     kept = kept_by_default("auto", directory, own, "native") or settings.weight_dtype
+    has_blocks = files_of(directory).packed_bytes() is not None
     return replace(
         settings,
         directory=directory,
@@ -110,7 +111,7 @@ def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) ->
         weight_dtype=resolve_weight_dtype("auto", dtype=settings.dtype, device=settings.device, kept=kept),
         weight_compression="none",
         keeps_blocks=True,
-        activations=resolve_activations("auto", files_of(directory).packed_bytes() is not None),
+        activations="int8" if has_blocks and multiplies_bytes() else "float32",
     )
 
 

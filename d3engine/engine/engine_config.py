@@ -83,7 +83,7 @@ class EngineConfig:
             decodes and no `dtype` is named.
         activations: Type of activations for quantized matrices of GGUF, AWQ or GPTQ files on a CPU: "float32" is
             exact, "int8" has 8 bits and a scale for each 32 values, for x86 processors with AVX2. "auto" is the latter
-            where it can be.
+            there from a hidden size of 896 on: narrower models lose more by it.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
             a CPU.
         max_model_len: Maximum tokens of prompt and answer; None: the model's, or what fits the memory.

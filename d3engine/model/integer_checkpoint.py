@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,7 @@ _NAMES = {
 class _Matrix:
     """The stored tensors of one matrix [N, K], and the type of the blocks that it becomes; None: floats alone."""
 
+    layout: IntegerLayout
     values: TensorEntry
     scales: TensorEntry
     zero_points: TensorEntry | None
@@ -58,13 +59,13 @@ class _Matrix:
     type_name: str | None
 
 
-def integer_checkpoint(checkpoint: Checkpoint, layout: IntegerLayout) -> Checkpoint:
+def integer_checkpoint(checkpoint: Checkpoint, layouts: Sequence[IntegerLayout]) -> Checkpoint:
     """The tensors of a published checkpoint by transformers' names, its matrices of whole numbers as `X.weight`.
 
     They read as float32, and as blocks where their groups are neighbouring columns. Raises `ModelFormatError` for
-    tensors that are missing or of a shape or dtype that the layout does not have.
+    tensors that are missing or of a shape or dtype that no layout, all of one method, has.
     """
-    names = _NAMES[layout.method]
+    names = _NAMES[layouts[0].method]
     matrices: dict[str, _Matrix] = {}
     gone: set[str] = set()
     for entry in checkpoint.entries.values():
@@ -74,14 +75,15 @@ def integer_checkpoint(checkpoint: Checkpoint, layout: IntegerLayout) -> Checkpo
         name = f"{module}.weight"
         if name in matrices or (name != entry.name and name in checkpoint.entries):
             raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} is unexpected beside {name!r}")
+        layout = layouts[0] if len(layouts) == 1 else _layout_of(checkpoint, module, entry, names, layouts)
         matrices[name] = _matrix_of(checkpoint, module, entry, names, layout)
         beside = (names.scales, names.zero_points, names.group_indices, *names.others)
         gone |= {entry.name, *(module + suffix for suffix in beside)}
     entries = {name: entry for name, entry in checkpoint.entries.items() if name not in gone}
-    tensors = _IntegerTensors(checkpoint, matrices, layout)
+    tensors = _IntegerTensors(checkpoint, matrices)
     for name, matrix in matrices.items():
         stored = matrix.values.nbytes + matrix.scales.nbytes + (matrix.zero_points.nbytes if matrix.zero_points else 0)
-        packed = Packed(matrix.type_name or layout.method, stored)
+        packed = Packed(matrix.type_name or matrix.layout.method, stored)
         entries[name] = TensorEntry(name, matrix.values.file, matrix.shape, "F32", packed)
     files: dict[Path, TensorFile] = {entry.file: tensors for entry in entries.values()}
     return Checkpoint(entries, files)
@@ -93,6 +95,30 @@ def _module_of(entry: TensorEntry, names: _Names) -> str | None:
     if suffix is None or (suffix == ".weight" and entry.dtype != "I8"):
         return None
     return entry.name.removesuffix(suffix)
+
+
+def _layout_of(
+    checkpoint: Checkpoint, module: str, values: TensorEntry, names: _Names, layouts: Sequence[IntegerLayout]
+) -> IntegerLayout:
+    """The one of several layouts by which a matrix has the columns that the file names, and its number of scales.
+
+    The config's `targets` are not read: they may be regular expressions, and a stranger's may run for ever.
+    """
+    scales, shape = (checkpoint.entries.get(module + suffix) for suffix in (names.scales, *names.others))
+    if shape is not None and shape.shape == (2,) and shape.dtype in ("I32", "I64"):
+        columns = int(checkpoint.read(shape.name)[1])
+    else:
+        columns = values.shape[-1] if values.dtype == "I8" else 0
+    for layout in layouts:
+        in_word = 32 // layout.bits if values.dtype == "I32" else 1
+        is_wide = len(values.shape) == 2 and values.shape[1] * in_word == columns > 0
+        groups = columns // layout.group_size if layout.group_size else 1
+        if is_wide and scales is not None and scales.num_values in (values.shape[0] * groups, 1):
+            return layout
+    allowed = ", ".join(f"{one.bits} bits with a scale for {one.group_size or 'all'} columns" for one in layouts)
+    raise ModelFormatError(
+        f"{values.file}: tensor {values.name!r} with its shape and scales must be one of config_groups: {allowed}"
+    )
 
 
 def _matrix_of(
@@ -123,7 +149,7 @@ def _matrix_of(
     in_order = _are_in_order(checkpoint, module + names.group_indices, columns, num_groups)
     in_blocks = in_order and scales.dtype in ("F16", "BF16")  # others may have more bits than a block keeps
     type_name = _type_of(columns // num_groups, layout.bits) if in_blocks else None
-    return _Matrix(values, scales, zero_points, (rows, columns), num_groups, type_name)
+    return _Matrix(layout, values, scales, zero_points, (rows, columns), num_groups, type_name)
 
 
 def _type_of(columns: int, bits: int) -> str | None:
@@ -178,10 +204,9 @@ def _are_in_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) 
 class _IntegerTensors:
     """Reads the tensors of a checkpoint, and the matrices that are made of whole numbers."""
 
-    def __init__(self, checkpoint: Checkpoint, matrices: Mapping[str, _Matrix], layout: IntegerLayout) -> None:
+    def __init__(self, checkpoint: Checkpoint, matrices: Mapping[str, _Matrix]) -> None:
         self._checkpoint = checkpoint
         self._matrices = matrices
-        self._layout = layout
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor; a matrix of whole numbers in float32, newly allocated."""
@@ -193,7 +218,7 @@ class _IntegerTensors:
         """The matrix as uint8 [rows, bytes of a row], in blocks; raises `ModelFormatError` for scales not finite."""
         matrix = self._matrices[name]
         assert matrix.type_name is not None, "it has blocks"
-        columns, bits = BLOCK_FORMATS[matrix.type_name].columns, self._layout.bits
+        columns, bits = BLOCK_FORMATS[matrix.type_name].columns, matrix.layout.bits
         try:
             spans = _spans(matrix.shape[0])
             return torch.cat([pack_integer_groups(*self._parts(matrix, *span), columns, bits) for span in spans])
@@ -221,7 +246,7 @@ class _IntegerTensors:
 
     def _groups_of_columns(self, matrix: _Matrix, module: str) -> Tensor:
         columns = matrix.shape[1]
-        indices = module + _NAMES[self._layout.method].group_indices
+        indices = module + _NAMES[matrix.layout.method].group_indices
         if matrix.type_name is None and indices in self._checkpoint.entries:
             return self._checkpoint.read(indices).long()
         return torch.arange(columns) // (columns // matrix.num_groups)
@@ -231,45 +256,49 @@ class _IntegerTensors:
 
         `start` is a multiple of eight.
         """
-        rows, in_word = stop - start, 32 // self._layout.bits
+        rows, layout = stop - start, matrix.layout
+        in_word = 32 // layout.bits
         values, stored = self._checkpoint.read(matrix.values.name), self._checkpoint.read(matrix.scales.name).float()
         words = slice(start // in_word, -(-stop // in_word))
-        if self._layout.method == "compressed-tensors":
-            codes = self._bytes_or_numbers(values[start:stop])
+        if layout.method == "compressed-tensors":
+            codes = _bytes_or_numbers(values[start:stop], layout.bits)
             scales = stored.reshape(-1, matrix.num_groups).expand(matrix.shape[0], -1)[start:stop]
             return codes, self._zero_points(matrix, start, stop), scales
-        if self._layout.method == "gptq":
-            codes = self._numbers(values[:, start:stop]).transpose(0, 1).flatten(1)
+        if layout.method == "gptq":
+            codes = _numbers(values[:, start:stop], layout.bits).transpose(0, 1).flatten(1)
         else:
-            codes = self._numbers(values[:, words])[:, :, _AWQ_PLACES].flatten(1)[:, :rows].t()
+            codes = _numbers(values[:, words], layout.bits)[:, :, _AWQ_PLACES].flatten(1)[:, :rows].t()
         return codes.contiguous(), self._zero_points(matrix, start, stop), stored[:, start:stop].t().contiguous()
 
     def _zero_points(self, matrix: _Matrix, start: int, stop: int) -> Tensor:
         """Zero points uint8 [N, groups] of rows [start, stop)."""
-        rows, bits = stop - start, self._layout.bits
+        rows, layout = stop - start, matrix.layout
+        bits = layout.bits
         if matrix.zero_points is None:
             return torch.full((rows, matrix.num_groups), 1 << (bits - 1), dtype=torch.uint8)
         stored = self._checkpoint.read(matrix.zero_points.name)
         words = slice(start * bits // 32, -(-stop * bits // 32))
-        if self._layout.method == "compressed-tensors":
+        if layout.method == "compressed-tensors":
             if matrix.zero_points.dtype == "I8":
-                return self._bytes_or_numbers(stored[start:stop])
-            return self._numbers(stored[words]).transpose(1, 2).flatten(0, 1)[:rows]
+                return _bytes_or_numbers(stored[start:stop], bits)
+            return _numbers(stored[words], bits).transpose(1, 2).flatten(0, 1)[:rows]
         # Words are added, as GPTQModel does it: the offset of a number that overflows goes to the next one.
         ones = (2**32 - 1) // (2**bits - 1)
-        found = self._numbers(stored[:, words] + self._layout.zero_offset * ones)
-        return (found[:, :, _AWQ_PLACES] if self._layout.method == "awq" else found).flatten(1)[:, :rows].t()
+        found = _numbers(stored[:, words] + layout.zero_offset * ones, bits)
+        return (found[:, :, _AWQ_PLACES] if layout.method == "awq" else found).flatten(1)[:, :rows].t()
 
-    def _bytes_or_numbers(self, stored: Tensor) -> Tensor:
-        """Numbers [N, K] of words [N, K / 8], or of signed bytes [N, K]."""
-        if stored.dtype == torch.int8:
-            return (stored + (1 << (self._layout.bits - 1))).view(torch.uint8)
-        return self._numbers(stored).flatten(1)
 
-    def _numbers(self, words: Tensor) -> Tensor:
-        """The numbers of int32 words [A, B], the lowest bits first: uint8 [A, B, 32 / bits]."""
-        four = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-        return four if self._layout.bits == 8 else torch.stack([four & 15, four >> 4], dim=3).flatten(2)
+def _bytes_or_numbers(stored: Tensor, bits: int) -> Tensor:
+    """Numbers [N, K] of words [N, K x bits / 32], or of signed bytes [N, K]."""
+    if stored.dtype == torch.int8:
+        return (stored + (1 << (bits - 1))).view(torch.uint8)
+    return _numbers(stored, bits).flatten(1)
+
+
+def _numbers(words: Tensor, bits: int) -> Tensor:
+    """The numbers of int32 words [A, B], the lowest bits first: uint8 [A, B, 32 / bits]."""
+    four = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    return four if bits == 8 else torch.stack([four & 15, four >> 4], dim=3).flatten(2)
 
 
 def _spans(rows: int) -> Iterator[tuple[int, int]]:

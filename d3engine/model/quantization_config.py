@@ -93,7 +93,7 @@ def read_quantization(fields: Fields, is_tied: bool) -> tuple[str | None, str | 
     if not isinstance(given, Mapping):
         fields.refuse("quantization_config", "an object, or absent")
     own = Fields(given, f"{fields.source}: quantization_config")
-    if integer_layout(own) is not None or is_fp8(own):
+    if integer_layouts(own) or is_fp8(own):
         return None, None
     if own.get("quant_method") != QUANTIZATION_METHOD:
         own.refuse(
@@ -120,8 +120,8 @@ def head_schemes(is_tied: bool) -> tuple[str, ...]:
     return tuple(scheme for scheme in LM_HEAD_SCHEMES if not (is_tied and scheme == "int4"))
 
 
-def integer_layout(fields: Fields) -> IntegerLayout | None:
-    """The layout of whole numbers that a quantization_config names; None for another kind.
+def integer_layouts(fields: Fields) -> tuple[IntegerLayout, ...]:
+    """The layouts of whole numbers that a quantization_config names; none for another kind.
 
     Raises `ModelFormatError` for a layout of these methods that is not read.
     """
@@ -130,7 +130,7 @@ def integer_layout(fields: Fields) -> IntegerLayout | None:
         if str(fields.get("version") or "gemm").lower() != "gemm":
             fields.refuse("version", "'gemm', or absent: no other order of numbers is read")
         _one_of(fields, "bits", (4,))
-        return IntegerLayout(method, 4, _group_size(fields))
+        return (IntegerLayout(method, 4, _group_size(fields)),)
     if method == "gptq":
         bits = _one_of(fields, "bits", (4, 8))
         version = fields.get("checkpoint_format") or "gptq"
@@ -138,11 +138,11 @@ def integer_layout(fields: Fields) -> IntegerLayout | None:
             fields.refuse("checkpoint_format", "'gptq', 'gptq_v2' or absent: no other order of numbers is read")
         if fields.get("dynamic"):
             fields.refuse("dynamic", "absent or empty, since all matrices are read in one way")
-        return IntegerLayout(method, bits, _group_size(fields), zero_offset=int(version == "gptq"))
+        return (IntegerLayout(method, bits, _group_size(fields), zero_offset=int(version == "gptq")),)
     if method == "compressed-tensors" and fields.get("format") in ("pack-quantized", "int-quantized"):
         _check_changes(fields)
-        return _layout_of_groups(fields)
-    return None
+        return _layouts_of_groups(fields)
+    return ()
 
 
 def _one_of(fields: Fields, name: str, allowed: tuple[int, ...]) -> int:
@@ -162,10 +162,10 @@ def _group_size(fields: Fields) -> int:
     return size
 
 
-def _layout_of_groups(fields: Fields) -> IntegerLayout:
-    """The layout of compressed-tensors' `config_groups`, which must be one and the same for all matrices."""
+def _layouts_of_groups(fields: Fields) -> tuple[IntegerLayout, ...]:
+    """The layouts of compressed-tensors' `config_groups`, each once. Which one a matrix has follows from its shape."""
     groups = fields.get("config_groups")
-    found: set[IntegerLayout] = set()
+    found: dict[IntegerLayout, None] = {}
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
@@ -176,10 +176,10 @@ def _layout_of_groups(fields: Fields) -> IntegerLayout:
         if own.get("strategy") not in ("group", "channel", "tensor"):
             own.refuse("strategy", "one of group, channel, tensor")
         size = _group_size(own) if own.get("strategy") == "group" else 0
-        found.add(IntegerLayout("compressed-tensors", _one_of(own, "num_bits", (4, 8)), size))
-    if len(found) != 1:
-        fields.refuse("config_groups", "an object of groups whose weights all have the same bits and group size")
-    return found.pop()
+        found[IntegerLayout("compressed-tensors", _one_of(own, "num_bits", (4, 8)), size)] = None
+    if not found:
+        fields.refuse("config_groups", "an object of groups with weights")
+    return tuple(found)
 
 
 def is_fp8(fields: Fields) -> bool:

@@ -21,7 +21,7 @@ from d3engine.model.gguf_metadata import (
     gguf_tokenizer_json,
     gguf_tokenizer_kind,
 )
-from d3engine.model.quantization_config import IntegerLayout, block_of, integer_layout, is_fp8
+from d3engine.model.quantization_config import IntegerLayout, block_of, integer_layouts, is_fp8
 from d3engine.utils.files import CONFIG_BYTES, DATA_BYTES, UnreadableFileError, as_text, beside, is_there, read_bytes
 
 if TYPE_CHECKING:  # torch waits until weights are asked for
@@ -151,7 +151,7 @@ class DirectoryFiles(ModelFiles):
 
         with self._open_safetensors() as checkpoint:
             integers, published = self._published_integers(), self._published_fp8()
-            if integers is not None:
+            if integers:
                 from d3engine.model.integer_checkpoint import integer_checkpoint
 
                 yield integer_checkpoint(checkpoint, integers)
@@ -173,7 +173,7 @@ class DirectoryFiles(ModelFiles):
     def packed_bytes(self) -> int | None:
         from d3engine.model.checkpoint import INDEX_FILE, SINGLE_FILE
 
-        if self._published_integers() is None or not (self.has(SINGLE_FILE) or self.has(INDEX_FILE)):
+        if not self._published_integers() or not (self.has(SINGLE_FILE) or self.has(INDEX_FILE)):
             return None
         return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
 
@@ -193,12 +193,12 @@ class DirectoryFiles(ModelFiles):
     def _published_fp8(self) -> Fields | None:
         """The quantization_config, if it is that of weights in 8-bit floats."""
         fields = self._quantization()
-        return None if fields is None or integer_layout(fields) is not None or not is_fp8(fields) else fields
+        return None if fields is None or integer_layouts(fields) or not is_fp8(fields) else fields
 
-    def _published_integers(self) -> IntegerLayout | None:
-        """The layout of published matrices of whole numbers."""
+    def _published_integers(self) -> tuple[IntegerLayout, ...]:
+        """The layouts of published matrices of whole numbers."""
         fields = self._quantization()
-        return None if fields is None else integer_layout(fields)
+        return () if fields is None else integer_layouts(fields)
 
     def _quantization(self) -> Fields | None:
         if not self.has(CONFIG_FILE):

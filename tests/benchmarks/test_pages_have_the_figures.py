@@ -104,10 +104,10 @@ def test_a_gguf_file_beside_llama_cpp() -> None:
             assert shown == pytest.approx(figures[system][measure]["value"] / scale, rel=0.05), (what, system)
 
 
-@pytest.mark.parametrize("size", ["0.5b", "1.5b"])
-def test_activations_of_8_bits(size: str) -> None:
-    figures = result(f"activations-coder-{size}")["figures"]
-    (row,) = [row for row in table(GGUF, "file | positions") if size.upper() in row[0]]
+@pytest.mark.parametrize(("name", "words"), [("smollm2", "SmolLM2"), ("coder-0.5b", "0.5B"), ("coder-1.5b", "1.5B")])
+def test_activations_of_8_bits(name: str, words: str) -> None:
+    figures = result(f"activations-{name}")["figures"]
+    (row,) = [row for row in table(GGUF, "file | positions") if words in row[0]]
     kl, same = ("{value:.5f} ({low:.5f} to {high:.5f})".format(**figures["kl"]), figures["same"])
     share = f"{100 * same['value']:.1f} % ({100 * same['low']:.1f} to {100 * same['high']:.1f})"
     assert row[1:] == [f"{figures['positions']:,}", kl, share]

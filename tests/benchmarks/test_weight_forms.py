@@ -1,50 +1,96 @@
-"""What `benchmarks.weight_forms` compares: matrices that were rounded as a scheme does, and nothing else."""
+"""What `benchmarks.weight_forms` compares: copies of a GGUF file that are the same model, and their bits."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from batches import CONFIG
 
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+import gguf
+from gguf_files import bpe_keys, write_gguf
+
+from benchmarks import gguf_copy
 from benchmarks import weight_forms as benchmark
-from d3engine.kernels.quantized import quantize_fp8
-from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
-from d3engine.model.weights import random_weights
+from d3engine import Engine, SamplingParams
+from d3engine.weights_tools.quantize import quantize_model
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"hidden": 64, "intermediate": 128}
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_the_layers_stand_for_what_the_scheme_keeps_and_the_head_stays(is_tied: bool) -> None:
-    config = ModelConfig.from_dict(CONFIG | {"tie_word_embeddings": is_tied})
-    weights = random_weights(config, dtype=torch.float32, device="cpu", seed=0)
-    found = benchmark.stood_for(weights, "fp8")
-    assert found.lm_head is weights.lm_head
-    assert found.embedding is weights.embedding
-    for layer, given in zip(found.layers, weights.layers, strict=True):
-        assert isinstance(given.down, torch.Tensor)
-        assert torch.equal(layer.down, quantize_fp8(given.down).dequantize(torch.float32))
-        assert layer.attention_norm is given.attention_norm
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "original.gguf", tokenizer=bpe_keys(), types=("Q8_0",))
 
 
-@pytest.mark.parametrize(
-    ("name", "forms"), [("weights", QUANTIZATION_SCHEMES), ("weights-groups", ("int4", "int4, groups of 32"))]
-)
-def test_the_page_has_the_figures_of_the_result(name: str, forms: tuple[str, ...]) -> None:
-    root = Path(__file__).parents[2]
-    report = json.loads((root / "benchmarks" / "results" / f"{name}-smollm2.json").read_text())
-    page = (root / "docs" / "how-to" / "quantize.md").read_text()
-    assert {row["weights"] for row in report["rows"]} == {"float32", *forms}
-    for row in report["rows"]:
-        if row["weights"] == "float32":
-            continue
-        kl, same, loss = (row[name] for name in ("kl", "same", "loss"))
-        cells = [
-            row["depth"],
-            row["weights"],
-            f"{kl['value']:.4f} ({kl['low']:.4f} to {kl['high']:.4f})",
-            f"{100 * same['value']:.1f} % ({100 * same['low']:.1f} to {100 * same['high']:.1f})",
-            f"{loss['value']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})",
-        ]
-        assert f"| {' | '.join(cells)} |" in page
+def tensors(file: Path) -> dict[str, np.ndarray]:
+    return {one.name: gguf_copy._floats(one) for one in gguf.GGUFReader(file).tensors}
+
+
+def test_shuffled_channels_answer_as_before(original: Path, tmp_path: Path) -> None:
+    """A model with shuffled channels gives the same logits, up to the order of sums, from other rows."""
+    gguf_copy.shuffled(original, tmp_path / "shuffled.gguf")
+    found = []
+    for file in (original, tmp_path / "shuffled.gguf"):
+        with Engine(file, device="cpu", max_model_len=64, dtype="float32", activations="float32") as engine:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=4, detokenize=False)
+            (output,) = engine.generate([{"prompt_token_ids": [1, 5, 9, 2]}], params, use_tqdm=False)
+            found.append(output.outputs[0])
+    assert found[0].token_ids == found[1].token_ids
+    for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
+        assert {token: value.logprob for token, value in one.items()} == pytest.approx(
+            {token: value.logprob for token, value in other.items()}, abs=1e-3
+        )
+    before, after = tensors(original), tensors(tmp_path / "shuffled.gguf")
+    for name in ("blk.0.ffn_down.weight", "blk.0.attn_q.weight", "blk.0.attn_output.weight"):
+        assert not np.array_equal(before[name], after[name])
+        assert np.array_equal(np.sort(before[name], axis=None), np.sort(after[name], axis=None))
+
+
+def test_shuffled_unknown_tensor_is_refused(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that a Llama does not have is an error, for its channels would stay where they were."""
+    monkeypatch.setattr(gguf_copy, "_NORMS", ())
+    with pytest.raises(ValueError, match=r"tensor 'output_norm\.weight' has no place|has no place in a Llama"):
+        gguf_copy.shuffled(original, tmp_path / "shuffled.gguf")
+
+
+def test_bits_count_scales_of_groups(original: Path, tmp_path: Path) -> None:
+    """Q4_0 has 4.5 bits a weight and int8 8 bits and a float32 scale a row, norms apart."""
+    gguf_copy.shuffled(original, tmp_path / "floats.gguf")
+    gguf_copy.in_q4_0(tmp_path / "floats.gguf", tmp_path / "q4_0.gguf")
+    quantize_model(tmp_path / "floats.gguf", tmp_path / "int8", "int8", show_progress=False)
+    q4_0, whole = benchmark.bits_per_weight(tmp_path / "q4_0.gguf", tmp_path / "floats.gguf")
+    int8, _ = benchmark.bits_per_weight(tmp_path / "int8", tmp_path / "floats.gguf")
+    assert 4.5 < q4_0 < whole < int8
+    assert 8 < int8 < 10
+
+
+def test_page_has_the_figures_of_schemes_without_a_text() -> None:
+    """The table by depth is that of a committed run, whose int4 was `--rtn`."""
+    page = (ROOT / "docs" / "how-to" / "quantize.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "weights-smollm2.json").read_text())["rows"]
+    assert {row["weights"] for row in rows} == {"float32", "int8", "int4", "fp8"}
+    for row in rows:
+        if row["weights"] != "float32":
+            kl, same, loss = (row[name] for name in ("kl", "same", "loss"))
+            cells = [
+                row["depth"],
+                {"int4": "int4 --rtn"}.get(row["weights"], row["weights"]),
+                f"{kl['value']:.4f} ({kl['low']:.4f} to {kl['high']:.4f})",
+                f"{100 * same['value']:.1f} % ({100 * same['low']:.1f} to {100 * same['high']:.1f})",
+                f"{loss['value']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})",
+            ]
+            assert f"| {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("weight-forms-*.json")), ids=str)
+def test_page_has_the_figures_of_the_result(file: Path) -> None:
+    """The table of the how-to page is what the command prints."""
+    lines = benchmark.markdown(json.loads(file.read_text())).splitlines()
+    page = (ROOT / "docs" / "how-to" / "quantize.md").read_text().splitlines()
+    assert len(lines) > 4
+    assert [line for line in lines if line not in page] == []

@@ -153,3 +153,19 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelFormatError, match=re.escape(words)):
         Engine(directory, **OPTIONS)
+
+
+@pytest.mark.parametrize("columns", [None, 128])
+def test_open_matrix_of_no_group_is_refused(source: Path, tmp_path: Path, columns: int | None) -> None:
+    """Of several layouts one must give a matrix the columns that its `weight_shape` names."""
+    directory = tmp_path / "published"
+    publish(source, directory, PUBLISHED["W4A16 with ends in 8 bits"])
+    tensors = load_file(directory / "model.safetensors")
+    if columns is None:
+        del tensors[QUERY + "weight_shape"]
+    else:
+        tensors[QUERY + "weight_shape"] = torch.tensor([256, columns])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    words = "q_proj.weight_packed' with its shape and scales must be one of config_groups: 4 bits with a scale for 32"
+    with pytest.raises(ModelFormatError, match=re.escape(words)):
+        Engine(directory, **OPTIONS)

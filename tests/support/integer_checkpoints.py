@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Published:
     act_order: bool = False
     in_bytes: bool = False
     has_zero_biases: bool = False
+    ends: Published | None = None  # of the embedding and the LM head; None: floats
 
     @property
     def method(self) -> str:
@@ -52,6 +53,12 @@ def _compressed(group: int, bits: int = 4, form: str = "pack-quantized", **more:
     return Published(config, group, bits, in_bytes=form == "int-quantized", **more)
 
 
+def _mixed(layers: Published, ends: Published) -> Published:
+    group = ends.quantization["config_groups"]["group_0"] | {"targets": ["Embedding", "lm_head"]}
+    groups = layers.quantization["config_groups"] | {"group_1": group}
+    return replace(layers, quantization=layers.quantization | {"config_groups": groups, "ignore": []}, ends=ends)
+
+
 PUBLISHED: dict[str, Published] = {
     "AWQ, 128": _awq(128),
     "AWQ, 32": _awq(32, scale_dtype=torch.bfloat16),
@@ -64,6 +71,8 @@ PUBLISHED: dict[str, Published] = {
     "W4A16": _compressed(32),
     "W8A16, packed": _compressed(64, bits=8),
     "W8A16, a row": _compressed(0, bits=8, form="int-quantized", is_symmetric=True, scale_dtype=torch.bfloat16),
+    "W4A16 with ends in 8 bits": _mixed(_compressed(32), _compressed(0, bits=8, is_symmetric=True)),
+    "W8A16 with ends in 4 bits": _mixed(_compressed(32, bits=8), _compressed(64, is_symmetric=True)),
     "float32 scales": _compressed(64, scale_dtype=torch.float32),
 }
 
@@ -73,10 +82,11 @@ def publish(source: Path, directory: Path, published: Published) -> dict[str, Te
     tensors = load_file(source / "model.safetensors")
     written, meant = {}, dict(tensors)
     for name, tensor in tensors.items():
-        if tensor.dim() != 2 or "proj" not in name:
+        form = published if "proj" in name else published.ends
+        if tensor.dim() != 2 or form is None:
             written[name] = tensor
             continue
-        made, meant[name] = quantized(tensor, published)
+        made, meant[name] = quantized(tensor, form)
         module = name.removesuffix(".weight")
         written |= {module + suffix: stored.contiguous() for suffix, stored in made.items()}
         if published.has_zero_biases:

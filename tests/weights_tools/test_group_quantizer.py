@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from quantized_weights import run
+from safetensors.torch import load_file, save_file
 from tiny_models import TINY, random_prompts, save_random
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    ExaoneConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GlmConfig,
     GraniteConfig,
+    InternLM3Config,
+    MinistralConfig,
+    MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -33,9 +40,12 @@ from d3engine.errors import InvalidValueError
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import files_of, open_checkpoint
+from d3engine.weights_tools import group_quantizer
+from d3engine.weights_tools.fitting_text import fitting_tokens
 from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, quantize_groups
 from d3engine.weights_tools.quantize import quantize_to_groups
 
+TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
 
 
@@ -69,6 +79,17 @@ def test_products_of_the_text_are_nearer_than_with_every_number_rounded_alone() 
     assert error(inputs.t() @ inputs) < 0.6 * error(torch.eye(256))
 
 
+def test_quantize_groups_sweeps_lower_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes and scales that are chosen again leave less of the error that they are chosen by."""
+    matrix, inputs = sample()
+    moments, errors = inputs.t() @ inputs, []
+    for sweeps in (0, 1, 2):
+        monkeypatch.setattr(group_quantizer, "_SWEEPS", sweeps)
+        left = quantize_groups(matrix, 32, moments).dequantize() - matrix
+        errors.append(float((left @ moments * left).sum()))
+    assert errors[0] > errors[1] > errors[2]
+
+
 def test_channels_that_no_activation_has_are_rounded_alone() -> None:
     matrix, inputs = sample()
     inputs[:, 30:90] = 0
@@ -100,6 +121,20 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "soft caps": (Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 1.0, "head_dim": 16}),
     "part of a head turned": (Phi3Config, {"pad_token_id": None, "partial_rotary_factor": 0.5}),
     "interleaved pairs of part of a head": (GlmConfig, {"pad_token_id": None, "head_dim": 16}),
+    "a window everywhere": (MistralConfig, {"sliding_window": 8}),
+    "a window in some layers": (
+        MinistralConfig,
+        {"sliding_window": 8, "head_dim": 16}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "a window from the second layer on": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "norms behind alone, and windows": (Olmo3Config, {"sliding_window": 8}),
+    "a scaled embedding": (GemmaConfig, {"head_dim": 16}),
+    "names of its own": (ExaoneConfig, {"pad_token_id": None}),
+    "biases by other names": (InternLM3Config, {"qkv_bias": True, "bias": True}),
     "two ropes": (
         Gemma3TextConfig,
         {"sliding_window": 8, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -127,42 +162,101 @@ def test_layers_see_the_hidden_states_of_transformers(tmp_path: Path, name: str)
             torch.testing.assert_close(found, wanted[layer + 1].flatten(0, 1), rtol=1e-4, atol=1e-3)
 
 
-def test_the_directory_runs_packed_and_answers_as_before(tmp_path: Path) -> None:
-    result = run("quantize", "demo", tmp_path / "new", "--scheme", "int4", "--group-size", 32)
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo in 4 bits, as the command makes it."""
+    directory = tmp_path_factory.mktemp("groups") / "new"
+    result = run("quantize", "demo", directory, "--scheme", "int4")
     assert result.exit_code == 0, result.output
-    assert run("verify", tmp_path / "new").stdout == "OK\n"
+    return directory
+
+
+def test_the_directory_runs_packed_and_answers_as_before(quantized: Path) -> None:
+    assert run("verify", quantized).stdout == "OK\n"
     prompt = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
     params = SamplingParams(temperature=0, max_tokens=64)
     answers = []
-    for model in ("demo", tmp_path / "new"):
+    for model in ("demo", quantized):
         with Engine(model, **OPTIONS) as engine:
             answers.append(engine.generate([prompt], params, use_tqdm=False)[0].outputs[0].text)
             weights, native = engine.executor.model.weights, engine.stats().executor.startswith("native")
     assert answers[0] == answers[1]
     if native:
-        assert all(isinstance(layer.down, BlockWeight | BlockLanesWeight) for layer in weights.layers)
+        matrices = [*(layer.down for layer in weights.layers), weights.embedding, weights.lm_head]
+        assert all(isinstance(matrix, BlockWeight | BlockLanesWeight) for matrix in matrices)
 
 
-def test_other_tools_find_their_layout(tmp_path: Path) -> None:
-    run("quantize", "demo", tmp_path / "new", "--scheme", "int4", "--group-size", 32)
-    config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
+def test_other_tools_find_their_layout(quantized: Path) -> None:
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"], config["ignore"]) == ("compressed-tensors", "pack-quantized", [])
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
-    with files_of(tmp_path / "new").open_checkpoint() as checkpoint:
+    assert config["config_groups"]["group_1"]["targets"] == ["Embedding", "lm_head"]
+    with files_of(quantized).open_checkpoint() as checkpoint:
         entry = checkpoint.entries["model.layers.3.mlp.down_proj.weight"]
+        ends = [checkpoint.entries[name] for name in ("model.embed_tokens.weight", "lm_head.weight")]
     assert (entry.shape, entry.type_name) == ((128, 352), "U4_32")
-    (row,) = [line for line in run("inspect", tmp_path / "new").stdout.splitlines() if "quantization" in line]
-    assert row.split() == ["quantization", "U4_32"]
+    assert [one.type_name for one in ends] == ["U8_128", "U8_128"]
+    (row,) = [line for line in run("inspect", quantized).stdout.splitlines() if "quantization" in line]
+    assert row.split() == ["quantization", "U4_32,", "U8_128"]
+
+
+def test_quantize_to_groups_tied_embedding_is_the_head(tmp_path: Path) -> None:
+    """An embedding that is the LM head is written once, in 8 bits, within half a step of its floats."""
+    source = copytree(files_of_demo(), tmp_path / "tied")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(config))
+    quantize_to_groups(source, tmp_path / "new", text=TEXT, show_progress=False)
+    found = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert (found["config_groups"]["group_1"]["targets"], found["ignore"]) == (["Embedding"], ["lm_head"])
+    wanted = tensors["model.embed_tokens.weight"].float()
+    with open_checkpoint(tmp_path / "new") as checkpoint:
+        assert "lm_head.weight" not in checkpoint.entries
+        embedding = checkpoint.read("model.embed_tokens.weight")
+    steps = wanted.abs().amax(dim=1, keepdim=True) / 127
+    assert bool(((embedding - wanted).abs() <= 0.51 * steps + 1e-6).all())
+    with Engine(tmp_path / "new", **OPTIONS) as engine:
+        assert engine.executor.model.weights.lm_head is engine.executor.model.weights.embedding
+
+
+def test_quantize_to_groups_float_head_stays(tmp_path: Path) -> None:
+    """With `--lm-head float` both the embedding and the head keep every bit."""
+    quantize_to_groups(files_of_demo(), tmp_path / "new", lm_head="float", text=TEXT, show_progress=False)
+    before, after = (load_file(one / "model.safetensors") for one in (files_of_demo(), tmp_path / "new"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(before[name], after[name])
+    found = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert (list(found["config_groups"]), found["ignore"]) == (["group_0"], ["lm_head"])
+
+
+def test_fitting_tokens_default_has_conversations() -> None:
+    """Half of the default text is the model's own: it begins as its chat template does."""
+    tokens = fitting_tokens(files_of_demo(), None, show_progress=False)
+    with Engine("demo", **OPTIONS) as engine:
+        prompt = engine.chat_prompt([{"role": "user", "content": "Tom has 5 pens."}])["prompt_token_ids"]
+    starts = [row[:2] == prompt[:2] for row in tokens.tolist()]
+    assert starts == [False] * 32 + [True] * 32
+    assert len({tuple(row) for row in tokens.tolist()}) == len(tokens)
+
+
+def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
+    """A model that knows no chats is fitted to documentation alone."""
+    source = copytree(files_of_demo(), tmp_path / "model", ignore=ignore_patterns("chat_template.jinja"))
+    assert len(fitting_tokens(source, None, show_progress=False)) == 32
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--scheme", "int8", "--group-size", "32"), "--scheme must be int4 with --group-size; got 'int8'"),
+        (("--scheme", "int8", "--group-size", "32"), "--group-size must be absent but for --scheme int4 without --rtn"),
+        (("--scheme", "int4", "--rtn", "--group-size", "32"), "--group-size must be absent but for --scheme int4"),
+        (("--scheme", "int8", "--rtn"), "--rtn must be absent with another --scheme than int4"),
         (("--scheme", "int4", "--group-size", "48"), "--group-size must be one of 32, 64, 128; got 48"),
         (("--scheme", "int4", "--group-size", "64"), "--group-size must be a divisor of 352"),
-        (("--scheme", "int4", "--group-size", "32", "--lm-head", "int8"), "--lm-head must be float, or absent"),
-        (("--scheme", "int4", "--text", "README.md"), "--text must be absent without --group-size"),
+        (("--scheme", "int4", "--lm-head", "int4"), "--lm-head must be one of int8, float with groups; got 'int4'"),
+        (("--scheme", "int4", "--rtn", "--text", "README.md"), "--text must be absent but for --scheme int4"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_name(tmp_path: Path, options: tuple[str, ...], words: str) -> None:

@@ -32,7 +32,7 @@ def test_a_head_has_the_form_that_is_asked_for_in_files_as_in_memory(
     tiny_llama: MakeTiny, tmp_path: Path, layout: str, form: str
 ) -> None:
     source, target = source_of(tiny_llama, layout), tmp_path / "out"
-    assert run("quantize", "--scheme", "int4", "--lm-head", form, source, target).exit_code == 0
+    assert run("quantize", "--scheme", "int4", "--rtn", "--lm-head", form, source, target).exit_code == 0
     found = load(target)
     assert isinstance(found.lm_head, KINDS[form])
     assert (found.lm_head is found.embedding) == (layout == "tied")

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import CONFIG
 from block_matrices import constant_blocks, random_blocks
 from native_models import Case, Shape, at_places, prompt_rows
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.engine import resolve
+from d3engine.engine.resolve import ROUNDED_HIDDEN_SIZE, resolve_activations
 from d3engine.kernels.blocks import (
     BLOCK_TYPES,
     INTEGER_TYPES,
@@ -25,6 +28,7 @@ from d3engine.kernels.blocks import (
 )
 from d3engine.kernels.native.library import byte_isa, isas_here, read_block_rows, reads_interleaved_blocks
 from d3engine.kernels.native.model import Linear, NativeModel
+from d3engine.model.config import ModelConfig
 
 pytestmark = [
     pytest.mark.usefixtures("native_library"),
@@ -203,7 +207,19 @@ def test_a_number_that_is_none_stays_in_its_row() -> None:
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False)
 
 
-def test_a_file_with_blocks_meets_vectors_of_8_bits_by_default(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hidden_size", "found"), [(ROUNDED_HIDDEN_SIZE - 64, "float32"), (ROUNDED_HIDDEN_SIZE, "int8")]
+)
+def test_auto_activations_narrow_model_float32(hidden_size: int, found: str) -> None:
+    """By default activations are rounded from a hidden size of 896 on; "int8" and "float32" hold at any."""
+    config = ModelConfig.from_dict(CONFIG | {"hidden_size": hidden_size, "num_attention_heads": 8, "head_dim": 64})
+    assert resolve_activations("auto", True, config) == found
+    assert resolve_activations("auto", False, config) == "float32"
+    assert [resolve_activations(asked, True, config) for asked in ("int8", "float32")] == ["int8", "float32"]
+
+
+def test_a_file_with_blocks_meets_vectors_of_8_bits_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "ROUNDED_HIDDEN_SIZE", 0)
     gguf_files = pytest.importorskip("gguf_files", reason="the extra gguf is not installed")
     types = ("Q4_K", "Q6_K", "Q5_0")
     tokenizer = gguf_files.bpe_keys()
@@ -240,6 +256,7 @@ def test_eight_bits_are_refused_where_matrices_are_others() -> None:
 def test_without_bytes_to_multiply_activations_stay_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf_files = pytest.importorskip("gguf_files", reason="the extra gguf is not installed")
     file = gguf_files.write_gguf(tmp_path / "model.gguf", tokenizer=gguf_files.bpe_keys(), types=("Q4_K",), layers=1)
+    monkeypatch.setattr(resolve, "ROUNDED_HIDDEN_SIZE", 0)
     monkeypatch.setenv("D3ENGINE_NATIVE_ISA", "portable")
     assert not reads_interleaved_blocks("portable")
     with Engine(file, device="cpu", max_model_len=96) as engine:
