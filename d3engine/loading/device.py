@@ -43,8 +43,11 @@ def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS_AHEAD = 16
-"""Steps that CUDA graphs or the native library take before the host looks: what it does between, about one small
-model's step on a CPU, is then a few hundredths of the time."""
+"""Steps that the native library takes before the host looks: what it does between, about one small model's step on a
+CPU, is then a few hundredths of the time."""
+GRAPH_STEPS = 64
+"""Steps of CUDA graphs between two plans, for each of which the device waits. The host takes them one by one meanwhile,
+and can end them at any, so that a long run delays nothing."""
 MOST_TOKENS_AHEAD = 128
 WEIGHTS_AHEAD = 3 * 2**27
 """Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which no
@@ -108,14 +111,15 @@ def refuse_backend(backend: str, allowed: str) -> Never:
     raise InvalidValueError(field, backend, allowed.format(torch="reference" if by_variable else "torch"))
 
 
-def resolve_scheduler_steps(given: int | None, runs_ahead: bool) -> int:
+def resolve_scheduler_steps(given: int | None, executor: str) -> int:
     """How many steps the device may take by itself; 0 where the host launches every step."""
-    if given is not None:
+    if executor == "eager":
         allowed = "1 without CUDA graphs and the native library"
-        require(runs_ahead or given == 1, "num_scheduler_steps", given, allowed)
-    if not runs_ahead:
+        require(given in (None, 1), "num_scheduler_steps", given, allowed)
         return 0
-    return STEPS_AHEAD if given is None else given
+    if given is not None:
+        return given
+    return GRAPH_STEPS if executor == "graphs" else STEPS_AHEAD
 
 
 def num_tokens_ahead(given: int | None, executor: str, config: ModelConfig) -> int:

@@ -272,7 +272,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "keeps_blocks": keeps_blocks,
         "activations": resolve_activations(given.activations, has_blocks),
         "num_threads": given.num_threads or default_threads(),
-        "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
+        "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor),
         "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),
         "speculative_config": None,  # `depth` has its policy
         "draft_model": None,
