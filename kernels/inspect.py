@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from d3engine.kernels.ahead_of_time import PROCESSORS, SHARED_LIMITS, TRITON_NAMES, needs, specialization
+from d3engine.kernels.ahead_of_time import PROCESSORS, TRITON_NAMES, needs, specialization
+from d3engine.kernels.target import TARGETS
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
@@ -42,7 +43,7 @@ can give. With less, waiting is the limit and not the memory."""
 class Usage:
     """What one compiled kernel needs; sizes in bytes, registers a thread."""
 
-    arch: int
+    arch: int | str
     shape: str
     weights: str
     operation: str
@@ -67,13 +68,13 @@ class Usage:
 
     @property
     def spills(self) -> bool:
-        """Whether the kernel touches local memory."""
-        return self.stack > 0 or self.local > 0
+        """Whether the kernel touches local memory; of AMD's nothing is claimed."""
+        return TARGETS[self.arch].is_cuda and (self.stack > 0 or self.local > 0)
 
     @property
     def fits(self) -> bool:
         """Whether the shared memory of one program suffices."""
-        return self.shared <= SHARED_LIMITS[self.arch] * 1024
+        return self.shared <= TARGETS[self.arch].shared_kib * 1024
 
     @property
     def starves(self) -> bool:
@@ -115,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def inspect(
     shapes: Iterable[str],
-    archs: Iterable[int],
+    archs: Iterable[int | str],
     dtype: torch.dtype,
     weights: Iterable[str] = (),
     operations: Iterable[str] = (),
@@ -148,7 +149,7 @@ def inspect(
     _need_known("shapes", shapes := list(shapes), launches.SHAPES)
     _need_known("weights", forms, (float_name, *launches.QUANTIZED))
     _need_known("operations", wanted, launches.MODULES)
-    _need_known("arch", archs, SHARED_LIMITS)
+    _need_known("arch", archs, TARGETS)
     _need_known("rows", rows, launches.ROW_COUNTS)
     others = tuple(f"rows={count}" for count in launches.ROW_COUNTS if rows and count not in rows)
 
@@ -156,15 +157,15 @@ def inspect(
         products.MATMUL_ROWS = matmul_rows
     asked = []
     for arch in archs:
-        launches.PROGRAMMATIC = programmatic and arch >= launches.PROGRAMMATIC_CAPABILITY  # which some tiles depend on
+        launches.PROGRAMMATIC = programmatic and TARGETS[arch].has_programmatic_launch  # which some tiles depend on
         asked += [(arch, words, launch) for words, launch in _launches(shapes, forms, dtype, wanted, batch_invariant)]
     launches.PROGRAMMATIC = programmatic
     asked = [
         (arch, words, replace(launch, streams=launch.streams and not spills_only))
         for arch, words, launch in asked
-        if arch >= launch.least_capability and not words["label"].endswith(others)
+        if TARGETS[arch].has(launch.least_capability) and not words["label"].endswith(others)
     ]
-    works: dict[str, tuple[Launch, int]] = {}
+    works: dict[str, tuple[Launch, int | str]] = {}
     keys = []
     for arch, _, launch in asked:
         key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, specialization(launch, arch), arch))
@@ -199,10 +200,10 @@ def _need_known(field: str, values: Iterable[Any], allowed: Iterable[Any]) -> No
             raise ValueError(f"{field} must be one of {', '.join(map(str, sorted(known)))}; got {value!r}")
 
 
-_works: list[tuple[Launch, int]] = []  # what the forked processes of `_compile_all` find by number
+_works: list[tuple[Launch, int | str]] = []  # what the forked processes of `_compile_all` find by number
 
 
-def _compile_all(works: list[tuple[Launch, int]], jobs: int) -> list[dict[str, Any]]:
+def _compile_all(works: list[tuple[Launch, int | str]], jobs: int) -> list[dict[str, Any]]:
     """What each kernel needs, by `Usage`'s names. Processes are forked: a launch cannot be sent to another process."""
     _works[:] = works
     if jobs == 1:
@@ -247,7 +248,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m d3engine.kernels.inspect", description=(__doc__ or "").strip())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--arch", type=_numbers, default=[90], help="compute capabilities without their point; 90 is Hopper"
+        "--arch", type=_archs, default=[90], help="compute capabilities without their point, or gfx942 and gfx950"
     )
     parser.add_argument("--shapes", type=_names, default=["llama2-7b", "llama3-8b"], help="names with commas")
     parser.add_argument("--operations", type=_names, default=[], help="names with commas; all if left out")
@@ -283,6 +284,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.weights == ["all"]:
         options.weights = [options.dtype, "int8", "fp8", "int4"]
     return options
+
+
+def _archs(text: str) -> list[int | str]:
+    return [int(name) if name.isdecimal() else name for name in _names(text)]
 
 
 def _numbers(text: str) -> list[int]:

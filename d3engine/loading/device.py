@@ -12,6 +12,7 @@ import torch
 from d3engine.environment import KERNELS, PROGRAMMATIC_LAUNCH
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.graph_shapes import Recorder
+from d3engine.kernels.target import target_of
 from d3engine.loading.host import usable_cpus
 from d3engine.model.config import ModelConfig
 
@@ -29,7 +30,7 @@ def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], 
     from d3engine.kernels.triton import launches, programmatic
 
     launches.PROGRAMMATIC = False
-    if PROGRAMMATIC_LAUNCH.read() == "off" or capability(device) < launches.PROGRAMMATIC_CAPABILITY:
+    if PROGRAMMATIC_LAUNCH.read() == "off" or not target_of(device).has_programmatic_launch:
         return False
     if device not in _faults:
         launches.PROGRAMMATIC = True
@@ -82,12 +83,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     require(is_allowed, "dtype", dtype, f"one of {', '.join(allowed)} on {device.type}")
     assert resolved is not None
     return resolved
-
-
-def capability(device: torch.device) -> int:
-    """The compute capability of a GPU without its point: 89 is 8.9."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def resolve_backend(given: str, device: torch.device) -> str:

@@ -18,11 +18,11 @@ from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.files import is_writable
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.kernels.target import target_of
 from d3engine.kernels.native.library import reads_interleaved_blocks
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import (
     DTYPES,
-    capability,
     default_threads,
     num_tokens_ahead,
     resolve_backend,
@@ -146,7 +146,7 @@ def check_compression(settings: EngineSettings) -> None:
 
 def held_config(config: ModelConfig, device: torch.device) -> ModelConfig:
     """`config`, its matrices of 8-bit floats called floats on a GPU that converts none: 8.9 is the first that does."""
-    if config.quantization not in ("fp8", FP8_GROUPS) or device.type != "cuda" or capability(device) >= FP8_CAPABILITY:
+    if config.quantization not in ("fp8", FP8_GROUPS) or device.type != "cuda" or target_of(device).has(FP8_CAPABILITY):
         return config
     return replace(config, quantization=None)
 

@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 from d3engine import D3, Engine, SamplingParams
 from d3engine.executor.graph_shapes import CudaGraphs, Recorder, Repeats
 from d3engine.kernels.triton import launches, programmatic
-from d3engine.loading.device import capability
+from d3engine.kernels.target import target_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-HAS_IT = ON_GPU and capability(DEVICE) >= launches.PROGRAMMATIC_CAPABILITY
+HAS_IT = ON_GPU and target_of(DEVICE).has_programmatic_launch
 
 
 @pytest.mark.skipif(ON_GPU and not HAS_IT, reason="this GPU has no programmatic launch")
