@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from d3engine.kernels.machine_code import (
+    barriers_of_the_last,
     before_the_wait,
     bytes_in_flight,
     instructions_a_byte,
@@ -53,6 +54,7 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
     total = sum(width * count for width, count in widths.items())
     resources = _resources(compiled.asm["cubin"])
     in_flight = per_byte = 0.0
+    barriers = 0
     if launch.streams:
         sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
         fit = programs_a_processor(resources["REG"], shared, launch.num_warps, target.shared_kib * 1024)
@@ -60,6 +62,7 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
         once = read_once(ptx)
         in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * once
         per_byte = instructions_a_byte(sass) / once
+        barriers = barriers_of_the_last(sass, launch.turns) if launch.turns else 0
     waits = bool(launch.for_target(target)[0].get("PDL"))
     return {
         "registers": resources["REG"],
@@ -69,6 +72,7 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
         "streams": launch.streams,
         "in_flight": int(in_flight),
         "instructions": round(per_byte, 3),
+        "barriers": barriers,
         "too_early": tuple(before_the_wait(ptx)) if waits else (),
         "widest_load": max(widths, default=0),
         "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
@@ -77,7 +81,9 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
 
 def _needs_of_amd(compiled: Any) -> dict[str, Any]:
     """What the assembler's own notes say; nothing is known of bytes in flight."""
-    notes = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", compiled.asm["amdgcn"]))
+    notes = dict(
+        re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", compiled.asm["amdgcn"])
+    )
     return {
         "registers": int(notes["vgpr_count"]),
         "stack": int(notes["private_segment_fixed_size"]),
@@ -105,7 +111,9 @@ def compile_launch(launch: Launch, arch: int | str) -> Any:
     return triton.compile(source, target=GPUTarget(backend, arch, 32 if backend == "cuda" else 64), options=options)
 
 
-def specialization(launch: Launch, arch: int | str) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any], dict[str, Any]]:
+def specialization(
+    launch: Launch, arch: int | str
+) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any], dict[str, Any]]:
     """Signature, constants, attributes and compile options, as the JIT would derive them.
 
     Constexprs and None are constants, integers equal to 1 too, and pointers and integers divisible by 16 are marked so

@@ -8,9 +8,10 @@ Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
 kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
 program may have; if one that streams weights or the cache keeps too little of them in flight (see `machine_code.py`);
-and if one loads more than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet
-unless `--no-pdl` says so. It is 2 if something is asked for that is not known. The interpreter's flag must be off: the
-two cannot share a process.
+if the last program of a row waits at too many barriers until the parts of its splits are one; and if one loads more
+than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet unless `--no-pdl` says
+so. Of AMD's targets only shared memory is judged. It is 2 if something is asked for that is not known. The
+interpreter's flag must be off: the two cannot share a process.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_IN_FLIGHT = 16 * 1024
 """Bytes that a processor must have under way: 132 of them then read 3.7 TB/s at 800 cycles a load, about what an H200
 can give. With less, waiting is the limit and not the memory."""
+MOST_BARRIERS = 48
+"""Behind which the last program of a row may wait, one after another: all other programs have ended by then. A turn of
+one load and its barriers takes about half a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Usage:
     streams: bool = False  # whether bandwidth is its limit
     in_flight: int = 0  # bytes that a processor has under way in the mean
     instructions: float = 0.0  # that a warp takes for a byte that is read once, in the loop that loads most
+    barriers: int = 0  # of the last program of a row, where it puts the parts of 64 splits together
     too_early: tuple[str, ...] = ()  # what it does before it waits for the kernel in front of it, and may not
 
     @property
@@ -89,6 +94,7 @@ class Usage:
             "DOES NOT FIT": not self.fits,
             "STARVES": self.starves,
             "TOO EARLY": bool(self.too_early),
+            "MEETS SLOWLY": self.barriers > MOST_BARRIERS,
         }
         return [name for name, is_so in found.items() if is_so]
 
@@ -218,7 +224,7 @@ def _needs(number: int) -> dict[str, Any]:
 
 def _table(usages: list[Usage]) -> str:
     header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
-    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "in flight"]
+    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "barriers", "in flight"]
     rows = [
         (
             str(usage.arch),
@@ -235,6 +241,7 @@ def _table(usages: list[Usage]) -> str:
             f"{usage.widest_load} B",
             f"{usage.wide_loads:.0%}",
             f"{usage.instructions:.2f}" if usage.streams else "",
+            str(usage.barriers or ""),
             " ".join([f"{usage.in_flight / 1024:.0f} KB" if usage.streams else "", *usage.faults]),
         )
         for usage in usages

@@ -111,11 +111,7 @@ def cycles_alone(sass: str, rounds: int) -> float:
     What it loads comes from the L2 cache; barriers cost nothing here.
     """
     code = instructions(sass)
-    ends = {}  # of loops, by the addresses where they begin
-    for instruction in code:
-        target = re.search(r"(0x[0-9a-f]+)", instruction.operands) if instruction.operation.startswith("BRA") else None
-        if target and int(target[1], 16) < instruction.address:
-            ends[int(target[1], 16)] = instruction.address
+    ends = dict(_loops(code))
     around = {begin: end for begin, end in ends.items() if any(begin < other < end for other in ends)}
     warp, done, cycles = _Warp(_CACHED), -1, 0.0
     for instruction in code:
@@ -124,6 +120,30 @@ def cycles_alone(sass: str, rounds: int) -> float:
             body = [one for one in code if instruction.address <= one.address <= done]
             cycles = warp.run(body * (rounds if instruction.address in around else 1))
     return cycles
+
+
+def barriers_of_the_last(sass: str, turns: int) -> int:
+    """Barriers, one after another, of the program that comes last to a counter and puts together what all have left.
+
+    Loops behind the counter's atomic go round `turns` times. 0 without a counter.
+    """
+    code = instructions(sass)
+    atomic = next((one.address for one in code if one.operation.startswith("ATOMG")), None)
+    if atomic is None:
+        return 0
+    barriers = [one.address for one in code if one.address > atomic and one.operation.startswith("BAR")]
+    loops = [(begin, end) for begin, end in _loops(code) if begin > atomic]
+    return sum(int(turns ** sum(begin <= barrier <= end for begin, end in loops)) for barrier in barriers)
+
+
+def _loops(code: list[Instruction]) -> list[tuple[int, int]]:
+    """Where loops begin and end."""
+    found = []
+    for one in code:
+        target = re.search(r"(0x[0-9a-f]+)", one.operands) if one.operation.startswith("BRA") else None
+        if target and int(target[1], 16) < one.address:
+            found.append((int(target[1], 16), one.address))
+    return found
 
 
 def instructions_a_byte(sass: str) -> float:

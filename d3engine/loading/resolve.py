@@ -18,8 +18,8 @@ from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.files import is_writable
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
-from d3engine.kernels.target import target_of
 from d3engine.kernels.native.library import reads_interleaved_blocks
+from d3engine.kernels.target import target_of
 from d3engine.loading.depth import resolve_depth
 from d3engine.loading.device import (
     DTYPES,

@@ -24,8 +24,11 @@ SPLIT = 128
 MOST_SPLITS = 64
 """Splits of a row; longer rows have larger ones. It bounds what the last program of a row puts together."""
 
+PARTS_TOGETHER = 16
+"""Splits whose parts the last program of a row loads together."""
+
+_TOGETHER = tl.constexpr(PARTS_TOGETHER)
 _SEARCH = tl.constexpr(128)  # chunks that are looked at together
-_TOGETHER = tl.constexpr(16)  # parts of a head that are loaded together
 
 
 @triton.jit
@@ -82,32 +85,46 @@ def find_split(
 
 @triton.jit
 def combine_parts(
-    out, parts, log_totals, splits, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr
-):
-    """Weigh the `splits` parts of one head into `out` [D]; `parts` and `log_totals` point at the head in the first.
+    out, parts, log_totals, splits,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Weigh the `splits` parts of a group's heads into `out` [GROUP, D], TOGETHER heads in a turn.
 
-    What other programs have written is loaded from the L2 cache, where it is sure to be new.
+    `parts` (acc) and `log_totals` (lse) point at the group's first head in the first split. What other programs have
+    written is loaded from the L2 cache, where it is sure to be new.
     """
     channels = tl.arange(0, PADDED_CHANNELS)
-    peak = _FLOOR
-    total = 0.0
-    mean = tl.zeros([PADDED_CHANNELS], tl.float32)
-    for first in range(0, splits, _TOGETHER):
-        those = (first + tl.arange(0, _TOGETHER)) * HEADS
-        exists = first + tl.arange(0, _TOGETHER) < splits
-        logs = tl.load(log_totals + those, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        valid = exists[:, None] & (channels < CHANNELS)[None, :]
-        values = tl.load(
-            parts + those[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0, cache_modifier=".cg"
-        )
-        new_peak = tl.maximum(peak, tl.max(logs, 0))
-        decay = tl.exp2(peak - new_peak)
-        shares = tl.exp2(logs - new_peak)
-        total = total * decay + tl.sum(shares, 0)
-        mean = mean * decay + tl.sum(values * shares[:, None], 0)
-        peak = new_peak
-    result = mean / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + channels, result.to(out.dtype.element_ty), mask=channels < CHANNELS)
+    for first_head in tl.static_range(0, GROUP, TOGETHER):
+        heads = first_head + tl.arange(0, TOGETHER)
+        peak = tl.full([TOGETHER], _FLOOR, tl.float32)
+        total = tl.zeros([TOGETHER], tl.float32)
+        mean = tl.zeros([TOGETHER, PADDED_CHANNELS], tl.float32)
+        for first in range(0, splits, _TOGETHER):
+            those = first + tl.arange(0, _TOGETHER)
+            # Sums over splits stay within a thread where heads and channels have the threads.
+            valid = (
+                (those < splits)[:, None, None] & (heads < GROUP)[None, :, None] & (channels < CHANNELS)[None, None, :]
+            )
+            states = (those * HEADS)[:, None, None] + heads[None, :, None]
+            values = tl.load(
+                parts + states * CHANNELS + channels[None, None, :], mask=valid, other=0.0, cache_modifier=".cg"
+            )
+            exists = (heads < GROUP)[:, None] & (those < splits)[None, :]
+            logs = tl.load(
+                log_totals + heads[:, None] + (those * HEADS)[None, :],
+                mask=exists, other=float("-inf"), cache_modifier=".cg",
+            )  # fmt: skip
+            new_peak = tl.maximum(peak, tl.max(logs, 1))
+            decay = tl.exp2(peak - new_peak)
+            shares = tl.exp2(logs - new_peak[:, None])
+            total = total * decay + tl.sum(shares, 1)
+            mean = mean * decay[:, None] + tl.sum(values * tl.trans(shares)[:, :, None], 0)
+            peak = new_peak
+        result = mean / tl.where(total > 0.0, total, 1.0)[:, None]
+        cells = heads[:, None] * CHANNELS + channels[None, :]
+        wanted = (heads < GROUP)[:, None] & (channels < CHANNELS)[None, :]
+        tl.store(out + cells, result.to(out.dtype.element_ty), mask=wanted)
 
 
 @dataclass(slots=True)
@@ -438,6 +455,7 @@ def single_rows_kernel(
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    HEADS_TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -493,11 +511,10 @@ def single_rows_kernel(
                 counter = arrived + chunk * KV_HEADS + work % KV_HEADS
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                     first = (nth - split).to(tl.int64) * HEADS + first_head
-                    for head in range(GROUP):
-                        combine_parts(
-                            target + head * CHANNELS, parts + (first + head) * CHANNELS, log_totals + first + head,
-                            splits, HEADS, CHANNELS, PADDED_CHANNELS,
-                        )  # fmt: skip
+                    combine_parts(
+                        target, parts + first * CHANNELS, log_totals + first, splits,
+                        GROUP, HEADS, CHANNELS, PADDED_CHANNELS, HEADS_TOGETHER,
+                    )  # fmt: skip
                     tl.store(counter, 0)
         work += tl.num_programs(0)
 

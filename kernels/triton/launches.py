@@ -114,6 +114,7 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)  # further compile options, such as maxnreg
     programmatic_options: dict[str, Any] = field(default_factory=dict)  # in their place under programmatic launch
     least_capability: int = 0  # the first compute capability that has its instructions, without the point
+    turns: int = 0  # at most, in which the last of its programs puts together what others have left
     streams: bool = False  # whether reading weights or the cache once is its work: then bandwidth is its limit
 
     def for_target(self, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:

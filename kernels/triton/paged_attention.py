@@ -22,7 +22,14 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, NO_WINDOW, Fp8Pool, KVPool, values_and_scales
-from d3engine.kernels.triton.attention_kernels import MOST_SPLITS, SPLIT, Room, long_chunks_kernel, single_rows_kernel
+from d3engine.kernels.triton.attention_kernels import (
+    MOST_SPLITS,
+    PARTS_TOGETHER,
+    SPLIT,
+    Room,
+    long_chunks_kernel,
+    single_rows_kernel,
+)
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 from d3engine.kernels.triton.operations import Step, performed
 
@@ -31,6 +38,10 @@ TABLE_DTYPE = torch.int32
 
 ROWS_IN_TURN = 64
 """Rows of a replay that meet in the room of their splits at once; a batch of this number of rows needs as much."""
+
+COMBINED = 512
+"""Channels, of several heads, that the last program of a row puts together at once: 64 registers a thread hold 16 parts
+of them."""
 
 _LOG2_E = 1.4426950408889634
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -241,11 +252,13 @@ def _single_rows_launch(
             "STAGES": tuning.num_stages,
             "SPLIT": SPLIT,
             "MOST_SPLITS": MOST_SPLITS,
+            "HEADS_TOGETHER": min(triton.next_power_of_2(heads // kv_heads), max(1, COMBINED // _padded(channels))),
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         options={"maxnreg": 168 if tuning.programs == 3 else 255},
         least_capability=_least_capability(pool),
+        turns=-(-MOST_SPLITS // PARTS_TOGETHER),
         streams=True,
     )
 

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.executor.graph_shapes import CudaGraphs, Recorder, Repeats
-from d3engine.kernels.triton import launches, programmatic
 from d3engine.kernels.target import target_of
+from d3engine.kernels.triton import launches, programmatic
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

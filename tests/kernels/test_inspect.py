@@ -75,10 +75,13 @@ decode = next(launch for _, label, launch in found if label.startswith("decode")
 print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 90)["stack"])
 found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
 print(needs(next(launch for _, label, launch in found if label.endswith("16 in 8 bits")), 90)["instructions"])
+found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
+meeting = needs(next(launch for _, label, launch in found if label == "decode, blocks of 16"), 90)["barriers"]
 launches.PROGRAMMATIC = True
 found = list(launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"]))
 print(needs(next(launch for _, label, launch in found if label == "rows=8"), 90)["stack"])
 print(needs(next(launch for _, label, launch in found if label == "rows=1"), 90)["in_flight"])
+print(meeting)
 
 print("\\nCHUNKS")
 launches.PROGRAMMATIC = False
@@ -142,6 +145,12 @@ def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) 
     streams, in_flight, _ = compiled[2].split()
     assert streams == "True"
     assert int(in_flight) > 2 * inspect.LEAST_IN_FLIGHT
+
+
+@needs_triton
+def test_the_last_program_of_a_row_puts_the_heads_of_a_group_together_at_once(compiled: Compiled) -> None:
+    """Of 64 splits in four turns: head after head it waited at 136 barriers for a group of four."""
+    assert 0 < int(compiled[3].split()[5]) <= 24 < inspect.MOST_BARRIERS
 
 
 @needs_triton

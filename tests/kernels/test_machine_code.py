@@ -6,6 +6,7 @@ import pytest
 
 from d3engine.kernels.machine_code import (
     LATENCY,
+    barriers_of_the_last,
     before_the_wait,
     bytes_in_flight,
     cycles_alone,
@@ -138,6 +139,14 @@ def test_rows_that_all_programs_read_are_told_from_weights_by_how_long_they_may_
 def test_anything_else_before_it_is_named(line: str) -> None:
     (found,) = before_the_wait(f"{WEIGHTS}\t{line}\n{WAIT}")
     assert found in (line, "it returns")
+
+
+def test_barriers_behind_a_counter_count_in_each_turn_of_their_loops() -> None:
+    before = ["BAR.SYNC 0x0", "ATOMG.E.ADD.STRONG.GPU PT, R0, desc[UR4][R2.64], R5", "BAR.SYNC 0x0"]
+    heads = ["MOV R9, R8", "BAR.SYNC 0x0", "@P0 BRA 0x140", "@P1 BRA 0x130", "BAR.SYNC 0x0", "@P2 BRA 0x100"]
+    assert barriers_of_the_last(sass(*before, *heads), 4) == 1 + 16 + 1
+    assert barriers_of_the_last(sass(*before, "BAR.SYNC 0x0", "@P0 BRA 0x130"), 4) == 1 + 4
+    assert barriers_of_the_last(sass("BAR.SYNC 0x0", *heads), 4) == 0
 
 
 def test_a_loop_around_another_goes_round_as_often_as_is_said_and_others_once() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -121,6 +122,41 @@ def test_single_rows_see_all_of_their_entries_and_nothing_else(
     lengths = [1, 15, 16, 17, tile - 1, tile, tile + 1, 3 * tile, 4 * tile + 1, 5 * tile]
     paged = Paged(lengths, heads=heads, kv_heads=kv_heads, device=device)
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+def head_by_head(parts: Any, logs: Any) -> Any:
+    """One head's parts [splits, D] by their logarithms [splits], 16 at a time, in the kernel's own order."""
+    peak, total, mean = np.float32(-1e38), np.float32(0), np.zeros(parts.shape[1], np.float32)
+    for first in range(0, len(logs), 16):
+        values, those = np.zeros((16, parts.shape[1]), np.float32), np.full(16, -np.inf, np.float32)
+        count = len(logs[first : first + 16])
+        values[:count], those[:count] = parts[first : first + 16], logs[first : first + 16]
+        new_peak = np.maximum(peak, those.max())
+        decay, shares = np.exp2(peak - new_peak), np.exp2(those - new_peak)
+        total, mean = total * decay + shares.sum(), mean * decay + (values * shares[:, None]).sum(0)
+        peak = new_peak
+    return mean / (total if total > 0 else np.float32(1))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "together"), [(4, 1, 4), (4, 1, 2), (3, 1, 4), (1, 1, 1)])
+def test_the_heads_of_a_group_meet_at_once_with_each_one_s_own_bits(
+    heads: int, kv_heads: int, together: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cpu":
+        pytest.skip("a device adds in an order of its layouts")
+    split_by(monkeypatch, 16)
+    monkeypatch.setattr(attention, "COMBINED", 32 * together)
+    paged = Paged([640], heads=heads, kv_heads=kv_heads)  # 40 splits: in three turns, the last of which is not full
+    inputs = paged.inputs()
+    out = torch.empty(1, heads * 32)
+    (launch,) = attention.attention_launches(out, paged.queries, paged.pool, inputs, paged.scale)
+    assert launch.arguments["HEADS_TOGETHER"] == together
+    launch.run()
+    parts = launch.arguments["parts"].view(40, heads, 32).numpy()
+    logs = launch.arguments["log_totals"].view(40, heads).numpy()
+    wanted = np.stack([head_by_head(parts[:, head], logs[:, head]) for head in range(heads)])
+    assert np.array_equal(out.view(heads, 32).numpy(), wanted)
+    assert relative_error(out, paged.expected()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
