@@ -78,7 +78,7 @@ docs: $(VENV)/.installed-dev
 	@echo "The site is in build/site: open build/site/index.html"
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
-# flight, or reads what the kernel before it may not have written yet. The last is for devices without programmatic launch.
+# flight, or reads what the kernel before it may not have written yet. The last two are for devices without programmatic launch, and AMD's.
 # Grouped heads have so few queries, keys and values that of int4 too few warps make floats of them, and of bytes at 16 rows.
 GROUPED := int4:1,int4:8,int4:16,int8:16,fp8:16
 inspect: $(VENV)/.installed
@@ -89,6 +89,7 @@ inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --operations qkv,linear_residual,gate_up,lm_head --weights all --rows 64 --batch-invariant
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --no-pdl --may-starve $(GROUPED)
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --arch gfx942,gfx950
 
 # The native library by other compilers than an installation's, for Arm under an emulator, and with sanitizers.
 ports: $(VENV)/.installed-test $(VENV)/.native

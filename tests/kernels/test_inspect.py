@@ -15,6 +15,7 @@ import pytest
 from d3engine.kernels import inspect
 from d3engine.kernels.ahead_of_time import PROCESSORS, load_widths
 from d3engine.kernels.inspect import Usage
+from d3engine.kernels.target import TARGETS
 
 USAGE = Usage(
     arch=80,
@@ -113,6 +114,30 @@ def compiled() -> Compiled:
     flight, others = others.split("\nSMALL\n")
     small, chunks = others.split("\nCHUNKS\n")
     return json.loads(usages), waits.split("\n")[:-1], flight, small, json.loads(alone), [*map(int, chunks.split())]
+
+
+@needs_triton
+def test_kernels_compile_for_amd_without_ptx_and_fit() -> None:
+    """PTX in a kernel is an error of LLVM's assembler that Triton passes by: it says so on the standard error."""
+    if importlib.util.find_spec("triton.backends.amd") is None:
+        pytest.skip("this Triton has no back end of AMD")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    asked = ["--shapes=tiny", "--arch=gfx942,gfx950", "--weights=int4,int8", "--operations=linear_residual"]
+    command = [sys.executable, "-m", "d3engine.kernels.inspect", *asked, "--rows=1,16", "--json"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "error" not in result.stderr
+    found = json.loads(result.stdout)
+    assert {usage["arch"] for usage in found} == {"gfx942", "gfx950"}
+    assert all(usage["registers"] > 0 and usage["fits"] for usage in found)
+
+
+def test_a_target_keeps_the_options_and_the_stages_that_its_back_end_has() -> None:
+    wanted = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
+    assert TARGETS[90].options(wanted) == wanted
+    assert TARGETS["gfx942"].options(wanted) == {"num_warps": 4}
+    assert [TARGETS[arch].stages(5) for arch in (80, 89, "gfx942", "gfx950")] == [5, 5, 2, 5]
+    assert [TARGETS[arch].has_programmatic_launch for arch in (89, 90, 120, "gfx942")] == [False, True, True, False]
 
 
 @needs_triton
