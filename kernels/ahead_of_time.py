@@ -24,7 +24,7 @@ from d3engine.kernels.machine_code import (
     programs_a_processor,
     read_once,
 )
-from d3engine.kernels.target import TARGETS
+from d3engine.kernels.target import PROCESSORS, TARGETS
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
@@ -41,7 +41,6 @@ TRITON_NAMES = {
     torch.bool: "i1",
 }
 _ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
-PROCESSORS = 132  # of an H100 or H200
 
 
 def needs(launch: Launch, arch: int | str) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from d3engine.kernels.ahead_of_time import PROCESSORS, TRITON_NAMES, needs, specialization
-from d3engine.kernels.target import TARGETS
+from d3engine.kernels.ahead_of_time import TRITON_NAMES, needs, specialization
+from d3engine.kernels.target import PROCESSORS, TARGETS
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch

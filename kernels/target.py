@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ _SHARED: dict[int | str, int] = {
 TARGETS = {arch: Target("cuda" if isinstance(arch, int) else "hip", arch, kib) for arch, kib in _SHARED.items()}
 """Those whose kernels can be inspected."""
 
+PROCESSORS = 132
+"""Streaming multiprocessors of an H100 or H200, which stand for any device where there is none to ask."""
+
 NO_TARGET = Target("cuda", 0, _USUAL_SHARED)
 """Where nothing is compiled: in the interpreter, and for tensors without memory."""
 
@@ -75,3 +79,11 @@ def target_of(device: torch.device) -> Target:
     major, minor = torch.cuda.get_device_capability(device)
     capability = 10 * major + minor
     return TARGETS.get(capability, Target("cuda", capability, _USUAL_SHARED))
+
+
+@cache
+def processors_of(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU, or compute units."""
+    if device.type != "cuda":
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -60,11 +60,12 @@ def run(report: dict[str, Any], current: Round) -> None:
         described = Described(
             torch.device("meta"), current.smoke, current.budget, current.started, of_gpu=current.on_gpu
         )
+        if not current.on_gpu:  # the interpreter and the compiler cannot share a process
+            report["launches"] = sum(1 for _ in launches_of(described, report))
+            return
         _works[:] = distinct(launches_of(described, report), arch)
         report.update(launches=len(_works), compiled=0, failed=[])
         current.keep(report)
-        if not current.on_gpu:  # the interpreter and the compiler cannot share a process
-            return
         begun, processes = time.monotonic(), max(1, (os.cpu_count() or 1) - 2)
         with get_context("fork").Pool(processes) as pool:
             for name, fault in pool.imap_unordered(_compile, range(len(_works))):

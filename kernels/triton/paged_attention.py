@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +21,7 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, NO_WINDOW, Fp8Pool, KVPool, values_and_scales
+from d3engine.kernels.target import processors_of
 from d3engine.kernels.triton.attention_kernels import (
     MOST_SPLITS,
     PARTS_TOGETHER,
@@ -237,7 +237,7 @@ def _single_rows_launch(
     splits = _splits(inputs.max_kv_length)
     meeting = chunks if splits > 1 else 0
     parts, log_totals, arrived = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
-    programs = min(chunks * kv_heads * splits, tuning.programs * _processors(pool.device))
+    programs = min(chunks * kv_heads * splits, tuning.programs * processors_of(pool.device))
     return Launch(
         single_rows_kernel,
         (programs,),
@@ -398,14 +398,6 @@ def _rows_alike(max_chunk_rows: int, group: int) -> int:
     if max_chunk_rows <= 1:
         return max_chunk_rows
     return next((most // group for most in _FEW_PACKED_ROWS if max_chunk_rows * group <= most), 2**30)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors of `device`; those of a Hopper GPU where there is none to ask."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _padded(channels: int) -> int:

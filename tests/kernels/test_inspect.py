@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from d3engine.kernels import inspect
-from d3engine.kernels.ahead_of_time import PROCESSORS, load_widths
+from d3engine.kernels.ahead_of_time import load_widths
 from d3engine.kernels.inspect import Usage
-from d3engine.kernels.target import TARGETS
+from d3engine.kernels.target import PROCESSORS, TARGETS
 
 USAGE = Usage(
     arch=80,

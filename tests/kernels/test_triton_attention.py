@@ -314,7 +314,7 @@ def test_a_row_gets_the_same_bits_alone_and_beside_others_by_few_programs_or_man
         (inputs,) = attention.attention_inputs([0, 1], [length], tables)
         alone = attention.paged_attention(paged.queries[row : row + 1], paged.pool, inputs, paged.scale)
         assert torch.equal(alone[0], together[row])
-    monkeypatch.setattr(attention, "_processors", lambda _: 1)
+    monkeypatch.setattr(attention, "processors_of", lambda _: 1)
     (launch,) = attention.attention_launches(together, paged.queries, paged.pool, paged.inputs(), paged.scale)
     assert launch.grid[0] in (2, 3)  # of 12 splits
     assert torch.equal(paged.attend(), together)
