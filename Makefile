@@ -86,7 +86,7 @@ inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --may-starve $(GROUPED)
 	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all --may-starve $(GROUPED)
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --operations qkv,linear_residual,gate_up,lm_head --weights fp8_groups
-	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention
+	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention --spills-only
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --operations qkv,linear_residual,gate_up,lm_head --weights all --rows 64 --batch-invariant
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --no-pdl --may-starve $(GROUPED)
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --arch gfx942,gfx950

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from d3engine.kernels.machine_code import (
+    LATENCY,
     barriers_of_the_last,
     before_the_wait,
     bytes_in_flight,
@@ -59,7 +60,9 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
         fit = programs_a_processor(resources["REG"], shared, launch.num_warps, target.shared_kib * 1024)
         programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
         once = read_once(ptx)
-        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * once
+        in_flight = (
+            32 * launch.num_warps * programs * bytes_in_flight(sass, LATENCY, launch.rounds, launch.loads_before) * once
+        )
         per_byte = instructions_a_byte(sass) / once
         barriers = barriers_of_the_last(sass, launch.turns) if launch.turns else 0
     waits = bool(launch.for_target(target)[0].get("PDL"))

@@ -20,7 +20,7 @@ LATENCY = 800
 _CACHED = 280  # of a load from L2
 _SHARED = 30  # of a load from shared memory
 _ARITHMETIC = 5
-_ROUNDS = 24  # of the loop: the first half fills it
+_ROUNDS = 24  # of a loop that goes round many times: the first half fills it
 _CACHED_MARKS = (".EL", ".STRONG")  # activations stay in the cache (evict last); what others have just written is there
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);", re.M)
 _REGISTER = re.compile(r"\bR(\d+)\b")
@@ -94,15 +94,22 @@ def _loaded(body: Iterable[Instruction]) -> int:
     return sum(instruction.memory_bytes for instruction in body if instruction.is_streamed)
 
 
-def bytes_in_flight(sass: str, latency: int = LATENCY) -> float:
-    """Bytes that one thread has under way in the mean, of those that it reads once, in the loop that loads most."""
+def bytes_in_flight(sass: str, latency: int = LATENCY, rounds: int | None = None, before: int = 0) -> float:
+    """Bytes that one thread has under way in the mean, of those that it reads once, in the loop that loads most.
+
+    Of a loop that goes round `rounds` times the mean is over all of it and `before` loads from L2 in front of it, each
+    of which waits for the last: a loop begins with nothing under way, and ends so. Of one that goes round for long,
+    None, it is over its middle.
+    """
     body = hottest_loop(instructions(sass))
     loaded = _loaded(body)
     if not loaded:
         return 0.0
     times = _Warp(latency).times(body)
     cycles = (times[-1] - times[_ROUNDS // 2 - 1]) / (_ROUNDS - _ROUNDS // 2)
-    return loaded * latency / cycles
+    if rounds is None:
+        return loaded * latency / cycles
+    return loaded * rounds * latency / (before * _CACHED + latency + (rounds - 1) * cycles)
 
 
 def cycles_alone(sass: str, rounds: int) -> float:

@@ -115,6 +115,8 @@ class Launch:
     programmatic_options: dict[str, Any] = field(default_factory=dict)  # in their place under programmatic launch
     least_capability: int = 0  # the first compute capability that has its instructions, without the point
     turns: int = 0  # at most, in which the last of its programs puts together what others have left
+    rounds: int | None = None  # that its loop goes round each time; None where they are many
+    loads_before: int = 0  # one after another, each time before the loop
     streams: bool = False  # whether reading weights or the cache once is its work: then bandwidth is its limit
 
     def for_target(self, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:

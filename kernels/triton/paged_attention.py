@@ -259,6 +259,8 @@ def _single_rows_launch(
         options={"maxnreg": 168 if tuning.programs == 3 else 255},
         least_capability=_least_capability(pool),
         turns=-(-MOST_SPLITS // PARTS_TOGETHER),
+        rounds=max(1, SPLIT // tuning.tile),
+        loads_before=4,  # the lengths of all chunks, those of the split's own, the query, and the first ids of blocks
         streams=True,
     )
 

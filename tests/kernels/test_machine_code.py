@@ -41,6 +41,18 @@ def test_loads_that_are_used_at_once_wait_one_after_another() -> None:
     assert bytes_in_flight(sass(*pairs, "@!P1 BRA 0x100")) == pytest.approx(16, rel=0.03)
 
 
+def test_a_loop_of_few_rounds_has_less_under_way_in_the_mean_than_a_long_one() -> None:
+    """Of two rounds that each wait for their loads half of the time is one latency, and loads before it add theirs."""
+    code = sass(*loads(4), *uses(4), "@!P1 BRA 0x100")
+    long = bytes_in_flight(code)
+    assert bytes_in_flight(code, rounds=2) == pytest.approx(long, rel=0.02)
+    assert bytes_in_flight(code, rounds=2, before=4) == pytest.approx(64 * 2 * 800 / (2 * 800 + 4 * 280), rel=0.02)
+    copies = ["LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64], P0", "LDGDEPBAR", "DEPBAR.LE SB0, 0x3", "@P1 BRA 0x100"]
+    pipelined = [bytes_in_flight(sass(*copies), rounds=rounds) for rounds in (2, 4, 24)]
+    assert pipelined == sorted(pipelined)
+    assert pipelined[0] < 0.5 * bytes_in_flight(sass(*copies))
+
+
 def test_loads_that_are_used_after_the_last_are_in_flight_together() -> None:
     assert bytes_in_flight(sass(*loads(4), *uses(4), "@!P1 BRA 0x100")) == pytest.approx(64, rel=0.05)
 
