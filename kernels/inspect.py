@@ -3,6 +3,7 @@
     python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
         [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--no-pdl]
         [--batch-invariant] [--matmul-rows 256] [--jobs 2] [--json]
+    python -m d3engine.kernels.inspect --tiles
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
@@ -102,6 +103,11 @@ class Usage:
 def main(arguments: list[str] | None = None) -> int:
     """Print a table or JSON of all launches; return 1 if any has a fault not said to be known, 2 for bad input."""
     options = _parse(arguments)
+    if options.tiles:
+        from d3engine.kernels.triton import tiles
+
+        print(tiles.table())
+        return 0
     dtype = DTYPES[options.dtype]
     given = (options.weights, options.operations, options.jobs, not options.no_pdl, options.rows, options.spills_only)
     try:
@@ -285,6 +291,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--matmul-rows", type=int, help="leave products to torch of more rows alone, not of more than 64"
     )
+    parser.add_argument("--tiles", action="store_true", help="compile nothing: print the table of tiles and why")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)

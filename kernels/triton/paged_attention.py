@@ -32,6 +32,7 @@ from d3engine.kernels.triton.attention_kernels import (
 )
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 from d3engine.kernels.triton.operations import Step, performed
+from d3engine.kernels.triton.tiles import LIMITS
 
 TABLE_DTYPE = torch.int32
 """Of the block tables of every step: with those of graphs, prompts run the kernels that graphs hold."""
@@ -256,7 +257,7 @@ def _single_rows_launch(
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        options={"maxnreg": 168 if tuning.programs == 3 else 255},
+        **LIMITS["attention of single rows, " + ("three programs" if tuning.programs == 3 else "two programs")].options,
         least_capability=_least_capability(pool),
         turns=-(-MOST_SPLITS // PARTS_TOGETHER),
         rounds=max(1, SPLIT // tuning.tile),
@@ -294,8 +295,7 @@ def _long_chunks_launch(
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        # Left alone, ptxas saves registers of four warps for programs that have no other room, and spills on Blackwell.
-        options={"maxnreg": 255} if tuning.num_warps == 4 else {},
+        options=LIMITS["attention of chunks, four warps"].options["options"] if tuning.num_warps == 4 else {},
         least_capability=_least_capability(pool),
     )
 
