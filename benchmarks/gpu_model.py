@@ -13,7 +13,7 @@ bytes in flight that its machine code keeps, over the latency of a load); the sa
 each program reads, over the rate of the L2 cache; the instructions of its loop, over what a processor issues; and what
 tensor cores multiply. Where tokens are sampled it may be what programs add up in the L2 cache too, or the cycles of a
 program that has a row for itself. What is left to torch is taken to be as good as its bytes and products allow. What
-such models forget (ends of grids, kernels that fill their pipelines, the first loads of a split, limits that hinder
+such models forget (ends of grids, kernels that fill their pipelines, the meeting of splits, limits that hinder
 each other, clocks that fall) makes devices slower than this: it is an upper bound, and the table has what others
 measured (`gpu/published.py`). Nothing here was measured on a GPU of ours. `--of` compiles nothing: it draws what
 `--json` has written before.

@@ -123,7 +123,7 @@ def paged_attention(
     splits, chunks = _meeting(inputs)
     heads, channels = queries.shape[1:]
     numbers = splits * chunks * heads * (channels + 1)
-    parts, arrived = inputs.room.take(numbers, chunks * pool.shape[3], queries.device)
+    partial, counters = inputs.room.take(numbers, chunks * pool.shape[3], queries.device)
     return _attention(
         queries,
         pool,
@@ -132,8 +132,8 @@ def paged_attention(
         inputs.block_tables,
         inputs.num_rows if num_rows is None else num_rows,
         inputs.tiled_lengths,
-        parts,
-        arrived,
+        partial,
+        counters,
         _splits(inputs.max_kv_length) * SPLIT,
         _rows_alike(inputs.max_chunk_rows, heads // pool.shape[3]),
         inputs.single_rows,
@@ -152,8 +152,8 @@ def _attention(
     block_tables: Tensor,
     num_rows: Tensor,
     tiled_lengths: Tensor | None,
-    parts: Tensor,
-    arrived: Tensor,
+    partial: Tensor,
+    counters: Tensor,
     max_kv_length: int,
     max_chunk_rows: int,
     single_rows: bool,
@@ -162,7 +162,7 @@ def _attention(
     cap: float | None,
 ) -> tuple[Tensor, Sequence[Step]]:
     bounds = max_kv_length, max_chunk_rows, single_rows
-    room = Room(parts, arrived)
+    room = Room(partial, counters)
     inputs = AttentionInputs(query_starts, kv_lengths, block_tables, num_rows, *bounds, room, tiled_lengths)
     out = torch.empty(queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype, device=queries.device)
     return out, attention_launches(out, queries, pool, inputs, scale, window, cap)
@@ -237,7 +237,7 @@ def _single_rows_launch(
     tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
     splits = _splits(inputs.max_kv_length)
     meeting = chunks if splits > 1 else 0
-    parts, log_totals, arrived = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
+    partial, lse, counters = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
     programs = min(chunks * kv_heads * splits, tuning.programs * processors_of(pool.device))
     return Launch(
         single_rows_kernel,
@@ -245,9 +245,9 @@ def _single_rows_launch(
         {
             **_common_arguments(queries, pool, inputs, scale, window, cap),
             "out": out,
-            "parts": parts,
-            "log_totals": log_totals,
-            "arrived": arrived,
+            "partial": partial,
+            "lse": lse,
+            "counters": counters,
             "PADDED_GROUP": tuning.packed_rows,
             "TILE": tuning.tile,
             "STAGES": tuning.num_stages,

@@ -152,8 +152,8 @@ def test_the_heads_of_a_group_meet_at_once_with_each_one_s_own_bits(
     (launch,) = attention.attention_launches(out, paged.queries, paged.pool, inputs, paged.scale)
     assert launch.arguments["HEADS_TOGETHER"] == together
     launch.run()
-    parts = launch.arguments["parts"].view(40, heads, 32).numpy()
-    logs = launch.arguments["log_totals"].view(40, heads).numpy()
+    parts = launch.arguments["partial"].view(40, heads, 32).numpy()
+    logs = launch.arguments["lse"].view(40, heads).numpy()
     wanted = np.stack([head_by_head(parts[:, head], logs[:, head]) for head in range(heads)])
     assert np.array_equal(out.view(heads, 32).numpy(), wanted)
     assert relative_error(out, paged.expected()) < ERRORS[torch.float32]
@@ -279,7 +279,7 @@ def test_one_launch_serves_changed_tables_and_lengths_as_a_graph_replays_it(devi
     queries = torch.full((4, 4, 32), torch.nan, device=device)
     out = torch.full((4, 4 * 32), POISON, device=device)
     launches = attention.attention_launches(out, queries, pool, inputs, first.scale)
-    parts, counters = launches[0].arguments["parts"], launches[0].arguments["arrived"]
+    parts, counters = launches[0].arguments["partial"], launches[0].arguments["counters"]
     for paged in (first, second):
         count = len(paged.lengths)
         out.fill_(POISON)
