@@ -39,7 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_IN_FLIGHT = 16 * 1024
 """Bytes that a processor must have under way: 132 of them then read 3.7 TB/s at 800 cycles a load, about what an H200
 can give. With less, waiting is the limit and not the memory."""
-MOST_BARRIERS = 48
+MOST_BARRIERS = 128
 """Behind which the last program of a row may wait, one after another: all other programs have ended by then. A turn of
 one load and its barriers takes about half a microsecond."""
 

@@ -238,6 +238,7 @@ def _single_rows_launch(
     splits = _splits(inputs.max_kv_length)
     meeting = chunks if splits > 1 else 0
     partial, lse, counters = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
+    together = COMBINED // 2 if tuning.programs == 3 else COMBINED  # Triton 3.6 would spill
     programs = min(chunks * kv_heads * splits, tuning.programs * processors_of(pool.device))
     return Launch(
         single_rows_kernel,
@@ -253,7 +254,7 @@ def _single_rows_launch(
             "STAGES": tuning.num_stages,
             "SPLIT": SPLIT,
             "MOST_SPLITS": MOST_SPLITS,
-            "HEADS_TOGETHER": min(triton.next_power_of_2(heads // kv_heads), max(1, COMBINED // _padded(channels))),
+            "HEADS_TOGETHER": min(triton.next_power_of_2(heads // kv_heads), max(1, together // _padded(channels))),
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
