@@ -79,7 +79,7 @@ docs: $(VENV)/.installed-dev
 	@echo "$(BIN)/python -m http.server --directory build/site, and then http://127.0.0.1:8000/"
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
-# flight, or reads what the kernel before it may not have written yet. The last is for devices without programmatic launch.
+# flight, or reads what the kernel before it may not have written yet. The last two are for devices without programmatic launch, and AMD's.
 # Grouped heads have so few queries, keys and values that of int4 too few warps make floats of them, and of bytes at 16 rows.
 GROUPED := int4:1,int4:8,int4:16,int8:16,fp8:16
 inspect: $(VENV)/.installed
@@ -87,9 +87,10 @@ inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --may-starve $(GROUPED)
 	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all --may-starve $(GROUPED)
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --operations qkv,linear_residual,gate_up,lm_head --weights fp8_groups
-	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention
+	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention --spills-only
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --operations qkv,linear_residual,gate_up,lm_head --weights all --rows 64 --batch-invariant
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --no-pdl --may-starve $(GROUPED)
+	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --arch gfx942,gfx950
 
 # The native library by other compilers than an installation's, for Arm and Windows under emulators, and with sanitizers.
 ports: $(VENV)/.installed-test $(VENV)/.native

@@ -13,8 +13,10 @@ bytes in flight that its machine code keeps, over the latency of a load); the sa
 each program reads, over the rate of the L2 cache; the instructions of its loop, over what a processor issues; and what
 tensor cores multiply. Where tokens are sampled it may be what programs add up in the L2 cache too, or the cycles of a
 program that has a row for itself. What is left to torch is taken to be as good as its bytes and products allow. What
-such models forget (tails, limits that hinder each other, clocks that fall) makes devices slower than this. Nothing here
-was measured on a GPU of ours. `--of` compiles nothing: it draws what `--json` has written before.
+such models forget (ends of grids, kernels that fill their pipelines, the meeting of splits, limits that hinder
+each other, clocks that fall) makes devices slower than this: it is an upper bound, and the table has what others
+measured (`gpu/published.py`). Nothing here was measured on a GPU of ours. `--of` compiles nothing: it draws what
+`--json` has written before.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Device:
     name: str
     arch: int
     processors: int
+    maker_tbs: float  # terabytes a second of its memory, by its maker
     copy_tbs: float  # terabytes a second that a large copy reads and writes
     clock_ghz: float
     latency: int  # cycles of a load under load
@@ -65,9 +68,9 @@ class Device:
 
 
 DEVICES = (
-    Device("H100", 90, 132, 3.0, 1.755, 800, 5.5, 989),
-    Device("H200", 90, 132, 4.3, 1.755, 800, 5.5, 989),
-    Device("B200", 100, 148, 7.0, 1.85, 800, 9.0, 2250, 150),
+    Device("H100", 90, 132, 3.35, 3.0, 1.755, 800, 5.5, 989),
+    Device("H200", 90, 132, 4.8, 4.3, 1.755, 800, 5.5, 989),
+    Device("B200", 100, 148, 8.0, 7.0, 1.85, 800, 9.0, 2250, 150),
 )
 
 
@@ -157,6 +160,7 @@ def report_of(step: Step, layers: int) -> dict[str, Any]:
                 "step_us": time,
                 "tokens_per_second": step.batch * 1e6 / time,
                 "share_of_limit": limit / time,
+                "share_of_bandwidth": limit / time * device.copy_tbs / device.maker_tbs,
                 "sampling_us": sum(kernel.microseconds(device) for kernel in kernels if kernel.operation == "sample"),
             }
             figures["bound_by"] = _longest(kernels, device)

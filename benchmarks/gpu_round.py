@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.gpu import arrivals, device, end_to_end, kernels, peers, switches, tests
+from benchmarks.gpu import arrivals, compiled, device, end_to_end, kernels, peers, switches, tests, tools
 from benchmarks.gpu.common import MODES, DeviceLost, Round
 from benchmarks.gpu.tables import show
 from benchmarks.report import environment, write_json
@@ -50,10 +50,13 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "device": Part(device.run, 45),
+    "compiled": Part(compiled.run, 60),
     "first_light": Part(end_to_end.first_light, 240, "models", quiet_s=90),
     "decode": Part(end_to_end.decode, 190, "models", quiet_s=90),
     "peers": Part(peers.run, 270, "cases"),
     "tests": Part(tests.run, 230),
+    "sanitized": Part(tools.sanitized, 90),
+    "profiled": Part(tools.profiled, 40),
     "switches": Part(switches.run, 200, quiet_s=60, goes_on=True),
     "kernels": Part(kernels.run, 230, quiet_s=60, goes_on=True),
     "batches": Part(end_to_end.batches, 90, "models", quiet_s=90),

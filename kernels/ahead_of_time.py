@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from d3engine.kernels.machine_code import (
+    LATENCY,
+    barriers_of_the_last,
     before_the_wait,
     bytes_in_flight,
     instructions_a_byte,
     programs_a_processor,
     read_once,
 )
+from d3engine.kernels.target import PROCESSORS, TARGETS
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
@@ -39,28 +42,30 @@ TRITON_NAMES = {
     torch.bool: "i1",
 }
 _ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton specializes on
-PROCESSORS = 132  # of an H100 or H200
-SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide, table of technical
-specifications)."""
 
 
-def needs(launch: Launch, arch: int) -> dict[str, Any]:
-    """What `launch` needs on compute capability `arch`, by `Usage`'s names."""
-    compiled = compile_launch(launch, arch)
+def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
+    """What `launch` needs on the target `arch`, by `Usage`'s names."""
+    target, compiled = TARGETS[arch], compile_launch(launch, arch)
+    if not target.is_cuda:
+        return _needs_of_amd(compiled)
     ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
     widths = load_widths(ptx)
     total = sum(width * count for width, count in widths.items())
     resources = _resources(compiled.asm["cubin"])
     in_flight = per_byte = 0.0
+    barriers = 0
     if launch.streams:
         sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
-        fit = programs_a_processor(resources["REG"], shared, launch.num_warps, SHARED_LIMITS[arch] * 1024)
+        fit = programs_a_processor(resources["REG"], shared, launch.num_warps, target.shared_kib * 1024)
         programs = min(fit, -(-math.prod(launch.grid) // PROCESSORS))
         once = read_once(ptx)
-        in_flight = 32 * launch.num_warps * programs * bytes_in_flight(sass) * once
+        in_flight = (
+            32 * launch.num_warps * programs * bytes_in_flight(sass, LATENCY, launch.rounds, launch.loads_before) * once
+        )
         per_byte = instructions_a_byte(sass) / once
-    waits = bool(launch.for_capability(arch)[0].get("PDL"))
+        barriers = barriers_of_the_last(sass, launch.turns) if launch.turns else 0
+    waits = bool(launch.for_target(target)[0].get("PDL"))
     return {
         "registers": resources["REG"],
         "stack": resources["STACK"],
@@ -69,9 +74,25 @@ def needs(launch: Launch, arch: int) -> dict[str, Any]:
         "streams": launch.streams,
         "in_flight": int(in_flight),
         "instructions": round(per_byte, 3),
+        "barriers": barriers,
         "too_early": tuple(before_the_wait(ptx)) if waits else (),
         "widest_load": max(widths, default=0),
         "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
+    }
+
+
+def _needs_of_amd(compiled: Any) -> dict[str, Any]:
+    """What the assembler's own notes say; nothing is known of bytes in flight."""
+    notes = dict(
+        re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", compiled.asm["amdgcn"])
+    )
+    return {
+        "registers": int(notes["vgpr_count"]),
+        "stack": int(notes["private_segment_fixed_size"]),
+        "local": 4 * int(notes["vgpr_spill_count"]),
+        "shared": compiled.metadata.shared,
+        "widest_load": 0,
+        "wide_loads": 0.0,
     }
 
 
@@ -80,24 +101,27 @@ def machine_code_of(launch: Launch, arch: int) -> str:
     return _cuobjdump("--dump-sass", compile_launch(launch, arch).asm["cubin"])
 
 
-def compile_launch(launch: Launch, arch: int) -> Any:
-    """Triton's compiled kernel of `launch` for compute capability `arch` (90 is Hopper)."""
+def compile_launch(launch: Launch, arch: int | str) -> Any:
+    """Triton's compiled kernel of `launch` for one of `TARGETS`: 90 is Hopper."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature, constants, attributes, options = specialization(launch, arch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    backend = TARGETS[arch].backend
+    return triton.compile(source, target=GPUTarget(backend, arch, 32 if backend == "cuda" else 64), options=options)
 
 
-def specialization(launch: Launch, arch: int) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any], dict[str, Any]]:
+def specialization(
+    launch: Launch, arch: int | str
+) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any], dict[str, Any]]:
     """Signature, constants, attributes and compile options, as the JIT would derive them.
 
     Constexprs and None are constants, integers equal to 1 too, and pointers and integers divisible by 16 are marked so
     (the launcher's tensors are taken to be aligned, as torch allocates them).
     """
-    arguments, options = launch.for_capability(arch)
+    arguments, options = launch.for_target(TARGETS[arch])
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

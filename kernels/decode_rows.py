@@ -34,7 +34,8 @@ class DecodeRows:
     active_rows: Tensor  # int32 [L] how many rows run each layer
     entries: Tensor  # int64 [L, B, 2] where the keys and values of the rows go
     rotations: Tensor  # complex64 [B, D / 2]; those of every rope side by side
-    # What the steps have yielded.
+    # What the steps have yielded: chosen and scores are views of it, so that one copy brings both to the host.
+    yielded: Tensor  # int32 [S, 3 B or more]
     chosen: Tensor  # int64 [S, B]
     scores: Tensor  # float32 [S, B]; a row without a finite one has met a fault
 
@@ -47,6 +48,8 @@ class DecodeRows:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        yielded = zeros(steps, (3 * rows + 1) // 2 * 2, dtype=torch.int32)  # even, for whole tokens
+        chosen, scores = tokens_and_scores(yielded, rows)
         return cls(
             num_rows=zeros(1, dtype=torch.int32),
             tokens=zeros(rows, dtype=torch.int64),
@@ -59,8 +62,9 @@ class DecodeRows:
             active_rows=zeros(layers, dtype=torch.int32),
             entries=zeros(layers, rows, 2, dtype=torch.int64),
             rotations=zeros(rows, head_dim // 2, dtype=torch.complex64),
-            chosen=zeros(steps, rows, dtype=torch.int64),
-            scores=zeros(steps, rows, dtype=torch.float32),
+            yielded=yielded,
+            chosen=chosen,
+            scores=scores,
         )
 
     def first(self, count: int) -> DecodeRows:
@@ -77,6 +81,7 @@ class DecodeRows:
             active_rows=self.active_rows,
             entries=self.entries[:, :count],
             rotations=self.rotations[:count],
+            yielded=self.yielded,
             chosen=self.chosen[:, :count],
             scores=self.scores[:, :count],
         )
@@ -84,4 +89,9 @@ class DecodeRows:
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return sum(tensor.nbytes for tensor in vars(self).values())
+        return sum(tensor.nbytes for name, tensor in vars(self).items() if name not in ("chosen", "scores"))
+
+
+def tokens_and_scores(yielded: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The `chosen` int64 [S, rows] and `scores` float32 [S, rows] that lie in `yielded`, of `rows` rows in all."""
+    return yielded[:, : 2 * rows].view(torch.int64), yielded[:, 2 * rows : 3 * rows].view(torch.float32)

@@ -3,14 +3,16 @@
     python -m d3engine.kernels.inspect [--arch 80,90,100] [--shapes llama2-7b,llama3-8b] [--dtype bf16] [--weights all]
         [--operations qkv,gate_up] [--rows 1,16] [--spills-only] [--no-pdl]
         [--batch-invariant] [--matmul-rows 256] [--jobs 2] [--json]
+    python -m d3engine.kernels.inspect --tiles
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
 kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
 program may have; if one that streams weights or the cache keeps too little of them in flight (see `machine_code.py`);
-and if one loads more than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet
-unless `--no-pdl` says so. It is 2 if something is asked for that is not known. The interpreter's flag must be off: the
-two cannot share a process.
+if the last program of a row waits at too many barriers until the parts of its splits are one; and if one loads more
+than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet unless `--no-pdl` says
+so. Of AMD's targets only shared memory is judged. It is 2 if something is asked for that is not known. The
+interpreter's flag must be off: the two cannot share a process.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from d3engine.kernels.ahead_of_time import PROCESSORS, SHARED_LIMITS, TRITON_NAMES, needs, specialization
+from d3engine.kernels.ahead_of_time import TRITON_NAMES, needs, specialization
+from d3engine.kernels.target import PROCESSORS, TARGETS
 
 if TYPE_CHECKING:
     from d3engine.kernels.triton.launches import Launch
@@ -36,13 +39,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_IN_FLIGHT = 16 * 1024
 """Bytes that a processor must have under way: 132 of them then read 3.7 TB/s at 800 cycles a load, about what an H200
 can give. With less, waiting is the limit and not the memory."""
+MOST_BARRIERS = 128
+"""Behind which the last program of a row may wait, one after another: all other programs have ended by then. A turn of
+one load and its barriers takes about half a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What one compiled kernel needs; sizes in bytes, registers a thread."""
 
-    arch: int
+    arch: int | str
     shape: str
     weights: str
     operation: str
@@ -58,6 +64,7 @@ class Usage:
     streams: bool = False  # whether bandwidth is its limit
     in_flight: int = 0  # bytes that a processor has under way in the mean
     instructions: float = 0.0  # that a warp takes for a byte that is read once, in the loop that loads most
+    barriers: int = 0  # of the last program of a row, where it puts the parts of 64 splits together
     too_early: tuple[str, ...] = ()  # what it does before it waits for the kernel in front of it, and may not
 
     @property
@@ -67,13 +74,13 @@ class Usage:
 
     @property
     def spills(self) -> bool:
-        """Whether the kernel touches local memory."""
-        return self.stack > 0 or self.local > 0
+        """Whether the kernel touches local memory; of AMD's nothing is claimed."""
+        return TARGETS[self.arch].is_cuda and (self.stack > 0 or self.local > 0)
 
     @property
     def fits(self) -> bool:
         """Whether the shared memory of one program suffices."""
-        return self.shared <= SHARED_LIMITS[self.arch] * 1024
+        return self.shared <= TARGETS[self.arch].shared_kib * 1024
 
     @property
     def starves(self) -> bool:
@@ -88,6 +95,7 @@ class Usage:
             "DOES NOT FIT": not self.fits,
             "STARVES": self.starves,
             "TOO EARLY": bool(self.too_early),
+            "MEETS SLOWLY": self.barriers > MOST_BARRIERS,
         }
         return [name for name, is_so in found.items() if is_so]
 
@@ -95,6 +103,11 @@ class Usage:
 def main(arguments: list[str] | None = None) -> int:
     """Print a table or JSON of all launches; return 1 if any has a fault not said to be known, 2 for bad input."""
     options = _parse(arguments)
+    if options.tiles:
+        from d3engine.kernels.triton import tiles
+
+        print(tiles.table())
+        return 0
     dtype = DTYPES[options.dtype]
     given = (options.weights, options.operations, options.jobs, not options.no_pdl, options.rows, options.spills_only)
     try:
@@ -115,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def inspect(
     shapes: Iterable[str],
-    archs: Iterable[int],
+    archs: Iterable[int | str],
     dtype: torch.dtype,
     weights: Iterable[str] = (),
     operations: Iterable[str] = (),
@@ -148,7 +161,7 @@ def inspect(
     _need_known("shapes", shapes := list(shapes), launches.SHAPES)
     _need_known("weights", forms, (float_name, *launches.QUANTIZED))
     _need_known("operations", wanted, launches.MODULES)
-    _need_known("arch", archs, SHARED_LIMITS)
+    _need_known("arch", archs, TARGETS)
     _need_known("rows", rows, launches.ROW_COUNTS)
     others = tuple(f"rows={count}" for count in launches.ROW_COUNTS if rows and count not in rows)
 
@@ -156,15 +169,15 @@ def inspect(
         products.MATMUL_ROWS = matmul_rows
     asked = []
     for arch in archs:
-        launches.PROGRAMMATIC = programmatic and arch >= launches.PROGRAMMATIC_CAPABILITY  # which some tiles depend on
+        launches.PROGRAMMATIC = programmatic and TARGETS[arch].has_programmatic_launch  # which some tiles depend on
         asked += [(arch, words, launch) for words, launch in _launches(shapes, forms, dtype, wanted, batch_invariant)]
     launches.PROGRAMMATIC = programmatic
     asked = [
         (arch, words, replace(launch, streams=launch.streams and not spills_only))
         for arch, words, launch in asked
-        if arch >= launch.least_capability and not words["label"].endswith(others)
+        if TARGETS[arch].has(launch.least_capability) and not words["label"].endswith(others)
     ]
-    works: dict[str, tuple[Launch, int]] = {}
+    works: dict[str, tuple[Launch, int | str]] = {}
     keys = []
     for arch, _, launch in asked:
         key = repr((launch.kernel.fn.__module__, launch.kernel.fn.__name__, specialization(launch, arch), arch))
@@ -199,10 +212,10 @@ def _need_known(field: str, values: Iterable[Any], allowed: Iterable[Any]) -> No
             raise ValueError(f"{field} must be one of {', '.join(map(str, sorted(known)))}; got {value!r}")
 
 
-_works: list[tuple[Launch, int]] = []  # what the forked processes of `_compile_all` find by number
+_works: list[tuple[Launch, int | str]] = []  # what the forked processes of `_compile_all` find by number
 
 
-def _compile_all(works: list[tuple[Launch, int]], jobs: int) -> list[dict[str, Any]]:
+def _compile_all(works: list[tuple[Launch, int | str]], jobs: int) -> list[dict[str, Any]]:
     """What each kernel needs, by `Usage`'s names. Processes are forked: a launch cannot be sent to another process."""
     _works[:] = works
     if jobs == 1:
@@ -217,7 +230,7 @@ def _needs(number: int) -> dict[str, Any]:
 
 def _table(usages: list[Usage]) -> str:
     header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
-    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "in flight"]
+    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "barriers", "in flight"]
     rows = [
         (
             str(usage.arch),
@@ -234,6 +247,7 @@ def _table(usages: list[Usage]) -> str:
             f"{usage.widest_load} B",
             f"{usage.wide_loads:.0%}",
             f"{usage.instructions:.2f}" if usage.streams else "",
+            str(usage.barriers or ""),
             " ".join([f"{usage.in_flight / 1024:.0f} KB" if usage.streams else "", *usage.faults]),
         )
         for usage in usages
@@ -247,7 +261,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m d3engine.kernels.inspect", description=(__doc__ or "").strip())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--arch", type=_numbers, default=[90], help="compute capabilities without their point; 90 is Hopper"
+        "--arch", type=_archs, default=[90], help="compute capabilities without their point, or gfx942 and gfx950"
     )
     parser.add_argument("--shapes", type=_names, default=["llama2-7b", "llama3-8b"], help="names with commas")
     parser.add_argument("--operations", type=_names, default=[], help="names with commas; all if left out")
@@ -277,12 +291,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--matmul-rows", type=int, help="leave products to torch of more rows alone, not of more than 64"
     )
+    parser.add_argument("--tiles", action="store_true", help="compile nothing: print the table of tiles and why")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if options.weights == ["all"]:
         options.weights = [options.dtype, "int8", "fp8", "int4"]
     return options
+
+
+def _archs(text: str) -> list[int | str]:
+    return [int(name) if name.isdecimal() else name for name in _names(text)]
 
 
 def _numbers(text: str) -> list[int]:

@@ -20,7 +20,7 @@ LATENCY = 800
 _CACHED = 280  # of a load from L2
 _SHARED = 30  # of a load from shared memory
 _ARITHMETIC = 5
-_ROUNDS = 24  # of the loop: the first half fills it
+_ROUNDS = 24  # of a loop that goes round many times: the first half fills it
 _CACHED_MARKS = (".EL", ".STRONG")  # activations stay in the cache (evict last); what others have just written is there
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);", re.M)
 _REGISTER = re.compile(r"\bR(\d+)\b")
@@ -94,15 +94,22 @@ def _loaded(body: Iterable[Instruction]) -> int:
     return sum(instruction.memory_bytes for instruction in body if instruction.is_streamed)
 
 
-def bytes_in_flight(sass: str, latency: int = LATENCY) -> float:
-    """Bytes that one thread has under way in the mean, of those that it reads once, in the loop that loads most."""
+def bytes_in_flight(sass: str, latency: int = LATENCY, rounds: int | None = None, before: int = 0) -> float:
+    """Bytes that one thread has under way in the mean, of those that it reads once, in the loop that loads most.
+
+    Of a loop that goes round `rounds` times the mean is over all of it and `before` loads from L2 in front of it, each
+    of which waits for the last: a loop begins with nothing under way, and ends so. Of one that goes round for long,
+    None, it is over its middle.
+    """
     body = hottest_loop(instructions(sass))
     loaded = _loaded(body)
     if not loaded:
         return 0.0
     times = _Warp(latency).times(body)
     cycles = (times[-1] - times[_ROUNDS // 2 - 1]) / (_ROUNDS - _ROUNDS // 2)
-    return loaded * latency / cycles
+    if rounds is None:
+        return loaded * latency / cycles
+    return loaded * rounds * latency / (before * _CACHED + latency + (rounds - 1) * cycles)
 
 
 def cycles_alone(sass: str, rounds: int) -> float:
@@ -111,11 +118,7 @@ def cycles_alone(sass: str, rounds: int) -> float:
     What it loads comes from the L2 cache; barriers cost nothing here.
     """
     code = instructions(sass)
-    ends = {}  # of loops, by the addresses where they begin
-    for instruction in code:
-        target = re.search(r"(0x[0-9a-f]+)", instruction.operands) if instruction.operation.startswith("BRA") else None
-        if target and int(target[1], 16) < instruction.address:
-            ends[int(target[1], 16)] = instruction.address
+    ends = dict(_loops(code))
     around = {begin: end for begin, end in ends.items() if any(begin < other < end for other in ends)}
     warp, done, cycles = _Warp(_CACHED), -1, 0.0
     for instruction in code:
@@ -124,6 +127,30 @@ def cycles_alone(sass: str, rounds: int) -> float:
             body = [one for one in code if instruction.address <= one.address <= done]
             cycles = warp.run(body * (rounds if instruction.address in around else 1))
     return cycles
+
+
+def barriers_of_the_last(sass: str, turns: int) -> int:
+    """Barriers, one after another, of the program that comes last to a counter and puts together what all have left.
+
+    Loops behind the counter's atomic go round `turns` times. 0 without a counter.
+    """
+    code = instructions(sass)
+    atomic = next((one.address for one in code if one.operation.startswith("ATOMG")), None)
+    if atomic is None:
+        return 0
+    barriers = [one.address for one in code if one.address > atomic and one.operation.startswith("BAR")]
+    loops = [(begin, end) for begin, end in _loops(code) if begin > atomic]
+    return sum(int(turns ** sum(begin <= barrier <= end for begin, end in loops)) for barrier in barriers)
+
+
+def _loops(code: list[Instruction]) -> list[tuple[int, int]]:
+    """Where loops begin and end."""
+    found = []
+    for one in code:
+        target = re.search(r"(0x[0-9a-f]+)", one.operands) if one.operation.startswith("BRA") else None
+        if target and int(target[1], 16) < one.address:
+            found.append((int(target[1], 16), one.address))
+    return found
 
 
 def instructions_a_byte(sass: str) -> float:

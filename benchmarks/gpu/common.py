@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from d3engine.engine.device import capability
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.kernels.target import target_of
 from d3engine.model.config import QUANTIZATION_SCHEMES
 from d3engine.utils.files import write_whole
 
@@ -72,7 +72,7 @@ class Round:
     @property
     def schemes(self) -> tuple[str, ...]:
         """How weights can be quantized here: with 8-bit floats only where the device converts them."""
-        converts = not self.on_gpu or capability(self.device) >= FP8_CAPABILITY
+        converts = not self.on_gpu or target_of(self.device).has(FP8_CAPABILITY)
         return tuple(scheme for scheme in QUANTIZATION_SCHEMES if converts or scheme != "fp8")
 
     def left(self) -> float:

@@ -17,8 +17,9 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.common import Round, eager_seconds
-from d3engine.engine.device import capability, settle_programmatic_launch
+from d3engine.engine.device import settle_programmatic_launch
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
+from d3engine.kernels.target import target_of
 
 FACTS = (
     "name",
@@ -73,7 +74,7 @@ def programmatic_launch(current: Round) -> str:
         return "not tried: Triton runs on a GPU, or in its interpreter (TRITON_INTERPRET=1)"
     from d3engine.kernels.triton import launches, programmatic
 
-    if current.on_gpu and capability(current.device) < launches.PROGRAMMATIC_CAPABILITY:
+    if current.on_gpu and not target_of(current.device).has_programmatic_launch:
         return "not tried: this device does not have it"
     recorder = CudaGraphs(current.device) if current.on_gpu else Repeats()
     # The interpreter runs one program after another: all those of a device would take it more than a minute.

@@ -20,6 +20,7 @@ import torch
 from benchmarks.gpu.common import Round, host_seconds
 from benchmarks.gpu.models import (
     Model,
+    dequantized,
     graph_figures,
     new_engine,
     params_for,
@@ -31,7 +32,6 @@ from benchmarks.gpu.models import (
 from benchmarks.gpu.plain_llama import PlainLlama
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
-from d3engine.model.config import QUANTIZATION_SCHEMES
 
 BBH, SLOW, GSM8K = D3(0.9, 0.6), D3(0.99, 0.5), D3(0.9999, 0.8)
 REPEATS = 3
@@ -165,7 +165,7 @@ def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setti
         max_num_batched_tokens=max(setting.batch * setting.context for setting in settings) + 16,
     )
     try:
-        if model.scheme not in QUANTIZATION_SCHEMES and model.kv_cache_dtype == "auto":
+        if model.kv_cache_dtype == "auto":
             found["check"] = check(engine, model, current)
             current.keep(report)
         for setting in settings:
@@ -182,14 +182,17 @@ def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setti
 
 
 def check(engine: Engine, model: Model, current: Round) -> dict[str, Any]:
-    """Run what the engine answered through plain PyTorch at once: how far each token is below the largest logit."""
+    """Run what the engine answered through plain PyTorch at once: how far each token is below the largest logit.
+
+    Of quantized weights it gets what they stand for.
+    """
     length = 400 if current.on_gpu else 12
     outputs = engine.generate(
         prompts_for(model.config, 2, length), params_for(FullDepth(), CHECKED_TOKENS), use_tqdm=False
     )
     rows = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids for output in outputs])
     rows = rows.to(current.device)
-    plain = PlainLlama(model.config, model.weights, batch=2, length=rows.shape[1])
+    plain = PlainLlama(model.config, dequantized(model.weights), batch=2, length=rows.shape[1])
     with torch.no_grad():
         logits = plain.logits(rows[:, :-1], torch.arange(rows.shape[1] - 1, device=current.device))
     logits = logits[:, length - 1 :].float()

@@ -80,7 +80,7 @@ def measure(row: dict[str, Any], case: Case, current: Round) -> None:
 
 def _errors(case: Case, kernels: ModuleType, exact: list[Tensor]) -> dict[str, Any]:
     """||out - exact|| / ||exact|| of each result; of tokens, the share of rows with another one."""
-    fresh = {name: copy_of(value) for name, value in case.inputs.items()}
+    fresh = copies_of(case.inputs)
     errors: dict[str, Any] = {}
     for out, true in zip(case.results(kernels, fresh), exact, strict=True):
         if true.is_floating_point():
@@ -89,6 +89,11 @@ def _errors(case: Case, kernels: ModuleType, exact: list[Tensor]) -> dict[str, A
         else:
             errors.setdefault("tokens_that_differ", []).append(float((out != true).double().mean()))
     return errors
+
+
+def copies_of(inputs: Inputs) -> Inputs:
+    """The same inputs in memory of their own."""
+    return {name: copy_of(value) for name, value in inputs.items()}
 
 
 def _copies(case: Case, current: Round) -> list[Inputs]:

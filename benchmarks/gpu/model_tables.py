@@ -8,22 +8,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.published import PUBLISHED, published_shares
+
 
 def show(report: dict[str, Any], console: Console) -> None:
     """The table; its title says that it is a model."""
     rows = "a prompt of {batch}" if report["is_prompt"] else "batch {batch}, context {context}"
     words = f"{{shape}}, {{weights}}, {rows}".format(**report) + (", sampled" if report["is_sampled"] else "")
     words += ", batch-invariant" if report["batch_invariant"] else ""
-    table = Table(title=f"By a model, not measured: {words}", title_justify="left")
-    for name in ("device", "layers", "ms a step", "tokens/s", "of the copy rate", "bound by"):
+    table = Table(title=f"By a model, not measured, an upper bound: {words}", title_justify="left")
+    others = published_shares(report["weights"], 0 if report["is_prompt"] else report["batch"])
+    beside = "none known" if others is None else " to ".join(f"{share:.2f}" for share in dict.fromkeys(others))
+    for name in ("device", "layers", "ms a step", "tokens/s", "of the bandwidth", "others, measured", "bound by"):
         table.add_column(name, justify="left" if name in ("device", "bound by") else "right")
     for row in report["rows"]:
         time = f"{row['step_us'] / 1000:.2f}"
-        share = f"{row['share_of_limit']:.2f}"
+        share = f"{row['share_of_bandwidth']:.2f}"
         table.add_row(
-            row["device"], str(row["layers"]), time, f"{row['tokens_per_second']:.0f}", share, row["bound_by"]
+            row["device"], str(row["layers"]), time, f"{row['tokens_per_second']:.0f}", share, beside, row["bound_by"]
         )
     console.print(table)
+    if others is not None:
+        known = [one for one in PUBLISHED if one.weights == report["weights"]]
+        lines = (f"{one.share:.2f}: {one.figure} ({one.source})" for one in known)
+        console.print("Others, of the bandwidth that the maker names:", *lines, sep="\n  ")
     if report["is_sampled"]:
         times = {row["device"]: row["sampling_us"] for row in report["rows"]}
         words = ", ".join(f"{device} {time:.0f}" for device, time in times.items())

@@ -22,6 +22,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.engine.engine import Engine
 from d3engine.engine.memory import named_dtype
 from d3engine.kernels.kv_pool import block_bytes
+from d3engine.kernels.weight_format import WeightFormat
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import CONFIG_FILE
 from d3engine.model.weights import LlamaWeights, quantize_weights, random_weights
@@ -125,6 +126,20 @@ def random_model(name: str, current: Round) -> Iterator[Model]:
 def quantized(model: Model, scheme: str) -> Model:
     """The same model with weights quantized by one of QUANTIZATION_SCHEMES."""
     return Model(model.name, scheme, model.directory, model.config, quantize_weights(model.weights, scheme))
+
+
+def dequantized(weights: LlamaWeights) -> LlamaWeights:
+    """The matrices that quantized weights stand for, in the dtype of their norms; others as they are."""
+    dtype = weights.final_norm.dtype
+
+    def plain(value: Any) -> Any:
+        return value.dequantize(dtype) if isinstance(value, WeightFormat) else value
+
+    def of(part: Any) -> dict[str, Any]:
+        return {field.name: plain(getattr(part, field.name)) for field in fields(part) if field.name != "layers"}
+
+    layers = [replace(layer, **of(layer)) for layer in weights.layers]
+    return replace(weights, **of(weights), layers=layers)
 
 
 def with_8_bit_cache(model: Model) -> Model:

@@ -45,6 +45,7 @@ class Question:
     shape: Shape
     case: Case
     variants: dict[str, Settings]
+    line: str | None = None  # of the table of tiles, which the answer judges
 
 
 def run(report: dict[str, Any], current: Round) -> None:
@@ -67,6 +68,8 @@ def _run(report: dict[str, Any], current: Round) -> None:
     def begin(make: Callable[[], Iterable[Question]]) -> Iterator[tuple[Row, Fill]]:
         for question in make():
             row = {"question": question.name, "shape": question.shape.name, "today": next(iter(question.variants))}
+            if question.line is not None:
+                row["line"] = question.line
             yield row | {"variants": {}}, partial(ask, question=question, current=current, launched=launched)
 
     fill_rows(report, (partial(begin, make) for make in questions(current)), {"question": "", "shape": ""}, current)
@@ -367,7 +370,12 @@ def _tiles(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Que
             tile = replace(today, **change)
             tile = replace(tile, parts=-(-weight.shape[1] // tile.part_columns(weight.shape[1])))  # none is empty
             variants[name] = ((operation, "product_tile", lambda *_, tile=tile, **__: tile),)
-        yield Question(f"{case.operation}, {rows} rows: tile", shape, case, variants)
+        line = None
+        if rows > 1:
+            kernel = "few rows" if rows <= products.FEW_ROWS.value else "product"
+            kernel += " of float32" if current.dtype == torch.float32 else ""
+            line = f"{kernel}, {import_module('d3engine.kernels.triton.tiles').form_of(weight)}, {rows} rows"
+        yield Question(f"{case.operation}, {rows} rows: tile", shape, case, variants, line)
 
 
 def _matrices(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Case]:

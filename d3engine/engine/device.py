@@ -12,6 +12,7 @@ import torch
 from d3engine.engine.host import usable_cpus
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.graph_shapes import Recorder
+from d3engine.kernels.target import target_of
 from d3engine.model.config import ModelConfig
 from d3engine.utils.environment import KERNELS, PROGRAMMATIC_LAUNCH
 
@@ -29,7 +30,7 @@ def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], 
     from d3engine.kernels.triton import launches, programmatic
 
     launches.PROGRAMMATIC = False
-    if PROGRAMMATIC_LAUNCH.read() == "off" or capability(device) < launches.PROGRAMMATIC_CAPABILITY:
+    if PROGRAMMATIC_LAUNCH.read() == "off" or not target_of(device).has_programmatic_launch:
         return False
     if device not in _faults:
         launches.PROGRAMMATIC = True
@@ -43,8 +44,11 @@ def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS_AHEAD = 16
-"""Steps that CUDA graphs or the native library take before the host looks: what it does between, about one small
-model's step on a CPU, is then a few hundredths of the time."""
+"""Steps that the native library takes before the host looks: what it does between, about one small model's step on a
+CPU, is then a few hundredths of the time."""
+GRAPH_STEPS = 64
+"""Steps of CUDA graphs between two plans, for each of which the device waits. The host takes them one by one meanwhile,
+and can end them at any, so that a long run delays nothing."""
 MOST_TOKENS_AHEAD = 128
 WEIGHTS_AHEAD = 3 * 2**27
 """Weights that a native run of one row goes through at most: some thirty milliseconds of one core, during which no
@@ -81,12 +85,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     return resolved
 
 
-def capability(device: torch.device) -> int:
-    """The compute capability of a GPU without its point: 89 is 8.9."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def resolve_backend(given: str, device: torch.device) -> str:
     """`given`, or where it is "auto" what D3ENGINE_KERNELS says; refuses what does not run on `device`."""
     backend = {"reference": "torch"}.get(KERNELS.read(), KERNELS.read()) if given == "auto" else given
@@ -108,14 +106,15 @@ def refuse_backend(backend: str, allowed: str) -> Never:
     raise InvalidValueError(field, backend, allowed.format(torch="reference" if by_variable else "torch"))
 
 
-def resolve_scheduler_steps(given: int | None, runs_ahead: bool) -> int:
+def resolve_scheduler_steps(given: int | None, executor: str) -> int:
     """How many steps the device may take by itself; 0 where the host launches every step."""
-    if given is not None:
+    if executor == "eager":
         allowed = "1 without CUDA graphs and the native library"
-        require(runs_ahead or given == 1, "num_scheduler_steps", given, allowed)
-    if not runs_ahead:
+        require(given in (None, 1), "num_scheduler_steps", given, allowed)
         return 0
-    return STEPS_AHEAD if given is None else given
+    if given is not None:
+        return given
+    return GRAPH_STEPS if executor == "graphs" else STEPS_AHEAD
 
 
 def num_tokens_ahead(given: int | None, executor: str, config: ModelConfig) -> int:

@@ -101,9 +101,9 @@ class EngineConfig:
         admission: When waiting requests join the batch: `Immediate()` (also None), or `IntervalAdmission(steps)`.
         enforce_eager: Run without CUDA graphs and without the native library: the host calls each operation.
         warm_up: Compile kernels and capture the first CUDA graphs before the engine is ready, on a GPU.
-        num_scheduler_steps: Tokens of each answer that a batch may generate without the host; None: 16 with CUDA graphs
-            or the native library, where few answers of a small model get up to 128 and streams four times as many.
-            Without either it is 1.
+        num_scheduler_steps: Tokens of each answer that a batch may generate without the host; None: 64 with CUDA
+            graphs, and 16 with the native library, where few answers of a small model get up to 128 and streams four
+            times as many. Without either it is 1.
         num_threads: CPU threads of the native library and of PyTorch, which gets fewer where layers are small; None:
             PyTorch's number, within the usable CPUs. Outside of the engine's calls PyTorch's number is unchanged.
         tensor_parallel_size: Number of devices to split the model across, a process for each: of this machine, or

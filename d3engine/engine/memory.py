@@ -10,11 +10,11 @@ import torch
 
 from d3engine.depth import Schedule
 from d3engine.depth.statistics import kv_saved
-from d3engine.engine.device import capability
 from d3engine.engine.host import check_length, machine_bytes, table_bytes
 from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, block_bytes
+from d3engine.kernels.target import target_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import SCALES, VALUES
 from d3engine.model.shard import Part, shard_of, shard_shapes
@@ -35,9 +35,9 @@ def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.devi
     if named == dtype:
         return dtype
     if device.type == "cuda":
-        here = capability(device)
-        allowed = f"auto on a GPU of compute capability {here / 10}: 8.9 is the first that converts 8-bit floats"
-        require(here >= FP8_CAPABILITY, KV_CACHE_DTYPE, given, allowed)
+        here = target_of(device)
+        allowed = f"auto on a GPU of compute capability {here.name}: 8.9 is the first that converts 8-bit floats"
+        require(here.has(FP8_CAPABILITY), KV_CACHE_DTYPE, given, allowed)
     return named
 
 

@@ -16,7 +16,6 @@ from d3engine.depth.speculative_config import as_mapping, policy_of_config
 from d3engine.engine.depth import resolve_depth
 from d3engine.engine.device import (
     DTYPES,
-    capability,
     default_threads,
     num_tokens_ahead,
     resolve_backend,
@@ -34,6 +33,7 @@ from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import reads_interleaved_blocks
+from d3engine.kernels.target import target_of
 from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
@@ -160,7 +160,7 @@ def check_compression(settings: EngineSettings) -> None:
 
 def held_config(config: ModelConfig, device: torch.device) -> ModelConfig:
     """`config`, its matrices of 8-bit floats called floats on a GPU that converts none: 8.9 is the first that does."""
-    if config.quantization not in ("fp8", FP8_GROUPS) or device.type != "cuda" or capability(device) >= FP8_CAPABILITY:
+    if config.quantization not in ("fp8", FP8_GROUPS) or device.type != "cuda" or target_of(device).has(FP8_CAPABILITY):
         return config
     return replace(config, quantization=None)
 
@@ -286,7 +286,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "keeps_blocks": keeps_blocks,
         "activations": resolve_activations(given.activations, has_blocks, config),
         "num_threads": given.num_threads or default_threads(),
-        "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor != "eager"),
+        "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor),
         "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),
         "speculative_config": None,  # `depth` has its policy
         "draft_model": None,

@@ -38,7 +38,7 @@ from d3engine.executor.graph_shapes import (
 )
 from d3engine.executor.interface import Computed, DeviceBlockTables
 from d3engine.executor.streaming import HostTokens, StreamingRun
-from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.decode_rows import DecodeRows, tokens_and_scores
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.adapters import RowAdapters, matrices_of
 from d3engine.model.llama import Llama
@@ -89,7 +89,7 @@ class GraphExecutor:
         self.max_steps = max_steps
         self._bridges = GraphBridges(eager.bridges, eager.kernels, self._sizes[-1], eager.device)
         self._adapters = torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=eager.device)
-        self.capabilities = ExecutorCapabilities(bridges=True)
+        self.capabilities = ExecutorCapabilities(bridges=True, ends_runs=True)
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
 
@@ -278,7 +278,5 @@ class GraphExecutor:
     def _download(self, multi_step: MultiStep) -> Chosen:
         """Wait for the run, and take its tokens."""
         steps, count = multi_step.num_steps, multi_step.steps.size
-        return Chosen(
-            token_ids=self._rows.chosen[:steps, :count].cpu().numpy(),
-            scores=self._rows.scores[:steps, :count].cpu().numpy(),
-        )
+        chosen, scores = tokens_and_scores(self._rows.yielded[:steps].cpu(), self._rows.tokens.shape[0])
+        return Chosen(chosen[:, :count].numpy(), scores[:, :count].numpy())

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.kernels.decode_rows import DecodeRows
+from d3engine.kernels.decode_rows import DecodeRows, tokens_and_scores
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import Chosen, Plan, RunControl
 from d3engine.scheduling.sequence import Sequence
@@ -24,15 +24,15 @@ class HostTokens:
     """Memory of the host, [steps, rows], to which a device copies what its steps have chosen, in its own time."""
 
     def __init__(self, rows: DecodeRows) -> None:
-        self._rows = rows
-        self._is_pinned = rows.chosen.is_cuda
-        self._chosen = torch.empty_like(rows.chosen, device="cpu", pin_memory=self._is_pinned)
-        self._scores = torch.empty_like(rows.scores, device="cpu", pin_memory=self._is_pinned)
+        self._device = rows.yielded
+        self._is_pinned = rows.yielded.is_cuda
+        self._host = torch.empty_like(rows.yielded, device="cpu", pin_memory=self._is_pinned)
+        chosen, scores = tokens_and_scores(self._host, rows.tokens.shape[0])
+        self._chosen, self._scores = chosen.numpy(), scores.numpy()
 
     def fetch(self, taken: int) -> Callable[[], None]:
         """Let the device copy a step's tokens when it has chosen them; the result waits until it has."""
-        for host, device in ((self._chosen, self._rows.chosen), (self._scores, self._rows.scores)):
-            host[taken].copy_(device[taken], non_blocking=True)
+        self._host[taken].copy_(self._device[taken], non_blocking=True)
         if not self._is_pinned:
             return _nothing
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class HostTokens:
     def of_step(self, taken: int, count: int) -> Chosen:
         """What the first `count` rows have chosen in a step that was waited for."""
         step = slice(taken, taken + 1)
-        return Chosen(self._chosen[step, :count].numpy().copy(), self._scores[step, :count].numpy().copy())
+        return Chosen(self._chosen[step, :count].copy(), self._scores[step, :count].copy())
 
 
 class StreamingRun:

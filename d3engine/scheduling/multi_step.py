@@ -126,6 +126,10 @@ def longest_run(chunks: Chunks, table: RunningTable, num_steps: int, num_tokens:
     return max(num_steps, num_tokens // slots.size) * (FOLLOWED if is_followed and num_tokens else 1)
 
 
+SHORT = 16
+"""Steps of the shortest run to be tried where there is no memory for a longer one."""
+
+
 def shorter_and_shorter(longest: int, shortest: int) -> Iterator[int]:
     """Steps of a run to be tried one after the other, until there is memory for them."""
     while longest > shortest:
@@ -176,7 +180,8 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     if not num_steps:
         return None
     num_steps += opens
-    control = RunControl() if num_steps > 1 and chunks.traits & Trait.STREAMS else None
+    is_taken_by_steps = capabilities.ends_runs or chunks.traits & Trait.STREAMS
+    control = RunControl() if num_steps > 1 and is_taken_by_steps else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
     return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
 

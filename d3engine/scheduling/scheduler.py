@@ -20,6 +20,7 @@ from d3engine.scheduling.draft_model import DraftModelBatch
 from d3engine.scheduling.kv_cache import IntArray, KVCache
 from d3engine.scheduling.lookup import AnswerHistory
 from d3engine.scheduling.multi_step import (
+    SHORT,
     ActiveRun,
     longest_run,
     reaching,
@@ -373,7 +374,7 @@ class Scheduler:
         else:
             longest = min(longest_run(chunks, self._table, few, self.config.num_tokens_ahead), most)
         multi_step = None
-        for limit in shorter_and_shorter(longest, few):
+        for limit in shorter_and_shorter(longest, min(few, SHORT)):
             multi_step = run_ahead(chunks, self._table, limit, self.config.capabilities)
             if multi_step is None or (multi_step.num_steps == 1 and not multi_step.cycles):
                 break

@@ -3,7 +3,9 @@
 Chunks of one row ("single rows": decoded tokens) are a matter of bandwidth, so their entries are dealt out to all
 programs (`single_rows_kernel`; how, is in `attention_splits.py`); longer chunks go query tile by query tile
 (`long_chunks_kernel`). Both compute softmax online in float32 and base 2, so `scale` comes multiplied by log2(e).
-Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per head.
+Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per head. The state of an
+online softmax is called as in FlashAttention: the maximum `m_i`, the sum of weights `l_i`, the weighted values `acc`;
+of a split `acc / l_i` is its partial result, and `m_i + log2(l_i)` its `lse`.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ SPLIT = 128
 MOST_SPLITS = 64
 """Splits of a row; longer rows have larger ones. It bounds what the last program of a row puts together."""
 
+PARTS_TOGETHER = 16
+"""Splits whose parts the last program of a row loads together."""
+
+_TOGETHER = tl.constexpr(PARTS_TOGETHER)
 _SEARCH = tl.constexpr(128)  # chunks that are looked at together
-_TOGETHER = tl.constexpr(16)  # parts of a head that are loaded together
 
 
 @triton.jit
@@ -81,33 +86,47 @@ def find_split(
 
 
 @triton.jit
-def combine_parts(
-    out, parts, log_totals, splits, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr
-):
-    """Weigh the `splits` parts of one head into `out` [D]; `parts` and `log_totals` point at the head in the first.
+def combine(
+    out, partial, lse, splits,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Weigh the `splits` parts of a group's heads into `out` [GROUP, D], TOGETHER heads in a turn.
 
-    What other programs have written is loaded from the L2 cache, where it is sure to be new.
+    `partial` (acc) and `lse` (lse) point at the group's first head in the first split. What other programs have
+    written is loaded from the L2 cache, where it is sure to be new.
     """
     channels = tl.arange(0, PADDED_CHANNELS)
-    peak = _FLOOR
-    total = 0.0
-    mean = tl.zeros([PADDED_CHANNELS], tl.float32)
-    for first in range(0, splits, _TOGETHER):
-        those = (first + tl.arange(0, _TOGETHER)) * HEADS
-        exists = first + tl.arange(0, _TOGETHER) < splits
-        logs = tl.load(log_totals + those, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        valid = exists[:, None] & (channels < CHANNELS)[None, :]
-        values = tl.load(
-            parts + those[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0, cache_modifier=".cg"
-        )
-        new_peak = tl.maximum(peak, tl.max(logs, 0))
-        decay = tl.exp2(peak - new_peak)
-        shares = tl.exp2(logs - new_peak)
-        total = total * decay + tl.sum(shares, 0)
-        mean = mean * decay + tl.sum(values * shares[:, None], 0)
-        peak = new_peak
-    result = mean / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + channels, result.to(out.dtype.element_ty), mask=channels < CHANNELS)
+    for first_head in tl.static_range(0, GROUP, TOGETHER):
+        heads = first_head + tl.arange(0, TOGETHER)
+        m_i = tl.full([TOGETHER], _FLOOR, tl.float32)
+        l_i = tl.zeros([TOGETHER], tl.float32)
+        acc = tl.zeros([TOGETHER, PADDED_CHANNELS], tl.float32)
+        for first in range(0, splits, _TOGETHER):
+            those = first + tl.arange(0, _TOGETHER)
+            # Sums over splits stay within a thread where heads and channels have the threads.
+            valid = (
+                (those < splits)[:, None, None] & (heads < GROUP)[None, :, None] & (channels < CHANNELS)[None, None, :]
+            )
+            states = (those * HEADS)[:, None, None] + heads[None, :, None]
+            values = tl.load(
+                partial + states * CHANNELS + channels[None, None, :], mask=valid, other=0.0, cache_modifier=".cg"
+            )
+            exists = (heads < GROUP)[:, None] & (those < splits)[None, :]
+            logs = tl.load(
+                lse + heads[:, None] + (those * HEADS)[None, :],
+                mask=exists, other=float("-inf"), cache_modifier=".cg",
+            )  # fmt: skip
+            m_new = tl.maximum(m_i, tl.max(logs, 1))
+            decay = tl.exp2(m_i - m_new)
+            shares = tl.exp2(logs - m_new[:, None])
+            l_i = l_i * decay + tl.sum(shares, 1)
+            acc = acc * decay[:, None] + tl.sum(values * tl.trans(shares)[:, :, None], 0)
+            m_i = m_new
+        result = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+        cells = heads[:, None] * CHANNELS + channels[None, :]
+        wanted = (heads < GROUP)[:, None] & (channels < CHANNELS)[None, :]
+        tl.store(out + cells, result.to(out.dtype.element_ty), mask=wanted)
 
 
 @dataclass(slots=True)
@@ -240,9 +259,9 @@ _LIFT = tl.constexpr(8.0)
 
 @triton.jit
 def _attend_tiles(
-    attended,
-    peak,
-    total,
+    acc,
+    m_i,
+    l_i,
     queries,
     limits,
     firsts,
@@ -264,10 +283,10 @@ def _attend_tiles(
 
     Where `firsts` [rows] is not None a row looks at no entry before its own of these.
 
-    Takes and returns the state: `attended` [rows, D], the maximum `peak` [rows] and the sum of weights `total` [rows].
+    Takes and returns the state: `acc` [rows, D], the maximum `m_i` [rows] and the sum of weights `l_i` [rows].
     `scale` [rows], above 0, is what a row's products are multiplied by. Without MASKED the caller promises whole
     tiles that every row may see. A `cap` that is not None softly caps scaled scores. Products are of the dtype of
-    `queries`. Scales of values go to the weights, and so that float16 can tell these apart, `peak` lies _LIFT below
+    `queries`. Scales of values go to the weights, and so that float16 can tell these apart, `m_i` lies _LIFT below
     the maximum then.
     """
     LIFT: tl.constexpr = 0.0 if scales is None else _LIFT
@@ -288,15 +307,15 @@ def _attend_tiles(
             scores = tl.where(seen, scores, float("-inf"))
         # The largest score is scaled by itself: then a weight takes a multiply-add and a power.
         if cap is not None:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) - LIFT)
+            m_new = tl.maximum(m_i, tl.max(scores, 1) - LIFT)
         else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale - LIFT)
-        decay = tl.exp2(peak - new_peak)
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale - LIFT)
+        decay = tl.exp2(m_i - m_new)
         if cap is not None:
-            weights = tl.exp2(scores - new_peak[:, None])
+            weights = tl.exp2(scores - m_new[:, None])
         else:
-            weights = tl.exp2(scores * scale[:, None] - new_peak[:, None])
-        total = total * decay + tl.sum(weights, 1)
+            weights = tl.exp2(scores * scale[:, None] - m_new[:, None])
+        l_i = l_i * decay + tl.sum(weights, 1)
         if scales is not None:
             weights *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, True)[None, :]
         values = load_tile(
@@ -305,9 +324,9 @@ def _attend_tiles(
         if scales is not None:
             values = fp8_values(values, queries.dtype)
         values = values.to(queries.dtype)
-        attended = tl.dot(weights.to(values.dtype), values, attended * decay[:, None], input_precision="ieee")
-        peak = new_peak
-    return attended, peak, total
+        acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+        m_i = m_new
+    return acc, m_i, l_i
 
 
 @triton.jit
@@ -344,9 +363,9 @@ def _attend_entries(
         # Each lane of the tile keeps a softmax of its own over the entries it meets; the lanes meet once, at the end,
         # and the loop has no reduction that crosses warps.
         query = tl.load(queries + channels, mask=channels < CHANNELS, other=0.0).to(tl.float32) * scale
-        peak = tl.full([TILE], _FLOOR, tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        attended = tl.zeros([TILE, PADDED_CHANNELS], tl.float32)
+        m_i = tl.full([TILE], _FLOOR, tl.float32)
+        l_i = tl.zeros([TILE], tl.float32)
+        acc = tl.zeros([TILE, PADDED_CHANNELS], tl.float32)
         blocks = tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):  # the launch's own leave out what no dot reads
             next_blocks = tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
@@ -368,19 +387,19 @@ def _attend_entries(
             if first is not None:
                 seen &= start + tl.arange(0, TILE) >= first
             scores = tl.where(seen, scores, float("-inf"))
-            new_peak = tl.maximum(peak, scores)
-            decay = tl.exp2(peak - new_peak)
-            weights = tl.exp2(scores - new_peak)
-            total = total * decay + weights
+            m_new = tl.maximum(m_i, scores)
+            decay = tl.exp2(m_i - m_new)
+            weights = tl.exp2(scores - m_new)
+            l_i = l_i * decay + weights
             if scales is not None:
                 weights *= value_scales
-            attended = attended * decay[:, None] + weights[:, None] * values.to(tl.float32)
-            peak = new_peak
+            acc = acc * decay[:, None] + weights[:, None] * values.to(tl.float32)
+            m_i = m_new
             blocks = next_blocks
-        top = tl.max(peak, 0)
-        share = tl.exp2(peak - top)
-        mass = tl.sum(total * share, 0)
-        result = (tl.sum(attended * share[:, None], 0) / tl.where(mass > 0.0, mass, 1.0))[None, :]
+        top = tl.max(m_i, 0)
+        share = tl.exp2(m_i - top)
+        mass = tl.sum(l_i * share, 0)
+        result = (tl.sum(acc * share[:, None], 0) / tl.where(mass > 0.0, mass, 1.0))[None, :]
         weight = tl.zeros([1], tl.float32) + top + tl.log2(mass)
     else:
         heads = tl.arange(0, PADDED_GROUP)
@@ -392,20 +411,20 @@ def _attend_entries(
         if scales is not None:
             packed, largest = normalized(packed)
             row_scales *= largest
-        peak = tl.full([PADDED_GROUP], _FLOOR, tl.float32)
-        total = tl.zeros([PADDED_GROUP], tl.float32)
-        attended = tl.zeros([PADDED_GROUP, PADDED_CHANNELS], tl.float32)
+        m_i = tl.full([PADDED_GROUP], _FLOOR, tl.float32)
+        l_i = tl.zeros([PADDED_GROUP], tl.float32)
+        acc = tl.zeros([PADDED_GROUP, PADDED_CHANNELS], tl.float32)
         limits = tl.zeros([PADDED_GROUP], tl.int32) + end
         if first is None:
             firsts = None
         else:
             firsts = tl.zeros([PADDED_GROUP], tl.int32) + first
-        attended, peak, total = _attend_tiles(
-            attended, peak, total, packed, limits, firsts, pool, scales, table, begin, end, row_scales, cap,
+        acc, m_i, l_i = _attend_tiles(
+            acc, m_i, l_i, packed, limits, firsts, pool, scales, table, begin, end, row_scales, cap,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
-        result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
-        weight = peak + tl.log2(total)
+        result = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+        weight = m_i + tl.log2(l_i)
     return result, weight
 
 
@@ -415,9 +434,9 @@ def single_rows_kernel(
     pool,
     scales,
     out,
-    parts,
-    log_totals,
-    arrived,
+    partial,
+    lse,
+    counters,
     query_starts,
     kv_lengths,
     block_tables,
@@ -438,14 +457,15 @@ def single_rows_kernel(
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    HEADS_TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Every chunk of one row: the splits of all of them, by key/value head, are dealt out to the programs there are.
 
-    A row of one split goes to `out` [T, N D] at once. Of others each split leaves its part and its weight, in `parts`
-    float32 [splits, N, D] and `log_totals` float32 [splits, N], and counts itself in `arrived` int32 [C, M]: who comes
+    A row of one split goes to `out` [T, N D] at once. Of others each split leaves its part and its weight, in `partial`
+    float32 [splits, N, D] and `lse` float32 [splits, N], and counts itself in `counters` int32 [C, M]: who comes
     last puts the parts together, and leaves a zero there.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -486,18 +506,17 @@ def single_rows_kernel(
                 tl.store(target + cells, result.to(out.dtype.element_ty), mask=valid)
             else:
                 states = nth.to(tl.int64) * HEADS + first_head
-                tl.store(parts + states * CHANNELS + cells, result, mask=valid)
-                tl.store(log_totals + states + heads, weight, mask=heads < GROUP)
+                tl.store(partial + states * CHANNELS + cells, result, mask=valid)
+                tl.store(lse + states + heads, weight, mask=heads < GROUP)
                 tl.debug_barrier()  # all warps have stored, before one thread says so
                 splits = tl.cdiv(kv_length - begin, size)
-                counter = arrived + chunk * KV_HEADS + work % KV_HEADS
+                counter = counters + chunk * KV_HEADS + work % KV_HEADS
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                     first = (nth - split).to(tl.int64) * HEADS + first_head
-                    for head in range(GROUP):
-                        combine_parts(
-                            target + head * CHANNELS, parts + (first + head) * CHANNELS, log_totals + first + head,
-                            splits, HEADS, CHANNELS, PADDED_CHANNELS,
-                        )  # fmt: skip
+                    combine(
+                        target, partial + first * CHANNELS, lse + first, splits,
+                        GROUP, HEADS, CHANNELS, PADDED_CHANNELS, HEADS_TOGETHER,
+                    )  # fmt: skip
                     tl.store(counter, 0)
         work += tl.num_programs(0)
 
@@ -600,18 +619,18 @@ def long_chunks_kernel(
     if scales is not None:
         scales += kv_head * BLOCK_SIZE
     table = block_tables + chunk.to(tl.int64) * table_stride
-    peak = tl.full([PACKED_ROWS], _FLOOR, tl.float32)
-    total = tl.zeros([PACKED_ROWS], tl.float32)
-    attended = tl.zeros([PACKED_ROWS, PADDED_CHANNELS], tl.float32)
+    m_i = tl.full([PACKED_ROWS], _FLOOR, tl.float32)
+    l_i = tl.zeros([PACKED_ROWS], tl.float32)
+    acc = tl.zeros([PACKED_ROWS, PADDED_CHANNELS], tl.float32)
     if not (BATCH_INVARIANT or WINDOWED):
-        attended, peak, total = _attend_tiles(
-            attended, peak, total, tile_queries, limits, None, pool, scales, table, 0, seen_by_all, row_scales, cap,
+        acc, m_i, l_i = _attend_tiles(
+            acc, m_i, l_i, tile_queries, limits, None, pool, scales, table, 0, seen_by_all, row_scales, cap,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False,
         )  # fmt: skip
-    attended, peak, total = _attend_tiles(
-        attended, peak, total, tile_queries, limits, firsts, pool, scales, table, seen_by_all, end, row_scales, cap,
+    acc, m_i, l_i = _attend_tiles(
+        acc, m_i, l_i, tile_queries, limits, firsts, pool, scales, table, seen_by_all, end, row_scales, cap,
         KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
     )  # fmt: skip
-    result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
+    result = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     out_at = out + ((rows * HEADS + heads) * CHANNELS)[:, None] + channels[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=valid)

@@ -92,6 +92,7 @@ def end_launch(rows: DecodeRows, tokens: Tensor, scores: Tensor) -> Launch:
         "chosen_ptr": rows.chosen,
         "scores_ptr": rows.scores,
         "chosen_stride": rows.chosen.stride(0),
+        "scores_stride": rows.scores.stride(0),
         "new_tokens_ptr": tokens,
         "new_scores_ptr": scores,
         "MAX_STEPS": rows.chosen.shape[0],
@@ -172,6 +173,7 @@ def _end_kernel(
     chosen_ptr,
     scores_ptr,
     chosen_stride,
+    scores_stride,
     new_tokens_ptr,
     new_scores_ptr,
     MAX_STEPS: tl.constexpr,
@@ -183,9 +185,8 @@ def _end_kernel(
     taken = tl.load(taken_ptr)
     live = rows < tl.where(taken < MAX_STEPS, tl.load(num_rows_ptr), 0)
     token = tl.load(new_tokens_ptr + rows, mask=live, other=0)
-    place = taken * chosen_stride + rows
-    tl.store(chosen_ptr + place, token, mask=live)
-    tl.store(scores_ptr + place, tl.load(new_scores_ptr + rows, mask=live, other=0.0), mask=live)
+    tl.store(chosen_ptr + taken * chosen_stride + rows, token, mask=live)
+    tl.store(scores_ptr + taken * scores_stride + rows, tl.load(new_scores_ptr + rows, mask=live, other=0.0), mask=live)
     tl.store(tokens_ptr + rows, token, mask=live)
     tl.store(positions_ptr + rows, tl.load(positions_ptr + rows, mask=live, other=0) + 1, mask=live)
     tl.store(steps_ptr + rows, tl.load(steps_ptr + rows, mask=live, other=0) + 1, mask=live)

@@ -24,10 +24,11 @@ from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.scores import UNFUSED, gumbel, token_words
 from d3engine.kernels.triton.threshold import LISTED, NO_CANDIDATE, find_border
+from d3engine.kernels.triton.tiles import LIMITS
 from d3engine.kernels.triton.topk_topp import Search, cuts_row, row_ends
 
 _WARPS = 8
-_OPTIONS = {**UNFUSED, "maxnreg": 128}  # without a limit the compiler keeps to 64, and spills
+_OPTIONS = UNFUSED | LIMITS["last launch of a choice with cuts"].options["options"]
 
 
 def settle_launch(

@@ -26,6 +26,7 @@ from torch import Tensor
 from d3engine.kernels.kv_pool import FP8, Fp8Pool
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import FORMATS, GROUP, Fp8Weight, Int4Weight, Int8Weight
+from d3engine.kernels.target import NO_TARGET, Target, target_of
 
 MODULES = (
     "rms_norm",
@@ -52,12 +53,9 @@ QUANTIZED = tuple(FORMATS)
 PROGRAMMATIC = False
 """Programmatic dependent launch: a kernel begins while the one before it ends, and loads weights until that has ended.
 
-The one switch for all kernels; it takes effect from PROGRAMMATIC_CAPABILITY on. An engine turns it on once its device
+The one switch for all kernels; it takes effect on targets that have it. An engine turns it on once its device
 has shown that it can (`programmatic.py`).
 """
-
-PROGRAMMATIC_CAPABILITY = 90
-"""The first compute capability, without its point, that has it."""
 
 ROW_COUNTS = (1, 8, 16, 32, 64, 128)
 """Row counts worth inspecting: one for every path of the products, and a few between."""
@@ -116,26 +114,31 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)  # further compile options, such as maxnreg
     programmatic_options: dict[str, Any] = field(default_factory=dict)  # in their place under programmatic launch
     least_capability: int = 0  # the first compute capability that has its instructions, without the point
+    turns: int = 0  # at most, in which the last of its programs puts together what others have left
+    rounds: int | None = None  # that its loop goes round each time; None where they are many
+    loads_before: int = 0  # one after another, each time before the loop
     streams: bool = False  # whether reading weights or the cache once is its work: then bandwidth is its limit
 
-    def for_capability(self, capability: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All arguments and all compile options on a GPU of that compute capability (90 is Hopper; 0 is none).
+    def for_target(self, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All arguments and all compile options on that kind of GPU.
 
         Fused multiply-adds are asked for, as Triton 3.10 changes the default.
         """
         options = {
             "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
+            "num_stages": target.stages(self.num_stages),
             "enable_fp_fusion": True,
             **self.options,
         }
-        programmatic = PROGRAMMATIC and capability >= PROGRAMMATIC_CAPABILITY
+        programmatic = PROGRAMMATIC and target.has_programmatic_launch
         if programmatic:
             options |= {"launch_pdl": True, **self.programmatic_options}
         filled: dict[str, Any] = {"PDL": programmatic}
+        if "STAGES" in self.arguments:
+            filled["STAGES"] = target.stages(self.arguments["STAGES"])
         if "num_rows_ptr" in self.arguments and self.arguments["num_rows_ptr"] is None:
             filled["num_rows_ptr"] = every_row(self._device())
-        return self.arguments | filled, options
+        return self.arguments | filled, target.options(options)
 
     def run(self) -> Any:
         """Launch on the current stream of the tensors' device; a grid without programs is no launch.
@@ -145,14 +148,14 @@ class Launch:
         if not all(self.grid):
             return None
         device = self._device()
-        arguments, options = self.for_capability(_capability(device) if PROGRAMMATIC else 0)
+        arguments, options = self.for_target(_target(device))
         # Triton launches on the current device, wherever the tensors are.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return self.kernel[self.grid](**arguments, **options)
 
     def in_order(self) -> list[Any]:
         """All arguments of the kernel as `run` gives them, in its order."""
-        arguments, _ = self.for_capability(_capability(self._device()) if PROGRAMMATIC else 0)
+        arguments, _ = self.for_target(_target(self._device()))
         return [arguments[name] for name in self.kernel.arg_names]
 
     def _device(self) -> torch.device:
@@ -166,12 +169,9 @@ def every_row(device: torch.device) -> Tensor:
 
 
 @cache
-def _capability(device: torch.device) -> int:
-    """Compute capability of a GPU without its point; 0 in the interpreter."""
-    if triton.knobs.runtime.interpret:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def _target(device: torch.device) -> Target:
+    """What kernels on this device are compiled for."""
+    return NO_TARGET if triton.knobs.runtime.interpret else target_of(device)
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,7 @@ from d3engine.kernels.triton.products import Tile, need_unit_stride, product_til
 from d3engine.kernels.triton.rms_norm import rms_norm
 from d3engine.kernels.triton.sample import need_unit_strides, sample
 from d3engine.kernels.triton.scores import gumbel, token_words
+from d3engine.kernels.triton.tiles import LIMITS
 
 DRAWN_ROWS = 64
 """Rows of a tile whose noise is drawn where its logits are: beside 128 rows of sums no registers are left for it."""
@@ -152,9 +153,7 @@ def logits_launches(
         _logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target
     )
     if isinstance(weight, Tensor) and tile.rows == 64 and tile.warps == 8:
-        # By shared memory a processor has room for two programs. Left alone, ptxas saves registers for four of them on
-        # Blackwell, and spills.
-        product = replace(product, options={"maxnreg": 128})
+        product = replace(product, **LIMITS["logits of 64 rows"].options)
     return [*before, product]
 
 

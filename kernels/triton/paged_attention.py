@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -22,15 +21,28 @@ import triton
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, NO_WINDOW, Fp8Pool, KVPool, values_and_scales
-from d3engine.kernels.triton.attention_kernels import MOST_SPLITS, SPLIT, Room, long_chunks_kernel, single_rows_kernel
+from d3engine.kernels.target import processors_of
+from d3engine.kernels.triton.attention_kernels import (
+    MOST_SPLITS,
+    PARTS_TOGETHER,
+    SPLIT,
+    Room,
+    long_chunks_kernel,
+    single_rows_kernel,
+)
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 from d3engine.kernels.triton.operations import Step, performed
+from d3engine.kernels.triton.tiles import LIMITS
 
 TABLE_DTYPE = torch.int32
 """Of the block tables of every step: with those of graphs, prompts run the kernels that graphs hold."""
 
 ROWS_IN_TURN = 64
 """Rows of a replay that meet in the room of their splits at once; a batch of this number of rows needs as much."""
+
+COMBINED = 512
+"""Channels, of several heads, that the last program of a row puts together at once: 64 registers a thread hold 16 parts
+of them."""
 
 _LOG2_E = 1.4426950408889634
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -111,7 +123,7 @@ def paged_attention(
     splits, chunks = _meeting(inputs)
     heads, channels = queries.shape[1:]
     numbers = splits * chunks * heads * (channels + 1)
-    parts, arrived = inputs.room.take(numbers, chunks * pool.shape[3], queries.device)
+    partial, counters = inputs.room.take(numbers, chunks * pool.shape[3], queries.device)
     return _attention(
         queries,
         pool,
@@ -120,8 +132,8 @@ def paged_attention(
         inputs.block_tables,
         inputs.num_rows if num_rows is None else num_rows,
         inputs.tiled_lengths,
-        parts,
-        arrived,
+        partial,
+        counters,
         _splits(inputs.max_kv_length) * SPLIT,
         _rows_alike(inputs.max_chunk_rows, heads // pool.shape[3]),
         inputs.single_rows,
@@ -140,8 +152,8 @@ def _attention(
     block_tables: Tensor,
     num_rows: Tensor,
     tiled_lengths: Tensor | None,
-    parts: Tensor,
-    arrived: Tensor,
+    partial: Tensor,
+    counters: Tensor,
     max_kv_length: int,
     max_chunk_rows: int,
     single_rows: bool,
@@ -150,7 +162,7 @@ def _attention(
     cap: float | None,
 ) -> tuple[Tensor, Sequence[Step]]:
     bounds = max_kv_length, max_chunk_rows, single_rows
-    room = Room(parts, arrived)
+    room = Room(partial, counters)
     inputs = AttentionInputs(query_starts, kv_lengths, block_tables, num_rows, *bounds, room, tiled_lengths)
     out = torch.empty(queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype, device=queries.device)
     return out, attention_launches(out, queries, pool, inputs, scale, window, cap)
@@ -225,27 +237,32 @@ def _single_rows_launch(
     tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
     splits = _splits(inputs.max_kv_length)
     meeting = chunks if splits > 1 else 0
-    parts, log_totals, arrived = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
-    programs = min(chunks * kv_heads * splits, tuning.programs * _processors(pool.device))
+    partial, lse, counters = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
+    together = COMBINED // 2 if tuning.programs == 3 else COMBINED  # Triton 3.6 would spill
+    programs = min(chunks * kv_heads * splits, tuning.programs * processors_of(pool.device))
     return Launch(
         single_rows_kernel,
         (programs,),
         {
             **_common_arguments(queries, pool, inputs, scale, window, cap),
             "out": out,
-            "parts": parts,
-            "log_totals": log_totals,
-            "arrived": arrived,
+            "partial": partial,
+            "lse": lse,
+            "counters": counters,
             "PADDED_GROUP": tuning.packed_rows,
             "TILE": tuning.tile,
             "STAGES": tuning.num_stages,
             "SPLIT": SPLIT,
             "MOST_SPLITS": MOST_SPLITS,
+            "HEADS_TOGETHER": min(triton.next_power_of_2(heads // kv_heads), max(1, together // _padded(channels))),
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        options={"maxnreg": 168 if tuning.programs == 3 else 255},
+        **LIMITS["attention of single rows, " + ("three programs" if tuning.programs == 3 else "two programs")].options,
         least_capability=_least_capability(pool),
+        turns=-(-MOST_SPLITS // PARTS_TOGETHER),
+        rounds=max(1, SPLIT // tuning.tile),
+        loads_before=4,  # the lengths of all chunks, those of the split's own, the query, and the first ids of blocks
         streams=True,
     )
 
@@ -279,8 +296,7 @@ def _long_chunks_launch(
         },
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        # Left alone, ptxas saves registers of four warps for programs that have no other room, and spills on Blackwell.
-        options={"maxnreg": 255} if tuning.num_warps == 4 else {},
+        options=LIMITS["attention of chunks, four warps"].options["options"] if tuning.num_warps == 4 else {},
         least_capability=_least_capability(pool),
     )
 
@@ -385,14 +401,6 @@ def _rows_alike(max_chunk_rows: int, group: int) -> int:
     if max_chunk_rows <= 1:
         return max_chunk_rows
     return next((most // group for most in _FEW_PACKED_ROWS if max_chunk_rows * group <= most), 2**30)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors of `device`; those of a Hopper GPU where there is none to ask."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _padded(channels: int) -> int:

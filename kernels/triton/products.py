@@ -14,9 +14,11 @@ from torch import Tensor
 
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP
+from d3engine.kernels.target import processors_of
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import FEW_ROWS
+from d3engine.kernels.triton.tiles import LIMITS, Line, form_of, line_of
 from d3engine.kernels.weight_format import WeightFormat
 
 MATMUL_ROWS = 64
@@ -35,7 +37,8 @@ arithmetic the two are even somewhere between 350 and 750 rows. Not yet measured
 INVARIANT_ROWS = 64
 """Rows of the one tile that a product has whose sums must not depend on how many rows there are."""
 
-MIN_PROGRAMS = 128  # about the number of processors of an H100 (132): fewer programs leave some without work
+MIN_PROGRAMS: int | None = None
+"""Programs that leave no processor without work; None: as many as the device has, see `_least_programs`."""
 
 MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
 
@@ -94,65 +97,52 @@ def product_tile(
     return _many_rows_tile(rows, weight, may_split)
 
 
+def _tile_of(line: Line) -> Tile:
+    return Tile(line.tile_rows, line.outputs, line.columns, line.warps, line.stages, line.weights_first)
+
+
 def _many_float32_rows_tile(rows: int, weight: Weight) -> Tile:
-    """Without tensor cores, from registers: small steps."""
-    step, stages = (GROUP, 4 if rows <= 32 else 3) if _a_byte(weight) == 2 else (32, 2)
-    outputs = _enough_programs(64, weight.shape[0], least=32)
-    return Tile(32 if rows <= 32 else 64, outputs, step, 4, stages, weights_first=not isinstance(weight, Tensor))
+    tile = _tile_of(line_of("product of float32", form_of(weight), rows))
+    return replace(tile, outputs=_enough_programs(tile.outputs, weight.shape[0], _least_programs(weight), least=32))
 
 
 def _many_rows_tile(rows: int, weight: Weight, may_split: bool) -> Tile:
-    """For more than 16 rows of half precision: 128 outputs a program, since each program reads the rows from L2.
-
-    Outputs are the left operand, of which tensor cores take 64, where rows are fewer; and of weights that become floats
-    in registers, since only the left one can stay there.
-    """
-    block_rows = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    if _a_byte(weight) == 2:
-        step, stages = GROUP, 4 if rows <= 64 else 2
-    elif _a_byte(weight) == 1:
-        step, stages = (128, 4 if rows <= 32 else 3) if rows <= 64 else (64, 4)
-    else:
-        step, stages = 64, 4 if rows <= 64 else 3
-    weights_first = not isinstance(weight, Tensor) or rows <= 32
-    tile = Tile(block_rows, 128, step, 8, stages, weights_first)
+    """For more than 16 rows of half precision, in parts or narrower where that keeps the device busy."""
+    tile = _tile_of(line_of("product", form_of(weight), rows))
     outputs, columns = weight.shape
-    row_tiles = triton.cdiv(rows, block_rows)
+    row_tiles, enough = triton.cdiv(rows, tile.rows), _least_programs(weight)
     programs = row_tiles * triton.cdiv(outputs, tile.outputs)
     if may_split:
-        parts = min((MIN_PROGRAMS + programs // 2) // programs, triton.cdiv(columns, step) // MIN_STEPS)
+        parts = min((enough + programs // 2) // programs, triton.cdiv(columns, tile.columns) // MIN_STEPS)
         parts = triton.cdiv(columns, replace(tile, parts=max(1, parts)).part_columns(columns))  # none is empty
         return replace(tile, parts=parts)
     # Two programs of three processors: narrower tiles would read the rows twice as often.
-    while tile.outputs > 32 and 3 * row_tiles * triton.cdiv(outputs, tile.outputs) < 2 * MIN_PROGRAMS:
+    while tile.outputs > 32 and 3 * row_tiles * triton.cdiv(outputs, tile.outputs) < 2 * enough:
         tile = replace(tile, outputs=tile.outputs // 2, warps=4)
     return tile
 
 
 def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: bool) -> Tile:
     """For up to 16 rows, which are the right operand: of the left one tensor cores take 16 or 64 rows, of this 8."""
-    outputs, columns = weight.shape
-    block_rows = 8 if rows <= 8 else 16
-    many = outputs >= 2 * 64 * MIN_PROGRAMS
-    block_outputs = _enough_programs(64 if many else 32, outputs, least=16)
-    if dtype == torch.float32:  # runs without tensor cores, from registers: smaller steps
-        return Tile(block_rows, block_outputs, GROUP if _a_byte(weight) == 2 else 32, 4, 2, True)
-    if isinstance(weight, Tensor):
-        return Tile(block_rows, block_outputs, 128, 4, 4, True)
-    # Two warps, each with 32 outputs, or 16: then no value becomes a float twice, and the weights come to the tensor
-    # cores 8 bytes at a time. Four warps with 64 outputs would get them from shared memory by twos.
-    if _a_byte(weight) == 1:
-        step, stages = 128, 6
-        if rows > 8 and outputs >= 64 * MIN_PROGRAMS:
+    (outputs, columns), enough, form = weight.shape, _least_programs(weight), form_of(weight)
+    many, half = outputs >= 2 * 64 * enough, outputs >= 64 * enough
+    block_outputs = _enough_programs(64 if many else 32, outputs, enough, least=16)
+    if dtype == torch.float32 or isinstance(weight, Tensor):
+        kernel = "few rows of float32" if dtype == torch.float32 else "few rows"
+        return replace(_tile_of(line_of(kernel, form, rows)), outputs=block_outputs)
+    tile = _tile_of(line_of("few rows", form, rows))
+    if form == "bytes":
+        if rows > 8 and half:
             block_outputs = 64
         elif rows > 8 and not (may_split or weight.row_scales is None or columns % 256 or launches.PROGRAMMATIC):
-            step, stages = 256, 4  # so few programs have too little under way with shorter rounds
-        return Tile(block_rows, block_outputs, step, max(1, min(2, block_outputs // 16)), stages, True)
-    step = 2 * GROUP if columns % (2 * GROUP) == 0 else GROUP
-    warps = max(1, min(2, block_outputs // 16))
-    if not (many or may_split) and outputs >= 64 * MIN_PROGRAMS:
-        block_outputs, warps = 64, 4  # so few programs have too few loads under way with two warps
-    return Tile(block_rows, block_outputs, step, warps, 3, True)
+            tile = _tile_of(line_of("few rows, few programs", form, rows))
+        return replace(tile, outputs=block_outputs, warps=max(1, min(tile.warps, block_outputs // 16)))
+    if columns % tile.columns:
+        tile = replace(tile, columns=GROUP)
+    if half and not (many or may_split):
+        wide = _tile_of(line_of("few rows, few programs", form, rows))
+        return replace(wide, columns=tile.columns)
+    return replace(tile, outputs=block_outputs, warps=max(1, min(tile.warps, block_outputs // 16)))
 
 
 def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
@@ -163,7 +153,9 @@ def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
     # Under programmatic launch the first step is taken before the loop, and a loop of one is not pipelined.
     least_steps = 4 if launches.PROGRAMMATIC else 1
     warps = min(4, max(1, padded // (least_steps * 32 * each)))
-    return Tile(1, _enough_programs(8, outputs), min(warps * 32 * each, padded), warps, stages=3)
+    return Tile(
+        1, _enough_programs(8, outputs, _least_programs(weight)), min(warps * 32 * each, padded), warps, stages=3
+    )
 
 
 def _split(tile: Tile, weight: Weight) -> Tile:
@@ -177,19 +169,29 @@ def _split(tile: Tile, weight: Weight) -> Tile:
     if not isinstance(weight, Tensor) and tile.warps < 4:
         wide = replace(wide, warps=2)
     programs = triton.cdiv(outputs, wide.outputs)
-    parts = min((4 if packed else 2) * MIN_PROGRAMS // programs, triton.cdiv(columns, wide.columns) // MIN_STEPS)
+    parts = min(
+        (4 if packed else 2) * _least_programs(weight) // programs, triton.cdiv(columns, wide.columns) // MIN_STEPS
+    )
     if parts < 2:
         return tile
     parts = triton.cdiv(columns, replace(wide, parts=parts).part_columns(columns))  # none is empty
     return replace(wide, parts=parts, stages=5 if packed and tile.warps < 4 else tile.stages)
 
 
-def _enough_programs(most: int, outputs: int, least: int = 2) -> int:
-    """`most` outputs a program, or half as often as needed to keep `MIN_PROGRAMS` busy, but not below `least`."""
+def _enough_programs(most: int, outputs: int, enough: int, least: int = 2) -> int:
+    """`most` outputs a program, or half as often as needed for `enough` programs, but not below `least`."""
     each = most
-    while each > least and outputs < each * MIN_PROGRAMS:
+    while each > least and outputs < each * enough:
         each //= 2
     return each
+
+
+def _least_programs(weight: Weight) -> int:
+    """`MIN_PROGRAMS` on the device where a matrix is: its processors, in sixteens, as outputs are: of an H100 128."""
+    if MIN_PROGRAMS is not None:
+        return MIN_PROGRAMS
+    device = (weight if isinstance(weight, Tensor) else weight.tensors[0]).device
+    return max(16, processors_of(device) // 16 * 16)
 
 
 def product_launch(
@@ -225,18 +227,13 @@ def product_launch(
     if norm is not None:
         arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
-    # Of 64 threads a processor has room for six programs even so; left alone, ptxas saves registers and spills one.
-    # What is loaded before the kernel in front has ended stays in registers: five have room then, or four where a tile
-    # takes a fourth of the shared memory.
     limits: dict[str, Any] = {}
     if tile.warps == 2:
         is_large = tile.rows > 8 and tile.outputs >= 64
-        limits = {"options": {"maxnreg": 168}, "programmatic_options": {"maxnreg": 240 if is_large else 200}}
-    if tile.rows == 1 and isinstance(weight, WeightFormat) and weight.least_capability:  # 8-bit floats
-        # As above: four programs have room, or seven of half as many threads, which programmatic launch takes.
-        limits = {"options": {"maxnreg": 112}}
-        if weight.row_scales is None:
-            limits = {"options": {"maxnreg": 128}, "programmatic_options": {"maxnreg": 144}}
+        limits = LIMITS["product of two warps" + (", 64 outputs beside 16 rows" if is_large else "")].options
+    if tile.rows == 1 and isinstance(weight, WeightFormat) and weight.least_capability:
+        groups = " with scales of groups" if weight.row_scales is None else ""
+        limits = LIMITS["one row, 8-bit floats" + groups].options
     # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
     streams = tile.rows <= 64 or isinstance(weight, Tensor)
     least = least_capability(weight)

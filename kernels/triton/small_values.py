@@ -15,6 +15,12 @@ import triton.language as tl
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@tl.core.builtin
+def has_ptx(_semantic=None):
+    """Whether what is being compiled is for a back end that takes PTX. Not for the interpreter."""
+    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
+
+
 def _ptx(*lines: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 a, b, c, d, e, f; " + " ".join(f"{line};" for line in lines) + " }")
 
@@ -82,26 +88,26 @@ FP8_TO_FP16: tl.constexpr = _ptx(
 @triton.jit
 def int8_values(stored, dtype: tl.constexpr):
     """int8 as `dtype`, or as float32, which rounds to it without loss."""
-    if (dtype == tl.bfloat16) and (not _INTERPRETED):
-        return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [stored], tl.bfloat16, True, 4)
-    elif (dtype == tl.float16) and (not _INTERPRETED):  # noqa: RET505 (Triton needs the other branches of a constexpr)
-        return tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [stored], tl.float16, True, 4)
-    else:
+    if (dtype == tl.float32) or (_INTERPRETED or not has_ptx()):
         raised = stored.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080  # the sign bit's place counts +128
         return raised.to(tl.float32, bitcast=True) - 8388736.0
+    elif dtype == tl.bfloat16:  # noqa: RET505 (Triton needs the other branches of a constexpr)
+        return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [stored], tl.bfloat16, True, 4)
+    else:
+        return tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [stored], tl.float16, True, 4)
 
 
 @triton.jit
 def int4_values(packed, dtype: tl.constexpr):
     """The low and the high four bits of uint8, each less 8, as `dtype`, or as float32, which rounds without loss."""
-    if (dtype == tl.bfloat16) and (not _INTERPRETED):
-        return tl.inline_asm_elementwise(INT4_TO_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 4)
-    elif (dtype == tl.float16) and (not _INTERPRETED):  # noqa: RET505
-        return tl.inline_asm_elementwise(INT4_TO_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), True, 4)
-    else:
+    if (dtype == tl.float32) or (_INTERPRETED or not has_ptx()):
         low = ((packed.to(tl.int32) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         high = (((packed >> 4).to(tl.int32)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
         return low, high
+    elif dtype == tl.bfloat16:  # noqa: RET505
+        return tl.inline_asm_elementwise(INT4_TO_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 4)
+    else:
+        return tl.inline_asm_elementwise(INT4_TO_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), True, 4)
 
 
 @triton.jit
@@ -109,26 +115,24 @@ def byte_values(stored, dtype: tl.constexpr):
     """int8, or finite e4m3, as `dtype`, or as float32, which rounds to it without loss."""
     if stored.dtype == tl.int8:
         return int8_values(stored, dtype)
-    elif _INTERPRETED:  # noqa: RET505
+    elif (dtype == tl.float32) or (_INTERPRETED or not has_ptx()):  # noqa: RET505
         return stored.to(tl.float32)
     elif dtype == tl.bfloat16:
         words = stored.to(tl.uint8, bitcast=True)
         return tl.inline_asm_elementwise(FP8_TO_BF16, "=r,=r,r", [words], tl.bfloat16, True, 4)
-    elif dtype == tl.float16:
+    else:
         words = stored.to(tl.uint8, bitcast=True)
         return tl.inline_asm_elementwise(FP8_TO_FP16, "=r,=r,r", [words], tl.float16, True, 4)
-    else:
-        return stored.to(tl.float32)
 
 
 @triton.jit
 def fp8_values(stored, dtype: tl.constexpr):
     """e4m3 as float16 or float32, in the layout in which it was loaded."""
-    if (dtype == tl.float16) and (not _INTERPRETED):
+    if (dtype != tl.float16) or (_INTERPRETED or not has_ptx()):
+        return stored.to(dtype)
+    else:  # noqa: RET505
         # Said not to be pure, so that it stays where it stands. Triton would move it behind the change to the layout of
         # tensor cores, whose columns of values in 8 bits come from shared memory byte by byte; of float16 an
         # instruction turns whole tiles.
         words = stored.to(tl.uint8, bitcast=True)
         return tl.inline_asm_elementwise(FP8_TO_FP16, "=r,=r,r", [words], tl.float16, False, 4)
-    else:  # noqa: RET505
-        return stored.to(dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_model
+from benchmarks.gpu.published import published_shares
 from benchmarks.gpu.step_work import Step, step_work
 from benchmarks.gpu_model import DEVICES, kernels_of_step, limit_us, report_of, step_us
 from d3engine.kernels import ahead_of_time
@@ -85,7 +86,7 @@ def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
     assert step_us(kernels, H200, 16) - head == pytest.approx((step_us(kernels, H200, 32) - head) / 2)
     rows: list[dict[str, Any]] = report_of(Step(shape=SHAPES["llama2-7b"], batch=1), 32)["rows"]
     assert [row["layers"] for row in rows if row["device"] == "H200"] == [32, 24, 16, 8]
-    assert all(0 < row["share_of_limit"] < 1 for row in rows)
+    assert all(0 < row["share_of_bandwidth"] < row["share_of_limit"] < 1 for row in rows)
 
 
 def test_choosing_under_cuts_reads_the_logits_three_times_and_adds_up_each_token_once(
@@ -110,9 +111,17 @@ def test_what_is_printed_and_written_says_that_it_is_a_model(
 ) -> None:
     gpu_model.main(["--shape", "tiny", "--layers", "4", "--sampled", "--json", str(tmp_path / "model.json")])
     printed = capsys.readouterr().out
-    assert "not measured" in printed
+    assert "not measured, an upper bound" in printed
     assert "sampled" in printed
+    assert "0.57 to 0.82" in printed
+    assert "SGLang" in printed
     assert json.loads((tmp_path / "model.json").read_text())["is_model"] is True
+
+
+def test_a_figure_of_others_stands_where_there_is_one() -> None:
+    assert published_shares("int4", 1) == (0.30, 0.30)
+    assert published_shares("int4", 64) is None
+    assert published_shares("fp8", 1) is None
 
 
 def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_model(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,10 +48,26 @@ def report(file: Path) -> dict[str, Any]:
 
 def test_every_part_ends(report: dict[str, Any]) -> None:
     statuses = {name: part["status"] for name, part in report["parts"].items()}
-    assert statuses == dict.fromkeys(gpu_round.PARTS, "done")
+    tools = {"sanitized": "compute-sanitizer", "profiled": "ncu"}
+    here = [name for name, tool in tools.items() if shutil.which(tool) is None]
+    assert statuses == dict.fromkeys(gpu_round.PARTS, "done") | dict.fromkeys(here, "skipped")
     assert not any("stopped" in part or "earlier_modes" in part for part in report["parts"].values())
     assert report["rehearsal"] is True
     assert str(ROOT) not in json.dumps(report)
+
+
+def test_what_later_parts_launch_is_known_before_them(report: dict[str, Any]) -> None:
+    found = report["parts"]["compiled"]
+    assert found["launches"] > 100
+    assert "not_described" not in found
+
+
+def test_quantized_models_are_checked_against_what_their_weights_stand_for(report: dict[str, Any]) -> None:
+    models = report["parts"]["quantized"]["models"]
+    assert [model["scheme"] for model in models] == list(QUANTIZATION_SCHEMES)
+    for model in models:
+        assert model["check"]["tokens"] == 48
+        assert model["check"]["largest_gap"] < end_to_end.TIE
 
 
 def test_ceilings_are_measured_twice(report: dict[str, Any]) -> None:

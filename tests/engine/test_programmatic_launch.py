@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from d3engine.engine import device as programmatic_launch
 from d3engine.engine.device import settle_programmatic_launch
 from d3engine.executor.graph_shapes import Repeats, Step
+from d3engine.kernels.target import TARGETS
 from d3engine.kernels.triton import launches, programmatic
 
 DEVICE = torch.device("cpu")  # Triton's interpreter runs the chain
@@ -35,7 +36,7 @@ class Failing(Repeats):
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing asked yet, a Hopper, and a chain that an interpreter has time for."""
     monkeypatch.setattr(programmatic_launch, "_faults", {})
-    monkeypatch.setattr(programmatic_launch, "capability", lambda device: 90)
+    monkeypatch.setattr(programmatic_launch, "target_of", lambda device: TARGETS[90])
     monkeypatch.setattr(programmatic, "PROGRAMS", 2)
     monkeypatch.setattr(programmatic, "LINKS", 4)
     before = launches.PROGRAMMATIC
@@ -108,10 +109,10 @@ def test_one_device_that_fails_ends_it_for_all(monkeypatch: pytest.MonkeyPatch) 
     assert not launches.PROGRAMMATIC
 
 
-@pytest.mark.parametrize("way", ["older", "off"])
-def test_nobody_is_asked_who_does_not_have_it_or_want_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "older":
-        monkeypatch.setattr(programmatic_launch, "capability", lambda device: 89)
+@pytest.mark.parametrize("way", [89, "gfx942", "off"])
+def test_nobody_is_asked_who_does_not_have_it_or_want_it(way: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way != "off":
+        monkeypatch.setattr(programmatic_launch, "target_of", lambda device: TARGETS[way])
     else:
         monkeypatch.setenv("D3ENGINE_PROGRAMMATIC_LAUNCH", "off")
     launches.PROGRAMMATIC = False

@@ -14,13 +14,13 @@ from tiny_models import TinyLlama
 pytest.importorskip("triton")
 
 from d3engine import D3, Engine, SamplingParams
-from d3engine.engine.device import capability
 from d3engine.executor.graph_shapes import CudaGraphs, Recorder, Repeats
+from d3engine.kernels.target import target_of
 from d3engine.kernels.triton import launches, programmatic
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-HAS_IT = ON_GPU and capability(DEVICE) >= launches.PROGRAMMATIC_CAPABILITY
+HAS_IT = ON_GPU and target_of(DEVICE).has_programmatic_launch
 
 
 @pytest.mark.skipif(ON_GPU and not HAS_IT, reason="this GPU has no programmatic launch")

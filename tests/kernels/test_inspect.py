@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from d3engine.kernels import inspect
-from d3engine.kernels.ahead_of_time import PROCESSORS, load_widths
+from d3engine.kernels.ahead_of_time import load_widths
 from d3engine.kernels.inspect import Usage
+from d3engine.kernels.target import PROCESSORS, TARGETS
 
 USAGE = Usage(
     arch=80,
@@ -75,10 +76,13 @@ decode = next(launch for _, label, launch in found if label.startswith("decode")
 print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 90)["stack"])
 found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
 print(needs(next(launch for _, label, launch in found if label.endswith("16 in 8 bits")), 90)["instructions"])
+found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
+meeting = needs(next(launch for _, label, launch in found if label == "decode, blocks of 16"), 90)["barriers"]
 launches.PROGRAMMATIC = True
 found = list(launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"]))
 print(needs(next(launch for _, label, launch in found if label == "rows=8"), 90)["stack"])
 print(needs(next(launch for _, label, launch in found if label == "rows=1"), 90)["in_flight"])
+print(meeting)
 
 print("\\nCHUNKS")
 launches.PROGRAMMATIC = False
@@ -113,6 +117,31 @@ def compiled() -> Compiled:
 
 
 @needs_triton
+def test_kernels_compile_for_amd_without_ptx_and_fit() -> None:
+    """PTX in a kernel is an error of LLVM's assembler that Triton passes by: it says so on the standard error."""
+    if importlib.util.find_spec("triton.backends.amd") is None:
+        pytest.skip("this Triton has no back end of AMD")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    asked = ["--shapes=tiny", "--arch=gfx942,gfx950", "--weights=int4,int8", "--operations=linear_residual"]
+    command = [sys.executable, "-m", "d3engine.kernels.inspect", *asked, "--rows=1,16", "--json"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "error" not in result.stderr
+    found = json.loads(result.stdout)
+    assert {usage["arch"] for usage in found} == {"gfx942", "gfx950"}
+    assert all(usage["registers"] > 0 and usage["fits"] for usage in found)
+
+
+def test_target_keeps_options_and_stages_of_its_back_end() -> None:
+    """A target keeps the options and the stages that its back end has."""
+    wanted = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
+    assert TARGETS[90].options(wanted) == wanted
+    assert TARGETS["gfx942"].options(wanted) == {"num_warps": 4}
+    assert [TARGETS[arch].stages(5) for arch in (80, 89, "gfx942", "gfx950")] == [5, 5, 2, 5]
+    assert [TARGETS[arch].has_programmatic_launch for arch in (89, 90, 120, "gfx942")] == [False, True, True, False]
+
+
+@needs_triton
 def test_kernels_of_a_tiny_model_compile_without_spills(compiled: Compiled) -> None:
     usages = compiled[0]
     kinds = {(usage["operation"], usage["weights"]) for usage in usages}
@@ -143,6 +172,15 @@ def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) 
     streams, in_flight, _ = compiled[2].split()
     assert streams == "True"
     assert int(in_flight) > 2 * inspect.LEAST_IN_FLIGHT
+
+
+@needs_triton
+def test_group_of_heads_is_combined_at_once(compiled: Compiled) -> None:
+    """The last program of a row puts the heads of a group together at once.
+
+    Of 64 splits in four turns: head after head it waited at 136 barriers for a group of four.
+    """
+    assert 0 < int(compiled[3].split()[5]) <= 24 < inspect.MOST_BARRIERS
 
 
 @needs_triton

@@ -6,6 +6,7 @@ import pytest
 
 from d3engine.kernels.machine_code import (
     LATENCY,
+    barriers_of_the_last,
     before_the_wait,
     bytes_in_flight,
     cycles_alone,
@@ -38,6 +39,21 @@ def uses(count: int) -> list[str]:
 def test_loads_that_are_used_at_once_wait_one_after_another() -> None:
     pairs = [line for pair in zip(loads(4), uses(4), strict=True) for line in pair]
     assert bytes_in_flight(sass(*pairs, "@!P1 BRA 0x100")) == pytest.approx(16, rel=0.03)
+
+
+def test_loop_of_few_rounds_has_less_in_flight_than_a_long_one() -> None:
+    """A loop of few rounds has less under way in the mean than a long one.
+
+    Of two rounds that each wait for their loads half of the time is one latency, and loads before it add theirs.
+    """
+    code = sass(*loads(4), *uses(4), "@!P1 BRA 0x100")
+    long = bytes_in_flight(code)
+    assert bytes_in_flight(code, rounds=2) == pytest.approx(long, rel=0.02)
+    assert bytes_in_flight(code, rounds=2, before=4) == pytest.approx(64 * 2 * 800 / (2 * 800 + 4 * 280), rel=0.02)
+    copies = ["LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64], P0", "LDGDEPBAR", "DEPBAR.LE SB0, 0x3", "@P1 BRA 0x100"]
+    pipelined = [bytes_in_flight(sass(*copies), rounds=rounds) for rounds in (2, 4, 24)]
+    assert pipelined == sorted(pipelined)
+    assert pipelined[0] < 0.5 * bytes_in_flight(sass(*copies))
 
 
 def test_loads_used_after_the_last_are_in_flight_together() -> None:
@@ -145,6 +161,15 @@ def test_shared_rows_differ_from_weights_by_cache_policy() -> None:
 def test_anything_else_before_it_is_named(line: str) -> None:
     (found,) = before_the_wait(f"{WEIGHTS}\t{line}\n{WAIT}")
     assert found in (line, "it returns")
+
+
+def test_barriers_behind_a_counter_count_in_each_turn() -> None:
+    """Barriers behind a counter count in each turn of their loops."""
+    before = ["BAR.SYNC 0x0", "ATOMG.E.ADD.STRONG.GPU PT, R0, desc[UR4][R2.64], R5", "BAR.SYNC 0x0"]
+    heads = ["MOV R9, R8", "BAR.SYNC 0x0", "@P0 BRA 0x140", "@P1 BRA 0x130", "BAR.SYNC 0x0", "@P2 BRA 0x100"]
+    assert barriers_of_the_last(sass(*before, *heads), 4) == 1 + 16 + 1
+    assert barriers_of_the_last(sass(*before, "BAR.SYNC 0x0", "@P0 BRA 0x130"), 4) == 1 + 4
+    assert barriers_of_the_last(sass("BAR.SYNC 0x0", *heads), 4) == 0
 
 
 def test_loop_around_another_goes_round_as_often_as_said() -> None:

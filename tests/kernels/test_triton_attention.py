@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -134,6 +135,42 @@ def test_splits_that_are_joined_in_rounds_keep_their_weights(
     paged.pool[paged.tables[0].flip(0)[: tile // 16], 0] = 4 * keys
     paged.entries[0][0, -(tile // 16 * 16) :] *= 4
     assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+
+
+def head_by_head(parts: Any, logs: Any) -> Any:
+    """One head's parts [splits, D] by their logarithms [splits], 16 at a time, in the kernel's own order."""
+    peak, total, mean = np.float32(-1e38), np.float32(0), np.zeros(parts.shape[1], np.float32)
+    for first in range(0, len(logs), 16):
+        values, those = np.zeros((16, parts.shape[1]), np.float32), np.full(16, -np.inf, np.float32)
+        count = len(logs[first : first + 16])
+        values[:count], those[:count] = parts[first : first + 16], logs[first : first + 16]
+        new_peak = np.maximum(peak, those.max())
+        decay, shares = np.exp2(peak - new_peak), np.exp2(those - new_peak)
+        total, mean = total * decay + shares.sum(), mean * decay + (values * shares[:, None]).sum(0)
+        peak = new_peak
+    return mean / (total if total > 0 else np.float32(1))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "together"), [(4, 1, 4), (4, 1, 2), (3, 1, 4), (1, 1, 1)])
+def test_heads_of_a_group_combined_at_once_keep_their_bits(
+    heads: int, kv_heads: int, together: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heads of a group are combined at once, each with the bits that it has alone."""
+    if device.type != "cpu":
+        pytest.skip("a device adds in an order of its layouts")
+    split_by(monkeypatch, 16)
+    monkeypatch.setattr(attention, "COMBINED", 32 * together)
+    paged = Paged([640], heads=heads, kv_heads=kv_heads)  # 40 splits: in three turns, the last of which is not full
+    inputs = paged.inputs()
+    out = torch.empty(1, heads * 32)
+    (launch,) = attention.attention_launches(out, paged.queries, paged.pool, inputs, paged.scale)
+    assert launch.arguments["HEADS_TOGETHER"] == together
+    launch.run()
+    parts = launch.arguments["partial"].view(40, heads, 32).numpy()
+    logs = launch.arguments["lse"].view(40, heads).numpy()
+    wanted = np.stack([head_by_head(parts[:, head], logs[:, head]) for head in range(heads)])
+    assert np.array_equal(out.view(heads, 32).numpy(), wanted)
+    assert relative_error(out, paged.expected()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
@@ -260,7 +297,7 @@ def test_one_launch_serves_changed_tables_and_lengths(device: torch.device) -> N
     queries = torch.full((4, 4, 32), torch.nan, device=device)
     out = torch.full((4, 4 * 32), POISON, device=device)
     launches = attention.attention_launches(out, queries, pool, inputs, first.scale)
-    parts, counters = launches[0].arguments["parts"], launches[0].arguments["arrived"]
+    parts, counters = launches[0].arguments["partial"], launches[0].arguments["counters"]
     for paged in (first, second):
         count = len(paged.lengths)
         out.fill_(POISON)
@@ -296,7 +333,7 @@ def test_row_alone_and_among_others_has_the_same_bits(
         (inputs,) = attention.attention_inputs([0, 1], [length], tables)
         alone = attention.paged_attention(paged.queries[row : row + 1], paged.pool, inputs, paged.scale)
         assert torch.equal(alone[0], together[row])
-    monkeypatch.setattr(attention, "_processors", lambda _: 1)
+    monkeypatch.setattr(attention, "processors_of", lambda _: 1)
     (launch,) = attention.attention_launches(together, paged.queries, paged.pool, paged.inputs(), paged.scale)
     assert launch.grid[0] in (2, 3)  # of 12 splits
     assert torch.equal(paged.attend(), together)

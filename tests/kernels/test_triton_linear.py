@@ -502,3 +502,16 @@ def test_the_matrix_library_keeps_its_sums_in_float32(
         kernels.linear_residual(x, weight, None, randn(43, 16, dtype=torch.bfloat16), num_rows=num_rows)
     assert found == [(False, False)]
     assert settings.allow_bf16_reduced_precision_reduction == before
+
+
+def test_a_device_of_few_processors_gets_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of an H100, of 16 processors, needs no narrow tiles and no parts to be busy."""
+    monkeypatch.setattr(products, "MIN_PROGRAMS", None)
+    monkeypatch.setattr(products, "MATMUL_ROWS", 64)
+    weight = torch.empty(1024, 4096, dtype=torch.bfloat16, device="meta")
+    found = {}
+    for processors in (132, 16):
+        monkeypatch.setattr(products, "processors_of", lambda device, count=processors: count)
+        tiles = [products.product_tile(rows, weight, torch.bfloat16, may_split=True) for rows in (1, 8, 64)]
+        found[processors] = [(tile.outputs, tile.parts) for tile in tiles if tile is not None]
+    assert found == {132: [(8, 1), (64, 8), (128, 16)], 16: [(8, 1), (64, 2), (128, 2)]}

@@ -201,7 +201,7 @@ def test_entries_of_a_long_row_are_shared_by_all_programs(heads: int, monkeypatc
         return load(self, pointers, mask, *others)
 
     monkeypatch.setattr(builder, "create_masked_load", count_tiles)
-    monkeypatch.setattr(attention, "_processors", lambda _: 1)
+    monkeypatch.setattr(attention, "processors_of", lambda _: 1)
     lengths = [11 * 128, 20, 9]
     inputs = kernels.attention_inputs([0, 1, 2, 3], lengths, torch.zeros(1, 3, 88, dtype=torch.int64))[0]
     kernels.paged_attention(torch.ones(3, heads, 16), torch.ones(1, 2, 16, 1, 16), inputs, 0.25)

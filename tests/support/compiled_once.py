@@ -21,11 +21,12 @@ from pathlib import Path  # noqa: E402 (the driver comes first)
 from d3engine import D3, Engine, SamplingParams  # noqa: E402
 from d3engine.engine.engine import resolve  # noqa: E402
 from d3engine.engine.settings import EngineSettings  # noqa: E402
+from d3engine.kernels.target import TARGETS  # noqa: E402
 from d3engine.kernels.triton import launches  # noqa: E402
 from d3engine.model.config import ModelConfig  # noqa: E402
 from d3engine.model.weights import random_weights  # noqa: E402
 
-launches._capability = lambda device: 90  # torch knows of no device
+launches._target = lambda device: TARGETS[90]  # torch knows of no device
 launches.PROGRAMMATIC = True
 resolve.executor_for = lambda *given: "graphs"  # type: ignore[assignment]
 resolve.resolve_backend = lambda *given: "triton"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu import absent
 from d3engine.kernels.quantized import quantize_int8
+from d3engine.kernels.target import TARGETS
 
 absent.install()
 
@@ -92,7 +93,7 @@ CASES: list[Case] = [
     beginning_of_a_layer,
 ]
 
-launches._capability = lambda device: 90  # torch knows of no device
+launches._target = lambda device: TARGETS[90]  # torch knows of no device
 found = []
 for launches.PROGRAMMATIC in (False, True):
     operations.forget()
