@@ -52,8 +52,8 @@ VECTORIZED = ("bf12.cpp",)
 
 
 _MSVC = (
-    "{} compiles for Microsoft's runtime, for which the library is not written; install a g++ or clang++ for MinGW-w64"
-    " (MSYS2, w64devkit or llvm-mingw have one) and name it in CXX"
+    "{} compiles for Microsoft's runtime, for which the library is not written; install g++ for MinGW-w64"
+    " (MSYS2 and w64devkit have one) and name it in CXX"
 )
 
 

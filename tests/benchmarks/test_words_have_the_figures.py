@@ -49,18 +49,6 @@ def test_json_schemas_are_those_of_the_run() -> None:
     assert f"{100 * counts['valid instances allowed'] / valid:.1f} % of {valid:,} valid ones" in page
 
 
-@pytest.mark.parametrize("name", ["weights-smollm2", "weights-groups-smollm2"])
-def test_what_weight_formats_cost_is_that_of_the_run(name: str) -> None:
-    page = words_of("quantize.md")
-    for row in result(name)["rows"]:
-        if row["weights"] == "float32":
-            continue
-        kl, loss = "{value:.4f} ({low:.4f} to {high:.4f})", "{value:+.4f} ({low:+.4f} to {high:+.4f})"
-        same = {figure: 100 * value for figure, value in row["same"].items()}
-        cells = kl.format(**row["kl"]), "{value:.1f} % ({low:.1f} to {high:.1f})".format(**same)
-        assert f"| {row['depth']} | {row['weights']} | {' | '.join(cells)} | {loss.format(**row['loss'])} |" in page
-
-
 def test_the_gain_by_own_layers_is_that_of_the_run() -> None:
     best = max(cell["speedup"]["median"] for cell in result("lossless-demo-cpu")["cells"])
     assert f"the bundled model gains {best:.2f} times at best" in words_of("speculative.md")
