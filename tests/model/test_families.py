@@ -314,7 +314,8 @@ def test_rope_of_an_exaone_4_is_in_layers_with_a_window() -> None:
         assert (read.layers_without_rope, read.windows) == ((), (None, None))
 
 
-def test_a_granite_4_has_the_mlp_of_its_shared_size_and_rope_where_it_says_so() -> None:
+def test_granite_4_has_shared_size_mlp_and_rope_where_it_says() -> None:
+    """A Granite 4 has the MLP of its shared size, and RoPE where it says so."""
     for kind, layers in ((None, (0, 1)), ("nope", (0, 1)), ("rope", ())):
         read = config("GraniteMoeHybridForCausalLM", **DENSE, position_embedding_type=kind)
         assert (read.layers_without_rope, read.intermediate_size) == (layers, 60)
