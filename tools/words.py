@@ -24,7 +24,18 @@ SAID = ("require(", "allowed = ", "'copy' or", "This server", '"description"')
 LONG_NAME = re.compile(r"def (test_\w{56,})")
 NAMED = [
     f"tests/{name}/*.py"
-    for name in ("cache", "depth", "engine", "executor", "kernels", "model", "sampling", "scheduling", "text")
+    for name in (
+        "async_engine",
+        "cache",
+        "depth",
+        "engine",
+        "executor",
+        "kernels",
+        "model",
+        "sampling",
+        "scheduling",
+        "text",
+    )
 ]
 """Where every test has a name of at most 60 characters; tools/test_names.py is for the other folders."""
 
