@@ -29,6 +29,7 @@ NAMED = [
         "cache",
         "depth",
         "engine",
+        "evaluation",
         "executor",
         "kernels",
         "model",
