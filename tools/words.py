@@ -25,6 +25,7 @@ LONG_NAME = re.compile(r"def (test_\w{56,})")
 NAMED = [
     f"tests/{name}/*.py"
     for name in (
+        "analysis",
         "async_engine",
         "cache",
         "depth",
