@@ -27,6 +27,7 @@ NAMED = [
     for name in (
         "analysis",
         "async_engine",
+        "bridges",
         "cache",
         "depth",
         "engine",
