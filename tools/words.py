@@ -29,6 +29,7 @@ NAMED = [
         "async_engine",
         "bridges",
         "cache",
+        "calibration",
         "depth",
         "engine",
         "evaluation",
