@@ -36,6 +36,7 @@ NAMED = [
         "executor",
         "kernels",
         "model",
+        "request",
         "sampling",
         "scheduling",
         "text",
