@@ -40,6 +40,7 @@ NAMED = [
         "sampling",
         "scheduling",
         "text",
+        "utils",
     )
 ]
 """Where every test has a name of at most 60 characters; tools/test_names.py is for the other folders."""
