@@ -34,6 +34,7 @@ NAMED = [
         "engine",
         "evaluation",
         "executor",
+        "integrations",
         "kernels",
         "model",
         "request",
