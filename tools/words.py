@@ -27,6 +27,7 @@ NAMED = [
     for name in (
         "analysis",
         "async_engine",
+        "benchmarks",
         "bridges",
         "cache",
         "calibration",

@@ -16,7 +16,8 @@ from d3engine.model.weights import random_weights
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_the_layers_stand_for_what_the_scheme_keeps_and_the_head_stays(is_tied: bool) -> None:
+def test_layers_hold_what_the_scheme_keeps_and_the_head_stays(is_tied: bool) -> None:
+    """The layers hold what the scheme keeps, and the head stays."""
     config = ModelConfig.from_dict(CONFIG | {"tie_word_embeddings": is_tied})
     weights = random_weights(config, dtype=torch.float32, device="cpu", seed=0)
     found = benchmark.stood_for(weights, "fp8")
