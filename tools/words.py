@@ -44,7 +44,7 @@ NAMED = [
         "text",
         "utils",
     )
-]
+] + [":(glob)tests/*.py"]
 """Where every test has a name of at most 60 characters; tools/test_names.py is for the other folders."""
 
 
