@@ -180,7 +180,8 @@ def test_a_question_to_the_bundled_model_gets_the_right_answer() -> None:
 
 
 @pytest.mark.parametrize("depth", [FullDepth(), "auto", D3(alpha=0.9, start=0.6)], ids=["full", "own", "deeper"])
-def test_a_prompt_in_the_python_of_the_pages_gets_the_right_answer(depth: DepthPolicy | str) -> None:
+def test_prompt_in_the_python_of_pages_is_answered_right(depth: DepthPolicy | str) -> None:
+    """A prompt in the Python of the pages gets the right answer."""
     trees = [ast.parse(block) for page in PAGES for block in RUNNABLE.findall(page.read_text())]
     texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     prompts = sorted(text for text in texts if isinstance(text, str) and text.startswith("Question:"))
@@ -225,15 +226,19 @@ KEEPS_ANSWERS = ("auto", "full", "lossless", "self-speculative", "draft-and-veri
 
 
 @pytest.mark.parametrize("line", [one for one in sorted(set(commands("d3engine"))) if one.split()[1] in RUNS_A_MODEL])
-def test_a_command_of_the_pages_skips_layers_of_no_model_but_the_bundled_one(line: str) -> None:
-    """Tried on another model it gives that model's answers; bridges and students are made for a model."""
+def test_commands_of_pages_skip_layers_of_the_bundled_model(line: str) -> None:
+    """A command of the pages skips layers of no model but the bundled one.
+
+    Tried on another model it gives that model's answers; bridges and students are made for a model.
+    """
     words = shlex.split(line, comments=True)
     depth = words[words.index("--depth") + 1] if "--depth" in words else "auto"
     is_bundled = not any(word in FETCHED or "path/to" in word or "owner/" in word for word in words)
     assert is_bundled or depth.split()[0] in KEEPS_ANSWERS or "bridges=" in depth or "distilled" in depth
 
 
-def test_the_python_of_pages_and_examples_skips_layers_of_no_model_but_the_bundled_one() -> None:
+def test_python_of_pages_skips_layers_of_the_bundled_model() -> None:
+    """Python of pages and examples skips layers of no model but the bundled one."""
     files = [*PAGES, *(ROOT / "examples").glob("*.py")]
     exact = "FullDepth|Lossless|Speculative|SelfSpeculative|depth"
     engine = re.compile(rf"(?:Engine|LLM|from_pretrained)\((?!\s*\"demo\")[^()]*depth=(?!{exact})")
@@ -318,7 +323,8 @@ def test_the_architecture_has_the_layers_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_page_can_be_read_on_a_narrow_screen_where_it_is_no_table_or_command(page: Path) -> None:
+def test_page_lines_fit_a_narrow_screen_but_for_tables(page: Path) -> None:
+    """A page can be read on a narrow screen where it is no table or command."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "![")) and "`tests/" not in line]
     assert [line for line in lines if len(line) > 120] == []

@@ -51,7 +51,8 @@ def test_an_sdist_holds_all_that_the_native_library_is_built_of(tmp_path: Path) 
     assert Path("kernels/native/libd3native.so") not in held  # which was built for this machine
 
 
-def test_a_wheel_holds_the_bundled_model_and_building_it_warns_of_no_package(tmp_path: Path) -> None:
+def test_wheel_holds_the_model_and_is_built_without_warnings(tmp_path: Path) -> None:
+    """A wheel holds the bundled model, and building it warns of no package."""
     assert "d3engine.demo_model" not in build("wheel", tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
@@ -62,7 +63,8 @@ def test_a_wheel_holds_the_bundled_model_and_building_it_warns_of_no_package(tmp
     assert {*model, "d3engine/py.typed", "d3engine/kernels/reference.py"} <= held
 
 
-def test_a_wheel_holds_the_libraries_of_the_page_with_their_licences(tmp_path: Path) -> None:
+def test_wheel_holds_the_pages_libraries_with_licences(tmp_path: Path) -> None:
+    """A wheel holds the libraries of the page with their licences."""
     from d3engine.server.page_libraries import FOLDER, LIBRARIES, is_fetched
 
     if not is_fetched():
@@ -76,9 +78,8 @@ def test_a_wheel_holds_the_libraries_of_the_page_with_their_licences(tmp_path: P
     assert {"katex.css", "markdown-it.js"} < set(there)
 
 
-def test_a_library_of_the_page_that_is_another_than_it_was_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_of_the_page_that_has_changed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of the page that is another than it was is not taken."""
     from d3engine.server import page_libraries
 
     (library, *_) = page_libraries.LIBRARIES
@@ -133,7 +134,8 @@ echo "$@" >> "$(dirname "$0")/called"
 
 
 @pytest.mark.parametrize("has_venv", [False, True])
-def test_too_old_a_python_is_said_so_before_anything_is_installed(tmp_path: Path, has_venv: bool) -> None:
+def test_too_old_python_is_named_before_anything_is_installed(tmp_path: Path, has_venv: bool) -> None:
+    """The script names a Python that is too old before it installs anything."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
     python = tmp_path / ("venv/bin" if has_venv else ".") / "python"
@@ -184,7 +186,8 @@ def test_without_a_gpu_torch_comes_from_the_index_for_cpus(venv: Path, wheels: s
     assert "--quiet" not in line  # pip says what it fetches, and how large it is
 
 
-def test_where_that_index_has_no_torch_for_us_pip_looks_where_it_is_told_to(venv: Path, wheels: str) -> None:
+def test_index_without_torch_leaves_pip_its_own_sources(venv: Path, wheels: str) -> None:
+    """Where that index has no torch for this machine, pip looks where it is set to look."""
     (venv / "no torch at").write_text(wheels)
     first, second = installs(venv, NO_DRIVER, f"CPU_WHEELS={wheels}")
     assert "--index-url" in first

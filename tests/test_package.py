@@ -23,19 +23,22 @@ def run(code: str, *, isolated: bool = False) -> str:
     return result.stdout.strip()
 
 
-def test_importing_the_package_loads_neither_transformers_nor_torch_nor_an_extra() -> None:
+def test_importing_the_package_loads_no_transformers_or_torch() -> None:
+    """Importing the package loads neither transformers nor torch nor an extra."""
     loaded = run("import d3engine, sys; print(*sys.modules)").split()
     assert "d3engine" in loaded
     assert not {"torch", "transformers", "matplotlib", "typer", "rich"} & set(loaded)
 
 
-def test_neither_engine_nor_server_loads_an_optional_package_that_nobody_asked_for() -> None:
+def test_engine_and_server_load_no_optional_package_unasked() -> None:
+    """Neither engine nor server loads an optional package that was not asked for."""
     loaded = run("from d3engine import Engine; import d3engine.server.app, sys; print(*sys.modules)").split()
     assert {"torch", "d3engine.server.middleware.request_log"} <= set(loaded)
     assert not {"transformers", "matplotlib", "pytest", "lm_eval", "typer", "opentelemetry"} & set(loaded)
 
 
-def test_a_bare_checkout_finds_kernels_and_tools_without_an_installation() -> None:
+def test_bare_checkout_finds_kernels_without_installation() -> None:
+    """A bare checkout finds kernels and tools without an installation."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import d3engine.weights_tools as w; print(w.__file__)"
     assert Path(run(code, isolated=True)) == ROOT / "weights_tools" / "__init__.py"
 

@@ -24,8 +24,27 @@ SAID = ("require(", "allowed = ", "'copy' or", "This server", '"description"')
 LONG_NAME = re.compile(r"def (test_\w{56,})")
 NAMED = [
     f"tests/{name}/*.py"
-    for name in ("cache", "depth", "engine", "executor", "kernels", "model", "sampling", "scheduling")
-]
+    for name in (
+        "analysis",
+        "async_engine",
+        "benchmarks",
+        "bridges",
+        "cache",
+        "calibration",
+        "depth",
+        "engine",
+        "evaluation",
+        "executor",
+        "integrations",
+        "kernels",
+        "model",
+        "request",
+        "sampling",
+        "scheduling",
+        "text",
+        "utils",
+    )
+] + [":(glob)tests/*.py"]
 """Where every test has a name of at most 60 characters; tools/test_names.py is for the other folders."""
 
 

@@ -153,8 +153,8 @@ D3Status Decoder::check(const D3Run& run) const {
 }
 
 bool Decoder::has_blocks(const int32_t* table, int layer, int64_t first, int64_t last) const {
-    // Behind the window of `first` a block may have been given back: its place names block 0 or an earlier owner's, which
-    // is read where it shares a span with the window, and masked.
+    // Behind the window of `first` a block may have been given back: its place names block 0 or an earlier owner's,
+    // which is read where it shares a span with the window, and masked.
     const int64_t behind = std::max<int64_t>(0, first + 1 - layers_[layer].window) / model_.block_size;
     const auto is_readable = [&](int32_t block) { return block >= 0 && block < model_.num_blocks; };
     const auto is_of_pool = [&](int32_t block) { return block >= 1 && block < model_.num_blocks; };

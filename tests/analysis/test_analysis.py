@@ -212,7 +212,8 @@ def test_certainty_is_no_negative_number() -> None:
     assert list(result.table().rows) == [("0", "1", "1.0000", "0"), ("all", "1", "1.0000", "0")]
 
 
-def test_late_tokens_are_compared_with_early_ones_of_the_same_text_over_texts() -> None:
+def test_late_tokens_are_compared_with_early_ones_of_their_text() -> None:
+    """Late tokens are compared with early ones of the same text, over texts."""
     early, late, other = range(4, 16), range(32, 40), [9.0] * 16
     texts = [[1.0] * 4 + [base] * len(early) + other + [base + add] * len(late) for base, add in ((5, -1), (70, -3))]
     short = [100.0] * 32  # not in the comparison, since it has no late part
@@ -241,7 +242,8 @@ def test_copied_layers_are_a_schedule() -> None:
         TailCopied(layers=6, from_step=1).schedule(5)
 
 
-def test_copied_layers_give_the_tokens_of_an_oracle_that_copies_their_entries(tiny_llama: Callable[..., Any]) -> None:
+def test_copied_layers_give_tokens_of_an_oracle_that_copies_kv(tiny_llama: Callable[..., Any]) -> None:
+    """Copied layers give the tokens of an oracle that copies their KV."""
     tiny = tiny_llama(num_hidden_layers=6)
     prompt = [3, 1, 4, 1, 5, 9]
     with Engine(tiny.directory, skip_tokenizer_init=True, device="cpu", kv_cache_memory_bytes=2**23) as engine:

@@ -52,7 +52,8 @@ def test_a_kind_is_read_off_the_text(text: str, kind: Kind) -> None:
     assert kind_of(text) is kind
 
 
-def test_the_tokens_of_a_written_solution_have_the_kinds_that_a_reader_sees() -> None:
+def test_tokens_of_a_solution_have_the_kinds_a_reader_sees() -> None:
+    """The tokens of a written solution have the kinds that a reader sees."""
     tokenizer = load_tokenizer(model_directory("demo"))
     eos = tokenizer.encode("", add_special_tokens=True)  # its beginning of a sequence is special, and ends nothing
     kinds = TokenKinds(tokenizer, [2])
@@ -92,9 +93,8 @@ def measured(observer: Observer, texts: list[Answered], decoded: list[Answered] 
     return measure_by_kind(observer, kinds, texts, D3(0.7, 0.3).schedule(LAYERS), "D3", decoded)
 
 
-def test_every_step_counts_once_by_what_it_yields_and_once_by_what_it_is_fed_with(
-    observer: Observer, texts: list[Answered]
-) -> None:
+def test_each_step_counts_once_by_its_output_and_once_by_input(observer: Observer, texts: list[Answered]) -> None:
+    """Every step counts once by what it yields and once by what it is fed with."""
     result = measured(observer, texts)
     assert len(result.texts) == 2, "a text of a single token has no step after the first"
     schedule = D3(0.7, 0.3).schedule(LAYERS)
@@ -128,7 +128,9 @@ def test_answers_part_at_full_depths_token(observer: Observer, texts: list[Answe
     assert measured(observer, answers).as_dict()["answers_that_part"] is None
 
 
-def test_means_of_a_kind_are_over_its_steps_and_intervals_over_texts() -> None:
+def test_means_of_a_kind_are_over_steps_and_intervals_over_texts() -> None:
+    """Means of a kind are over its steps, and intervals over texts."""
+
     def text(kinds: list[str], kl: list[float]) -> TextByKind:
         other = np.zeros(len(kl))
         return TextByKind(np.array(kinds), np.array(kinds[::-1]), other, other, np.array(kl), other, other)

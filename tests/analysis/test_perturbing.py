@@ -72,15 +72,18 @@ def test_a_perturbed_answer_is_that_of_the_oracle(model: Any, entries: str) -> N
         assert output.outputs[0].depths == expected.depths
 
 
-def test_entries_kept_give_full_depths_answer_whatever_it_leaves_out(model: Any) -> None:
+def test_kept_kv_gives_the_full_depth_answer(model: Any) -> None:
+    """KV that is kept gives full depth's answer, whatever layers are left out."""
     found = oracle_answer(observer_of(model.directory), PROMPT, TOKENS, KEPT)
     assert found.token_ids == greedy(model.model, PROMPT, TOKENS).token_ids
     assert min(found.depths) < LAYERS, "else nothing would be shown"
 
 
 @pytest.mark.parametrize("entries", ENTRIES)
-def test_who_leaves_where_it_is_settled_answers_as_a_run_that_goes_no_deeper(model: Any, entries: str) -> None:
-    """A schedule with the depths that the oracle found, in transformers' own layers: the same tokens, without looking
+def test_early_exit_where_settled_answers_as_a_shallow_run(model: Any, entries: str) -> None:
+    """An exit where the token is settled answers as a run that goes no deeper.
+
+    A schedule with the depths that the oracle found, in transformers' own layers: the same tokens, without looking
     at the layers above."""
     found = oracle_answer(observer_of(model.directory), PROMPT, TOKENS, entries)
     depths = found.depths
@@ -98,7 +101,8 @@ def test_an_oracles_answer_ends_where_it_is_told_to(model: Any) -> None:
         oracle_answer(observer, PROMPT, TOKENS, "lost")
 
 
-def test_full_depth_is_asked_once_and_every_pair_for_both_kinds_of_entries() -> None:
+def test_full_depth_runs_once_and_each_pair_for_both_kinds() -> None:
+    """Full depth runs once, and every pair for both kinds of KV."""
     asked: list[DepthPolicy] = []
 
     def outcome(policy: DepthPolicy) -> Outcome:

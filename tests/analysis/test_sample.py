@@ -65,7 +65,8 @@ class Page(HTMLParser):
         self.tokens += dict(attrs).get("class") == "token"
 
 
-def test_the_page_shows_every_token_and_runs_nothing_of_the_models(demo_sample: tuple[Sample, Answered]) -> None:
+def test_page_shows_each_token_and_runs_nothing_of_the_model(demo_sample: tuple[Sample, Answered]) -> None:
+    """The page shows every token and runs nothing of the model's."""
     sample, _ = demo_sample
     hostile = SampleToken("<script>alert(1)</script>\x1b[2J", 11, (Guess(3, True, (("<b>&", 0.5),)),))
     answer = sample.answers[0]

@@ -133,7 +133,9 @@ def test_a_mistake_of_one_caller_is_raised_to_him_alone(
     asyncio.run(main())
 
 
-def test_a_dead_engine_is_told_to_every_caller_at_once_and_to_those_who_come_later(make_async: Make, gate: Any) -> None:
+def test_dead_engine_raises_for_present_and_later_callers(make_async: Make, gate: Any) -> None:
+    """A dead engine raises for every caller at once, and for those that come later."""
+
     async def main() -> None:
         engine = make_async()
         gate.shut()
@@ -157,7 +159,9 @@ def test_a_dead_engine_is_told_to_every_caller_at_once_and_to_those_who_come_lat
     asyncio.run(main())
 
 
-def test_the_heartbeat_tells_a_hung_engine_from_one_that_has_rested(make_async: Make, gate: Any) -> None:
+def test_heartbeat_tells_a_hung_engine_from_a_rested_one(make_async: Make, gate: Any) -> None:
+    """The heartbeat tells a hung engine from one that has rested."""
+
     async def main() -> None:
         engine = make_async()
         assert not engine.heartbeat().is_working
@@ -311,9 +315,11 @@ def test_a_thread_that_leaves_ends_its_request(make_async: Make, gate: Any) -> N
     ],
     ids=["ids", "in a mapping", "long", "of another kind", "allowed ids", "biases"],
 )
-def test_what_is_quickly_read_is_read_at_once_and_anything_else_by_a_thread(
+def test_short_input_is_read_at_once_and_long_by_a_thread(
     make_async: Make, monkeypatch: pytest.MonkeyPatch, prompt: Any, params: Any, by_thread: bool
 ) -> None:
+    """A short input is read at once, and anything else by a thread."""
+
     async def main() -> None:
         engine, readers = make_async(), []
         read = engine._front.prepare

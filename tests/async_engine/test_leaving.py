@@ -112,9 +112,10 @@ def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Make, gat
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_a_closed_event_loop_takes_its_own_requests_with_it_and_no_others(
+def test_closed_event_loop_takes_only_its_own_requests(
     make_async: Make, gate: Any, make_engine: Callable[..., Engine], num_steps: int
 ) -> None:
+    """A closed event loop takes its own requests with it and no others."""
     engine, kept = make_async(num_scheduler_steps=1), []
 
     async def begin_and_forget() -> None:

@@ -42,7 +42,8 @@ def test_a_merged_delta_keeps_every_field() -> None:
             assert field.name in joined or getattr(whole, field.name) is getattr(latest, field.name), field.name
 
 
-def test_deltas_that_come_at_once_are_the_readers_one_by_one_and_joined_when_he_has_left_them() -> None:
+def test_deltas_are_read_one_by_one_and_joined_where_left() -> None:
+    """Deltas of one time are read one by one, and joined where the reader left them."""
     slot, deltas = ReplyFuture(1, ThreadWaker(), merges=True), [delta(n) for n in range(6)]
     assert slot.put(deltas[:2])
     assert slot.take() == deltas[:2]
@@ -64,7 +65,8 @@ def test_of_replies_that_are_no_deltas_the_latest_counts() -> None:
 
 
 @pytest.mark.parametrize("merges", [False, True])
-def test_an_error_is_raised_behind_what_came_before_it_and_is_the_last(merges: bool) -> None:
+def test_error_is_raised_last_behind_what_came_before_it(merges: bool) -> None:
+    """An error is raised behind what came before it, and is the last."""
     slot = ReplyFuture(1, ThreadWaker(), merges=merges)
     assert slot.put([delta(1)])
     assert not slot.put([ZeroDivisionError()])

@@ -61,7 +61,8 @@ def middle(count: int, token: int = 5) -> list[Reply]:
 
 
 @pytest.mark.parametrize("count", [1, 8, 32, 64, 512])
-def test_outputs_in_the_middle_of_answers_wait_as_long_as_their_number_says_and_a_frame_at_most(count: int) -> None:
+def test_outputs_within_answers_wait_for_their_number_or_frame(count: int) -> None:
+    """Outputs within answers wait as long as their number says, and a frame at most."""
     distance = min(FRAME_SECONDS, count * SECONDS_PER_ANSWER)
     watched, tokens = Watched(), [middle(count, token) for token in range(4)]
     assert watched.after(1.0, tokens[0]) == tokens[0]  # after a pause nobody waits
@@ -73,7 +74,8 @@ def test_outputs_in_the_middle_of_answers_wait_as_long_as_their_number_says_and_
     assert len(watched.sent) == 2
 
 
-def test_what_begins_or_ends_an_answer_goes_at_once_with_what_waited_of_the_same_and_no_other() -> None:
+def test_first_and_last_output_go_at_once_with_those_waiting() -> None:
+    """A first or last output goes at once, with what waited of the same answer alone."""
     ended_in_part = output(8, reason="stop")
     ended_in_part.finished = False  # another of its answers goes on
     error = ValueError("no")

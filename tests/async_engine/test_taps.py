@@ -28,9 +28,10 @@ async def let_go_when_he_waits(gate: Any) -> None:
     gate.open()
 
 
-def test_what_a_tap_does_not_take_is_the_readers_and_so_is_the_last_output(
+def test_output_that_a_tap_leaves_and_the_last_are_the_readers(
     make_async: Make, make_engine: Callable[..., Engine], gate: Any
 ) -> None:
+    """An output that a tap does not take is the reader's, and so is the last one."""
     found: list[tuple[str, RequestOutput]] = []
 
     def every_other(outputs: Sequence[RequestOutput]) -> int:
@@ -56,7 +57,9 @@ def test_what_a_tap_does_not_take_is_the_readers_and_so_is_the_last_output(
     assert [who for who, output in found if output.finished] == ["reader"]
 
 
-def test_what_a_tap_raises_ends_its_request_and_is_raised_to_the_reader(make_async: Make, gate: Any) -> None:
+def test_tap_that_raises_ends_its_request_and_its_reader(make_async: Make, gate: Any) -> None:
+    """An exception of a tap ends its request and is raised to the reader."""
+
     async def main() -> None:
         engine = make_async()
         gate.shut(after=1)
@@ -71,7 +74,9 @@ def test_what_a_tap_raises_ends_its_request_and_is_raised_to_the_reader(make_asy
     asyncio.run(main())
 
 
-def test_an_error_behind_an_output_that_the_tap_takes_reaches_the_reader() -> None:
+def test_error_behind_an_output_of_the_tap_reaches_the_reader() -> None:
+    """An error behind an output that the tap takes reaches the reader."""
+
     async def main() -> None:
         notifier = LoopWaker(asyncio.get_running_loop())
         slot = ReplyFuture(1, notifier)

@@ -159,10 +159,13 @@ def test_a_thread_reads_the_same_answer(client: AsyncEngine, bare: Engine) -> No
 
 
 @pytest.mark.parametrize("client", ["process"], indirect=True)
-def test_a_process_that_stands_still_is_told_by_its_heartbeat_and_one_that_dies_to_everyone(
+def test_hung_process_is_found_by_heartbeat_a_dead_one_by_all(
     client: AsyncEngine,
 ) -> None:
-    """The last test of the shared process."""
+    """The heartbeat finds a process that hangs; every caller learns of one that dies.
+
+    The last test of the shared process.
+    """
     process = client._transport.process  # type: ignore[attr-defined]
 
     async def main() -> None:
@@ -184,8 +187,11 @@ def test_a_process_that_stands_still_is_told_by_its_heartbeat_and_one_that_dies_
     asyncio.run(main())
 
 
-def test_a_process_computes_with_as_many_threads_as_its_parent_would() -> None:
-    """Otherwise `d3engine serve --threads 1 --engine-process` takes every core, the network's among them."""
+def test_process_computes_with_as_many_threads_as_its_parent() -> None:
+    """A process computes with as many threads as its parent would.
+
+    Otherwise `d3engine serve --threads 1 --engine-process` takes every core, the network's among them.
+    """
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -251,7 +257,8 @@ def test_what_making_the_engine_raises_there_is_raised_here(monkeypatch: pytest.
     ("arguments", "named"),
     [({"weights": object()}, "weights"), ({"admission": object()}, "admission"), ({"depth": object()}, "depth")],
 )
-def test_arguments_that_cannot_go_to_a_process_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+def test_arguments_that_cannot_go_to_a_process_are_refused(arguments: dict[str, Any], named: str) -> None:
+    """Arguments that cannot go to a process are refused by name."""
     with pytest.raises(InvalidValueError, match=f"^{named} must be"):
         AsyncEngine("demo", transport="process", **arguments)
     with pytest.raises(InvalidValueError, match="transport must be"):

@@ -132,9 +132,10 @@ def test_admission_saves_as_its_cells_say(tmp_path: Path) -> None:
         assert cell["extra_wait"] == pytest.approx(cell["mean_wait"] - cells[batch, 1]["mean_wait"])
 
 
-def test_the_rounds_that_are_done_stand_where_ctrl_c_ends_the_lossless_benchmark(
+def test_ctrl_c_keeps_finished_rounds_of_the_lossless_benchmark(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Finished rounds are kept where Ctrl-C ends the lossless benchmark."""
     generate, calls = Engine.generate, itertools.count(1)
 
     def pressed_in_the_third_round(*arguments: Any, **options: Any) -> Any:
@@ -149,7 +150,8 @@ def test_the_rounds_that_are_done_stand_where_ctrl_c_ends_the_lossless_benchmark
     assert "2 of 5 rounds" in capsys.readouterr().err
 
 
-def test_the_lossless_benchmark_compares_equal_answers_with_what_their_acceptance_promises(tmp_path: Path) -> None:
+def test_lossless_benchmark_compares_equal_answers_and_promise(tmp_path: Path) -> None:
+    """The lossless benchmark compares equal answers with what their acceptance promises."""
     sizes: dict[str, Any] = {"lengths": (2,), "prompts": 2, "batch": 2, "tokens": 12, "repeats": 1}
     settings = lossless.Settings(drafts=((0.8, 0.4),), windows=((6, 8),), **sizes)
     report = lossless.measure(settings, show_progress=False)
@@ -224,7 +226,8 @@ def test_policies_are_compared_at_one_depth(compared: dict[str, Any]) -> None:
 DRAFTING = ("self-speculative, tail skip", "lossless D3", "speculative, own lowest layers")
 
 
-def test_systems_that_draft_answer_as_full_depth_and_say_what_was_accepted(compared: dict[str, Any]) -> None:
+def test_drafting_systems_answer_as_full_depth_with_acceptance(compared: dict[str, Any]) -> None:
+    """Systems that draft answer as full depth and say what was accepted."""
     rows = compared["systems"]
     for name, row in rows.items():
         assert (row["flops_ratio"] is None) == (name == DRAFTING[2])  # a second model's work is not counted

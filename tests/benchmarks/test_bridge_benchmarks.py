@@ -57,7 +57,8 @@ def test_a_cycle_of_drafts_is_worth_what_its_formula_says() -> None:
     assert draft_frontier.needed(0.95, 1.25) > 1
 
 
-def test_drafts_with_and_without_bridges_are_points_of_one_picture(tmp_path: Path) -> None:
+def test_drafts_with_and_without_bridges_are_in_one_plot(tmp_path: Path) -> None:
+    """Drafts with and without bridges are points of one plot."""
     directory, bare = model_directory("demo"), D3(0.5, 0.5)
     file, picture, bridges = (tmp_path / name for name in ("f.json", "f.png", "b.safetensors"))
     config = ModelConfig.from_directory(directory)
@@ -82,7 +83,8 @@ def test_drafts_with_and_without_bridges_are_points_of_one_picture(tmp_path: Pat
     assert json.loads(file.read_text())["settings"]["bridges"] == str(bridges)
 
 
-def test_bridges_of_every_amount_and_rank_are_judged_on_every_kind_of_text(tmp_path: Path) -> None:
+def test_bridges_of_each_amount_and_rank_meet_each_kind_of_text(tmp_path: Path) -> None:
+    """Bridges of every amount and rank are judged on every kind of text."""
     files = [str(tmp_path / f"{thing}.jsonl") for thing in ("pens", "cups")]
     for file, count in zip(files, (6, 1), strict=True):
         thing = Path(file).stem

@@ -29,7 +29,8 @@ def test_a_lone_request_waits_and_goes_on_as_its_own_layers_say() -> None:
     assert simulation.counted.layers == SMALL.schedule.depths(10).sum()
 
 
-def test_a_young_row_makes_the_step_of_all_others_as_deep_as_itself() -> None:
+def test_young_row_makes_the_others_steps_as_deep_as_its_own() -> None:
+    """A young row makes the step of all others as deep as itself."""
     together = cluster.Simulation(replace(SMALL, replicas=1), RoundRobin(), TIME)
     together.run([cluster.Arrival(0.5, 0, 20), cluster.Arrival(0.6, 0, 20)])
     apart = cluster.Simulation(SMALL, RoundRobin(), TIME)
@@ -41,7 +42,8 @@ def test_a_young_row_makes_the_step_of_all_others_as_deep_as_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", cluster.ARRIVALS)
-def test_every_request_is_answered_whole_and_rates_are_those_asked_for(kind: str) -> None:
+def test_each_request_is_answered_whole_at_the_wanted_rates(kind: str) -> None:
+    """Every request is answered whole, and rates are those asked for."""
     arrivals = cluster.draw_arrivals(replace(SMALL, seconds=100.0), kind, 10.0, seed=0)
     assert len(arrivals) == pytest.approx(1000, rel=0.15 if kind == "poisson" else 0.3)
     assert [one.time for one in arrivals] == sorted(one.time for one in arrivals)
@@ -68,9 +70,8 @@ def test_what_ray_does_by_itself_never_takes_the_busiest() -> None:
     assert {router.choose(0.0, b"", busy) for _ in range(50)} == {"1", "2"}
 
 
-def test_the_command_prints_a_row_for_each_cell_and_the_same_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_a_row_for_each_cell_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints a row for each cell, and the same again."""
     sizes = ["--replicas=2", "--slots=4", "--tokens=8", "--seconds=0.25", "--warm-up=0.1", "--seeds=2", "--loads=0.8"]
     found: list[dict[str, Any]] = []
     for name in ("first.json", "second.json"):

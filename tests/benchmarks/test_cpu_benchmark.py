@@ -179,7 +179,8 @@ def test_the_peer_gets_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "stored"), [("16-bit", "BF16"), ("12-bit", "BF16"), ("8-bit", "Q8_0"), ("4-bit", "Q4_0")]
 )
-def test_the_peers_file_has_its_matrices_in_the_kind_that_was_asked_for(tmp_path: Path, kind: str, stored: str) -> None:
+def test_peers_file_has_matrices_of_the_wanted_kind(tmp_path: Path, kind: str, stored: str) -> None:
+    """The peer's file has its matrices in the kind that was asked for."""
     with model_at("tiny", 64) as directory:
         config = ModelConfig.from_directory(directory)
         write_gguf(tmp_path / "file.gguf", config, weights_of(directory, config), kind)
@@ -199,7 +200,8 @@ def test_the_peers_file_has_its_matrices_in_the_kind_that_was_asked_for(tmp_path
         ("granite", "factors"),
     ],
 )
-def test_a_model_that_the_peers_would_compute_as_a_llama_is_refused(model_type: str, message: str | None) -> None:
+def test_model_that_peers_would_run_as_a_llama_is_refused(model_type: str, message: str | None) -> None:
+    """A model that the peers would compute as a Llama is refused."""
     sizes = {"vocab_size": 99, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
     given = {"model_type": model_type, "num_attention_heads": 4, "num_key_value_heads": 2, "residual_multiplier": 0.5}
     config = ModelConfig.from_dict(given | sizes)

@@ -38,7 +38,8 @@ def test_a_step_reads_each_weight_and_each_entry_once() -> None:
     assert sum(k.num_bytes for k in int8 if k.operation == "gate_up") == 2 * 4096 * 11008
 
 
-def test_fewer_bytes_in_flight_make_a_step_slower_and_the_limit_is_never_reached(in_flight: dict[str, float]) -> None:
+def test_fewer_bytes_in_flight_slow_a_step_below_the_limit(in_flight: dict[str, float]) -> None:
+    """Fewer bytes in flight make a step slower, and the limit is never reached."""
     times = []
     for each in (8, 16, 64):
         in_flight["in_flight"] = each * 1024
@@ -59,7 +60,8 @@ def test_many_instructions_a_byte_are_a_limit_of_their_own(in_flight: dict[str, 
     assert found["step_us"] == pytest.approx(32 * cycles / 1755, rel=0.1)
 
 
-def test_a_prompt_of_int8_reads_it_as_it_lies_and_takes_about_as_long_as_in_bfloat16() -> None:
+def test_int8_prompt_is_read_as_stored_and_is_about_as_fast() -> None:
+    """An int8 prompt reads weights as stored and takes about as long as in bfloat16."""
     times = {}
     for weights in ("bf16", "int8"):
         kernels = kernels_of_step(Step(shape=SHAPES["llama2-7b"], weights=weights, batch=128, is_prompt=True), 90)
@@ -72,7 +74,8 @@ def test_a_prompt_of_int8_reads_it_as_it_lies_and_takes_about_as_long_as_in_bflo
     assert times["int8"] < 1.2 * times["bf16"]
 
 
-def test_entries_of_eight_bits_are_half_of_the_bytes_and_their_scales_and_cost_a_launch_more() -> None:
+def test_8_bit_kv_is_half_the_bytes_with_scales_and_a_launch() -> None:
+    """KV of 8 bits is half of the bytes and its scales, and costs a launch more."""
     steps = (Step(shape=SHAPES["llama2-7b"], batch=64, cache=cache) for cache in ("auto", "fp8"))
     wide, narrow = (list(step_work(step)) for step in steps)
     read = [next(work.num_bytes for work in works if work.operation == "attention") for works in (wide, narrow)]
@@ -89,9 +92,10 @@ def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
     assert all(0 < row["share_of_bandwidth"] < row["share_of_limit"] < 1 for row in rows)
 
 
-def test_choosing_under_cuts_reads_the_logits_three_times_and_adds_up_each_token_once(
+def test_top_p_threshold_reads_logits_thrice_and_adds_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Sampling with a threshold reads logits three times and adds up each token once."""
     compiled: list[str] = []
     monkeypatch.setattr(
         ahead_of_time, "machine_code_of", lambda launch, arch: compiled.append(launch.kernel.__name__) or ""
@@ -124,9 +128,10 @@ def test_a_figure_of_others_stands_where_there_is_one() -> None:
     assert published_shares("fp8", 1) is None
 
 
-def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_model(
+def test_figure_of_saved_results_compiles_nothing_and_says_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The figure of saved results compiles nothing and says that it is a model."""
     plots = pytest.importorskip("d3engine.research.plots")
     pytest.importorskip("matplotlib")
     written = tmp_path / "model.json"
@@ -144,7 +149,8 @@ def test_the_picture_of_what_was_written_compiles_nothing_and_says_that_it_is_a_
             assert axes.lines[1].get_ydata()[nth] < axes.lines[0].get_ydata()[nth]
 
 
-def test_where_no_bit_may_depend_on_neighbours_one_row_passes_by_64_at_a_time_and_nothing_is_left_to_torch() -> None:
+def test_batch_invariance_passes_one_row_of_64_and_spares_torch() -> None:
+    """For batch invariance one row passes by 64 at a time, and PyTorch computes nothing."""
     steps = (Step(shape=SHAPES["llama2-7b"], batch_invariant=fixed) for fixed in (False, True))
     few, fixed = (kernels_of_step(step, 90) for step in steps)
     assert sum(kernel.num_bytes for kernel in few) == sum(kernel.num_bytes for kernel in fixed)

@@ -112,7 +112,8 @@ def test_a_slow_batch_of_two_depths_misses_the_gate() -> None:
     assert (nonsense["over_the_promise"], nonsense["within_the_gate"]) == (None, False)
 
 
-def test_rows_that_run_other_layers_than_they_were_to_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_ran_other_layers_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that run other layers than they were to are not timed."""
     with models.random_model("llama2-7b", HERE) as model:
         prompts = models.prompts_for(model.config, 2, 5)
         engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)

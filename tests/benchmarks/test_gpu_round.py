@@ -62,7 +62,8 @@ def test_what_later_parts_launch_is_known_before_them(report: dict[str, Any]) ->
     assert "not_described" not in found
 
 
-def test_quantized_models_are_checked_against_what_their_weights_stand_for(report: dict[str, Any]) -> None:
+def test_quantized_models_are_checked_by_what_weights_stand_for(report: dict[str, Any]) -> None:
+    """Quantized models are checked against what their weights stand for."""
     models = report["parts"]["quantized"]["models"]
     assert [model["scheme"] for model in models] == list(QUANTIZATION_SCHEMES)
     for model in models:
@@ -127,7 +128,8 @@ def test_a_switch_changes_what_is_launched(report: dict[str, Any]) -> None:
     assert [tuple(grid) for grid in parts["today"]] == [(1, 4, 1)]
 
 
-def test_an_8_bit_cache_stands_beside_a_wide_one_and_its_bytes_are_counted(report: dict[str, Any]) -> None:
+def test_8_bit_cache_follows_a_wide_one_and_counts_its_bytes(report: dict[str, Any]) -> None:
+    """An 8-bit cache is listed with a wide one, and its bytes are counted."""
     found = report["parts"]["cache"]
     wide, narrow = found["models"]
     assert (wide["scheme"], narrow["scheme"]) == ("float32", "float32, fp8 cache")
@@ -164,7 +166,8 @@ def test_depths_lie_on_a_line_and_d3_is_held_to_its_bound(report: dict[str, Any]
             assert model["check"]["largest_gap"] < 1e-4
 
 
-def test_a_batch_of_two_depths_is_held_to_what_uniform_batches_promise(report: dict[str, Any]) -> None:
+def test_batch_of_two_depths_keeps_uniform_batches_promise(report: dict[str, Any]) -> None:
+    """A batch of two depths is held to what uniform batches promise."""
     first, setting = report["parts"]["decode"]["models"][0]["settings"]
     found = setting["mixed"]
     assert "mixed" not in first
@@ -246,7 +249,8 @@ def test_the_tests_of_the_round_need_nothing_that_is_built(bare: Path, workers: 
     assert "test_interleaved.py" not in done.stdout  # of tests/kernels/native
 
 
-def test_the_round_runs_in_a_bare_folder_each_part_in_its_own_process(bare: Path, tmp_path: Path) -> None:
+def test_round_runs_in_a_bare_folder_with_a_process_each_part(bare: Path, tmp_path: Path) -> None:
+    """The round runs in a bare folder, each part in its own process."""
     arguments = ["-m", "benchmarks.gpu_round", "--smoke", "--parts=device", f"--out={tmp_path / 'round.json'}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, *arguments], cwd=bare, env=environment, stdout=subprocess.DEVNULL, check=True)

@@ -40,7 +40,8 @@ def run(names: list[str], current: Round, save: Any = lambda report: None) -> di
     return report["parts"]  # type: ignore[no-any-return]
 
 
-def test_a_part_that_fails_leaves_its_traceback_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_fails_leaves_its_traceback_and_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that fails leaves its traceback, and the next one runs."""
     parts = {"first": gpu_round.Part(fails, 1), "second": gpu_round.Part(works, 1)}
     monkeypatch.setattr(gpu_round, "PARTS", parts)
     saved: list[list[str]] = []

@@ -43,7 +43,8 @@ def current(budget: float = 1e6) -> Round:
     return Round(torch.device("cpu"), smoke=True, budget=budget)
 
 
-def test_the_sanitizer_runs_each_check_and_what_it_finds_fails_the_part(path: Path) -> None:
+def test_sanitizer_runs_each_check_and_findings_fail_the_part(path: Path) -> None:
+    """The sanitizer runs each check, and what it finds fails the part."""
     report: dict[str, Any] = {}
     tool(path, "compute-sanitizer", 'echo "========= ERROR SUMMARY: 0 errors"')
     tools.sanitized(report, current())
@@ -82,7 +83,7 @@ def test_a_part_whose_tool_is_absent_is_skipped_by_name(path: Path, monkeypatch:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_what_runs_under_the_tools_runs() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.tool_target", "layer"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "done" in result.stdout
@@ -100,7 +101,8 @@ def test_what_is_compiled_beforehand_is_not_compiled_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_a_quantized_model_is_checked_against_the_matrices_that_it_stands_for(scheme: str) -> None:
+def test_quantized_model_is_checked_by_its_dequantized_matrices(scheme: str) -> None:
+    """A quantized model is checked against the matrices that it stands for."""
     with random_model("llama2-7b", current()) as plain:
         model = quantized(plain, scheme)
         matrices = dequantized(model.weights)

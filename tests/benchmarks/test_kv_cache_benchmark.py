@@ -18,9 +18,10 @@ TEXTS = [Text("one", list(range(20, 33)), [40, 41, 42, 43, 44]), Text("other", [
 EAGER: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False}
 
 
-def test_rounding_entries_as_they_are_written_is_what_the_engine_s_own_cache_does(
+def test_rounding_kv_when_written_is_as_the_engines_cache_does(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Rounding KV as it is written is what the engine's own cache does."""
     floats, fp8 = make_engine(**EAGER), make_engine(kv_cache_dtype="fp8", **EAGER)
     depth = D3(0.8, 0.4)
     unchanged = benchmark.read(floats, TEXTS, depth)
@@ -32,7 +33,8 @@ def test_rounding_entries_as_they_are_written_is_what_the_engine_s_own_cache_doe
         assert float((rounded - before).abs().max()) > 0.01
 
 
-def test_a_text_is_compared_with_itself_and_with_another_distribution() -> None:
+def test_text_is_compared_with_itself_and_other_distributions() -> None:
+    """A text is compared with itself and with another distribution."""
     reference = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     found = torch.tensor([[0.25, 0.5, 0.25], [0.25, 0.5, 0.25]]).log()
     text = Text("one", [0], [0, 1])

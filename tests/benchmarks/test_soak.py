@@ -19,7 +19,8 @@ def growth(sizes: list[float]) -> float | None:
     return Soak("", memory=[(float(second), size) for second, size in enumerate(sizes)]).growth()
 
 
-def test_memory_that_rises_to_the_end_is_told_from_memory_that_has_risen() -> None:
+def test_memory_still_rising_differs_from_memory_that_has_risen() -> None:
+    """Memory that rises to the end is distinguished from memory that has risen."""
     count = int(2 * RISE_SECONDS) + 2
     assert growth([100.0 + min(second, 150) for second in range(count)]) == pytest.approx(0)
     rises = growth([100.0 + 0.1 * second for second in range(count)])
@@ -27,7 +28,8 @@ def test_memory_that_rises_to_the_end_is_told_from_memory_that_has_risen() -> No
     assert rises > GROWTH
 
 
-def test_memory_that_may_still_rise_for_the_first_time_is_not_judged() -> None:
+def test_memory_that_may_rise_for_the_first_time_is_not_judged() -> None:
+    """Memory that may still rise for the first time is not judged."""
     assert growth([100.0 + 0.2 * second for second in range(int(2 * RISE_SECONDS) - 2)]) is None
     assert growth([]) is None
 

@@ -42,7 +42,8 @@ def run(seconds: float, tokens: list[list[int]], *counts: int) -> Run:
     return Run(seconds, seconds / 4, tokens, *(counts or (0, 0, 0)))
 
 
-def test_a_cell_has_the_ratios_of_its_own_prompts_and_counts_what_differs() -> None:
+def test_cell_has_ratios_of_its_prompts_and_counts_differences() -> None:
+    """A cell has the ratios over its prompts and counts what differs."""
     groups = [Group("code", 0, [[1]]), Group("code", 1, [[1]]), Group("chats", 0, [[1]])]
     base = [run(2.0, [[5, 6]]), run(4.0, [[5, 6]]), run(2.0, [[5, 6, 7, 8]])]
     own = [run(1.0, [[5, 6]], 4, 1, 1), run(5.0, [[5, 6]], 4, 1, 2), run(1.0, [[5, 9]], 2, 1, 1)]
@@ -69,7 +70,8 @@ def test_kinds_without_a_prompt_have_no_cell() -> None:
     assert [cell["kind"] for cell in cells_of(one, one)] == ["edits", "all"]
 
 
-def test_after_ctrl_c_the_groups_that_every_system_has_answered_are_left() -> None:
+def test_ctrl_c_leaves_groups_that_each_system_has_answered() -> None:
+    """After Ctrl-C the groups that every system has answered are left."""
     groups = [(Group("code", first, [[1]]), run(1.0, [[5]])) for first in range(3)]
     runs = {
         (0.0, 1, "none"): groups,
@@ -161,9 +163,8 @@ def test_the_loop_ends_with_an_end_of_text_inside_a_draft() -> None:
     assert found["token_ids"] == [27, 28, 29, 30]
 
 
-def test_systems_take_turns_and_their_tokens_are_those_without_drafts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_systems_take_turns_and_give_undrafted_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Systems take turns, and their tokens are those without drafts."""
     file, picture = tmp_path / "speculation.json", tmp_path / "speculation.png"
     sizes = ["--limit", "1", "--tokens", "8", "--batches", "1", "2", "--peer-lengths"]
     sizes += ["--systems", "none", "draft", "lookup"]
@@ -184,7 +185,8 @@ def test_systems_take_turns_and_their_tokens_are_those_without_drafts(
     assert "8 of 8 answers equal with their log-probabilities" in capsys.readouterr().out
 
 
-def test_a_run_without_the_system_that_ratios_are_over_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_the_baseline_of_its_ratios_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without the system that ratios are over is refused."""
     with pytest.raises(SystemExit):
         speculation.main(["--model", "demo", "--draft", "demo", "--systems", "draft"])
     assert "--systems must name none" in capsys.readouterr().err

@@ -21,7 +21,8 @@ def choice(*calls: tuple[str, str], reason: str = "tool_calls") -> dict[str, Any
     return {"message": {"content": None, "tool_calls": called}, "finish_reason": reason}
 
 
-def test_there_are_twelve_functions_of_sound_schemas_and_sixty_prompts() -> None:
+def test_tools_are_twelve_sound_schemas_and_sixty_prompts() -> None:
+    """There are twelve functions of sound schemas, and sixty prompts."""
     assert len(ASKED["tools"]) == 12
     assert len({one["prompt"] for one in ASKED["prompts"]}) == 60
     names = {tool["function"]["name"] for tool in ASKED["tools"]}

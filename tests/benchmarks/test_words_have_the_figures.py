@@ -54,15 +54,6 @@ def test_the_gain_by_own_layers_is_that_of_the_run() -> None:
     assert f"the bundled model gains {best:.2f} times at best" in words_of("speculative.md")
 
 
-def test_quantized_answers_of_the_bundled_model_are_right() -> None:
-    report = result("quantization-demo")
-    assert report["settings"]["problems"] == 500
-    exact = [of["exact_match"]["value"] for row in report["rows"] for of in row["depths"].values()]
-    same = [of["identical_answers"]["value"] for row in report["rows"] for of in row["depths"].values()]
-    assert set(exact + same) == {1.0}
-    assert "all of 500 word problems right and alike under int8, int4 and fp8" in words_of("quantize.md")
-
-
 def test_what_the_native_library_saves_is_that_of_the_runs() -> None:
     def over_eager(name: str, kinds: tuple[str, ...]) -> list[float]:
         rows = [row for row in result(name)["decode"] if row["batch"] == 1 and row["kind"] in kinds]

@@ -60,7 +60,8 @@ def ridge_solution(x: Tensor, y: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     return weight, change - weight @ mean
 
 
-def test_sums_of_one_pass_give_the_solution_over_all_states_of_transformers(model: Any, texts: list[list[int]]) -> None:
+def test_sums_of_one_pass_give_the_solution_over_all_states(model: Any, texts: list[list[int]]) -> None:
+    """Sums of one pass give the solution over all states of transformers."""
     fit = Fit(Passage(observer_of(model.directory)), windows_from([1, 2], LAYERS))
     for text in texts:
         fit.gather(text)
@@ -76,9 +77,8 @@ def test_sums_of_one_pass_give_the_solution_over_all_states_of_transformers(mode
         torch.testing.assert_close(one.bridge.offset.double(), offset, rtol=1e-3, atol=1e-4)
 
 
-def test_the_ridge_is_chosen_by_the_error_on_texts_that_the_solution_has_not_seen(
-    model: Any, texts: list[list[int]]
-) -> None:
+def test_ridge_is_chosen_by_the_error_on_unseen_texts(model: Any, texts: list[list[int]]) -> None:
+    """The ridge is chosen by the error on texts that the solution has not seen."""
     ridges = (1e-6, 0.3, 100.0)
     fit = Fit(Passage(observer_of(model.directory)), [(1, 4)])
     for text in texts:

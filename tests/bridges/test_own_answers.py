@@ -23,7 +23,8 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def test_a_model_makes_up_questions_that_end_and_other_seeds_have_others(engine: Engine) -> None:
+def test_made_up_questions_end_and_differ_by_seed(engine: Engine) -> None:
+    """A model makes up questions that end, and other seeds have others."""
     asked = made_up_prompts(engine, 5, seed=0)
     assert len(set(asked)) == 5
     assert all(question.endswith("?") and "Question:" not in question for question in asked)
@@ -50,7 +51,8 @@ def test_a_policy_answers_with_the_file_of_bridges_that_it_names(engine: Engine,
         own_answers(engine, D3(0.8, 0.5, bridges=str(tmp_path / "none")), readings)
 
 
-def test_what_is_kept_ends_where_the_answers_part_and_circles_are_counted() -> None:
+def test_kept_answers_end_where_they_part_and_cycles_count() -> None:
+    """Kept answers end where they part, and cycles are counted."""
     full = OwnAnswers("full", [list(range(64)), [1, 2, 3, 4]])
     other = OwnAnswers("other", [[*range(16), 99, *range(17, 64)], [1, 2]])
     circles = OwnAnswers("circles", [[0, *[7, 8] * 20], [1, 2, 3, 4, 1, 2, 3, 4]])

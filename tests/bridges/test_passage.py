@@ -69,7 +69,8 @@ def test_one_pass_over_a_text_gives_what_decoding_it_gives(model: Any, passage: 
     torch.testing.assert_close(logprobs.max(-1).values, torch.tensor(answer.logprobs), rtol=1e-4, atol=1e-4)
 
 
-def test_policies_are_measured_by_step_with_what_their_bridges_cost(passage: Passage, texts: list[list[int]]) -> None:
+def test_policies_are_measured_by_step_with_bridge_cost(passage: Passage, texts: list[list[int]]) -> None:
+    """Policies are measured by step, with what their bridges cost."""
     schedule = TailSkip(4.5, 16).schedule(LAYERS)  # 5 layers up to step 6, then 4
     bridges = some_bridges(schedule.windows())
     candidates = [Candidate("skipped", schedule, None), Candidate("bridged", schedule, bridges)]
@@ -128,9 +129,10 @@ def fitted(passage: Passage, texts: list[list[int]], rank: int | None = None) ->
 
 @pytest.mark.parametrize("rank", [None, 3])
 @pytest.mark.parametrize("from_nothing", [False, True])
-def test_tuning_brings_the_next_token_nearer_to_full_depths_and_leaves_the_model_alone(
+def test_tuning_nears_full_depth_and_leaves_the_model_alone(
     passage: Passage, texts: list[list[int]], rank: int | None, from_nothing: bool
 ) -> None:
+    """Tuning brings the next token nearer to full depth's and leaves the model alone."""
     schedule = window_schedule([(4, 5), (1, 3)], LAYERS)
     bridges = fitted(passage, texts, rank)
     if from_nothing:
@@ -192,7 +194,8 @@ def test_maps_of_float32_are_measured_beside_weights_of_bfloat16(model: Any, tex
     assert result.skipped[1, 3].kl != pytest.approx(wanted, rel=0.2)
 
 
-def test_a_text_is_not_read_at_the_depths_of_layers_that_wake_up_again(passage: Passage) -> None:
+def test_text_is_not_read_at_depths_of_reactivated_layers(passage: Passage) -> None:
+    """A text is not read at the depths of layers that are reactivated."""
     waking = LayerTable([list(range(LAYERS)), [0, 1], [0, 1, 2]]).schedule(LAYERS)
     with pytest.raises(InvalidValueError, match="schedule must be one whose skipped layers stay skipped"):
         passage.run(passage.embedded([1, 2, 3]), 0, 1, waking)

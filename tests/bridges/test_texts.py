@@ -51,16 +51,16 @@ def test_only_the_texts_that_were_picked_are_encoded(reader: TextReader, tmp_pat
     ],
     ids=str,
 )
-def test_a_line_that_holds_no_text_is_refused_whether_it_is_picked_or_not(
+def test_line_without_text_is_refused_picked_or_not(
     reader: TextReader, tmp_path: Path, line: object, complaint: str
 ) -> None:
+    """A line that holds no text is refused, whether it is picked or not."""
     with pytest.raises(InvalidValueError, match=f"--text must be a file of text.*{complaint}"):
         reader.lines(written(tmp_path, *LINES, line), "--text")
 
 
-def test_messages_that_the_chat_template_cannot_read_are_refused_with_their_file(
-    reader: TextReader, tmp_path: Path
-) -> None:
+def test_messages_unfit_for_the_template_are_refused_with_file(reader: TextReader, tmp_path: Path) -> None:
+    """Messages that the chat template cannot read are refused with their file."""
     (line,) = reader.lines(written(tmp_path, {"messages": 3}), "--held-out")
     with pytest.raises(InvalidValueError, match=r"--held-out must be a file of text.*texts\.jsonl"):
         reader.encode(line)

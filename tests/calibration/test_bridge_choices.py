@@ -56,7 +56,8 @@ def test_a_cut_map_has_the_largest_singular_values_alone() -> None:
     torch.testing.assert_close(again.weight @ again.down, cut.weight @ cut.down, rtol=1e-4, atol=1e-5)
 
 
-def test_each_setting_is_also_tried_with_all_bridges_that_hold_its_windows() -> None:
+def test_each_setting_is_also_tried_with_bridges_it_fits() -> None:
+    """Each setting is also tried with all bridges that hold its windows."""
     held = {"late": {(11, stop) for stop in range(12, 17)}, "one": {(11, 12)}}
     found = make_candidates(16, 64, starts=(0.5, 0.7), alphas=(0.9, 0.9999), bridges=held)
     plain = [D3(0.9, 0.5), D3(0.9, 0.7), D3(0.9999, 0.5), D3(0.9999, 0.7)]
@@ -65,8 +66,11 @@ def test_each_setting_is_also_tried_with_all_bridges_that_hold_its_windows() -> 
     assert bridged == [(0.9, 0.7, "late"), (0.9999, 0.7, "late")]
 
 
-def test_a_bridge_counts_in_what_is_called_fastest_and_a_lower_rank_counts_less(tmp_path: Path) -> None:
-    """Maps that do nothing change no answer, so what differs is their cost alone."""
+def test_bridge_costs_count_in_the_fastest_and_lower_ranks_less(tmp_path: Path) -> None:
+    """A bridge counts in what is called fastest, and a lower rank counts less.
+
+    Maps that do nothing change no answer, so what differs is their cost alone.
+    """
     file = demo_bridges(tmp_path / "b.safetensors", scale=0)
     choices = bridge_choices([file], [16], DEMO, fingerprint(DEMO), tmp_path)
     assert list(choices) == [file, f"{file} at rank 16"]
@@ -84,7 +88,8 @@ def test_a_bridge_counts_in_what_is_called_fastest_and_a_lower_rank_counts_less(
     assert low.layers - bare.layers == pytest.approx(2 * 7 * map_in_layers * 2 * 16 / CONFIG.hidden_size)
 
 
-def test_what_is_chosen_with_bridges_is_applied_by_auto_and_refused_beside_others(tmp_path: Path) -> None:
+def test_choice_with_bridges_is_applied_by_auto_alone(tmp_path: Path) -> None:
+    """A choice with bridges is applied by `auto`, and refused next to other bridges."""
     model, file = tmp_path / "model", demo_bridges(tmp_path / "b.safetensors", scale=0)
     shutil.copytree(DEMO, model)
     check = f"d3 alpha=0.9 start=0.7 bridges={file}"

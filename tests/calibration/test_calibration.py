@@ -84,9 +84,8 @@ def test_the_fastest_safe_setting_is_chosen() -> None:
 @pytest.mark.parametrize(
     ("starts", "alphas"), [((0.7,), (0.8, 0.9999)), ((0.7, 0.8), (0.8, 0.9999)), ((0.5, 0.6, 0.7), (0.8, 0.9))]
 )
-def test_of_few_settings_that_all_lose_nothing_the_fastest_is_chosen(
-    starts: tuple[float, ...], alphas: tuple[float, ...]
-) -> None:
+def test_fastest_of_few_lossless_settings_is_chosen(starts: tuple[float, ...], alphas: tuple[float, ...]) -> None:
+    """Of few settings that all lose nothing, the fastest is chosen."""
     scorer = KnownScorer(lambda policy, part: 0.0, base=1.0)
     candidates = make_candidates(scorer.num_layers, scorer.max_tokens, starts, alphas)
     result = calibrate(scorer, candidates, plan_budget(len(candidates), 7000, 500, Tolerance(0.03)), Tolerance(0.03))
@@ -94,8 +93,11 @@ def test_of_few_settings_that_all_lose_nothing_the_fastest_is_chosen(
     assert result.chosen == fastest.policy
 
 
-def test_where_the_boldest_fail_the_next_one_is_taken_and_not_the_slowest() -> None:
-    """Six settings look harmless in screening; the three fastest of them lose much elsewhere."""
+def test_next_setting_is_taken_where_the_boldest_fail() -> None:
+    """Where the boldest fail, the next one is taken and not the slowest.
+
+    Six settings look harmless in screening; the three fastest of them lose much elsewhere.
+    """
 
     def shown_late(policy: D3, part: Part) -> float:
         return 0.3 if part is not Part.SCREENING and policy.start < 0.5 else 0.0
@@ -131,8 +133,11 @@ def test_none_is_shown_to_be_safe_where_every_one_loses_much() -> None:
     assert asked == {FullDepth()}
 
 
-def test_a_setting_that_cannot_be_certified_is_told_with_the_problems_that_might_be_enough() -> None:
-    """Nothing is lost, but a tenth of the answers differ: too many for a tolerance of two points and 300 problems."""
+def test_uncertifiable_setting_names_the_problems_it_would_need() -> None:
+    """A setting that cannot be certified is named with the problems that might be enough.
+
+    Nothing is lost, but a tenth of the answers differ: too many for a tolerance of two points and 300 problems.
+    """
     lucky = KnownScorer(lambda policy, part: 0.0 if part is Part.SCREENING else 0.02, base=1.0)
     result = search(lucky, certification=300, loss=0.02)
     assert outcome(result) is Outcome.NOT_SHOWN
@@ -150,7 +155,8 @@ def test_a_setting_that_cannot_be_certified_is_told_with_the_problems_that_might
 
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("base", [0.0, 0.04])
-def test_where_full_depth_knows_next_to_nothing_no_setting_is_tried(base: float, relative: bool) -> None:
+def test_no_setting_is_tried_where_full_depth_knows_little(base: float, relative: bool) -> None:
+    """Where full depth knows next to nothing, no setting is tried."""
     scorer = KnownScorer(lambda policy, part: 0.5, base=base)
     result = search(scorer, relative=relative)
     assert outcome(result) is Outcome.TOO_LITTLE_KNOWN
@@ -159,7 +165,8 @@ def test_where_full_depth_knows_next_to_nothing_no_setting_is_tried(base: float,
     assert "Full depth itself knows too little of this task" in reason(result)
 
 
-def test_where_full_depth_knows_nothing_a_tenth_of_the_problems_shows_it() -> None:
+def test_tenth_of_the_problems_shows_that_full_depth_knows_none() -> None:
+    """Where full depth knows nothing, a tenth of the problems shows it."""
     scorer = KnownScorer(late_is_safe, base=0.0)
     result = search(scorer)
     assert [call[2:] for call in scorer.calls] == [(0, 50)]
@@ -189,7 +196,8 @@ def test_a_relative_tolerance_is_of_what_full_depth_knows() -> None:
     assert outcome(search(KnownScorer(late_is_safe, base=0.06), loss=0.03, **sizes)) is Outcome.TOO_LITTLE_KNOWN
 
 
-def test_too_few_right_answers_for_a_relative_tolerance_are_told_by_their_number() -> None:
+def test_too_few_right_answers_for_the_tolerance_are_counted() -> None:
+    """The message counts right answers that are too few for a relative tolerance."""
     result = search(KnownScorer(late_is_safe, base=0.1), loss=0.05, relative=True)
     assert outcome(result) is Outcome.TOO_LITTLE_KNOWN
     assert "takes 75 right answers at least" in reason(result)
@@ -255,8 +263,11 @@ def test_each_part_answers_its_own_problems_and_the_budget_holds() -> None:
     assert sum(trial.rounds >= 3 for trial in result.trials) <= -(-half // 2)
 
 
-def test_settings_that_lose_the_tolerance_are_seldom_chosen_however_many_are_tried() -> None:
-    """The whole search, selection included; many more runs: `python -m benchmarks.calibrations`."""
+def test_settings_that_lose_the_tolerance_are_seldom_chosen() -> None:
+    """Settings that lose the tolerance are seldom chosen, however many are tried.
+
+    The whole search, selection included; many more runs: `python -m benchmarks.calibrations`.
+    """
     found = simulate(
         lambda policy: 0.1, Tolerance(0.1), differing=0.2, runs=200, limit=60, budget=1000, candidates=small_grid()
     )
@@ -285,7 +296,8 @@ def test_settings_that_run_the_same_layers_are_one() -> None:
     assert len(make_candidates(16, 64)) < len(make_candidates(16, 1024)) == 35
 
 
-def test_a_budget_or_limit_that_can_prove_nothing_is_refused_with_both_least_sizes_and_their_reasons() -> None:
+def test_budget_that_proves_nothing_is_refused_with_least_sizes() -> None:
+    """A budget or limit that can prove nothing is refused with both least sizes and why."""
     two = Tolerance(0.02)
     for limit, answers in ((188, 7000), (190, 1000), (20, 30)):
         with pytest.raises(InvalidValueError) as caught:
@@ -300,7 +312,8 @@ def test_a_budget_or_limit_that_can_prove_nothing_is_refused_with_both_least_siz
     assert plan_budget(35, 7000, None, two).first_round == 46
 
 
-def test_a_task_with_few_questions_sets_the_sizes_or_says_what_it_is_enough_for() -> None:
+def test_task_of_few_questions_sets_sizes_or_says_its_reach() -> None:
+    """A task with few questions sets the sizes, or says what it is enough for."""
     has = Has(screening=125, certification=125)
     plan = plan_budget(35, 7000, None, Tolerance(0.05), has)
     assert (plan.certification, plan.screening) == (125, 124)

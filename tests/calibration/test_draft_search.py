@@ -35,7 +35,8 @@ class Known:
         return Drafted(policy, 10, 10, 5, 5, 1 + 0.1 * good - 0.3 * bad, seconds=1 + good)
 
 
-def test_the_search_comes_close_to_what_is_best_and_never_asks_twice() -> None:
+def test_search_is_close_to_the_best_and_never_repeats() -> None:
+    """The search finds a setting close to the best, and never tries one twice."""
     known = Known({0, 3}, {2})
     tried = search_draft(known, 120, seed=1)
     assert len(known.asked) == len(set(known.asked)) == len(tried) < 120
@@ -50,8 +51,11 @@ def test_by_the_clock_it_looks_for_tokens_in_a_second() -> None:
     assert best_draft(tried, by_clock=True).tokens_per_second == max(10 / found.seconds for found in tried)
 
 
-def test_a_gain_is_the_weights_that_full_depth_reads_over_those_that_were_read() -> None:
-    """By hand: every pass and every draft of the answers, counted from what the requests tell."""
+def test_gain_is_full_depth_weights_over_weights_read() -> None:
+    """A gain is the weights that full depth reads over those that were read.
+
+    By hand: every pass and every draft of the answers, counted from what the requests tell.
+    """
     with Engine("demo", depth=FullDepth(), device="cpu") as engine:
         prompts = ["Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"] * 2
         policy, params = DraftAndVerify([13, 14], [14], 4, 0.0, None), SamplingParams(temperature=0, max_tokens=20)

@@ -56,7 +56,8 @@ def test_the_p_value_is_that_of_the_score_test(
     assert normal_p(only_full, only_setting, problems, tolerance) == pytest.approx(expected, rel=1e-3)
 
 
-def test_more_losses_are_less_safe_and_more_problems_or_tolerance_safer() -> None:
+def test_losses_lower_safety_and_problems_or_tolerance_raise_it() -> None:
+    """More losses are less safe, and more problems or tolerance safer."""
     two, three = Tolerance(0.02), Tolerance(0.03)
     for p_value in (normal_p, exact_of):
         p = p_value(3, 1, 500, two)
@@ -85,9 +86,8 @@ def chance_to_pass(problems: int, gain: float, tolerance: Tolerance, passes: Cal
 
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize(("problems", "gain"), [(34, 0.1), (35, 0.0), (45, 0.05), (45, 0.2)])
-def test_a_setting_that_loses_the_tolerance_passes_with_the_level_at_most(
-    problems: int, gain: float, relative: bool
-) -> None:
+def test_setting_that_loses_the_tolerance_passes_at_the_level(problems: int, gain: float, relative: bool) -> None:
+    """A setting that loses the tolerance passes with the level at most."""
     tolerance = Tolerance(0.11, relative)
     exact = chance_to_pass(
         problems, gain, tolerance, lambda lost, won: exact_of(lost, won, problems, tolerance) <= PASS_LEVEL
@@ -119,7 +119,8 @@ def test_the_power_is_how_often_a_setting_without_loss_passes(differing: float) 
     assert power(problems, tolerance, differing) == pytest.approx(passed / 2000, abs=0.04)
 
 
-def test_the_power_grows_with_problems_and_a_relative_one_with_right_answers() -> None:
+def test_power_grows_with_problems_and_with_right_answers() -> None:
+    """The power grows with problems, and a relative one with right answers."""
     assert power(500, Tolerance(0.02), 0.05) < power(700, Tolerance(0.02), 0.05) < power(1400, Tolerance(0.02), 0.05)
     relative = Tolerance(0.05, relative=True)
     assert power(500, relative, 0.01, exact_match=0.2) < power(500, relative, 0.01, exact_match=0.6)
@@ -130,14 +131,16 @@ def test_the_power_grows_with_problems_and_a_relative_one_with_right_answers() -
 
 
 @pytest.mark.parametrize("loss", [0.01, 0.02, 0.1])
-def test_the_fewest_problems_are_those_that_certify_a_setting_that_answers_as_full_depth(loss: float) -> None:
+def test_fewest_problems_certify_a_setting_equal_to_full_depth(loss: float) -> None:
+    """The fewest problems are those that certify a setting that answers as full depth."""
     tolerance = Tolerance(loss)
     fewest = fewest_to_certify(tolerance)
     assert exact_of(0, 0, fewest, tolerance) <= PASS_LEVEL < exact_of(0, 0, fewest - 1, tolerance)
     assert all(exact_of(0, 0, more, tolerance) <= PASS_LEVEL for more in range(fewest, fewest + 30))
 
 
-def test_the_least_tolerance_is_what_so_many_problems_could_certify() -> None:
+def test_least_tolerance_is_what_the_problems_could_certify() -> None:
+    """The least tolerance is what this number of problems could certify."""
     found = least_tolerance(125)
     assert found == Tolerance(0.031)
     assert fewest_problems(Tolerance(0.031)) <= 125 < fewest_problems(Tolerance(0.03))

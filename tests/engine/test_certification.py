@@ -45,9 +45,8 @@ def a_copy(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (SelfSpeculative(OTHER), True),
     ],
 )
-def test_full_depth_the_models_own_setting_and_verified_drafts_are_certified(
-    policy: DepthPolicy, is_covered: bool
-) -> None:
+def test_certified_depths_are_full_own_and_verified_drafts(policy: DepthPolicy, is_covered: bool) -> None:
+    """Full depth, the model's own setting and verified drafts are certified."""
     assert Certification(model_directory("demo"), 16).covers(policy) == is_covered
 
 
@@ -61,9 +60,10 @@ def test_full_depth_the_models_own_setting_and_verified_drafts_are_certified(
     ],
     ids=["by hand", "other weights", "unreadable bridges", "no policy"],
 )
-def test_a_file_that_does_not_certify_these_weights_certifies_nothing(
+def test_file_that_certifies_other_weights_certifies_nothing(
     change: Callable[[dict[str, Any]], object], tmp_path: Path
 ) -> None:
+    """A file that does not certify these weights certifies nothing."""
     certification = Certification(a_copy(tmp_path, change), 16)
     assert not certification.covers(OWN)
     assert certification.covers(FullDepth())
@@ -79,7 +79,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_an_engine_warns_of_its_own_depth_and_of_each_requests_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_warns_once_of_its_depth_and_each_requests(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine warns once of its default depth and once of the depth of each request."""
     with Engine("demo", depth=OTHER, **SMALL) as engine:
         (own,) = warnings(caplog)
         assert own.startswith("D3, alpha 0.9, start 0.6 was never certified for this model")

@@ -70,9 +70,8 @@ def test_threads_stay_within_the_quota_of_a_container(
     assert default_threads() == expected
 
 
-def test_threads_stay_within_the_affinity_where_there_are_no_control_groups(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_without_control_groups_stay_within_affinity(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stay within the affinity where there are no control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 9, 11})
     assert default_threads() == 3
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -82,9 +81,10 @@ def test_threads_stay_within_the_affinity_where_there_are_no_control_groups(
     assert default_threads() == 1
 
 
-def test_an_engine_and_a_command_of_a_limited_container_take_its_quota(
+def test_engine_and_command_in_limited_container_take_its_quota(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An engine and a command of a limited container take its quota."""
     machine("0::/\n", {"cpu.max": "200000 100000\n"})
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
         assert engine.settings.num_threads == 2

@@ -74,12 +74,13 @@ LONG = [
 
 
 @pytest.mark.parametrize("fields", LONG)
-def test_a_given_length_that_does_not_fit_is_refused_and_the_default_is_one_that_does(
+def test_length_that_does_not_fit_is_refused_and_default_fits(
     load: Callable[..., Engine],
     settings_of: Callable[..., EngineSettings],
     fields: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A given length that does not fit is refused, and the default is one that does."""
     engine = load(fields, max_model_len=64, enforce_eager=True)
     assert engine.executor.rope.table.shape[0] == 64  # type: ignore[attr-defined]
     assert engine.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].finished
@@ -103,16 +104,18 @@ def test_a_given_length_that_does_not_fit_is_refused_and_the_default_is_one_that
     assert caplog.messages[-1].endswith(" tokens: a longer one must be given")
 
 
-def test_a_default_length_that_is_the_model_s_own_is_not_spoken_of(
+def test_default_length_that_is_the_models_is_not_logged(
     settings_of: Callable[..., EngineSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A default length that is the model's own is not spoken of."""
     assert settings_of({"max_position_embeddings": 131_072}).max_model_len == 131_072
     assert not caplog.records
 
 
-def test_a_window_that_transformers_ignores_is_the_default_length_and_the_most_that_may_be_asked_for(
+def test_window_that_transformers_ignores_is_default_and_limit(
     load: Callable[..., Engine], settings_of: Callable[..., EngineSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A window that transformers ignores is the default length and the longest allowed."""
     fields = {
         "model_type": "llama",
         "num_key_value_heads": 4,
@@ -132,9 +135,10 @@ def test_weights_that_leave_no_room_leave_a_length_all_the_same(
     assert settings_of({"max_position_embeddings": 131_072}).max_model_len == 2048
 
 
-def test_on_a_gpu_the_default_length_fits_its_share_of_the_memory_beside_the_weights(
+def test_default_length_on_a_gpu_fits_its_share_of_memory(
     settings_of: Callable[..., EngineSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a GPU the default length fits its share of the memory next to the weights."""
     here = settings_of({"max_position_embeddings": 131_072}, max_num_seqs=1)
     one = replace(here, device=torch.device("cuda"), config=replace(here.config, num_layers=1000, num_kv_heads=4))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * GIB, 24 * GIB))
@@ -158,9 +162,10 @@ def test_on_a_gpu_the_default_length_fits_its_share_of_the_memory_beside_the_wei
         ("5:cpu:/\n", {"cpu/memory.limit_in_bytes": "1\n"}, None),
     ],
 )
-def test_the_memory_of_a_container_is_what_its_control_groups_allow(
+def test_memory_of_a_container_is_its_control_groups_limit(
     groups: str, files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The memory of a container is what its control groups allow."""
     monkeypatch.setattr(host_cpus, "CGROUP", tmp_path / "none")
     without = host_memory.machine_bytes()
     assert without is not None
@@ -174,13 +179,15 @@ def test_the_memory_of_a_container_is_what_its_control_groups_allow(
     assert host_memory.machine_bytes() == min(without, expected or without)
 
 
-def test_a_kv_cache_larger_than_the_memory_is_refused_by_its_name(load: Callable[..., Engine]) -> None:
+def test_kv_cache_larger_than_memory_is_refused_by_name(load: Callable[..., Engine]) -> None:
+    """A KV cache larger than the memory is refused by its name."""
     with pytest.raises(InvalidValueError, match=rf"kv_cache_memory_bytes must be at most .*{8 * GIB} bytes; got 10+"):
         load({}, kv_cache_memory_bytes=10**17)
     assert load({}, kv_cache_memory_bytes=2**22).stats().kv_blocks_total > 0
 
 
-def test_the_machine_s_memory_is_what_it_has_or_a_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_memory_is_what_it_has_or_a_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's memory is what it has or what a process may take."""
     there = host_memory.machine_bytes()
     assert there is not None
     assert there > 2**26

@@ -102,9 +102,10 @@ def said(run: Callable[..., Any]) -> Callable[..., list[str]]:
     return said
 
 
-def test_a_model_of_the_hub_answers_offline_once_it_is_downloaded_and_drafts_too(
+def test_downloaded_hub_model_answers_and_drafts_offline(
     hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
 ) -> None:
+    """A model of the hub answers offline once it is downloaded, and drafts too."""
     hub.repositories["ada/adder"] = {
         "main": Commit({file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()})
     }
@@ -130,9 +131,8 @@ def test_only_what_the_loader_opens_is_fetched(
     verify_model(Path(found))  # which follows the links of the hub's cache, and reads every tensor
 
 
-def test_a_revision_is_a_branch_a_tag_or_a_commit_and_a_moving_one_moves(
-    hub: Hub, said: Callable[..., list[str]]
-) -> None:
+def test_revision_is_a_branch_tag_or_commit_and_may_move(hub: Hub, said: Callable[..., list[str]]) -> None:
+    """A revision is a branch, a tag or a commit, and a moving one moves."""
     first, second = Commit(SMALL), Commit(SMALL | {"config.json": b'{"second": 1}'})
     hub.repositories["ada/model"] = {"main": first, "refs/pr/1": second, "v1.0": first}
     names = ["ada/model", "ada/model@refs/pr/1", "ada/model@v1.0", f"ada/model@{second.id}"]
@@ -143,15 +143,15 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit_and_a_moving_one_moves(
     assert [Path(found).name for found in said(*names, HF_HUB_OFFLINE="1")][:3] == [second.id, second.id, first.id]
 
 
-def test_a_process_asks_once_so_that_all_it_reads_is_of_one_commit(hub: Hub, said: Callable[..., list[str]]) -> None:
+def test_process_asks_the_hub_once_and_reads_one_commit(hub: Hub, said: Callable[..., list[str]]) -> None:
+    """A process asks once, so that all files it reads are of one commit."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL)}
     said("ada/model", "ada/model", "ada/model")
     assert hub.asked.count("/api/models/ada/model") == 1
 
 
-def test_a_directory_of_that_name_wins_and_a_path_is_never_looked_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_of_that_name_wins_and_a_path_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of that name wins, and a path is never looked up."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     Path("ada/model").mkdir(parents=True)
@@ -161,16 +161,16 @@ def test_a_directory_of_that_name_wins_and_a_path_is_never_looked_up(
             model_directory(none_of_the_hub)
 
 
-def test_without_the_library_the_error_is_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_model_without_the_library_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the library the error is the command that installs it."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     said = r"model 'ada/none' is no directory here, and looking for it on the Hugging Face hub needs the package"
     with pytest.raises(MissingExtraError, match=rf"{said} 'huggingface_hub': .* -m pip install .*\[hub\]"):
         model_directory("ada/none")
 
 
-def test_what_cannot_be_had_is_refused_in_a_sentence_before_anything_is_fetched(
-    hub: Hub, said: Callable[..., list[str]]
-) -> None:
+def test_unavailable_hub_model_is_refused_before_any_fetch(hub: Hub, said: Callable[..., list[str]]) -> None:
+    """A model that cannot be had is refused in a sentence before anything is fetched."""
     pickled = {"config.json": b"{}", "pytorch_model.bin": b"pickled"}
     hub.gated.add("ada/gated")
     hub.repositories |= {
@@ -193,7 +193,8 @@ def test_what_cannot_be_had_is_refused_in_a_sentence_before_anything_is_fetched(
     assert hub.fetched == []
 
 
-def test_files_that_are_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Callable[..., list[str]]) -> None:
+def test_files_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Callable[..., list[str]]) -> None:
+    """Files that are too large are refused before they are fetched."""
     large = {"tokenizer.json": b"{}", **SMALL}
     hub.repositories |= {"ada/large": {"main": Commit(large)}, "ada/huge": {"main": Commit(SMALL)}}
     hub.sizes |= {"tokenizer.json": DATA_BYTES + 1, "model.safetensors": 10**18}
@@ -203,9 +204,10 @@ def test_files_that_are_too_large_are_refused_before_they_are_fetched(hub: Hub, 
     assert hub.fetched == []
 
 
-def test_a_download_that_breaks_off_is_an_error_and_its_file_is_never_taken_for_whole(
+def test_download_that_breaks_off_fails_and_leaves_no_file(
     hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
 ) -> None:
+    """A download that breaks off is an error, and its file is never taken for whole."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL)}
     hub.broken.add("model.safetensors")
     (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/model").stdout)
@@ -216,9 +218,8 @@ def test_a_download_that_breaks_off_is_an_error_and_its_file_is_never_taken_for_
     assert (Path(found) / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
 
 
-def test_a_download_shows_its_progress_on_a_terminal_alone_and_leaves_nothing_of_it(
-    hub: Hub, run: Callable[..., Any]
-) -> None:
+def test_download_shows_progress_on_a_terminal_alone(hub: Hub, run: Callable[..., Any]) -> None:
+    """A download shows its progress on a terminal alone and leaves nothing of it."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL), "v2": Commit(SMALL | {"config.json": b'{"second": 1}'})}
     code = "import sys; from d3engine.engine.model_directory import model_directory; model_directory(sys.argv[1]);"
     ours, theirs = pty.openpty()
@@ -232,9 +233,10 @@ def test_a_download_shows_its_progress_on_a_terminal_alone_and_leaves_nothing_of
     assert run("-c", code, "ada/model@v2").stderr == ""
 
 
-def test_without_the_hub_what_was_downloaded_before_is_taken_with_a_warning(
+def test_unreachable_hub_takes_the_download_with_a_warning(
     hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
 ) -> None:
+    """Without the hub, the files downloaded before are taken with a warning."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL)}
     online = said("ada/model")
     hub.url = NOBODY
@@ -262,9 +264,10 @@ BESIDE = {
 }
 
 
-def test_a_gguf_file_of_the_hub_answers_offline_by_its_quantization_in_any_case(
+def test_hub_gguf_answers_offline_by_quantization_in_any_case(
     hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    """A GGUF file of the hub answers offline by its quantization in any case."""
     file = write_gguf(tmp_path / "tiny.gguf", tokenizer=bpe_keys(), **TINY_GGUF)
     hub.repositories["ada/tiny"] = {"main": Commit(GGUF | BESIDE | {"model-Q8_0.gguf": file.read_bytes()})}
     (found,) = said("ada/tiny:q8_0")
@@ -281,9 +284,10 @@ def test_a_gguf_file_of_the_hub_answers_offline_by_its_quantization_in_any_case(
     assert converted.stdout == "wrote out\n"
 
 
-def test_a_quantization_is_of_a_revision_and_without_one_it_is_q4_k_m(
+def test_quantization_is_of_a_revision_and_defaults_to_q4_k_m(
     hub: Hub, said: Callable[..., list[str]], tiny_llama: Callable[..., Any]
 ) -> None:
+    """A quantization is of a revision, and without one it is Q4_K_M."""
     first, second = Commit(GGUF | BESIDE), Commit(GGUF | {"model-Q2_K.gguf": b"again"})
     hub.repositories["ada/files"] = {"main": second, "v1.0": first}
     names = ["ada/files@v1.0:Q2_K", f"ada/files@{second.id}:Q2_K", "ada/files:model-F16.gguf", "ada/files"]
@@ -299,9 +303,10 @@ def test_a_quantization_is_of_a_revision_and_without_one_it_is_q4_k_m(
     assert sorted(path.name for path in Path(both).iterdir()) == sorted(SMALL)
 
 
-def test_a_quantization_that_is_absent_or_ambiguous_is_refused_with_what_there_is(
+def test_absent_or_ambiguous_quantization_is_refused_with_list(
     hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
 ) -> None:
+    """A quantization that is absent or ambiguous is refused with a list of the known ones."""
     hub.repositories |= {
         "ada/files": {"main": Commit(GGUF | BESIDE)},
         "ada/two": {"main": Commit({"a-Q4_K_M.gguf": b"a", "b-q4_k_m.gguf": b"b", "b-Q8_0.gguf": b"8"})},
@@ -327,9 +332,10 @@ def test_a_quantization_that_is_absent_or_ambiguous_is_refused_with_what_there_i
     assert others[2].startswith("InvalidValueError: model must be a directory, or a model downloaded before")
 
 
-def test_all_parts_of_a_gguf_file_are_fetched_and_the_first_stands_for_them(
+def test_all_parts_of_a_gguf_file_are_fetched_under_the_first(
     hub: Hub, said: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    """All parts of a GGUF file are fetched, and the first stands for them."""
     folder = tmp_path / "Q8_0"
     folder.mkdir()
     write_gguf(folder / "model-Q8_0.gguf", tokenizer=bpe_keys(), part_tensors=5, **TINY_GGUF)
@@ -363,9 +369,10 @@ def test_a_gguf_file_is_fetched_whole_or_is_not_taken(
     assert said("ada/files")[0].startswith("FailedError: model 'ada/files' takes 1000000000.0 GB, and ")
 
 
-def test_models_of_the_hubs_cache_are_listed_and_removed_one_by_one(
+def test_models_of_the_hubs_cache_are_listed_and_removed(
     hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    """Models of the hub's cache are listed and removed one by one."""
     demo = {file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()}
     hub.repositories |= {
         "ada/adder": {"main": Commit(demo)},
@@ -412,7 +419,8 @@ def test_the_quantization_is_read_in_the_name_of_a_file(file: str, quantization:
     assert quantization_of(file) == quantization
 
 
-def test_vllms_revision_is_the_one_behind_the_at_and_needs_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_revision_is_that_behind_the_at_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's revision is the one behind the @ and needs a model of the hub."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for model, named in {"ada/model": "ada/model@v1", "ada/model:Q8_0": "ada/model@v1:Q8_0"}.items():
         with pytest.raises(MissingExtraError, match=f"'{named}' is no directory here"):

@@ -19,8 +19,11 @@ def objects() -> tuple[int, int]:
     return sum(type(one) in (D3, Schedule) for one in alive), len(alive)
 
 
-def test_two_thousand_policies_leave_no_more_behind_than_a_hundred(make_engine: Callable[..., Engine]) -> None:
-    """Requests that are only prepared, such that are aborted, and such that are answered."""
+def test_two_thousand_policies_leave_no_more_than_a_hundred(make_engine: Callable[..., Engine]) -> None:
+    """Two thousand policies leave no more behind than a hundred.
+
+    Requests that are only prepared, such that are aborted, and such that are answered.
+    """
     engine, numbers = make_engine(max_num_seqs=16), count()
 
     def sweep(prepared: int, aborted: int, answered: int) -> tuple[int, int]:

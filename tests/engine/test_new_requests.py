@@ -17,7 +17,8 @@ from d3engine.model.config import ModelConfig
 DEMO = ModelConfig.from_directory(Path(d3engine.__file__).parent / "demo_model")
 
 
-def test_requests_of_ever_new_policies_leave_a_bounded_number_of_schedules_behind() -> None:
+def test_requests_of_new_policies_leave_few_schedules_behind() -> None:
+    """Requests of ever new policies leave a bounded number of schedules behind."""
     requests = NewRequests(DEMO, None, depth=FullDepth(), max_model_len=64, seed=0)
     nominal = NominalDepth()
     schedules, of_each, promised = [], set(), 0

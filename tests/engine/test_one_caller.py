@@ -55,9 +55,10 @@ def handler_stays() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("from_thread", [False, True])
-def test_a_call_during_another_is_refused_and_the_running_one_goes_on(
+def test_call_during_another_is_refused_and_the_first_goes_on(
     make_engine: Callable[..., Engine], from_thread: bool
 ) -> None:
+    """A call during another is refused, and the running one goes on."""
     want = make_engine().generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     engine = make_engine()
     stream = engine.stream(OTHER, greedy())
@@ -117,7 +118,8 @@ def test_threads_that_take_turns_share_an_engine(make_engine: Callable[..., Engi
     assert [got[k] for k in range(4)] == want
 
 
-def test_a_stream_forgotten_in_the_middle_of_a_step_ends_after_it(make_engine: Callable[..., Engine]) -> None:
+def test_stream_forgotten_during_a_step_ends_after_it(make_engine: Callable[..., Engine]) -> None:
+    """A stream forgotten in the middle of a step ends after it."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     streams = [engine.stream(OTHER, greedy(50))]
@@ -136,7 +138,8 @@ def test_a_stream_forgotten_in_the_middle_of_a_step_ends_after_it(make_engine: C
 # -- who gets which output -------------------------------------------------------------------------------------------
 
 
-def test_a_reader_who_steps_the_engine_himself_reads_the_same_stream(make_engine: Callable[..., Engine]) -> None:
+def test_reader_who_steps_the_engine_reads_the_same_stream(make_engine: Callable[..., Engine]) -> None:
+    """A reader that steps the engine itself reads the same stream."""
     engine = make_engine()
     want = list(engine.stream(PROMPT, greedy()))
     engine.add_request("other", OTHER, greedy(3))
@@ -180,9 +183,10 @@ def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: Call
     assert [(output.request_id, output.outputs[0].finish_reason) for output in engine.step()] == [("a", "length")]
 
 
-def test_outputs_that_wait_are_returned_though_the_step_fails_and_then_the_fault_is_raised(
+def test_waiting_outputs_are_returned_before_a_steps_fault(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Waiting outputs are returned though the step fails; then its fault is raised."""
     engine = make_engine()
     engine.add_request("first", OTHER, greedy(2))
     engine.generate(PROMPT, greedy(), use_tqdm=False)  # in whose steps "first" has finished
@@ -198,9 +202,10 @@ def test_outputs_that_wait_are_returned_though_the_step_fails_and_then_the_fault
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_in_generate_is_heard_between_two_steps_and_the_engine_goes_on(
+def test_ctrl_c_in_generate_raises_between_steps(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """Ctrl-C in `generate` is heard between two steps, and the engine goes on."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     engine.add_request("other", PROMPT, greedy())
@@ -266,9 +271,10 @@ def test_a_request_is_queued_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_ctrl_c_while_generate_queues_its_prompts_leaves_none_behind(
+def test_ctrl_c_while_generate_queues_leaves_no_prompt(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
+    """Ctrl-C while `generate` queues its prompts leaves none behind."""
     engine = make_engine()
     add, calls = engine.scheduler.add, iter(range(1, 100))
 
@@ -346,9 +352,10 @@ def handle() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGRTMIN])
 @pytest.mark.parametrize("times", [1, 3])
-def test_an_exception_of_any_signal_handler_ends_the_call_and_not_the_engine(
+def test_exception_of_a_signal_handler_ends_only_the_call(
     make_engine: Callable[..., Engine], handle: Callable[[int], None], number: signal.Signals, times: int
 ) -> None:
+    """An exception of any signal handler ends the call and not the engine."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     handle(number)
@@ -394,9 +401,10 @@ def test_what_a_step_has_computed_outlives_a_time_limit(
     assert finish(engine)["a"].outputs == want
 
 
-def test_a_handler_that_raises_while_handlers_are_put_back_leaves_none_out_of_place(
+def test_handler_raising_during_restore_leaves_all_restored(
     handle: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A handler that raises while handlers are put back leaves none out of place."""
     handle(signal.SIGALRM)
     put_back, calls = interrupts._put_back, []
 

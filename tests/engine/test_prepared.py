@@ -51,7 +51,8 @@ def test_preparing_changes_nothing_that_anyone_can_see(make_engine: Callable[...
     assert not engine.has_unfinished_requests()
 
 
-def test_sampled_answers_follow_the_order_of_adding_and_not_of_preparing(make_engine: Callable[..., Engine]) -> None:
+def test_sampled_answers_follow_the_order_of_adding(make_engine: Callable[..., Engine]) -> None:
+    """Sampled answers follow the order of adding and not of preparing."""
     params = SamplingParams(max_tokens=8, ignore_eos=True)  # without a seed of its own
     direct, engine = make_engine(), make_engine()
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -100,7 +101,8 @@ def test_what_can_never_run_is_refused_by_name(
         make_engine().prepare(**arguments)
 
 
-def test_what_would_never_fit_the_cache_is_refused_when_it_is_prepared(make_engine: Callable[..., Engine]) -> None:
+def test_request_that_never_fits_is_refused_when_prepared(make_engine: Callable[..., Engine]) -> None:
+    """A request that would never fit the cache is refused when it is prepared."""
     engine = make_engine(kv_cache_memory_bytes=2**14)
     with pytest.raises(InvalidValueError, match="kv_cache_memory_bytes allows"):
         engine.prepare(PROMPT, greedy(200))

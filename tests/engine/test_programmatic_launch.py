@@ -56,7 +56,8 @@ def repeated_too_often(step: Step) -> Step:
     return lambda: (step(), step())[0]
 
 
-def test_a_device_that_keeps_the_order_is_asked_once_and_its_kernels_begin_early() -> None:
+def test_device_that_keeps_order_is_tried_once_and_used() -> None:
+    """A device that keeps the order is tried once, and its kernels begin early."""
     asked = []
 
     class Counted(Repeats):
@@ -90,8 +91,11 @@ def test_a_device_that_fails_is_told_of_once_and_runs_without(
     assert message.endswith(f"as its trial failed: {says}")
 
 
-def test_a_kernel_that_reads_what_is_not_there_yet_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if one link had begun before the one in front of it."""
+def test_kernel_that_reads_too_early_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads what is not there yet fails the trial.
+
+    As if one link had begun before the one in front of it.
+    """
     run, numbers = programmatic.Launch.run, iter(range(100))
 
     def in_wrong_order(launch: programmatic.Launch) -> None:

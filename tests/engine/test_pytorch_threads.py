@@ -88,9 +88,10 @@ def test_every_part_of_an_engine_computes_with_its_threads(
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_the_reader_of_a_stream_has_pytorchs_own_threads_between_two_outputs(
+def test_stream_reader_has_pytorchs_threads_between_outputs(
     tiny_llama: Callable[..., TinyLlama],
 ) -> None:
+    """The reader of a stream has PyTorch's own threads between two outputs."""
     with Engine(tiny_llama().directory, num_threads=2, enforce_eager=True, **OPTIONS) as engine:
         assert {torch.get_num_threads() for _ in engine.stream([1, 2], PARAMS)} == {4}
         with pytest.raises(ValueError, match="prompt"):
@@ -122,9 +123,11 @@ def test_an_engine_on_a_thread_of_its_own_obeys_too(
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_small_layers_and_fewer_threads_of_pytorchs_own_are_not_exceeded(
+def test_threads_of_small_layers_and_of_pytorch_are_a_limit(
     tiny_llama: Callable[..., TinyLlama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The threads of small layers, and fewer of PyTorch's own, are not exceeded."""
+
     def threads(given: int | None) -> set[int]:
         with (
             Engine(tiny_llama().directory, num_threads=given, enforce_eager=True, **OPTIONS) as engine,

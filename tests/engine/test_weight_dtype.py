@@ -96,9 +96,10 @@ def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bfloat16_matrices_give_the_tokens_of_float32_under_every_kind_of_policy(
+def test_bfloat16_matrices_give_float32_tokens_in_all_policies(
     directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], layout: str
 ) -> None:
+    """bfloat16 matrices give the tokens of float32 under every kind of policy."""
     policies = POLICIES if layout == "grouped heads" else [FullDepth(), D3(0.8, 0.4)]
     prompts = make_prompts([3, 17, 9])
     found = []
@@ -112,9 +113,10 @@ def test_bfloat16_matrices_give_the_tokens_of_float32_under_every_kind_of_policy
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_quantized_model_with_a_float_head_keeps_its_embedding_in_bfloat16(
+def test_quantized_model_with_float_head_keeps_bf16_embedding(
     directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], scheme: str, tmp_path: Path
 ) -> None:
+    """A quantized model with a float head keeps its embedding in bfloat16."""
     quantize_model(directory("tied"), tmp_path / "out", scheme, lm_head="float", show_progress=False)
     prompts = make_prompts([5, 11])
     found = []
@@ -127,9 +129,10 @@ def test_a_quantized_model_with_a_float_head_keeps_its_embedding_in_bfloat16(
     assert_alike(*found)
 
 
-def test_a_dtype_of_matrices_changes_nothing_where_all_of_them_are_quantized(
+def test_weight_dtype_changes_nothing_of_quantized_matrices(
     directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], tmp_path: Path
 ) -> None:
+    """A dtype of matrices changes nothing where all of them are quantized."""
     quantize_model(directory("tied"), tmp_path / "out", "int4", show_progress=False)
     found = []
     for name in ("float32", "bfloat16"):
@@ -205,7 +208,8 @@ def test_no_more_than_a_piece_of_a_matrix_is_ever_wide(num_tokens: int, monkeypa
     assert max(sizes) <= 2**20
 
 
-def test_an_embedding_that_is_multiplied_keeps_every_bit_of_the_product(tmp_path: Path) -> None:
+def test_multiplied_embedding_keeps_every_bit_of_the_product(tmp_path: Path) -> None:
+    """An embedding that is multiplied keeps every bit of the product."""
     sizes: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, embedding_multiplier=11.7)
     (tmp_path / "float32").mkdir()
@@ -232,11 +236,12 @@ def chosen(
     return computed, resolve_weight_dtype(weights, dtype=computed, device=there, kept=kept, widens=widens)
 
 
-def test_auto_leaves_matrices_in_a_dtype_that_decoding_reads_as_it_lies(
+def test_auto_leaves_matrices_in_a_dtype_decoding_can_read(
     directory: Callable[..., Path],
     tiny_llama: Callable[..., TinyLlama],
     tmp_path: Path,
 ) -> None:
+    """`auto` leaves matrices in a dtype that decoding reads as it lies."""
     source = tiny_llama(**LAYOUTS["grouped heads"]).directory
     mixed = rounded(source, tmp_path / "mixed", **{"lm_head.weight": torch.float32})
     half = rounded(source, tmp_path / "half", torch.float16)
@@ -253,7 +258,8 @@ def test_auto_leaves_matrices_in_a_dtype_that_decoding_reads_as_it_lies(
     assert chosen(directory(), "auto", "auto", "cuda", "graphs") == (torch.bfloat16, torch.bfloat16)
 
 
-def test_an_engine_that_decodes_natively_keeps_a_checkpoints_bfloat16(directory: Callable[..., Path]) -> None:
+def test_native_engine_keeps_a_checkpoints_bfloat16(directory: Callable[..., Path]) -> None:
+    """An engine that decodes natively keeps a checkpoint's bfloat16."""
     with Engine(directory(), **OPTIONS) as engine, Engine(directory(), enforce_eager=True, **OPTIONS) as eager:
         decodes_natively = engine.stats().executor.startswith("native")
         assert engine.weight_dtype == (torch.bfloat16 if decodes_natively else torch.float32)
@@ -269,9 +275,10 @@ def test_an_engine_that_decodes_natively_keeps_a_checkpoints_bfloat16(directory:
         ("auto", 16, "auto, float32"),
     ],
 )
-def test_a_dtype_of_matrices_that_cannot_be_multiplied_is_refused(
+def test_weight_dtype_that_cannot_be_multiplied_is_refused(
     directory: Callable[..., Path], dtype: str, given: Any, allowed: str
 ) -> None:
+    """A dtype of matrices that cannot be multiplied is refused."""
     with pytest.raises(InvalidValueError, match=f"weight_dtype must be one of {allowed}"):
         Engine(directory(), dtype=dtype, weight_dtype=given, **OPTIONS)
 
@@ -284,7 +291,8 @@ def test_triton_and_a_gpu_multiply_only_what_is_as_wide(directory: Callable[...,
     assert chosen(directory(), "auto", "auto", executor="eager", widens=False) == (torch.float32, torch.float32)
 
 
-def test_ready_weights_say_themselves_what_their_matrices_are_held_in(directory: Callable[..., Path]) -> None:
+def test_ready_weights_say_what_their_matrices_are_held_in(directory: Callable[..., Path]) -> None:
+    """Ready weights say themselves what their matrices are held in."""
     weights = load(directory(), torch.bfloat16)
     with Engine(directory(), weights=weights, **OPTIONS) as engine:
         assert (engine.dtype, engine.weight_dtype) == (torch.float32, torch.bfloat16)
@@ -296,9 +304,10 @@ def test_ready_weights_say_themselves_what_their_matrices_are_held_in(directory:
     assert (made.dtype, made.weight_dtype, made.lm_head.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
 
 
-def test_every_face_takes_the_dtype_of_matrices_and_the_log_tells_it(
+def test_weight_dtype_is_an_option_everywhere_and_is_logged(
     directory: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Every interface takes the dtype of matrices, and the log has it."""
     caplog.set_level(logging.INFO, "d3engine")
     with LLM(str(directory()), weight_dtype="half", **OPTIONS) as llm:
         assert llm.weight_dtype == torch.float16
@@ -313,9 +322,10 @@ def test_every_face_takes_the_dtype_of_matrices_and_the_log_tells_it(
 
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_matrices_give_the_very_answers_of_bfloat16_under_every_kind_of_policy(
+def test_packed_matrices_give_bfloat16_answers_in_all_policies(
     directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], layout: str
 ) -> None:
+    """Packed matrices give the very answers of bfloat16 under every kind of policy."""
     policies = POLICIES if layout == "grouped heads" else [FullDepth(), D3(0.8, 0.4)]
     prompts = make_prompts([3, 17, 70])
     found = []

@@ -79,8 +79,11 @@ def test_the_paired_interval_has_a_width_where_no_pair_differs() -> None:
     assert interval.high - interval.low < 0.2
 
 
-def test_the_paired_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    """Exact, over every outcome of 20 pairs that differ with chances 0.2 and 0.1, the rest shared evenly."""
+def test_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """The paired interval covers the truth about as often as it says.
+
+    Exact, over every outcome of 20 pairs that differ with chances 0.2 and 0.1, the rest shared evenly.
+    """
     trials, chances = 20, (0.4, 0.2, 0.1, 0.3)
     covered = 0.0
     for both, first, second in product(range(trials + 1), repeat=3):
@@ -115,7 +118,8 @@ def test_scores_of_different_problems_are_not_compared() -> None:
         compare(score("11"), score("111"))
 
 
-def test_problems_are_different_of_one_split_and_the_same_every_time() -> None:
+def test_problems_of_a_split_differ_and_are_the_same_each_time() -> None:
+    """The problems of one split are different, and the same every time."""
     problems = take_problems("validation", seed=3, limit=40)
     questions = [problem.question for problem in problems]
     assert len(set(questions)) == 40

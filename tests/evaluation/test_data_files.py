@@ -63,7 +63,9 @@ def test_a_gsm8k_prompt_is_examples_and_then_the_question(folder: Path) -> None:
     assert (benchmark.max_tokens, "Question:" in benchmark.stop) == (1024, True)
 
 
-def test_gsm8k_examples_follow_the_seed_and_never_are_the_question(folder: Path) -> None:
+def test_gsm8k_examples_follow_the_seed_without_the_question(folder: Path) -> None:
+    """GSM8K examples follow the seed and never are the question."""
+
     def prompts(seed: int, split: Split = "test", shots: int = 3) -> list[str]:
         benchmark = load_gsm8k(folder, split=split, shots=shots, seed=seed)
         return [question.prompt for question in benchmark.questions]
@@ -75,7 +77,8 @@ def test_gsm8k_examples_follow_the_seed_and_never_are_the_question(folder: Path)
         assert not any(example.startswith(last) for example in examples)
 
 
-def test_the_validation_split_of_gsm8k_is_every_tenth_training_line(folder: Path) -> None:
+def test_gsm8k_validation_split_is_each_tenth_training_line(folder: Path) -> None:
+    """The validation split of GSM8K is every tenth training line."""
     benchmark = load_gsm8k(folder, split="validation", shots=0, seed=0, limit=3)
     assert [question.prompt for question in benchmark.questions] == [
         f"Question: train {i}?\nAnswer:" for i in (0, 10, 20)
@@ -105,7 +108,8 @@ def test_an_answer_to_gsm8k_is_right_by_its_number_alone(folder: Path) -> None:
     assert not question.is_right("1002")
 
 
-def test_a_bbh_prompt_has_the_published_examples_without_their_thought(folder: Path) -> None:
+def test_bbh_prompt_has_the_examples_without_their_thought(folder: Path) -> None:
+    """A BBH prompt has the published examples without their thought."""
     benchmark = load_bbh(folder, split="test", shots=3, tasks=["sorting"])
     assert benchmark.questions[1].prompt == (
         "Do what is asked.\n\nQ: Which is first?\nOptions:\n(A) one\nA: (A)\n\nQ: Is 1 + 1 = 2?\nA: yes\n\n"
@@ -115,7 +119,8 @@ def test_a_bbh_prompt_has_the_published_examples_without_their_thought(folder: P
     assert not benchmark.questions[1].is_right(" (B) is it")
 
 
-def test_bbh_without_names_is_all_its_tasks_and_scores_are_cut_by_task(folder: Path) -> None:
+def test_bbh_without_names_is_all_tasks_scored_by_task(folder: Path) -> None:
+    """BBH without names is all its tasks, and scores are cut by task."""
     benchmark = load_bbh(folder, split="test", shots=1, limit=2)
     assert list(benchmark.tasks) == ["colours", "sorting"]
     assert [question.prompt[-13:-3] for question in benchmark.questions] == [
@@ -174,7 +179,8 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         load_bbh(tmp_path, split="test", shots=1)
 
 
-def test_the_published_files_have_three_examples_and_answers_that_are_right(shared_data: Path) -> None:
+def test_published_files_have_three_examples_and_right_answers(shared_data: Path) -> None:
+    """The published files have three examples, and answers that are right."""
     bbh = load_bbh(shared_data, split="test", shots=3)
     assert len(bbh.tasks) == 27
     assert len(bbh.questions) == 6511
@@ -196,11 +202,13 @@ def test_the_published_files_have_three_examples_and_answers_that_are_right(shar
     ("name", "tokens"),
     [("gsm8k", 1024), ("gsm8k_cot", 1024), ("bbh_fewshot", 200), ("bbh", 200), ("bbhx", 7), ("arc_easy", 7)],
 )
-def test_answers_to_the_papers_tasks_have_its_lengths_in_the_harness_too(name: str, tokens: int) -> None:
+def test_answers_to_the_papers_tasks_have_its_lengths(name: str, tokens: int) -> None:
+    """Answers to the paper's tasks have its lengths in the harness too."""
     assert harness_length(name, otherwise=7) == tokens
 
 
-def test_a_depth_is_set_by_questions_of_the_validation_split_and_of_bbh_by_some_of_each_task(folder: Path) -> None:
+def test_depth_is_set_by_validation_questions_and_each_bbh_task(folder: Path) -> None:
+    """A depth is set by validation questions, and for BBH by some of each task."""
     (gsm8k,) = from_files(["gsm8k"], folder, split="test", seed=0, limit=None, shots=1)
     found = depth_questions(gsm8k, folder, seed=0, shots=1, most=2)
     assert [question.prompt.split("\n\n")[-1] for question in found] == [

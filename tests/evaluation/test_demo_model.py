@@ -19,8 +19,11 @@ def answers(prompts: list[str], depth: DepthPolicy | str) -> list[str]:
 
 
 @pytest.mark.parametrize("depth", ["auto", D3(alpha=0.8, start=0.7)], ids=["own", "decay"])
-def test_a_prompt_that_stops_before_the_answer_is_answered_right_under_depth_decay(depth: DepthPolicy | str) -> None:
-    """Then the model writes the end of the form itself, at the depths of generated tokens."""
+def test_prompt_cut_before_the_answer_is_right_under_decay(depth: DepthPolicy | str) -> None:
+    """A prompt that stops before the answer is answered right under depth decay.
+
+    Then the model writes the end of the form itself, at the depths of generated tokens.
+    """
     asked = list(islice(problems("test", 3), 16))
     texts = answers([problem.prompt.removesuffix(PROMPT_SUFFIX) for problem in asked], depth)
     assert [text[: len(PROMPT_SUFFIX)] for text in texts] == [PROMPT_SUFFIX] * len(asked)

@@ -59,14 +59,16 @@ def test_baselines_have_the_mean_depth_of_the_policy(num_layers: int, start: flo
     assert mean_depth(tail_skip.schedule(num_layers), 200) == pytest.approx(wanted, abs=0.5 / 200)
 
 
-def test_tail_skipping_takes_its_lowest_mean_where_d3_runs_less_than_one_layer() -> None:
+def test_tail_skipping_below_one_layer_takes_its_lowest_mean() -> None:
+    """Tail skipping takes its lowest mean where D3 runs less than one layer."""
     policy = D3(0.5, 0.2)
     assert mean_depth(policy.schedule(4), 50) < 1
     tail_skip = at_equal_depth(policy, num_layers=4, max_tokens=50)[-1]
     assert mean_depth(tail_skip.schedule(4), 50) == pytest.approx((4 + 49) / 50)
 
 
-def test_published_layers_go_from_the_llama_that_they_were_published_for_and_from_no_other() -> None:
+def test_published_layers_go_from_their_llama_alone() -> None:
+    """Published layers go from the Llama that they were published for and no other."""
     assert published_order(replace(LLAMA2_7B, vocab_size=128_256)) == ()
     order = published_order(LLAMA2_7B)
     wanted = mean_depth(D3(0.9999, 0.8).schedule(32), 1024)  # 29.9: two layers, to the nearest
@@ -167,7 +169,8 @@ def test_several_benchmarks_end_in_the_figures_of_table_6() -> None:
     ]
 
 
-def test_the_page_stands_alone_is_well_formed_and_escapes_what_it_is_given() -> None:
+def test_page_is_self_contained_well_formed_and_escaped() -> None:
+    """The page stands alone, is well-formed, and escapes what it is given."""
     found = [result("first"), result("<script>alert(1)</script>")]
     text = page("An evaluation", {"model": "<img src=x onerror=1>"}, [chart(one) for one in found], tables(found))
     tags = Tags()
@@ -184,7 +187,8 @@ def test_the_page_stands_alone_is_well_formed_and_escapes_what_it_is_given() -> 
             assert all(cell.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in cells for cell in row)
 
 
-def test_points_and_intervals_of_the_page_are_where_the_scores_are() -> None:
+def test_points_and_intervals_of_the_page_are_at_the_scores() -> None:
+    """Points and intervals of the page are where the scores are."""
     text = page("An evaluation", {}, [chart(result("first"))], [])
     xs = dict(re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">(\d+) %', text))
     scale = {int(percent): float(x) for x, percent in xs.items()}
@@ -217,9 +221,10 @@ def test_labels_of_any_length_stand_inside_the_chart() -> None:
         (FullDepth(), Work(), ("-", "20.00", "-", "1.581x"), ()),
     ],
 )
-def test_the_cost_of_every_kind_of_policy_is_shown_with_what_it_means(
+def test_cost_of_each_policy_is_shown_with_its_meaning(
     policy: DepthPolicy, work: Work, cells: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
+    """The cost of every kind of policy is shown with what it means."""
     nominal = None if "-" in cells[1] else 20.0
     table = cost_table("Cost", ["it"], [Cost(policy, LLAMA2_7B, work, 0, nominal, 1.0)])
     assert tuple(table.rows[0][1:5]) == cells

@@ -48,7 +48,8 @@ def as_json() -> dict[str, Any]:
     return found
 
 
-def test_mean_layers_are_the_golden_numbers_and_round_to_the_papers() -> None:
+def test_mean_layers_are_golden_and_round_to_the_papers() -> None:
+    """Mean layers are the golden numbers, and round to the paper's."""
     found = {(c.size, c.benchmark): c for c in paper.mean_layers()}
     assert found.keys() == GOLDEN_MEANS.keys()
     for key, compared in found.items():
@@ -57,7 +58,8 @@ def test_mean_layers_are_the_golden_numbers_and_round_to_the_papers() -> None:
         assert compared.agrees
 
 
-def test_flops_ratios_are_the_papers_to_a_hundredth_for_every_method() -> None:
+def test_flops_ratios_are_the_papers_for_every_method() -> None:
+    """FLOPs ratios are the paper's to a hundredth for every method."""
     found = paper.flops_ratios()
     assert len(found) == 18
     assert all(abs(c.difference) <= 0.01 for c in found), [c for c in found if not c.agrees]
@@ -72,7 +74,8 @@ def test_flops_ratios_are_the_papers_to_a_hundredth_for_every_method() -> None:
     }
 
 
-def test_the_printed_wall_clock_exceeds_the_layer_bound_at_every_size() -> None:
+def test_printed_wall_clock_exceeds_the_layer_bound() -> None:
+    """The printed wall clock exceeds the layer bound at every size."""
     for column in paper.wall_clock():
         assert column.speedup == pytest.approx(column.printed_speedup, abs=0.01)
         assert 1.05 < column.layer_bound < 1.07 < column.printed_speedup
@@ -113,7 +116,8 @@ def test_gains_are_within_two_standard_errors() -> None:
     assert found["7B", "gsm8k"].standard_error == pytest.approx(1.234, abs=1e-3)
 
 
-def test_table_6_reports_cells_of_table_9_with_settings_of_their_own() -> None:
+def test_table_6_has_cells_of_table_9_with_other_settings() -> None:
+    """Table 6 reports cells of Table 9 with settings that differ from its own text."""
     found = {g.size: g for g in paper.grid_cells()}
     assert (found["7B"].start, found["13B"].start) == (0.8, 0.7)
     assert (found["7B"].best_start, found["13B"].best_start) == (0.2, 0.7)
@@ -143,7 +147,8 @@ def test_tables_1_to_5_are_printed_with_what_does_not_agree(shown: str, as_json:
     assert "11.76 on validation and the setting that was chosen 11.36" in shown
 
 
-def test_what_text_and_tables_of_the_paper_say_differently_is_named(as_json: dict[str, Any]) -> None:
+def test_differences_of_text_and_tables_of_the_paper_are_named(as_json: dict[str, Any]) -> None:
+    """Where text and tables of the paper differ, the difference is named."""
     notes = " ".join(as_json["further_notes"])
     assert "1.07x to 1.94x; the least ratio of D3 in Table 6 is 1.05x" in notes
     assert "23 tasks of BBH and Table 8 averages 27 rows" in notes
@@ -153,7 +158,8 @@ def test_what_text_and_tables_of_the_paper_say_differently_is_named(as_json: dic
     assert "+0.66 +1.30 +0.52 +1.44 +0.76 +1.60" in notes  # Figure 5's, from Table 6
 
 
-def test_ratios_over_reference_answers_are_those_of_their_depths_step_by_step() -> None:
+def test_reference_answer_ratios_are_those_of_their_depths() -> None:
+    """Ratios over reference answers are those of their depths, step by step."""
     lengths = [1, 1, 3]
     found = reference("bbh", lengths)
     depths = D3(0.9, 0.6).schedule(32).depths(3)

@@ -110,7 +110,8 @@ def test_the_working_of_counting_and_tracking_ends_in_the_answer() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_gives_the_same_problems_and_splits_share_none(name: str) -> None:
+def test_same_seed_gives_same_problems_and_disjoint_splits(name: str) -> None:
+    """The same seed gives the same problems, and splits share none."""
     first = different_problems(name, "test", 0, 12)
     assert first == different_problems(name, "test", 0, 12)
     assert first != different_problems(name, "test", 1, 12)
@@ -156,7 +157,8 @@ def test_the_usual_size_said_aloud_asks_the_usual_questions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_every_split_has_questions_of_the_smallest_and_of_the_largest_size(name: str) -> None:
+def test_each_split_has_smallest_and_largest_questions(name: str) -> None:
+    """Every split has questions of the smallest and of the largest size."""
     for size in (SIZES[name].least, SIZES[name].largest):
         for split in SPLITS:
             found = different_problems(f"{name}:{size}", split, 0, 15)
@@ -188,7 +190,8 @@ def test_the_answer_stands_behind_the_first_mark(text: str, answer: str | None) 
     assert final_answer(text) == answer
 
 
-def test_examples_come_from_the_training_split_before_every_question() -> None:
+def test_examples_are_training_problems_before_each_question() -> None:
+    """Examples come from the training split, before every question."""
     plain = procedural("word-sorting", split="test", seed=3, limit=4)
     shown = procedural("word-sorting", split="test", seed=3, limit=4, shots=2)
     examples = different_problems("word-sorting", "train", 3, 2)

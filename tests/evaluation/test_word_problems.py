@@ -30,7 +30,8 @@ def some(split: Split, seed: int = 0, count: int = 300) -> list[Problem]:
     return list(itertools.islice(problems(split, seed), count))
 
 
-def test_the_same_seed_gives_the_same_problems_and_another_seed_others() -> None:
+def test_same_seed_gives_same_problems_and_another_others() -> None:
+    """The same seed gives the same problems, and another seed others."""
     assert some("test", count=60) == some("test", count=60)
     assert some("test", count=60) != some("test", seed=1, count=60)
     assert generate_problem(random.Random(7)) == generate_problem(random.Random(7))
@@ -56,7 +57,8 @@ def test_splits_share_no_question_whatever_their_seeds() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_step_of_every_solution_is_right_and_starts_from_the_running_total(split: Split) -> None:
+def test_each_step_is_right_and_starts_from_the_running_total(split: Split) -> None:
+    """Every step of every solution is right and starts from the running total."""
     for problem in some(split):
         total = int(re.findall(r"\d+", problem.question)[0])
         steps = EQUATION.findall(problem.solution)
@@ -69,7 +71,8 @@ def test_every_step_of_every_solution_is_right_and_starts_from_the_running_total
         assert problem.solution.endswith(f"#### {total}")
 
 
-def test_questions_and_solutions_name_the_same_operands_in_the_same_order() -> None:
+def test_questions_and_solutions_have_operands_in_one_order() -> None:
+    """Questions and solutions name the same operands in the same order."""
     for problem in some("train"):
         named = [int(n) for n in re.findall(r"\d+", problem.question)][1:]
         used = [int(right) for _, op, right, _ in EQUATION.findall(problem.solution) if op in "+-"]

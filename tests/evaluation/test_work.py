@@ -133,7 +133,8 @@ def test_a_flops_ratio_is_made_of_layers_heads_and_projections() -> None:
     assert early.nominal_flops_ratio is None
 
 
-def test_windows_crossed_by_bridges_are_counted_for_every_token_that_leaves_layers_out(engine: Watched) -> None:
+def test_bridged_windows_count_for_each_token_that_skips(engine: Watched) -> None:
+    """Windows crossed by bridges are counted for every token that leaves layers out."""
     bare, bridged = D3(0.8, 0.4), D3(0.8, 0.4, bridges="auto")
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, depth=bare)
     (output,) = engine[0].generate([1, 2, 3], params, use_tqdm=False)
@@ -148,7 +149,8 @@ def test_windows_crossed_by_bridges_are_counted_for_every_token_that_leaves_laye
     assert ratio == pytest.approx(full_flops / run_flops)
 
 
-def test_drafts_may_run_more_layers_than_there_are_and_the_ratio_says_so() -> None:
+def test_drafts_may_run_more_layers_than_there_are() -> None:
+    """Drafts may run more layers than there are, and the ratio says so."""
     drafted = cost(Lossless(D3(0.9, 0.6)), Work(10, 400, 20))
     assert drafted.realised_mean_layers == 40
     assert drafted.realised_flops_ratio is not None

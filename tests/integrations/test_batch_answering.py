@@ -42,9 +42,8 @@ def answers(engine: AsyncEngine) -> BatchRunner:
     return BatchRunner(engine, ServerSettings(model_names=("demo",), max_depth_policies=1))
 
 
-def test_each_line_is_answered_as_the_engine_answers_it_and_a_bad_one_hurts_no_other(
-    answers: BatchRunner, engine: AsyncEngine
-) -> None:
+def test_each_line_is_answered_alike_and_a_bad_one_hurts_none(answers: BatchRunner, engine: AsyncEngine) -> None:
+    """Each line is answered as by the engine, and a bad one hurts no other."""
     from d3engine import SamplingParams
     from d3engine.depth.policy import policy_from_dict
 
@@ -73,9 +72,8 @@ def test_each_line_is_answered_as_the_engine_answers_it_and_a_bad_one_hurts_no_o
     assert json.loads(found[response].body)["status"] in ("completed", "incomplete")
 
 
-def test_as_many_are_under_way_as_keep_the_engine_full_and_leaving_ends_them(
-    answers: BatchRunner, engine: AsyncEngine
-) -> None:
+def test_batch_keeps_the_engine_full_and_leaving_ends_it(answers: BatchRunner, engine: AsyncEngine) -> None:
+    """As many requests run as keep the engine full, and leaving ends them."""
     taken = []
 
     def endless() -> Iterator[Line]:

@@ -54,15 +54,15 @@ def test_lines_are_told_apart_by_what_stands_in_them() -> None:
     assert line_of(1, b"{").id != line_of(2, b"{").id  # both have no name
 
 
-def test_empty_lines_count_and_are_no_requests_and_a_last_one_needs_no_end(tmp_path: Path) -> None:
+def test_empty_lines_count_without_requests_and_last_is_open(tmp_path: Path) -> None:
+    """Empty lines count and are no requests, and a last line needs no end."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n  \r\n" + json.dumps(GOOD).encode() + b"\r\n\n" + json.dumps(GOOD).encode())
     assert [line.number for line in read_lines(path)] == [3, 5]
 
 
-def test_a_line_too_long_for_memory_is_at_fault_and_the_next_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_too_long_for_memory_fails_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line too long for memory is at fault, and the next is read."""
     monkeypatch.setattr(lines, "LONGEST_LINE", 100)
     path = tmp_path / "in.jsonl"
     good = json.dumps(GOOD).encode()

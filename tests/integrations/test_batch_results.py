@@ -49,7 +49,8 @@ def test_results_are_written_as_openai_has_them(begun: Path) -> None:
     assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == (None, None, "invalid_line")
 
 
-def test_what_stands_in_the_file_is_there_and_what_does_not_is_missing(begun: Path) -> None:
+def test_result_in_the_file_is_there_and_any_other_is_missing(begun: Path) -> None:
+    """A result that stands in the file is there, and any other is missing."""
     with open_results(begun) as results:
         assert all(results.has(given) for given in (line("a"), line("b"), BAD))
         assert not results.has(line("c"))
@@ -81,7 +82,8 @@ def test_a_file_of_anything_else_is_refused_and_stays_as_it_is(path: Path, conte
     assert path.read_text() == content
 
 
-def test_the_results_of_another_batch_are_told_by_an_equal_name_of_another_line(begun: Path) -> None:
+def test_results_of_another_batch_show_by_an_equal_name(begun: Path) -> None:
+    """Results of another batch show by an equal name of another line."""
     with open_results(begun) as results, pytest.raises(InvalidValueError, match="it answers another line 'a'"):
         results.has(line("a", "another prompt"))
 

@@ -62,7 +62,8 @@ def write_tasks(folder: Path) -> list[str]:
     return ["chosen", "written"]
 
 
-def test_a_task_over_http_has_the_samples_of_the_same_task_in_this_process(url: str, tmp_path: Path) -> None:
+def test_task_over_http_has_the_samples_of_this_process(url: str, tmp_path: Path) -> None:
+    """A task over HTTP has the samples of the same task in this process."""
     tasks = write_tasks(tmp_path)
     arguments = f"base_url={url},model=demo,tokenizer={DEMO},tokenizer_backend=huggingface,add_bos_token=True"
     arguments += ",max_length=1023,num_concurrent=1"

@@ -94,7 +94,8 @@ def test_a_replica_answers_through_the_door_as_a_server_does(replica: Replica) -
     assert ask_door(Asked(replica), prompt="a" * LIMIT).status_code == 400  # too long for the model, not for the door
 
 
-def test_a_body_longer_than_allowed_is_refused_although_the_door_does_not_read_it_whole(replica: Replica) -> None:
+def test_body_longer_than_allowed_is_refused_without_reading(replica: Replica) -> None:
+    """A body longer than allowed is refused, although the proxy does not read it whole."""
     from d3engine.integrations.proxy import Proxy
 
     pieces = iter([b"[" * 1000] * 10)
@@ -122,9 +123,10 @@ def test_a_body_longer_than_allowed_is_refused_although_the_door_does_not_read_i
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("deaths", [(0,), (1,), (0, 1)], ids=str)
-def test_a_request_whose_replica_dies_before_its_first_word_goes_to_another(
+def test_request_of_a_replica_that_dies_early_goes_to_another(
     replica: Replica, deaths: tuple[int, ...], stream: bool
 ) -> None:
+    """A request whose replica dies before its first word goes to another."""
     asked = Asked(replica, deaths)
     answer = ask_door(asked, **BODIES["/v1/completions"], stream=stream)
     assert asked.num_asked == len(deaths) + 1
@@ -133,7 +135,8 @@ def test_a_request_whose_replica_dies_before_its_first_word_goes_to_another(
     assert "".join(event["choices"][0]["text"] for event in events) == ANSWER
 
 
-def test_a_request_over_which_every_replica_dies_is_refused_in_the_end(replica: Replica) -> None:
+def test_request_over_which_every_replica_dies_is_refused(replica: Replica) -> None:
+    """A request over which every replica dies is refused in the end."""
     from d3engine.integrations.proxy import ATTEMPTS
 
     asked = Asked(replica, [0] * 9)
@@ -144,7 +147,8 @@ def test_a_request_over_which_every_replica_dies_is_refused_in_the_end(replica: 
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_that_breaks_off_ends_with_an_event_that_says_so(replica: Replica, path: str) -> None:
+def test_stream_that_breaks_off_ends_with_an_error_event(replica: Replica, path: str) -> None:
+    """A stream that breaks off ends with an event that says so."""
     whole = events_of(ask_door(Asked(replica), path, **BODIES[path], stream=True))
     asked = Asked(replica, [2])  # its head, and the first piece of its body
     answer = ask_door(asked, path, **BODIES[path], stream=True)
@@ -164,7 +168,8 @@ def test_a_stream_that_breaks_off_ends_with_an_event_that_says_so(replica: Repli
         assert [event["sequence_number"] for event in [*events, last]] == list(range(len(events) + 1))
 
 
-def test_a_fault_of_the_door_itself_is_an_error_too_and_shows_nothing_of_its_insides(replica: Replica) -> None:
+def test_fault_of_the_proxy_is_an_error_that_shows_no_insides(replica: Replica) -> None:
+    """A fault of the proxy itself is an error too, and shows nothing of its insides."""
     answer = ask_door(Asked(replica, [0], ValueError("secret")), **BODIES["/v1/completions"])
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert "secret" not in answer.text

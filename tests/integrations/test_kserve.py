@@ -69,9 +69,8 @@ def test_kserve_holds_the_contract(ports: tuple[int, int], wanted: list[RequestO
     check_contract(stack, wanted)
 
 
-def test_a_request_may_hold_several_texts_or_token_ids_and_ask_for_depths(
-    http: httpx.Client, wanted: list[RequestOutput]
-) -> None:
+def test_request_may_hold_several_texts_or_ids_and_depths(http: httpx.Client, wanted: list[RequestOutput]) -> None:
+    """A request may hold several texts or token ids, and ask for depths."""
     two = [(ANSWERED[nth], wanted[nth]) for nth in (1, 5)]
     depth = json.dumps(two[0][0].depth)
     assert two[1][0].depth == two[0][0].depth
@@ -119,9 +118,8 @@ def question_of(question: Question) -> messages.ModelInferRequest:
     return request
 
 
-def test_grpc_answers_the_same_and_a_call_that_is_cancelled_ends_in_the_engine(
-    ports: tuple[int, int], wanted: list[RequestOutput]
-) -> None:
+def test_grpc_answers_alike_and_cancelled_calls_end(ports: tuple[int, int], wanted: list[RequestOutput]) -> None:
+    """gRPC answers the same, and a call that is cancelled ends in the engine."""
     stack = OverOpenAI(f"http://127.0.0.1:{ports[0]}", metrics="/openai/metrics")
     with closing(grpc.insecure_channel(f"127.0.0.1:{ports[1]}")) as channel:
         service = GRPCInferenceServiceStub(channel)

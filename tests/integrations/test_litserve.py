@@ -56,9 +56,8 @@ class OverLitServe(OverOpenAI):
         return Figures(stats["kv_blocks_in_use"], stats["generated_tokens"])
 
 
-def test_litserve_holds_the_contract_but_tells_its_workers_of_nobody_who_leaves(
-    url: str, wanted: list[RequestOutput]
-) -> None:
+def test_litserve_holds_the_contract_but_reports_no_leaving(url: str, wanted: list[RequestOutput]) -> None:
+    """LitServe holds the contract, but does not report clients that leave to its workers."""
     check_contract(OverLitServe(url), wanted, hears_of_leaving=False)
 
 

@@ -87,13 +87,15 @@ def test_what_chat_cannot_use_is_refused_by_name(llm: LLM, arguments: dict[str, 
         llm.chat(ASKED, use_tqdm=False, **arguments)
 
 
-def test_a_template_of_the_caller_has_the_limits_of_the_models_own(llm: LLM) -> None:
+def test_template_of_the_caller_has_the_limits_of_the_models(llm: LLM) -> None:
+    """A template of the caller has the limits of the model's own."""
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 9999 }}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidValueError, match=r"^messages"):
         llm.chat(ASKED, chat_template=endless, use_tqdm=False)
 
 
-def test_a_model_without_a_template_or_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+def test_model_without_template_or_tokenizer_says_so(tmp_path: Path) -> None:
+    """A model without a template or a tokenizer says what is missing."""
     shutil.copytree(model_directory("demo"), tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
     with Engine(tmp_path / "model", **SMALL) as engine, pytest.raises(InvalidValueError, match=r"^chat_template"):
@@ -137,7 +139,8 @@ def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
         ("max_seq_len", 3),
     ],
 )
-def test_an_argument_without_a_counterpart_is_refused_by_its_name(argument: str, value: Any) -> None:
+def test_argument_without_a_counterpart_is_refused_by_name(argument: str, value: Any) -> None:
+    """An argument without a counterpart is refused by its name."""
     with pytest.raises(InvalidValueError) as caught:
         LLM("demo", **{argument: value})
     assert caught.value.field == argument
@@ -160,9 +163,8 @@ ASKING_FOR_NOTHING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("argument", "value"), [*OTHERS, ("priority", [1])])
-def test_an_argument_of_a_call_without_a_counterpart_is_refused_by_its_name(
-    llm: LLM, argument: str, value: Any
-) -> None:
+def test_call_argument_without_a_counterpart_is_refused(llm: LLM, argument: str, value: Any) -> None:
+    """An argument of a call without a counterpart is refused by its name."""
     calls = [lambda given: llm.generate("Tom", use_tqdm=False, **given), lambda given: llm.chat(ASKED, **given)]
     if argument != "priority":
         calls.append(lambda given: llm.add_request("a", "Tom", **given))

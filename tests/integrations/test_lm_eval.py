@@ -54,7 +54,8 @@ def test_loglikelihoods_are_those_of_the_hf_backend(ours: D3EngineLM, theirs: HF
     assert len({round(logprob, 3) for logprob, _ in found}) == len(PAIRS)
 
 
-def test_a_continuation_is_greedy_exactly_if_greedy_decoding_gives_it(ours: D3EngineLM, theirs: HFLM) -> None:
+def test_continuation_is_greedy_if_greedy_decoding_gives_it(ours: D3EngineLM, theirs: HFLM) -> None:
+    """A continuation is greedy exactly if greedy decoding gives it."""
     context = "Question: how many?\nAnswer:"
     ids = ours.tok_encode(context)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, depth=FullDepth(), logprobs=2)
@@ -111,7 +112,8 @@ def test_a_chat_is_rendered_as_the_hf_backend_renders_it(ours: D3EngineLM, their
     assert "/" not in ours.tokenizer_name
 
 
-def test_answers_run_at_the_depth_of_the_policy_and_are_counted_by_task(tiny: TinyLlama) -> None:
+def test_answers_run_at_the_policys_depth_and_count_by_task(tiny: TinyLlama) -> None:
+    """Answers run at the depth of the policy and are counted by task."""
     policy = D3(alpha=0.6, start=0.4)
     model = D3EngineLM(str(tiny.directory), depth="d3", alpha=0.6, start=0.4, **CACHE)
     gen = ("Question: what?\nAnswer:", {"until": [], "max_gen_toks": 12})
@@ -137,7 +139,8 @@ def test_a_policy_does_not_change_log_likelihoods_and_says_so(
     assert "full depth" in caplog.text
 
 
-def test_what_is_computed_is_handed_to_the_harness_cache_as_it_comes(ours: D3EngineLM) -> None:
+def test_results_are_handed_to_the_harness_cache_as_they_come(ours: D3EngineLM) -> None:
+    """A result is handed to the harness's cache as soon as it is computed."""
     kept: list[tuple[str, tuple[Any, ...], Any]] = []
 
     class Hook:

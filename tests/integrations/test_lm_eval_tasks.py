@@ -100,10 +100,11 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], tasks: list[str])
         assert numbers == pytest.approx({name: their_scores[name] for name in numbers})
 
 
-def test_the_harness_gives_the_scores_of_its_hf_backend_on_generated_problems(
-    tmp_path: Path, tiny: TinyLlama, theirs: HFLM
-) -> None:
-    """The model by name and arguments, as `simple_evaluate` and `lm_eval --model_args` take them."""
+def test_generated_problems_score_as_with_the_hf_backend(tmp_path: Path, tiny: TinyLlama, theirs: HFLM) -> None:
+    """The harness gives the scores of its HF backend on generated problems.
+
+    The model by name and arguments, as `simple_evaluate` and `lm_eval --model_args` take them.
+    """
     words = list(islice(all_problems("word-problems", "test", 0), 3))
     swaps = list(islice(all_problems("tracking-shuffled-objects", "test", 0), 3))
     items = [{"q": p.question, "a": str(p.answer), "choices": ["7", str(p.answer), "ball"]} for p in (*words, *swaps)]
@@ -116,9 +117,10 @@ def test_the_harness_gives_the_scores_of_its_hf_backend_on_generated_problems(
     assert_same(found, evaluate(tmp_path, theirs, tasks, num_fewshot=0), tasks)
 
 
-def test_the_harness_gives_the_scores_of_its_hf_backend_on_items_of_gsm8k_and_bbh(
+def test_gsm8k_and_bbh_items_score_as_with_the_hf_backend(
     tmp_path: Path, shared_data: Path, ours: D3EngineLM, theirs: HFLM
 ) -> None:
+    """The harness gives the scores of its HF backend on items of GSM8K and BBH."""
     with (shared_data / "gsm8k" / "test.jsonl").open() as lines:
         gsm8k = [json.loads(line) for line in islice(lines, 3)]
     bbh = json.loads((shared_data / "bbh" / "boolean_expressions.json").read_text())["examples"][:4]
@@ -160,7 +162,8 @@ def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -
     assert of_perplexity is None
 
 
-def test_tables_and_page_of_the_harness_show_the_paired_difference_also_of_policies_that_draft(tmp_path: Path) -> None:
+def test_tables_and_page_show_paired_differences_with_drafts(tmp_path: Path) -> None:
+    """Tables and page of the harness show paired differences, of drafting policies too."""
     items = [{"q": p.question, "a": str(p.answer)} for p in islice(all_problems("word-problems", "test", 0), 2)]
     write_task(tmp_path, "own_words", items, **generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 40))
     page = tmp_path / "page.html"

@@ -48,9 +48,10 @@ def requests(tmp_path: Path) -> Path:
     return file
 
 
-def test_engines_on_ray_answer_a_batch_as_one_engine_does_and_go_on_where_it_was_ended(
+def test_ray_engines_answer_a_batch_as_one_and_resume_it(
     requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Engines on Ray answer a batch as one engine does, and go on where it was ended."""
     monkeypatch.setenv("RAY_worker_niceness", "0")  # by itself Ray lets its workers wait for all else on the machine
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     assert run(requests, here).exit_code == 1
@@ -63,9 +64,10 @@ def test_engines_on_ray_answer_a_batch_as_one_engine_does_and_go_on_where_it_was
     assert len(results_of(here)) == COUNT
 
 
-def test_a_ray_that_does_not_start_ends_the_command_in_a_sentence(
+def test_ray_that_does_not_start_ends_the_command_in_a_sentence(
     requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A Ray that does not start ends the command in a sentence."""
     import ray
 
     def fail(*_: object, **__: object) -> None:
@@ -77,7 +79,8 @@ def test_a_ray_that_does_not_start_ends_the_command_in_a_sentence(
     assert "cannot reach Ray at 'local': The current node timed out during startup." in " ".join(ended.output.split())
 
 
-def test_a_cluster_that_is_not_there_ends_the_command_in_a_sentence(requests: Path, tmp_path: Path) -> None:
+def test_absent_cluster_ends_the_command_in_a_sentence(requests: Path, tmp_path: Path) -> None:
+    """A cluster that is not there ends the command in a sentence."""
     ended = run(requests, tmp_path / "out.jsonl", "--ray", "127.0.0.1:1")
     assert ended.exit_code == 1
     assert "cannot reach Ray at '127.0.0.1:1'" in ended.output

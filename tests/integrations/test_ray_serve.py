@@ -144,9 +144,8 @@ def test_the_program_of_the_docs_prints_the_answer(url: str, capsys: pytest.Capt
     assert " Adding 3 makes 5 + 3 = 8. Adding 2 makes 8 + 2 = 10. #### 10" in capsys.readouterr().out
 
 
-def test_of_a_replica_that_is_killed_nothing_is_lost_but_its_streams_which_say_so(
-    run: Run, long_texts: list[str]
-) -> None:
+def test_killed_replica_loses_only_its_streams_which_say_so(run: Run, long_texts: list[str]) -> None:
+    """A killed replica loses nothing but its streams, which say so."""
     client = run(num_replicas=2, kv_cache_memory_bytes=2**26)._http
     readers = [Reader(client, number) for number in range(NUM_STREAMS)]
     with ThreadPoolExecutor() as threads:
@@ -174,7 +173,8 @@ def test_of_a_replica_that_is_killed_nothing_is_lost_but_its_streams_which_say_s
             assert "has died" in reader.error["message"]
 
 
-def test_a_replica_that_is_no_longer_wanted_ends_what_it_has_begun(run: Run, long_texts: list[str]) -> None:
+def test_replica_no_longer_wanted_ends_what_it_has_begun(run: Run, long_texts: list[str]) -> None:
+    """A replica that is no longer wanted finishes the requests it has begun."""
     client = run(num_replicas=2, kv_cache_memory_bytes=2**26)._http
     assert len(names_of_replicas()) == 2  # the one that was killed has been replaced
     readers = [Reader(client, number) for number in range(NUM_STREAMS)]
@@ -204,12 +204,14 @@ def gained(client: Any, name: str, prompts: list[str]) -> list[float]:
     return sorted(after - before[replica] for replica, after in per_replica(client, name).items())
 
 
-def test_by_depth_cohort_all_requests_of_one_window_go_to_one_replica(run: Run) -> None:
+def test_depth_cohort_sends_a_windows_requests_to_one_replica(run: Run) -> None:
+    """By depth cohort, all requests of one window go to one replica."""
     client = run(num_replicas=2, routing="by depth cohort", cohort_seconds=3600.0)._http
     assert gained(client, "generation_tokens_total", [f"Tom has {nth} pens." for nth in range(8)]) == [0, 16]
 
 
-def test_by_prefix_every_prompt_that_begins_like_another_finds_it_in_the_cache(run: Run) -> None:
+def test_prefix_routing_finds_like_prompts_in_the_cache(run: Run) -> None:
+    """By prefix, every prompt that begins like another finds it in the cache."""
     client = run(num_replicas=2, routing="by prefix", kv_cache_memory_bytes=2**26)._http
     books = [f"Book {nth} tells of " + "many things. " * 40 for nth in range(8)]
     prompt_tokens = gained(client, "prompt_tokens_total", books)

@@ -96,7 +96,9 @@ def test_stop_strings_end_where_transformers_ends(tiny: TinyLlama, ours: D3ForCa
     assert torch.equal(ours.generate(ids, **asked), want)
 
 
-def test_several_answers_to_each_row_are_drawn_apart_and_again_by_torchs_seed(ours: D3ForCausalLM) -> None:
+def test_answers_to_each_row_are_drawn_apart_by_torchs_seed(ours: D3ForCausalLM) -> None:
+    """Several answers to each row are drawn apart, and again by torch's seed."""
+
     def draw() -> torch.Tensor:
         torch.manual_seed(3)
         asked: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 0, "num_return_sequences": 3}
@@ -204,7 +206,8 @@ def test_what_it_cannot_honour_is_refused_by_name(ours: D3ForCausalLM, asked: di
     assert caught.value.field == named
 
 
-def test_every_field_of_a_generation_config_is_read_or_refused_or_asks_for_nothing() -> None:
+def test_each_generation_config_field_is_read_refused_or_moot() -> None:
+    """Every field of a generation config is read, or refused, or asks for nothing."""
     from transformers import GenerationConfig
 
     from d3engine.integrations.transformers import IGNORED, READ_FIELDS, UNSUPPORTED

@@ -32,7 +32,8 @@ def write(repository: Path, *options: str) -> Any:
     return CliRunner().invoke(app, ["integrations", "triton-repository", str(repository), *options])
 
 
-def test_a_repository_holds_the_options_that_were_given_and_spoils_no_other_model(tmp_path: Path) -> None:
+def test_repository_holds_its_options_and_spoils_no_other_model(tmp_path: Path) -> None:
+    """A repository holds the options that were given and spoils no other model."""
     assert write(tmp_path, "--name", "one", "--depth", "d3 alpha=0.9 start=0.6").exit_code == 0
     assert write(tmp_path, "--name", "two", "--max-num-seqs", "4", "--threads", "1").exit_code == 0
     arguments = {name: json.loads((tmp_path / name / "1" / "model.json").read_text()) for name in ("one", "two")}
@@ -130,9 +131,8 @@ def test_triton_holds_the_contract(stack: OverTriton, wanted: list[RequestOutput
 
 
 @with_triton
-def test_four_clients_at_once_read_equal_streams_over_either_protocol_while_a_fifth_cancels(
-    stack: OverTriton, wanted: list[RequestOutput]
-) -> None:
+def test_four_clients_read_equal_streams_while_a_fifth_cancels(stack: OverTriton, wanted: list[RequestOutput]) -> None:
+    """Four clients read equal streams over either protocol while a fifth cancels."""
     asked, text = ANSWERED[1], wanted[1].outputs[0].text
     with ThreadPoolExecutor() as threads:
         fifth = threads.submit(stack.leave, LEFT[0])
@@ -151,9 +151,8 @@ def test_the_program_of_the_docs_prints_the_answer(ports: Ports, capsys: pytest.
 
 
 @with_triton
-def test_a_whole_answer_has_its_prompt_before_it_unless_that_is_excluded(
-    stack: OverTriton, wanted: list[RequestOutput]
-) -> None:
+def test_whole_answer_has_its_prompt_first_unless_excluded(stack: OverTriton, wanted: list[RequestOutput]) -> None:
+    """A whole answer has its prompt before it, unless that is excluded."""
     asked, answer = ANSWERED[1], wanted[1].outputs[0]
     body = {"text_input": asked.prompt, "sampling_parameters": json.dumps(asked.fields())}
     with_prompt = stack.http.post("/v2/models/d3/generate", json=body).json()

@@ -35,9 +35,10 @@ def test_a_default_which_nothing_checks_is_within_its_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_models_length(
+def test_answer_without_max_tokens_runs_to_the_models_length(
     make_engine: Callable[..., Engine], policy: DepthPolicy
 ) -> None:
+    """Without `max_tokens` an answer goes on to the end of the model's length."""
     engine = make_engine(depth=policy)
     room = MAX_LENGTH - len(PROMPT)
     free = answer(engine, temperature=0, max_tokens=None, ignore_eos=True)
@@ -45,19 +46,23 @@ def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_models_length(
     assert free == answer(engine, temperature=0, max_tokens=room, ignore_eos=True)
 
 
-def test_an_answer_that_the_models_length_cuts_before_max_tokens_ends_by_length(
+def test_answer_cut_by_the_models_length_ends_by_length(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """An answer that the model's length cuts before `max_tokens` ends by length."""
     room = MAX_LENGTH - len(PROMPT)
     cut = answer(make_engine(), temperature=0, max_tokens=room + 100, ignore_eos=True)
     assert (len(cut.token_ids), cut.finish_reason, cut.stop_reason) == (room, "length", None)
 
 
 @pytest.mark.parametrize("policy", [FullDepth(), D3(0.9, 0.5)], ids=repr)
-def test_without_max_tokens_an_answer_goes_on_to_the_end_of_a_small_cache(
+def test_answer_without_max_tokens_runs_to_a_small_caches_end(
     make_engine: Callable[..., Engine], policy: DepthPolicy
 ) -> None:
-    """As far as one that names so many tokens may go, and not a token further."""
+    """Without `max_tokens` an answer goes on to the end of a small cache.
+
+    As far as one that names so many tokens may go, and not a token further.
+    """
     entries = 20
     blocks = LAYERS * -(-entries // BLOCK)
     engine = make_engine(depth=policy, kv_cache_memory_bytes=blocks * block_bytes())
@@ -70,7 +75,8 @@ def test_without_max_tokens_an_answer_goes_on_to_the_end_of_a_small_cache(
         answer(engine, temperature=0, max_tokens=reached + 1)
 
 
-def test_prompts_share_their_blocks_with_those_of_the_same_salt_alone(make_engine: Callable[..., Engine]) -> None:
+def test_prompts_share_blocks_with_those_of_their_salt_alone(make_engine: Callable[..., Engine]) -> None:
+    """Prompts share their blocks with those of the same salt alone."""
     engine, cached = make_engine(), []
     for salt in (None, "a", "b", "a", None):
         params = SamplingParams(temperature=0, max_tokens=3, cache_salt=salt)
@@ -79,9 +85,10 @@ def test_prompts_share_their_blocks_with_those_of_the_same_salt_alone(make_engin
     assert len({tuple(output.outputs[0].token_ids) for output in cached}) == 1
 
 
-def test_min_tokens_may_ask_for_more_than_there_is_room_for_where_max_tokens_is_open(
+def test_min_tokens_may_exceed_the_room_without_max_tokens(
     make_engine: Callable[..., Engine],
 ) -> None:
+    """`min_tokens` may ask for more than there is room for where `max_tokens` is open."""
     found = answer(make_engine(), temperature=0, max_tokens=None, min_tokens=1000)
     assert (len(found.token_ids), found.finish_reason) == (MAX_LENGTH - len(PROMPT), "length")
 
@@ -152,7 +159,8 @@ def test_include_stop_str_in_output_shows_a_stop_token_too() -> None:
     assert by_text.stop_reason == whole.token_ids[place]
 
 
-def test_an_end_of_sequence_is_special_and_stays_hidden_unless_special_tokens_are_shown() -> None:
+def test_end_of_sequence_is_hidden_unless_specials_are_shown() -> None:
+    """An end of sequence is special, and hidden unless special tokens are shown."""
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
         assert engine.tokenizer is not None
         eos = engine.tokenizer.eos_token_id

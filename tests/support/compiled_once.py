@@ -19,7 +19,7 @@ torch.empty = torch.zeros  # logits that no kernel writes are finite
 from pathlib import Path  # noqa: E402 (the driver comes first)
 
 from d3engine import D3, Engine, SamplingParams  # noqa: E402
-from d3engine.engine.engine import resolve  # noqa: E402
+from d3engine.engine import resolve  # noqa: E402
 from d3engine.engine.settings import EngineSettings  # noqa: E402
 from d3engine.kernels.target import TARGETS  # noqa: E402
 from d3engine.kernels.triton import launches  # noqa: E402

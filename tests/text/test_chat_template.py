@@ -196,9 +196,10 @@ class TestFormOfMessages:
             "{% for p in (messages[0].content if messages else []) | list %}<{{ p.text }}>{% endfor %}",
         ],
     )
-    def test_a_template_that_walks_through_parts_gets_them_as_in_transformers(
+    def test_template_that_loops_over_parts_gets_them(
         self, transformers_tokenizer: PreTrainedTokenizerFast, source: str
     ) -> None:
+        """A template that walks through parts gets them as in transformers."""
         chat = [{"role": "user", "content": self.PARTS}]
         expected = transformers_tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False)
         assert render(source, chat, add_generation_prompt=False) == expected
@@ -214,10 +215,12 @@ class TestFormOfMessages:
             "{% for line in messages[0].content.split('\\n') %}{{ line }}\n{% endfor %}",
         ],
     )
-    def test_a_template_that_prints_a_content_gets_text_parts_joined_by_line_feeds(self, source: str) -> None:
+    def test_template_that_prints_contents_gets_joined_text_parts(self, source: str) -> None:
+        """A template that prints a content gets text parts joined by line feeds."""
         assert render(source, [{"role": "user", "content": self.PARTS}]).strip() == "one\ntwo"
 
-    def test_a_template_that_does_nothing_but_walk_gets_a_string_as_one_part(self) -> None:
+    def test_template_that_only_loops_gets_a_string_as_one_part(self) -> None:
+        """A template that does nothing but loop over parts gets a string as one part."""
         walk = "{% for p in messages[0].content %}{% if p.type == 'text' %}<{{ p.text }}>{% endif %}{% endfor %}"
         assert render(walk, [{"role": "user", "content": "words"}]) == "<words>"
         either = "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}" + walk + "{% endif %}"
@@ -233,14 +236,16 @@ class TestFormOfMessages:
             "{{ messages[0].reasoning_content or messages[0].thinking }}",
         ],
     )
-    def test_the_thoughts_of_an_assistant_have_the_name_that_the_template_reads(self, given: str, source: str) -> None:
+    def test_thoughts_of_an_assistant_have_the_templates_name(self, given: str, source: str) -> None:
+        """The thoughts of an assistant have the name that the template reads."""
         assert render(source, [{"role": "assistant", "content": "5", given: "2 + 3"}]) == "2 + 3"
 
     def test_an_assistant_that_only_thinks_needs_no_content(self) -> None:
         message = {"role": "assistant", "content": None, "thinking": "hm"}
         assert render("{{ messages[0].reasoning }}{{ messages[0].content }}", [message]) == "hm"
 
-    def test_two_different_thoughts_of_one_message_are_refused_by_field(self) -> None:
+    def test_two_different_thoughts_of_a_message_are_refused(self) -> None:
+        """Two different thoughts of one message are refused by field."""
         message = {"role": "assistant", "content": "5", "reasoning_content": "a", "thinking": "b"}
         with pytest.raises(
             InvalidValueError,
@@ -369,7 +374,8 @@ class TestLoading:
         (tmp_path / "tokenizer_config.json").write_text("{}", encoding="utf-8")
         assert load_chat_template(tmp_path) is None
 
-    def test_the_file_wins_over_the_config_and_special_tokens_are_known(self, tmp_path: Path) -> None:
+    def test_template_file_wins_over_config_with_special_tokens(self, tmp_path: Path) -> None:
+        """The template's file wins over the config, and special tokens are known."""
         config = {"chat_template": "from the config {{ bos_token }}", "bos_token": {"content": "<s>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
         from_config = load_chat_template(tmp_path)
@@ -380,7 +386,8 @@ class TestLoading:
         assert from_file is not None
         assert from_file.render([USER]) == "from the file <s>"
 
-    def test_of_several_templates_the_default_one_is_taken_or_the_one_for_tools(self, tmp_path: Path) -> None:
+    def test_default_or_tools_template_is_taken_of_several(self, tmp_path: Path) -> None:
+        """Of several templates the default one is taken, or the one for tools."""
         named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
         template = load_chat_template(tmp_path)

@@ -197,9 +197,10 @@ class TestStreamedText:
 class TestStopStrings:
     @settings(max_examples=40, deadline=None)
     @given(data=st.data(), skip=st.booleans(), include=st.booleans(), min_tokens=st.sampled_from([0, 0, 1, 3, 6]))
-    def test_text_ends_where_decoding_everything_anew_finds_the_stop_string(
+    def test_text_ends_where_full_decoding_finds_the_stop_string(
         self, tokenizer: Tokenizer, data: st.DataObject, skip: bool, include: bool, min_tokens: int
     ) -> None:
+        """Text ends where decoding everything anew finds the stop string."""
         ids = data.draw(any_ids(tokenizer))
         full = tokenizer.decode(ids, skip_special_tokens=skip).replace("\ufffd", "")
         cuts = st.tuples(st.integers(0, max(len(full) - 1, 0)), st.integers(1, 4))
@@ -262,24 +263,28 @@ class TestStopStrings:
         assert detokenizer.extend(byte_ids(byte_fallback, b"ok\nmore")) == "ok"
         assert (detokenizer.stop_reason, detokenizer.num_tokens) == ("\n", 3)
 
-    def test_a_stop_string_is_not_found_in_the_space_that_decoding_strips(self, byte_fallback: Tokenizer) -> None:
+    def test_stop_string_is_not_found_in_a_stripped_space(self, byte_fallback: Tokenizer) -> None:
+        """A stop string is not found in the space that decoding strips."""
         detokenizer = Detokenizer(byte_fallback, stop=[" x"])
         ids = byte_ids(byte_fallback, b" x x")
         assert detokenizer.extend(ids) == "x"
         assert detokenizer.num_tokens == len(ids)
 
-    def test_a_stop_string_completed_in_the_first_min_tokens_is_ordinary_text(self, byte_level: Tokenizer) -> None:
+    def test_stop_string_completed_within_min_tokens_is_text(self, byte_level: Tokenizer) -> None:
+        """A stop string completed in the first `min_tokens` is ordinary text."""
         letters = [byte_level.encode(letter)[0] for letter in "a.b.c"]
         detokenizer = Detokenizer(byte_level, stop=["."], min_tokens=3)
         assert detokenizer.extend(letters) == "a.b"
         assert detokenizer.num_tokens == 4
 
-    def test_a_stop_string_counts_from_the_token_after_the_first_min_tokens(self, byte_level: Tokenizer) -> None:
+    def test_stop_string_counts_from_the_token_after_min_tokens(self, byte_level: Tokenizer) -> None:
+        """A stop string counts from the token after the first `min_tokens`."""
         letters = [byte_level.encode(letter)[0] for letter in "ab."]
         assert Detokenizer(byte_level, stop=["."], min_tokens=2).extend(letters) == "ab"
         assert Detokenizer(byte_level, stop=["."], min_tokens=3).extend(letters) == "ab."
 
-    def test_a_stop_string_that_only_ends_after_the_first_min_tokens_counts(self, byte_level: Tokenizer) -> None:
+    def test_stop_string_begun_within_min_tokens_counts_at_its_end(self, byte_level: Tokenizer) -> None:
+        """A stop string that only ends after the first `min_tokens` counts."""
         letters = [byte_level.encode(letter)[0] for letter in "ab#Q:c"]
         assert Detokenizer(byte_level, stop=["#Q:"], min_tokens=4).extend(letters) == "ab"
 
@@ -291,9 +296,10 @@ class TestStopStrings:
             (["the", "he", "e"], "", "the"),
         ],
     )
-    def test_of_several_stop_strings_of_one_token_the_one_completed_first_wins(
+    def test_first_completed_of_several_stop_strings_wins(
         self, byte_level: Tokenizer, stops: list[str], text: str, reason: str
     ) -> None:
+        """Of several stop strings of one token, the one completed first wins."""
         (the,) = byte_level.encode("the")
         detokenizer = Detokenizer(byte_level, stop=stops)
         assert (detokenizer.append(the), detokenizer.stop_reason) == (text, reason)
@@ -324,10 +330,13 @@ class TestTextAfterAPrompt:
 
     @MANY
     @given(data=st.data())
-    def test_the_text_is_what_a_decode_stream_of_tokenizers_makes_of_it(
+    def test_text_is_that_of_a_decode_stream_of_tokenizers(
         self, byte_level: Tokenizer, byte_fallback: Tokenizer, data: st.DataObject
     ) -> None:
-        """vLLM reads answers by this stream, begun with the prompt's ids."""
+        """The text is what a decode stream of tokenizers makes of it.
+
+        vLLM reads answers by this stream, begun with the prompt's ids.
+        """
         tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
         assert isinstance(tokenizer, FastTokenizer)
         ids = tokenizer.encode(data.draw(st.text("ab é日🙂 \n", max_size=12)))

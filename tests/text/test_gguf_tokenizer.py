@@ -112,7 +112,8 @@ def test_token_ids_are_those_of_the_published_pre_tokenizer(written: Callable[[s
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
-def test_what_is_put_together_is_what_its_tokenizer_json_reads_as(written: Callable[[str], Path], pre: str) -> None:
+def test_built_tokenizer_reads_as_its_tokenizer_json(written: Callable[[str], Path], pre: str) -> None:
+    """The tokenizer that is put together reads as its tokenizer.json does."""
     files = files_of(written(pre))
     pipeline = files.byte_level_bpe()
     assert pipeline is not None
@@ -132,7 +133,8 @@ DIFFERENT: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("pre", DIFFERENT)
-def test_transformers_gives_the_same_ids_but_for_one_kind_of_texts(written: Callable[[str], Path], pre: str) -> None:
+def test_transformers_gives_equal_ids_but_for_one_kind_of_text(written: Callable[[str], Path], pre: str) -> None:
+    """Transformers gives the same ids but for one kind of texts."""
     path = written(pre)
     ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     differing = [text for text in TEXTS if ours.encode(text, False) != theirs.encode(text, add_special_tokens=False)]
@@ -153,7 +155,8 @@ def test_digits_of_a_text_stand_alone_where_the_file_says_smollm(written: Callab
     assert [piece for piece in pieces if piece and any(character.isdigit() for character in piece)] == list("20241000")
 
 
-def test_a_word_that_is_a_token_is_that_token_where_the_file_says_llama_bpe(written: Callable[[str], Path]) -> None:
+def test_word_that_is_a_token_is_that_token_in_llama_bpe(written: Callable[[str], Path]) -> None:
+    """A word that is a token is that token where the file says llama-bpe."""
     whole = open_gguf(written("llama-bpe")).metadata["tokenizer.ggml.tokens"].index("\u0120whole")
     assert load_tokenizer(written("llama-bpe")).encode("a whole b", add_special_tokens=False).count(whole) == 1
     assert load_tokenizer(written("qwen2")).encode("a whole b", add_special_tokens=False).count(whole) == 0
@@ -170,9 +173,10 @@ def test_a_name_that_stands_for_nothing_known_is_refused(tmp_path: Path, keys: d
 
 @pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("smollm", False)])
 @pytest.mark.parametrize("given", [None, True, False])
-def test_bos_comes_first_where_the_flag_says_so_and_without_one_where_the_name_does(
+def test_bos_is_first_by_the_flag_or_else_by_the_name(
     tmp_path: Path, keys: dict[str, Any], pre: str, begins: bool, given: bool | None
 ) -> None:
+    """BOS comes first where the flag says so, and without one where the name does."""
     leave = ("tokenizer.ggml.add_bos_token",) if given is None else ()
     changes = {"tokenizer.ggml.pre": pre} | ({} if given is None else {"tokenizer.ggml.add_bos_token": given})
     path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, changes=changes, leave=leave, **SMALL)
@@ -181,15 +185,19 @@ def test_bos_comes_first_where_the_flag_says_so_and_without_one_where_the_name_d
     assert ours.encode("a", add_special_tokens=False)[0] != keys["tokenizer.ggml.bos_token_id"]
 
 
-def test_a_flag_for_a_token_that_the_file_does_not_name_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_flag_for_a_token_absent_from_the_file_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """A flag for a token that the file does not name is refused."""
     leave = ("tokenizer.ggml.bos_token_id",)
     path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, leave=leave, **SMALL)
     with pytest.raises(ModelFormatError, match=r"add_bos_token must be false without tokenizer\.ggml\.bos_token_id"):
         load_tokenizer(path)
 
 
-def test_a_sentencepiece_tokenizer_without_a_space_before_a_text_is_the_model_it_came_from(tmp_path: Path) -> None:
-    """As Gemma's, whose files say so."""
+def test_sentencepiece_without_space_before_text_is_its_model(tmp_path: Path) -> None:
+    """A SentencePiece tokenizer without a space before a text is the model it came from.
+
+    As Gemma's, whose files say so.
+    """
     model = sentencepiece_model(add_dummy_prefix=False)
     keys = sentencepiece_keys(model) | {"tokenizer.ggml.add_space_prefix": False}
     path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, **SMALL)
@@ -240,7 +248,8 @@ def test_a_byte_level_tokenizer_that_lacks_something_is_refused(
         print(ModelConfig.from_directory(file), load_tokenizer(file))
 
 
-def test_a_byte_level_tokenizer_without_a_token_for_each_byte_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_byte_level_tokenizer_that_lacks_a_byte_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """A byte-level tokenizer without a token for each byte is refused."""
     tokens = ["lost" if token == "q" else token for token in keys["tokenizer.ggml.tokens"]]
     merges = [merge for merge in keys["tokenizer.ggml.merges"] if "q" not in merge]
     changed = keys | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
@@ -250,7 +259,8 @@ def test_a_byte_level_tokenizer_without_a_token_for_each_byte_is_refused(tmp_pat
 
 
 @pytest.mark.parametrize("change", ["no scores", "equal scores", "a byte less"])
-def test_a_sentencepiece_tokenizer_that_lacks_something_is_refused(tmp_path: Path, change: str) -> None:
+def test_sentencepiece_tokenizer_that_is_incomplete_is_refused(tmp_path: Path, change: str) -> None:
+    """A SentencePiece tokenizer that lacks something is refused."""
     keys = sentencepiece_keys(sentencepiece_model())
     if change == "no scores":
         del keys["tokenizer.ggml.scores"]

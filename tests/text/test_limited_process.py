@@ -106,9 +106,10 @@ class TestLimits:
             ProcessLimits(**{field: -1})
 
     @pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps, which every macOS has")
-    def test_memory_is_watched_from_outside_where_the_kernel_does_not_limit_it(
+    def test_memory_the_kernel_does_not_limit_is_watched_outside(
         self, monkeypatch: pytest.MonkeyPatch, children: _Children
     ) -> None:
+        """Memory is watched from outside where the kernel does not limit it."""
         monkeypatch.setattr(limited_process, "_KERNEL_LIMITS_MEMORY", False)
         hoards = (
             "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% for j in range(100) %}"
@@ -189,9 +190,10 @@ class TestProcess:
         with pytest.raises(LimitedProcessError, match=r"silent for 0\.1 s"):
             template.render([USER])
 
-    def test_ctrl_c_ends_the_process_so_that_no_answer_goes_to_the_wrong_question(
+    def test_ctrl_c_ends_the_process_and_misplaces_no_answer(
         self, children: _Children, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Ctrl-C ends the process, so that no answer goes to the wrong question."""
         template = ChatTemplate("{{ messages[0].content }}")
 
         def interrupted(*_: object, **__: object) -> None:

@@ -21,12 +21,14 @@ FORM = QuestionTemplate("Question: ", "\nAnswer:")
 @pytest.mark.parametrize(
     "text", [QUESTION, f"  {QUESTION}\n", f"Question: {QUESTION}", f"Question:{QUESTION}", f"{QUESTION} Answer:", WHOLE]
 )
-def test_a_question_comes_into_the_form_whatever_half_of_it_is_there(text: str) -> None:
+def test_question_comes_into_the_form_from_either_half_of_it(text: str) -> None:
+    """A question comes into the prompt's form, whichever half of it is there."""
     assert FORM.complete(text) == WHOLE
 
 
 @pytest.mark.parametrize("text", ["Question:", " Question: ", "", f"{WHOLE} Adding 3", f"{WHOLE} 8\n\n{WHOLE}"])
-def test_a_text_without_a_question_or_with_the_beginning_of_an_answer_is_left_alone(text: str) -> None:
+def test_text_without_question_or_with_answer_begun_is_kept(text: str) -> None:
+    """A text without a question, or with the beginning of an answer, is left alone."""
     assert FORM.complete(text) == text
 
 

@@ -87,7 +87,8 @@ class TestNormalizedSpecialTokens:
             b,
         ]
 
-    def test_as_the_files_were_written_later_and_transformers_reads_them(self, llama2: Path) -> None:
+    def test_files_written_later_are_read_as_transformers_does(self, llama2: Path) -> None:
+        """Files that were written later are read as transformers reads them."""
         later = json.loads((llama2 / "tokenizer.json").read_text())
         for token in later["added_tokens"]:
             assert token["normalized"]
@@ -107,9 +108,10 @@ class TestTokenizerJson:
 
     @pytest.mark.parametrize("fields", FIELDS, ids=["in the vocabulary", "new", "both"])
     @pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
-    def test_every_named_token_is_whole_and_has_the_id_of_transformers(
+    def test_each_named_token_is_whole_with_the_transformers_id(
         self, byte_level: Path, fields: dict[str, Any], name: str
     ) -> None:
+        """Every named token is whole and has the id of transformers."""
         if name == "tokenizer_config.json":  # there transformers says what its objects are
             is_object = {key for key, value in fields.items() if isinstance(value, dict)}
             fields = {

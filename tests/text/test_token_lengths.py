@@ -90,7 +90,8 @@ def test_the_bound_is_reached_by_the_longest_token() -> None:
     assert lengths.fewest_tokens(text) == len(backend.encode(text).ids) == 50
 
 
-def test_whitespace_that_an_added_token_takes_with_it_does_not_count() -> None:
+def test_whitespace_taken_by_an_added_token_does_not_count() -> None:
+    """Whitespace that an added token takes with it does not count."""
     backend = byte_level()
     backend.add_special_tokens([AddedToken("<end>", lstrip=True, rstrip=True)])
     lengths = TokenLengths.of(backend)

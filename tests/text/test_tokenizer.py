@@ -105,7 +105,8 @@ class TestTokenizerJson:
         assert templated == tokenizer.encode("Hi")
 
     @pytest.mark.parametrize("wanted", [True, False])
-    def test_the_post_processor_outweighs_the_config_as_in_transformers(self, byte_level: Path, wanted: bool) -> None:
+    def test_post_processor_outweighs_the_config(self, byte_level: Path, wanted: bool) -> None:
+        """The post-processor outweighs the config, as in transformers."""
         set_field(byte_level, add_bos_token=wanted, add_eos_token=wanted)
         ours, theirs = load_tokenizer(byte_level), PreTrainedTokenizerFast.from_pretrained(byte_level)
         assert ours.encode("Hi there") == theirs.encode("Hi there")
@@ -118,7 +119,8 @@ class TestTokenizerJson:
         assert tokenizer.vocab_size == max(tokenizer.special_ids) + 1
         assert tokenizer.kind is DecoderKind.BYTE_LEVEL
 
-    def test_padding_and_truncation_in_the_file_do_not_touch_a_prompt(self, byte_level: Path) -> None:
+    def test_padding_and_truncation_in_the_file_change_no_prompt(self, byte_level: Path) -> None:
+        """Padding and truncation in the file do not touch a prompt."""
         plain = load_tokenizer(byte_level).encode("one two three four five")
         trained = tokenizers.Tokenizer.from_file(str(byte_level / "tokenizer.json"))
         trained.enable_truncation(3)
@@ -130,7 +132,8 @@ class TestTokenizerJson:
         (byte_level / "tokenizer.model").write_bytes(b"not read at all")
         assert load_tokenizer(byte_level).kind is DecoderKind.BYTE_LEVEL
 
-    def test_a_byte_fallback_pipeline_is_recognised_and_its_byte_pieces_too(self, tmp_path: Path) -> None:
+    def test_byte_fallback_pipeline_and_its_bytes_are_recognised(self, tmp_path: Path) -> None:
+        """A byte-fallback pipeline is recognised, and its byte tokens too."""
         vocabulary = {"<unk>": 0, "<0x0A>": 1, "\u2581a": 2}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
         tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
@@ -150,7 +153,8 @@ class TestTokenizerModel:
             assert ours.encode(text) == theirs.encode(text)
             assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
 
-    def test_legacy_puts_a_space_behind_every_special_token_as_in_transformers(self, llama2: Path) -> None:
+    def test_legacy_puts_a_space_behind_every_special_token(self, llama2: Path) -> None:
+        """`legacy` puts a space behind every special token, as in transformers."""
         text = "<s>[INST] Hi [/INST] yes </s><s>[INST] no [/INST]"
         modern = load_tokenizer(llama2).encode(text)
         set_field(llama2, legacy=True)
@@ -190,7 +194,8 @@ class TestTokenizerModel:
         found = chats.token_ids([{"role": "user", "content": "Hello"}], chat_template="<s>{{ messages[0].content }}")
         assert found == tokenizer.encode("<s>Hello", add_special_tokens=False)
 
-    def test_add_prefix_space_false_encodes_and_decodes_without_the_space(self, small_model: Path) -> None:
+    def test_add_prefix_space_false_adds_no_space_either_way(self, small_model: Path) -> None:
+        """`add_prefix_space` false encodes and decodes without the space."""
         prefixed = load_tokenizer(small_model).encode("the", add_special_tokens=False)
         write_config(small_model, add_prefix_space=False)
         tokenizer = load_tokenizer(small_model)
@@ -199,7 +204,8 @@ class TestTokenizerModel:
         assert tokenizer.decode(prefixed) == " the"
         assert tokenizer.decode(ids) == "the"
 
-    def test_added_special_tokens_are_one_id_and_hidden_when_decoding(self, small_model: Path) -> None:
+    def test_added_special_tokens_are_one_id_hidden_in_decoding(self, small_model: Path) -> None:
+        """Added special tokens are one id, and hidden in decoding."""
         size = load_tokenizer(small_model).vocab_size
         added = {
             str(size): {"content": "<|im_end|>", "special": True},
@@ -214,7 +220,8 @@ class TestTokenizerModel:
         assert tokenizer.decode(ids, skip_special_tokens=False) == "Hi<|im_end|><tool>"
 
     @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-    def test_an_added_token_that_cannot_be_honoured_is_refused_by_name(self, small_model: Path, flag: str) -> None:
+    def test_added_token_that_cannot_be_honoured_is_refused(self, small_model: Path, flag: str) -> None:
+        """An added token that cannot be honoured is refused by name."""
         write_config(small_model, added_tokens_decoder={"900": {"content": "<x>", flag: True}})
         with pytest.raises(ModelFormatError, match=rf"added token 900: {flag}"):
             load_tokenizer(small_model)
@@ -293,7 +300,8 @@ class TestBothKinds:
 
 
 class TestBrokenDirectories:
-    def test_a_directory_without_tokenizer_files_says_which_are_looked_for(self, tmp_path: Path) -> None:
+    def test_directory_without_tokenizer_names_the_files_it_needs(self, tmp_path: Path) -> None:
+        """A directory without tokenizer files says which are looked for."""
         with pytest.raises(ModelFormatError, match=r"neither tokenizer\.json nor tokenizer\.model"):
             load_tokenizer(tmp_path)
 

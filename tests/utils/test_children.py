@@ -41,6 +41,7 @@ STARTS_OTHERS = {  # programs that are not Python
 SAFE_STARTS = {  # forked, which imports nothing; and with PYTHONSAFEPATH
     "kernels/inspect.py": "multiprocessing.get_context('fork')",
     "benchmarks/gpu_round.py": "get_context('spawn')",
+    "benchmarks/gpu/compiled.py": "get_context('fork')",
 }
 
 
@@ -62,7 +63,8 @@ def test_python_is_started_by_one_helper_alone() -> None:
     assert children.python_command("-c", "")[1:2] == ["-P"]
 
 
-def test_every_subprocess_is_python_by_that_helper_or_a_known_program() -> None:
+def test_each_subprocess_is_python_by_helper_or_known_program() -> None:
+    """Every subprocess is Python by that helper, or a known program."""
     starts = {"Popen", "run", "call", "check_call", "check_output", "getoutput", "getstatusoutput"}
     found: set[str] = set()
     for file in CODE:
@@ -139,9 +141,8 @@ def test_a_command_runs_no_file_of_its_folder(hostile: Path, tmp_path: Path, arg
 
 
 @pytest.mark.parametrize("start", [["-m", "d3engine"], ["-P", "-c", "from d3engine.cli import main; main()"]])
-def test_a_server_with_an_engine_process_runs_no_file_of_its_folder(
-    hostile: Path, tmp_path: Path, start: list[str]
-) -> None:
+def test_server_with_engine_process_runs_no_file_of_its_folder(hostile: Path, tmp_path: Path, start: list[str]) -> None:
+    """A server with an engine process runs no file of its folder."""
     command = [sys.executable, *start, "serve", "demo", "--port", "0", "--device", "cpu", "--engine-process"]
     server = subprocess.Popen(command, cwd=hostile, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
@@ -172,7 +173,8 @@ def test_ranks_run_no_file_of_their_folder(hostile: Path, tmp_path: Path) -> Non
     assert done.stdout == "1\n", done.stderr
 
 
-def test_the_working_directory_stays_where_d3engine_lies_in_it_or_the_user_names_it(tmp_path: Path) -> None:
+def test_working_directory_stays_with_d3engine_or_if_named(tmp_path: Path) -> None:
+    """The working directory stays where d3engine lies in it or the user names it."""
     (tmp_path / "d3engine").symlink_to(ROOT / "d3engine")
     (tmp_path / "mine.py").write_text("import d3engine, other; print(other.VALUE)")
     (tmp_path / "other.py").write_text("VALUE = 3")
@@ -189,9 +191,8 @@ def test_the_working_directory_stays_where_d3engine_lies_in_it_or_the_user_names
     assert subprocess.run(bare, cwd=ROOT, env=env, capture_output=True, check=False).returncode == 0
 
 
-def test_a_child_searches_the_same_folders_but_for_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_child_searches_the_parents_folders_but_the_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child searches the same folders, but for the working directory."""
     added = tmp_path / "added"
     added.mkdir()
     (tmp_path / "here").mkdir()
@@ -226,9 +227,8 @@ def open_files() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system has no /proc")
-def test_processes_that_cannot_be_started_leave_no_files_open_and_no_ranks_behind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processes_that_fail_to_start_leave_no_files_and_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes that cannot be started leave no files open and no ranks behind."""
     from d3engine.async_engine import engine_process
     from d3engine.engine import ranks as rank_processes
     from d3engine.errors import EngineDeadError

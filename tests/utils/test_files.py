@@ -136,9 +136,10 @@ KINDS = [pytest.param("pipe", marks=needs_pipes), "endless device", "broken link
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "read"), READERS)
-def test_what_is_no_regular_file_is_refused_by_its_name_and_never_waited_for(
+def test_irregular_file_is_refused_by_name_without_waiting(
     folder: Path, name: str, read: Callable[[Path], Any], kind: str
 ) -> None:
+    """A file that is not regular is refused by its name and never waited for."""
     path = folder / name
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -235,7 +236,8 @@ def test_a_configuration_is_read_up_to_a_bound(folder: Path, name: str) -> None:
         readers[0](folder)
 
 
-def test_the_bound_counts_what_is_read_and_not_what_the_size_says(tmp_path: Path) -> None:
+def test_bound_counts_bytes_read_and_not_the_stated_size(tmp_path: Path) -> None:
+    """The bound counts what is read, and not what the size says."""
     said_empty = Path("/proc/self/status")
     if said_empty.exists():
         assert said_empty.stat().st_size == 0

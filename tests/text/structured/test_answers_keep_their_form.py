@@ -75,9 +75,8 @@ def test_random_models_write_json_of_random_schemas(random_engine: Callable[...,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_models_match_a_pattern_choose_and_follow_a_grammar(
-    random_engine: Callable[..., Engine], kind: str
-) -> None:
+def test_random_models_match_patterns_choices_and_grammars(random_engine: Callable[..., Engine], kind: str) -> None:
+    """Random models match a pattern, choose, and follow a grammar."""
     texts = [" yes", "no, never!\n", "日本 (é)", "a\\b/[c]*"]
     forms: list[tuple[dict[str, Any], Callable[[str], object]]] = [
         ({"regex": r"([a-f]{2}/\d{1,3}(é|\n)?){1,3}"}, re.compile(r"([a-f]{2}/\d{1,3}(é|\n)?){1,3}").fullmatch),
@@ -108,9 +107,10 @@ def test_any_object_is_written_with_little_between_its_parts(random_engine: Call
 
 
 @pytest.mark.parametrize("policy", DRAFTING, ids=repr)
-def test_drafts_give_the_answers_that_full_depth_gives_in_this_form(
+def test_drafts_under_a_grammar_give_full_depth_answers(
     random_engine: Callable[..., Engine], policy: DepthPolicy
 ) -> None:
+    """Drafts give the answers that full depth gives under the same grammar."""
     numbers = random.Random(7)
     forms: list[dict[str, Any]] = [{"json": random_schema(numbers)} for _ in range(5)]
     forms += [{"regex": "[a-z ]{3,30}"}, {"choice": ["one of these texts", "one of those texts"]}]
@@ -156,17 +156,21 @@ def test_answers_beside_others_and_preempted_are_those_alone(random_engine: Call
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
 
 
-def test_several_answers_to_one_prompt_are_in_the_form_each_for_itself(random_engine: Callable[..., Engine]) -> None:
+def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: Callable[..., Engine]) -> None:
+    """Several answers to one prompt keep the grammar, each for itself."""
     with random_engine("byte level") as engine:
         found = answers(engine, [params(regex="[a-z]{3}[0-9]{2}", n=8, seed=1)], [5, 6, 7])
     assert len({answer.text for answer in found}) == 8
     assert all(re.fullmatch("[a-z]{3}[0-9]{2}", answer.text) for answer in found)
 
 
-def test_a_form_runs_ahead_with_its_mates_and_its_answers_are_those_step_by_step(
+def test_guided_multi_step_batch_gives_answers_of_single_steps(
     random_engine: Callable[..., Engine],
 ) -> None:
-    """By streams too, whose form a thread asks for; and no step is taken behind the last form's end."""
+    """A guided batch decodes several steps at once and gives the answers of single steps.
+
+    By streams too, whose form a thread asks for; and no step is taken behind the last form's end.
+    """
     forms: list[dict[str, Any]] = [
         {"regex": "[a-z]{3}[0-9]{20}", "ignore_eos": True},
         {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},

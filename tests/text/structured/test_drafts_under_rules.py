@@ -126,9 +126,10 @@ def cycled(engine: Engine) -> list[Plan]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_alone_and_streamed_every_drafter_gives_the_bits_of_no_drafts(
+def test_each_drafter_alone_and_streamed_gives_undrafted_bits(
     engine: Engine, models: Models, plain: dict[str, CompletionOutput], rule: str
 ) -> None:
+    """Alone and streamed, every drafter gives the bits of no drafts."""
     plans, drafted = cycled(engine), 0
     eager = engine.stats().eager_steps
     for policy in policies(models.draft):
@@ -175,7 +176,8 @@ def test_a_stop_string_ends_drafted_answers_where_it_ends_others(
                 assert found.stop_reason == given["stop"][0]
 
 
-def test_step_by_step_on_pytorch_tokens_are_those_of_no_drafts_too(models: Models) -> None:
+def test_pytorch_steps_of_each_drafter_give_undrafted_tokens(models: Models) -> None:
+    """Step by step on PyTorch, tokens are those of no drafts too."""
     with new_engine(models, backend="torch") as engine:
         for rule in RULES:
             found = []
@@ -210,7 +212,8 @@ class Fragile:
         return False
 
 
-def test_a_fault_that_drafted_tokens_run_into_is_none_of_the_answer() -> None:
+def test_fault_reached_by_drafted_tokens_is_not_in_the_answer() -> None:
+    """A fault that drafted tokens run into is no part of the answer."""
     sequence = sequence_of(SamplingParams())
     sequence.constraint = Fragile((1,))
     forms = FormsOfRun.of_loop([sequence])

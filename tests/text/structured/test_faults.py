@@ -120,7 +120,8 @@ def places_alive() -> list[GrammarPlace]:
     return [one for one in gc.get_objects() if type(one) is GrammarPlace]
 
 
-def test_an_ended_request_leaves_nothing_for_the_garbage_collector(random_engine: Callable[..., Engine]) -> None:
+def test_ended_request_leaves_nothing_for_garbage_collection(random_engine: Callable[..., Engine]) -> None:
+    """An ended request leaves nothing for the garbage collector."""
     form = StructuredOutputsParams(regex="(.*a.{4})|(.*b.{3})")
     params = SamplingParams(max_tokens=6, n=4, temperature=2, seed=1, ignore_eos=True, structured_outputs=form)
     with random_engine("sentencepiece") as engine:

@@ -86,9 +86,8 @@ class TestAllowedTokens:
             assert ids(place.allowed()) == ids(other.allowed())
         assert place.fault is None
 
-    def test_what_ends_a_sequence_comes_where_the_form_may_end_and_nowhere_else(
-        self, forms: Forms, tokenizer: Tokenizer
-    ) -> None:
+    def test_end_token_is_allowed_only_where_the_grammar_may_end(self, forms: Forms, tokenizer: Tokenizer) -> None:
+        """A token that ends a sequence is allowed where the grammar may end, nowhere else."""
         (digit,) = spelled(tokenizer, "7")
         place = begin(forms, frozenset({2, 11, digit}), regex="[0-9]{2,}x?")
         for _ in range(2):
@@ -103,9 +102,8 @@ class TestAllowedTokens:
     def test_special_tokens_are_no_text(self, forms: Forms) -> None:
         assert ids(begin(forms, regex="(?s:.)*").allowed()).isdisjoint({0, 1})
 
-    def test_a_token_that_was_not_allowed_is_a_fault_and_then_nothing_is(
-        self, forms: Forms, tokenizer: Tokenizer
-    ) -> None:
+    def test_token_not_allowed_is_a_fault_and_then_none_is_allowed(self, forms: Forms, tokenizer: Tokenizer) -> None:
+        """A token that was not allowed is a fault, and then no token is allowed."""
         place = begin(forms, regex="ab")
         place.take(spelled(tokenizer, "x")[0])
         assert place.fault is not None
@@ -114,7 +112,8 @@ class TestAllowedTokens:
 
 
 class TestEnds:
-    def test_an_answer_ends_with_the_token_that_completes_it_and_shows_that(self, engine: Engine) -> None:
+    def test_answer_ends_with_the_token_that_completes_it(self, engine: Engine) -> None:
+        """An answer ends with the token that completes it, and shows that token."""
         params = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[a-c]{4}"))
         for given in (params, replace(params, ignore_eos=True), replace(params, stop_token_ids=[9])):
             (answer,) = engine.generate(PROMPT, given, use_tqdm=False)[0].outputs
@@ -184,9 +183,10 @@ HOSTILE: list[tuple[str, Any, str]] = [
 
 class TestRefusals:
     @pytest.mark.parametrize(("form", "value", "why"), HOSTILE, ids=[str(row[1])[:30] for row in HOSTILE])
-    def test_what_cannot_be_compiled_is_refused_by_name_before_it_runs(
+    def test_uncompilable_grammar_is_refused_by_name_before_a_run(
         self, forms: Forms, form: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """A grammar that cannot be compiled is refused by name before it runs."""
         monkeypatch.setattr(structured_forms, "LIMITS", ProcessLimits(seconds=0.3))
         with pytest.raises(InvalidValueError, match=why) as caught:
             begin(forms, **{form: value})
@@ -276,7 +276,8 @@ class TestRefusals:
             begin(Forms(tokenizer, tokenizer.vocab_size), regex="a")
 
 
-def test_a_schema_within_a_grammar_is_written_as_a_schema_by_itself_is() -> None:
+def test_schema_within_a_grammar_is_written_as_alone() -> None:
+    """A schema within a grammar is written as a schema by itself is."""
     from d3engine.text.structured.source import grammar_of
 
     alone = grammar_of(StructuredOutputsParams(json={"type": "integer"})).splitlines()[0].removeprefix("start: ")

@@ -117,9 +117,10 @@ CASES: list[tuple[Any, list[str], list[str]]] = [  # a schema, texts that are al
 
 
 @pytest.mark.parametrize(("schema", "allowed", "refused"), CASES, ids=lambda value: str(value)[:50])
-def test_a_text_is_allowed_only_if_what_a_parser_reads_satisfies_the_schema(
+def test_allowed_text_is_one_whose_value_satisfies_the_schema(
     schema: Any, allowed: list[str], refused: list[str]
 ) -> None:
+    """A text is allowed only if the value a parser reads satisfies the schema."""
     validator = jsonschema.Draft202012Validator(schema)
     try:
         texts = Allowed(schema)
@@ -180,7 +181,8 @@ def test_what_cannot_be_enforced_or_never_ends_is_refused(schema: Any) -> None:
     "name", ["required", "properties", "patternProperties", "enum", "anyOf", "oneOf", "prefixItems"]
 )
 @pytest.mark.parametrize("value", [5, "x", [3], {"a": 3}, None], ids=str)
-def test_a_keyword_with_a_value_of_another_type_is_an_error_of_ours_or_the_compilers(name: str, value: Any) -> None:
+def test_keyword_of_another_type_is_our_or_the_compilers_error(name: str, value: Any) -> None:
+    """A keyword with a value of another type is an error of ours or the compiler's."""
     try:
         texts = Allowed({"type": "object", name: value})
     except (InvalidValueError, AssertionError):
