@@ -31,8 +31,6 @@ from d3engine.utils.files import is_there
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
-MOST_RANK = 512
-
 _PREFIX = "base_model.model."
 _DOWN, _UP, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
 _FLOATS = ("F32", "F16", "BF16", "F64")
