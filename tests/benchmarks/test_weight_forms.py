@@ -69,24 +69,6 @@ def test_bits_count_scales_of_groups(original: Path, tmp_path: Path) -> None:
     assert 8 < int8 < 10
 
 
-def test_page_has_the_figures_of_schemes_without_a_text() -> None:
-    """The table by depth is that of a committed run, whose int4 was `--rtn`."""
-    page = (ROOT / "docs" / "how-to" / "quantize.md").read_text()
-    rows = json.loads((ROOT / "benchmarks" / "results" / "weights-smollm2.json").read_text())["rows"]
-    assert {row["weights"] for row in rows} == {"float32", "int8", "int4", "fp8"}
-    for row in rows:
-        if row["weights"] != "float32":
-            kl, same, loss = (row[name] for name in ("kl", "same", "loss"))
-            cells = [
-                row["depth"],
-                {"int4": "int4 --rtn"}.get(row["weights"], row["weights"]),
-                f"{kl['value']:.4f} ({kl['low']:.4f} to {kl['high']:.4f})",
-                f"{100 * same['value']:.1f} % ({100 * same['low']:.1f} to {100 * same['high']:.1f})",
-                f"{loss['value']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})",
-            ]
-            assert f"| {' | '.join(cells)} |" in page
-
-
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("weight-forms-*.json")), ids=str)
 def test_page_has_the_figures_of_the_result(file: Path) -> None:
     """The table of the how-to page is what the command prints."""
