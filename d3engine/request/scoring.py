@@ -30,7 +30,7 @@ def judgement(query: str, document: str, instruction: str | None = None) -> list
 def answer_params(token_ids: Sequence[int], answer: str) -> SamplingParams:
     """What has a model say one of `ANSWERS`, of these token ids, and tell how likely that was.
 
-    The log-probability is of the raw distribution, so that of the other answer takes a request of its own, for which
+    The log-probability is of the raw distribution, so that of the other answer takes a second request, for which
     the prompt is in the prefix cache.
     """
     require(len(token_ids) == 1, "model", NOTHING, f"one whose tokenizer has a single token for {answer!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from benchmarks.gpu.cases import TINY, cases
 from benchmarks.gpu.common import Round
 from benchmarks.native_steps import NativeSteps, Sizes
 from benchmarks.test_rivals import NOT_COMPILED, CompiledReference
+from d3engine.kernels import reference
 
 ROOT = Path(__file__).parents[2]
 SLOW = "torch.compile or large or 256"
@@ -34,14 +36,16 @@ def test_every_microbenchmark_runs_once() -> None:
 
 
 def test_torch_compile_takes_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that came later: traced, without a compiler."""
+    """Also those that came later: traced, without a compiler, with the results of plain PyTorch."""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
     compiled = CompiledReference()
     with torch.inference_mode():
         for case in cases(TINY[0], 1, Round(torch.device("cpu"), True, 0.0)):
             if case.operation not in NOT_COMPILED:
-                case.results(compiled, case.inputs)  # type: ignore[arg-type]
+                inputs = copy.deepcopy(case.inputs)  # an operation writes some of them
+                found = case.results(compiled, case.inputs)  # type: ignore[arg-type]
+                torch.testing.assert_close(found, case.results(reference, inputs), equal_nan=True, msg=case.operation)
 
 
 def test_bytes_of_a_native_step_are_those_of_its_layers() -> None:

@@ -61,7 +61,7 @@ def test_answer_without_max_tokens_runs_to_a_small_caches_end(
 ) -> None:
     """Without `max_tokens` an answer goes on to the end of a small cache.
 
-    As far as one that names so many tokens may go, and not a token further.
+    As far as one that names that number of tokens may go, and not a token further.
     """
     entries = 20
     blocks = LAYERS * -(-entries // BLOCK)

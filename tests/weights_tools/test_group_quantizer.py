@@ -133,7 +133,7 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "norms behind alone, and windows": (Olmo3Config, {"sliding_window": 8}),
     "a scaled embedding": (GemmaConfig, {"head_dim": 16}),
-    "names of its own": (ExaoneConfig, {"pad_token_id": None}),
+    "other names": (ExaoneConfig, {"pad_token_id": None}),
     "biases by other names": (InternLM3Config, {"qkv_bias": True, "bias": True}),
     "two ropes": (
         Gemma3TextConfig,
