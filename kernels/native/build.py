@@ -104,7 +104,7 @@ def compile_library(
     machine = _machine(triple.split("-")[0])
     is_x86 = machine == "x86_64"
     target.parent.mkdir(parents=True, exist_ok=True)
-    is_for_here = machine == _machine(platform.machine()) and _is_windows(triple) == (sys.platform == "win32")
+    is_for_here = (machine, _system(triple)) == (_machine(platform.machine()), sys.platform)
     if flags == OPTIMIZED and is_for_here and is_built(folder / LIBRARY, folder):
         if target != folder / LIBRARY:
             shutil.copy(folder / LIBRARY, target)
@@ -138,18 +138,21 @@ def _triple(command: Sequence[str]) -> str:
     if Path(command[0]).stem.lower() in ("cl", "clang-cl"):
         raise BuildError(_MSVC.format(command[0]))
     triple = _run([*command, "-dumpmachine"]).strip()
-    if triple.endswith("msvc"):
+    if "-msvc" in triple:  # behind which some versions of Clang write the runtime's
         raise BuildError(_MSVC.format(f"{command[0]} (for {triple})"))
     return triple
 
 
-def _is_windows(triple: str) -> bool:
-    return triple.endswith(("mingw32", "windows-gnu"))
+def _system(triple: str) -> str:
+    """The system that a compiler makes code for, as `sys.platform` calls it."""
+    if triple.endswith(("mingw32", "windows-gnu")):
+        return "win32"
+    return "darwin" if "-apple-" in triple else "linux"
 
 
 def _system_flags(triple: str) -> tuple[list[str], list[str]]:
     """Flags for compiling and for linking."""
-    if not _is_windows(triple):
+    if _system(triple) != "win32":
         return ["-fPIC"], []
     # GCC keeps the stack of Windows aligned to 16 bytes, and all the same may move wider vectors there by instructions
     # that fault unless they are aligned (its bug 54412; Debian's GCC is patched). The assembler makes others of them,

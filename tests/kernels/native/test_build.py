@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,108 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler 'no-such-compiler'"):
         build.find_compiler()
+
+
+WITH_SPACES = r"C:\Program Files\mingw64\bin\g++.exe"
+
+
+@pytest.mark.parametrize(
+    ("installed", "named", "taken"),
+    [
+        (("c++", "g++", "clang++"), None, ["c++"]),
+        (("g++", "clang++"), None, ["g++"]),
+        (("clang++",), None, ["clang++"]),
+        (("c++", "clang++"), "clang++ -stdlib=libc++", ["clang++", "-stdlib=libc++"]),
+        (("c++", WITH_SPACES), WITH_SPACES, [WITH_SPACES]),
+    ],
+)
+def test_compiler_is_cxx_or_the_first_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], named: str | None, taken: list[str]
+) -> None:
+    """$CXX wins, with its options or a path of Windows; otherwise c++, g++ and clang++ are looked for in this order."""
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
+    monkeypatch.setenv("CXX", named or "")
+    assert build.find_compiler() == taken
+
+
+@pytest.mark.parametrize(("named", "missing"), [("", "c++"), ("icpx -O2", "icpx")])
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, named: str, missing: str) -> None:
+    """Where none is installed the error names `c++`, or what $CXX asks for."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(build.BuildError, match=re.escape(f"there is no C++ compiler {missing!r}")):
+        build.find_compiler()
+
+
+class MadeUpCompiler:
+    """In the place of `build._run`: makes code for `triple`, empty files, and keeps its commands."""
+
+    def __init__(self, triple: str) -> None:
+        self._triple = triple
+        self.compiled: dict[str, list[str]] = {}
+        self.linked: list[str] = []
+
+    def __call__(self, command: list[str]) -> str:
+        if command[-1] == "-dumpmachine":
+            return f"{self._triple}\n"
+        Path(command[-1]).touch()
+        if "-c" in command:
+            self.compiled[Path(command[command.index("-c") + 1]).name] = command
+        else:
+            self.linked = command
+        return ""
+
+
+UNALIGNED = "-Wa,-muse-unaligned-vector-move"
+
+
+@pytest.mark.parametrize(
+    ("triple", "flags", "absent", "linking"),
+    [
+        ("x86_64-w64-mingw32", {UNALIGNED, "-mavx2"}, {"-fPIC"}, {"-static"}),
+        ("x86_64-w64-windows-gnu", {"-mavx2"}, {"-fPIC", UNALIGNED}, {"-static"}),
+        ("arm64-apple-darwin23.6.0", {"-fPIC"}, {"-mavx2", UNALIGNED}, set()),
+        ("x86_64-apple-darwin23.6.0", {"-fPIC", "-mavx2"}, {UNALIGNED}, set()),
+        ("riscv64-linux-gnu", {"-fPIC"}, {"-mavx2", UNALIGNED}, set()),
+    ],
+)
+def test_flags_are_those_of_the_compilers_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triple: str, flags: set[str], absent: set[str], linking: set[str]
+) -> None:
+    """MinGW by GCC and by Clang, macOS on both processors, another Linux: no library of this machine is taken."""
+    compiler = MadeUpCompiler(triple)
+    monkeypatch.setattr(build, "_run", compiler)
+    build.compile_library(tmp_path / "library", compiler=["made-up"])
+    command = compiler.compiled["avx2.cpp"]
+    assert set(compiler.compiled) == {path.name for path in build.sources() if path.suffix == ".cpp"}
+    assert {*build.FLAGS, "-O3", *flags} <= set(command)
+    assert absent.isdisjoint(command)
+    assert "-mavx2" not in compiler.compiled["portable.cpp"]
+    assert {"-shared", "-pthread"} <= set(compiler.linked)
+    assert linking == {"-static"} & set(compiler.linked)
+    assert (tmp_path / "library").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("command", "triple"),
+    [
+        ("cl", ""),
+        ("CL.EXE", ""),
+        ("/opt/llvm/bin/clang-cl.exe", ""),
+        ("clang++", "x86_64-pc-windows-msvc"),
+        ("clang++", "x86_64-pc-windows-msvc19.40.33811"),
+    ],
+)
+def test_microsofts_compilers_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, triple: str
+) -> None:
+    """The error says what to install instead, and nothing is compiled."""
+    compiler = MadeUpCompiler(triple)
+    monkeypatch.setattr(build, "_run", compiler)
+    with pytest.raises(build.BuildError, match=r"compiles for Microsoft's runtime.*MinGW-w64") as error:
+        build.compile_library(tmp_path / "library", compiler=[command])
+    assert str(error.value).startswith(command)
+    assert compiler.compiled == {}
 
 
 def test_a_library_of_the_very_sources_is_not_compiled_again(tmp_path: Path) -> None:
