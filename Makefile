@@ -72,8 +72,10 @@ shipped:
 	cp -r d3engine $(SHIPPED)/d3engine
 	cp -r kernels weights_tools $(SHIPPED)/d3engine/
 
-# The pages of docs/ with the reference, as a site in build/site; fails for a link or a name that leads nowhere.
+# The pages of docs/ with the reference, as a site in build/site; fails for a link or a name that leads nowhere, and
+# for a table of figures that is not the committed runs' (`python -m benchmarks.pages` writes them).
 docs: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.pages --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The site is in build/site: open build/site/index.html, or for its search too:"
 	@echo "$(BIN)/python -m http.server --directory build/site, and then http://127.0.0.1:8000/"

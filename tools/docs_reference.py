@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 MARK = re.compile(r"<!-- table of (\w+) -->")
-
-
-ROOT = Path(__file__).parents[1]
-ICON = ROOT / "d3engine" / "server" / "page" / "icon.svg"
-
-
-def on_config(config: Any) -> Any:
-    """MkDocs calls this first: benchmarks are imported from the checkout."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-    return config
+ICON = Path(__file__).parents[1] / "d3engine" / "server" / "page" / "icon.svg"
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -214,33 +202,6 @@ def statuses() -> Iterator[str]:
         yield f"| {status} | {phrases[status]} | `{kind}` | `{ANTHROPICS_TYPES.get(status, 'invalid_request_error')}` |"
 
 
-def benchmark_runs() -> Iterator[str]:
-    """The committed runs of each benchmark: what it measures, and by which command and where they were made."""
-    runs: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        ran = json.loads(path.read_text(encoding="utf-8")).get("environment")
-        if ran is not None:
-            module = re.search(r"-m benchmarks\.(\w+)", ran["command"])
-            assert module is not None, path
-            row = f"| `{path.stem}` | `{ran['command']}` | {ran['cpu']}, {ran['commit']} |"
-            runs.setdefault(module[1], []).append(row)
-    for module, rows in sorted(runs.items()):
-        file = ROOT / "benchmarks" / module
-        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-        says = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        yield from ("", f"### benchmarks.{module}", "", _line(says.split("\n\n")[0]), "")
-        yield from ("| run | command | processor, commit |", "|---|---|---|", *rows)
-
-
-def tokens_per_second() -> Iterator[str]:
-    """The figures of the chart on the first page."""
-    from benchmarks.headline import OURS, PEER, figures
-
-    yield from (f"| tokens per second | {OURS} | {PEER} |", "|---|---|---|")
-    for what, pair in figures().items():
-        yield f"| {what} | {pair[OURS]:.1f} | {pair[PEER]:.1f} |"
-
-
 def _line(text: str | None) -> str:
     """A text in one cell of a table."""
     words = re.sub(r"\[/?[a-z ]+\]", "", " ".join((text or "").split("\f")[0].split()))
@@ -255,6 +216,4 @@ TABLES = {
     "http": http,
     "errors": errors,
     "statuses": statuses,
-    "benchmark_runs": benchmark_runs,
-    "tokens_per_second": tokens_per_second,
 }

@@ -1,12 +1,10 @@
-"""Figures that the pages quote in words, or in tables of answers and weights, are those of committed runs."""
+"""Figures that the pages quote in words are those of committed runs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -19,14 +17,6 @@ def result(name: str) -> dict[str, Any]:
 def words_of(page: str) -> str:
     """The words of a page of the how-to pages, on one line."""
     return " ".join((DOCS / "how-to" / page).read_text().split())
-
-
-@pytest.mark.parametrize("size", ["0.5b", "1.5b"])
-def test_tool_calls_are_those_of_the_run(size: str) -> None:
-    counts = result(f"tool-calls-coder-{size}")["counts"]
-    names = ("calls", "calls that parse", "calls that are valid", "answers that call the right function")
-    row = " | ".join(str(counts[name]) for name in names)
-    assert f"| {size.upper()} | {row} |" in words_of("tools.md")
 
 
 def test_the_cost_of_an_adapter_is_that_of_the_run() -> None:
@@ -47,6 +37,15 @@ def test_json_schemas_are_those_of_the_run() -> None:
     assert report["wrongly allowed"] == []
     assert f"none of their {counts['invalid instances']:,} invalid instances" in page
     assert f"{100 * counts['valid instances allowed'] / valid:.1f} % of {valid:,} valid ones" in page
+
+
+def test_what_an_interval_of_admission_saves_is_that_of_the_run() -> None:
+    cells = {(cell["admit_every"], cell["batch"]): cell for cell in result("admission")["cells"]}
+    at_once, every = cells[1, 128], cells[16, 128]
+    saved = (
+        f"saves {every['layer_steps_saved']:.2f} times the layer-steps instead of {at_once['layer_steps_saved']:.2f}"
+    )
+    assert f"{saved}, and a request waits {every['extra_wait']:.1f} steps longer" in words_of("gpu.md")
 
 
 def test_the_gain_by_own_layers_is_that_of_the_run() -> None:

@@ -1,0 +1,448 @@
+"""Write the tables of figures on the pages anew from the committed runs.
+
+    python -m benchmarks.pages            # writes them into the pages
+    python -m benchmarks.pages --check    # exit status 1 and a line for each page that differs, as in `make docs`
+
+A table stands between `<!-- figures: TABLE RUN ... -->` and `<!-- end of figures -->`: TABLE is a name of `TABLES`, RUN
+a file of `benchmarks/results` without its ending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product, zip_longest
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARK = re.compile(r"(<!-- figures: ([\w.\- ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+Report = Mapping[str, Any]
+
+
+def run(name: str) -> dict[str, Any]:
+    """The report of a committed run."""
+    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+# -- cells ---------------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        assert len(row) == len(header), row
+        yield f"| {' | '.join(row)} |"
+
+
+def spread(figure: Report, form: str = "", scale: float = 1.0) -> str:
+    """The middle of some rounds with the least and the most: "1.43 (1.09-1.62)"; three digits without a `form`."""
+    middle, low, high = (_number(value * scale, form) for value in _ends(figure))
+    return f"{middle} ({low}-{high})"
+
+
+def interval(figure: Report, form: str, scale: float = 1.0) -> str:
+    """A figure with its 95 % interval: "0.137 (0.121 to 0.155)"."""
+    middle, low, high = (_number(value * scale, form) for value in _ends(figure))
+    return f"{middle} ({low} to {high})"
+
+
+def share(figure: Report) -> str:
+    """A share with its interval, in percent: "97.4 % (96.7 to 98.1)"."""
+    middle, low, high = (f"{100 * value:.1f}" for value in _ends(figure))
+    return f"{middle} % ({low} to {high})"
+
+
+def _ends(figure: Report) -> tuple[float, float, float]:
+    """The middle, the least and the most, which benchmarks name in two ways each."""
+    middle = figure["median" if "median" in figure else "value"]
+    return middle, figure["min" if "min" in figure else "low"], figure["max" if "max" in figure else "high"]
+
+
+def _number(value: float, form: str) -> str:
+    if form:
+        return format(value, form)
+    short = f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}" if "e" in short else short
+
+
+def _prose(text: str) -> Iterator[str]:
+    """A paragraph as the pages have it, an empty line before and behind."""
+    yield from ("", *wrap(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False), "")
+
+
+# -- speed ---------------------------------------------------------------------------------------------------
+
+SMALL, LARGE = ("smollm2", "SmolLM2-135M"), ("large", "24 x 1024")
+LATER = ("cpu-large-lanes-zen4", "8-bit", "4-bit")
+"""A run of its kinds alone, of a later version than the others of its model."""
+
+
+def _rows_of(name: str, part: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """A part of a run of `benchmarks.cpu`, by kind of weights and by batch or length."""
+    rows = {(row["kind"], row.get("batch", row.get("tokens"))): row for row in run(name)[part]}
+    if name == "cpu-large-zen4":
+        rows |= {key: row for key, row in _rows_of(LATER[0], part).items() if key[0] in LATER[1:]}
+    return rows
+
+
+def decoding() -> Iterator[str]:
+    """Greedy decoding of one sequence beside transformers."""
+    header = ("float32, batch 1", "transformers", "full depth", "D3 at two thirds of the layers")
+    header += ("full depth over transformers", "D3 over full depth", "layer bound", "realisation ratio")
+    header += ("peak MiB, transformers", "full depth")
+    rows = []
+    for name, model in (("demo", "the bundled model"), ("large", "random weights, 24 layers of width 1024")):
+        found = run(f"decode-{name}-cpu")
+        settings, systems = found["settings"], [found["systems"][one] for one in ("transformers", "full_depth", "d3")]
+        rates = [f"{_number(one['tokens_per_second']['median'], '')} tok/s" for one in systems]
+        ratios = [spread(found[one], ".2f") for one in ("full_depth_over_transformers", "d3_over_full_depth")]
+        bounds = [f"{found[one]:.2f}" for one in ("layer_bound", "realisation_ratio")]
+        peaks = [f"{one['memory']['peak_bytes'] / 2**20:,.0f}" for one in systems[:2]]
+        title = f"{model}; {settings['tokens']} tokens, {settings['repeats']} rounds"
+        rows.append((title, *rates, *ratios, *bounds, *peaks))
+    yield from table(header, rows)
+
+
+def skipped_layers() -> Iterator[str]:
+    """What D3 gains of a step, and what its skipped layers promise."""
+    rows = []
+    for (name, model), kind, batch in product((SMALL, LARGE), ("16-bit", "4-bit"), (1, 8)):
+        row = _rows_of(f"cpu-{name}-zen4", "depth")[kind, batch]
+        ratios = spread(row["d3_over_full_depth"], ".2f"), f"{row['layer_bound']:.2f}"
+        rows.append((model, kind, str(batch), *ratios, spread(row["realisation_ratio"], ".2f")))
+    yield from table(("model", "weights", "rows", "D3 over full depth", "layer bound", "realisation ratio"), rows)
+
+
+def steps() -> Iterator[str]:
+    """Decode steps beside llama.cpp on two processors."""
+    yield from _beside_llama_cpp("decode", "rows", (1, 8), "seconds_per_step")
+
+
+def prompts() -> Iterator[str]:
+    """Prompts beside llama.cpp on two processors."""
+    yield from _beside_llama_cpp("prompt", "tokens", (512,), "seconds")
+
+
+def _beside_llama_cpp(part: str, counted: str, sizes: Sequence[int], seconds: str) -> Iterator[str]:
+    rows = []
+    for (name, model), kind, size in product((SMALL, LARGE), ("16-bit", "8-bit", "4-bit"), sizes):
+        cells = []
+        for processor in ("-zen4", ""):
+            row = _rows_of(f"cpu-{name}{processor}", part)[kind, size]
+            ours = spread(row["systems"]["d3engine"][seconds], scale=1e3)
+            cells += [ours, spread(row["over"]["llama.cpp"], ".2f")]
+        rows.append((model, kind, str(size), *cells))
+    ours, over = "ours, ms", "times as fast as llama.cpp"
+    yield from table(("model", "weights", counted, f"Zen 4: {ours}", over, f"Xeon: {ours}", over), rows)
+
+
+def steps_avx2() -> Iterator[str]:
+    """Steps and prompts beside llama.cpp with AVX2."""
+    decode, prompt = (_rows_of("cpu-smollm2-zen3", part) for part in ("decode", "prompt"))
+    rows = []
+    for kind in ("f32", "16-bit", "8-bit", "4-bit"):
+        ours = spread(decode[kind, 1]["systems"]["d3engine"]["seconds_per_step"], scale=1e3)
+        over = [row["over"]["llama.cpp"] for row in (decode[kind, 1], decode[kind, 8], prompt[kind, 512])]
+        rows.append((SMALL[1], kind, ours, *(spread(one, ".2f") for one in over)))
+    yield from table(("model", "weights", "one row, ms", "1 row", "8 rows", "a prompt of 512"), rows)
+
+
+TWELVE_BITS = (
+    "cpu-smollm2-zen3",
+    "cpu-smollm2-zen4",
+    "cpu-eager-smollm2-zen4",
+    "cpu-large-zen4",
+    "cpu-reading-large-2-threads-zen4",
+)
+
+
+def twelve_bits() -> Iterator[str]:
+    """A step's time over matrices in 12 bits, over the time with bfloat16 in the same run."""
+    rows = []
+    for name in TWELVE_BITS:
+        seconds = {
+            key: row["systems"]["d3engine"]["seconds_per_step"]["median"]
+            for key, row in _rows_of(name, "decode").items()
+        }
+        over = [
+            (f"{seconds['12-bit', batch] / seconds['16-bit', batch]:.2f}")
+            for batch in (1, 8)
+            if ("12-bit", batch) in seconds
+        ]
+        rows.append((f"`{name}`", *over, *["-"] * (2 - len(over))))
+    yield from table(("run", "1 row", "8 rows"), rows)
+
+
+def policies(name: str) -> Iterator[str]:
+    """All policies at one mean depth."""
+    from benchmarks.policies import markdown
+
+    yield from markdown(run(name)).splitlines()
+
+
+def gguf_file(name: str) -> Iterator[str]:
+    """A GGUF file in the systems of a run."""
+    found = run(name)
+    settings, figures = found["settings"], found["figures"]
+    measures = [
+        (f"{rows} at once, tokens/s" if rows > 1 else "one answer, tokens/s", f"rows {rows}", 1.0)
+        for rows in settings["rows"]
+    ]
+    measures += [(f"a prompt of {length:,} tokens, s", f"prompt {length}", 1.0) for length in settings["prompts"]]
+    measures += [("until it can answer, s", "load", 1.0), ("memory, GB", "bytes", 1e-9)]
+    rows = [
+        (title, *(spread(of[key], scale=scale) if key in of else "-" for of in figures.values()))
+        for title, key, scale in measures
+    ]
+    yield from table(("", *figures), rows)
+
+
+# -- speculative decoding --------------------------------------------------------------------------------------
+
+NO_DRAFTS, PEER = "none", "llama.cpp"
+DRAFTERS = {"auto": "draft model", "draft": "draft model", "lookup": "lookups", "lookup, auto": "lookups"}
+
+
+def speculation() -> Iterator[str]:
+    """Every committed run of `benchmarks.speculation`: a paragraph and a table each."""
+    runs = {path.stem: run(path.stem) for path in RESULTS.glob("speculation-*.json")}
+    for name in sorted(
+        runs, key=lambda name: (runs[name]["settings"]["model"], max(runs[name]["settings"]["batches"]))
+    ):
+        yield from gains(name, runs[name])
+
+
+def gains(name: str, found: Report) -> Iterator[str]:
+    """One run: the gain of each system over no drafts by kind of prompt, temperature and batch, and totals."""
+    settings = found["settings"]
+    cells = {(one["system"], one["temperature"], one["batch"], one["kind"]): one for one in found["cells"]}
+    peer = _best_peer(cells)
+    systems = [one for one in DRAFTERS if one in settings["systems"]] + ([peer] if peer else [])
+    rows: list[tuple[str, ...]] = []
+    worst: dict[str, float] = {}
+    equal = {system: [0, 0] for system in systems}
+    asked = 0
+    for temperature, batch in product(settings["temperatures"], settings["batches"]):
+        for kind in ("code", "problems", "edits", "chats", "all"):
+            if (plain := cells.get((NO_DRAFTS, temperature, batch, kind))) is None:
+                continue
+            here = {system: cells.get((system, temperature, batch, kind)) for system in systems}
+            how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+            title = f"{kind}, {how}" + (f", {batch} at once" if batch > 1 else "")
+            gained = [_gain(one) if one else "-" for one in here.values()]
+            rows.append((title, _number(plain["tokens_per_second"], ""), *gained))
+            asked = max(asked, plain["answers"])
+            for system, one in here.items():
+                if one and kind == "all":
+                    worst[system] = min(one["worst"]["ratio"], worst.get(system, 9.0))
+                    equal[system] = [equal[system][0] + one["equal"], equal[system][1] + one["answers"]]
+    ours = [equal[system] for system in systems if system != peer]
+    same, answers = (sum(one[nth] for one in ours) for nth in (0, 1))
+    yield from _prose(
+        f"`{settings['model']}` with drafts by `{settings['draft']}`: {found['environment']['cpu']},"
+        f" {settings['threads']} threads, {asked} prompts, answers of at most {settings['tokens']} tokens"
+        f" (`benchmarks/results/{name}.json`)."
+    )
+    titles = [_drafter(system, found) for system in systems]
+    yield from table(("prompts", "no drafts, tokens/s", *titles), rows)
+    least = ", ".join(f"{worst[system]:.2f} ({title})" for system, title in zip(systems, titles, strict=True))
+    said = f"Token for token as without drafts: {same} of {answers} answers"
+    if peer:
+        alone = cells[PEER, 0, 1, "all"]["tokens_per_second"]
+        said += (
+            f", of {PEER} {equal[peer][0]} of {equal[peer][1]}; it makes {_number(alone, '')} tokens/s without drafts"
+        )
+    yield from _prose(f"{said}. The worst prompt's gain: {least}.")
+
+
+def _best_peer(cells: Mapping[tuple[str, float, int, str], Report]) -> str | None:
+    """llama.cpp with the length of drafts by which it is fastest over all greedy prompts."""
+    rates = {key[0]: one["tokens_per_second"] for key, one in cells.items() if key[1:] == (0, 1, "all")}
+    lengths = [system for system in rates if system.startswith(f"{PEER}, ")]
+    return max(lengths, key=lambda system: rates[system], default=None)
+
+
+def _drafter(system: str, found: Report) -> str:
+    if system.startswith(PEER):
+        lengths = found["settings"]["peer_lengths"]
+        tried = f", the best of {min(lengths)} to {max(lengths)}" if len(lengths) > 1 else ""
+        return f"{PEER}, its own drafts of {system.rpartition(' ')[2]}{tried}"
+    length = re.search(r"'num_speculative_tokens': (\d+)", found["arguments"][system])
+    return f"{DRAFTERS[system]}, {f'{length[1]} tokens' if length else 'as long as pays'}"
+
+
+def _gain(cell: Report) -> str:
+    gain = spread(cell["ratio"], ".2f")
+    return f"{gain}; {_number(cell['tokens_per_second'], '')} tokens/s" if cell["kind"] == "all" else gain
+
+
+# -- quality ---------------------------------------------------------------------------------------------------
+
+
+def activations(*names: str) -> Iterator[str]:
+    """What activations of 8 bits cost each file."""
+    rows = []
+    for name in names:
+        found, figures = run(name), run(name)["figures"]
+        kl = interval(figures["kl"], ".5f")
+        rows.append((f"`{found['settings']['model']}`", f"{figures['positions']:,}", kl, share(figures["same"])))
+    yield from table(("file", "positions", "KL divergence, nats", "same likeliest token"), rows)
+
+
+def weight_forms(name: str) -> Iterator[str]:
+    """What forms of weights cost, on two kinds of texts."""
+    found = {(row["weights"], row["texts"]): row for row in run(name)["rows"]}
+    rows = []
+    for weights in dict.fromkeys(weights for weights, _ in found):
+        chats, pages = found[weights, "chats"], found[weights, "pages"]
+        bits = [f"{chats[one]:.2f}" for one in ("bits_of_layers", "bits_of_all") if one in chats]
+        costs = [(interval(one["kl"], ".4f"), f"{one['perplexity']:.3f}") for one in (chats, pages)]
+        rows.append((weights, ", ".join(bits) or "32", *costs[0], *costs[1]))
+    header = ("weights", "bits: layers, all", "KL, own answers", "perplexity", "KL, documentation", "perplexity")
+    yield from table(header, rows)
+
+
+def kv_cache(name: str) -> Iterator[str]:
+    """What entries of the KV cache in fewer bits cost at full depth."""
+    rows = []
+    for row in run(name)["rows"]:
+        if (row["depth"], row["texts"]) == ("full", "all") and row["cache"] != "float32":
+            loss = interval(row["loss"], "+.4f")
+            costs = interval(row["kl"], ".5f"), share(row["same"]), loss, f"{row['perplexity']:.3f}"
+            rows.append((row["cache"], *costs))
+    header = ("cache", "divergence (KL), nats", "same likeliest token", "loss of the text, nats", "perplexity")
+    yield from table(header, rows)
+
+
+def tool_calls(*names: str) -> Iterator[str]:
+    """Calls of functions, and those that are right."""
+    counted = ("calls", "calls that parse", "calls that are valid", "answers that call the right function")
+    rows = []
+    for found in map(run, names):
+        model = found["environment"]["command"].split()[3]
+        rows.append((f"`{model}`", *(str(found["counts"][one]) for one in counted)))
+    yield from table(("model", "calls", "parse", "satisfy the schema", "right function"), rows)
+
+
+def left_out(name: str) -> Iterator[str]:
+    """What each layer costs where it is left out, in two halves side by side."""
+    cells = [
+        (str(nth), _spread_of(row["all"], "kl", 1, "{:.3f} ± {:.3f}"), _agreement(row["all"]))
+        for nth, row in enumerate(run(name)["policies"])
+    ]
+    half = (len(cells) + 1) // 2
+    header = ("layer", "KL, nats", "same likeliest token")
+    pairs = zip_longest(cells[:half], cells[half:], fillvalue=("", "", ""))
+    yield from table(header * 2, [one + other for one, other in pairs])
+
+
+def students(name: str) -> Iterator[str]:
+    """Policies and students against full depth."""
+    rows = [
+        (
+            f"`{row['policy']}`",
+            f"{row['layers_saved']:.3g}",
+            _spread_of(row["all"], "kl", 1, "{:.3f} ± {:.3f}"),
+            _agreement(row["all"]),
+        )
+        for row in run(name)["measured"]["policies"]
+    ]
+    yield from table(("generated tokens run", "layers saved", "KL, nats", "same likeliest token"), rows)
+
+
+def _agreement(of: Report) -> str:
+    return _spread_of(of, "agreement", 100, "{:.1f} ± {:.1f} %")
+
+
+def _spread_of(of: Report, key: str, scale: float, form: str) -> str:
+    return form.format(scale * of[key], scale * of[f"{key}_95"])
+
+
+# -- all runs --------------------------------------------------------------------------------------------------
+
+
+def runs() -> Iterator[str]:
+    """The committed runs of each benchmark: what it measures, and by which command and where they were made."""
+    by_module: dict[str, list[tuple[str, str, str]]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        ran = run(path.stem).get("environment")
+        if ran is not None:
+            command = re.search(r"-m benchmarks\.(\w+)", ran["command"])
+            assert command is not None, path
+            row = f"`{path.stem}`", f"`{ran['command']}`", f"{ran['cpu']}, {ran['commit']}"
+            by_module.setdefault(command[1], []).append(row)
+    for module, rows in sorted(by_module.items()):
+        file = ROOT / "benchmarks" / module
+        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+        says = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+        yield from ("", f"### benchmarks.{module}", *_prose(says))
+        yield from table(("run", "command", "processor, commit"), rows)
+
+
+TABLES = {
+    one.__name__: one
+    for one in (
+        decoding,
+        skipped_layers,
+        steps,
+        prompts,
+        steps_avx2,
+        twelve_bits,
+        policies,
+        gguf_file,
+        speculation,
+        activations,
+        weight_forms,
+        kv_cache,
+        tool_calls,
+        left_out,
+        students,
+        runs,
+    )
+}
+
+
+def written(text: str) -> str:
+    """A page with its tables as the committed runs have them."""
+
+    def filled(mark: re.Match[str]) -> str:
+        name, *names = mark[2].split()
+        lines = re.sub(r"\n{3,}", "\n\n", "\n".join(TABLES[name](*names)).strip("\n"))
+        return f"{mark[1]}\n{lines}\n\n{mark[3]}"
+
+    return MARK.sub(filled, text)
+
+
+def pages() -> list[Path]:
+    """The pages that have tables of figures."""
+    return [page for page in sorted((ROOT / "docs").rglob("*.md")) if MARK.search(page.read_text(encoding="utf-8"))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables of all pages, or compare them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail where a page differs")
+    is_check, differing = parser.parse_args(arguments).check, 0
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (anew := written(text)) != text:
+            differing += 1
+            done = "differs from the committed runs: python -m benchmarks.pages writes it" if is_check else "is written"
+            print(f"{page.relative_to(ROOT).as_posix()} {done}")
+            if not is_check:
+                page.write_text(anew, encoding="utf-8")
+    return int(is_check and differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
