@@ -156,6 +156,24 @@ def test_make_asks_for_the_python_that_the_package_does() -> None:
     assert wanted == ">=" + ".".join(asked)
 
 
+def test_how_to_install_stands_in_one_file() -> None:
+    """The quickstart includes it, the README has its text, and no other page says how to install the package."""
+    docs, snippet = ROOT / "docs", (ROOT / "docs" / "snippets" / "install.sh").read_text()
+    quickstart = (docs / "tutorials" / "first-answer.md").read_text()
+    assert f"```sh\n{snippet}```" in (ROOT / "README.md").read_text()
+    assert '```sh\n--8<-- "install.sh"\n' in quickstart
+    (index,) = [line for line in quickstart.splitlines() if line.startswith("pip install") and "--index-url" in line]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert index.split('"')[1] in project["dependencies"]
+    extras = {
+        extra for line in snippet.splitlines() for extra in re.findall(r"\w+", line.partition("[")[2].partition("]")[0])
+    }
+    assert extras
+    assert extras <= set(project["optional-dependencies"])
+    said = re.compile(r"pip[ ]install [^`\n]*\.(?:\[|\s|$)")
+    assert [page.name for page in docs.rglob("*.md") if said.search(page.read_text())] == []
+
+
 def test_nothing_says_to_install_a_release_that_there_is_none_of() -> None:
     """No page, help or message; a checkout's extras are `pip install ".[EXTRA]"`."""
     folders = ("d3engine", "kernels", "weights_tools", "docs", "examples", "benchmarks", "tests")
