@@ -20,6 +20,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from d3engine.depth.labels import policy_in_words
+from d3engine.depth.policy import policy_from_dict
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"(<!-- figures: ([\w.\- ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -60,6 +63,16 @@ def share(figure: Report) -> str:
     """A share with its interval, in percent: "97.4 % (96.7 to 98.1)"."""
     middle, low, high = (f"{100 * value:.1f}" for value in _ends(figure))
     return f"{middle} % ({low} to {high})"
+
+
+def points(difference: float, bounds: Report) -> str:
+    """A difference of shares with its interval, in points of 100: "-2.6 (-5.5 to +0.3)"."""
+    return f"{100 * difference:+.1f} ({100 * bounds['low']:+.1f} to {100 * bounds['high']:+.1f})"
+
+
+def depth(description: Report) -> str:
+    """A policy in words."""
+    return policy_in_words(policy_from_dict(description))
 
 
 def _ends(figure: Report) -> tuple[float, float, float]:
@@ -368,6 +381,62 @@ def _spread_of(of: Report, key: str, scale: float, form: str) -> str:
     return form.format(scale * of[key], scale * of[f"{key}_95"])
 
 
+def evaluation(name: str) -> Iterator[str]:
+    """What `d3engine eval --json` has found, by policy."""
+    (found,) = run(name)["benchmarks"]
+    rows = []
+    for score in found["scores"]:
+        less = score["minus_first"]
+        exact = f"{100 * score['exact_match']:.1f} % ({score['correct']})"
+        minus = "" if less is None else points(less["difference"], less["interval"])
+        rows.append((depth(score["depth"]), exact, minus, f"{score['realised_mean_layers']:.2f}"))
+    layers = found["scores"][0]["num_layers"]
+    yield from table(("depth", "exact match", "minus full depth, points", f"layers of {layers}, realised"), rows)
+
+
+def by_task(name: str) -> Iterator[str]:
+    """Right answers of a run of `d3engine eval --json` by task and policy."""
+    found = run(name)["benchmarks"]
+    rows = [
+        (
+            f"`{one['task']}`",
+            *(
+                f"{score['correct']} of {one['problems']} ({100 * score['interval_95']['low']:.1f} to"
+                f" {100 * score['interval_95']['high']:.1f} %)"
+                for score in one["scores"]
+            ),
+        )
+        for one in found
+    ]
+    yield from table(("task", *(depth(score["depth"]) for score in found[0]["scores"])), rows)
+
+
+def certificates(name: str) -> Iterator[str]:
+    """What `d3engine calibrate --json` certified, in its order."""
+    rows = [
+        (
+            depth(one["depth"]),
+            str(one["problems"]),
+            f"{one['realised_mean_layers']:.2f}",
+            f"{100 * one['exact_match']:.1f} %",
+            points(one["difference"], one["difference_interval_95"]),
+        )
+        for one in run(name)["certificates"]
+    ]
+    yield from table(("setting", "problems", "layers per token", "exact match", "difference, points, 95 %"), rows)
+
+
+def chances() -> Iterator[str]:
+    """With what chance a setting without any loss is certified at two points; computed, of no run."""
+    from d3engine.research.calibration.report import power_table
+    from d3engine.research.calibration.statistics import Tolerance
+
+    found = {problems: power_table(problems, Tolerance(0.02, False)) for problems in (190, 300, 500, 700, 1000, 2000)}
+    differing = [f"{100 * one['differing']:g} % differ" for one in next(iter(found.values()))]
+    rows = [(f"{problems:,}", *(f"{100 * one['certified']:.0f} %" for one in row)) for problems, row in found.items()]
+    yield from table(("problems (`--limit`)", "no answer differs", *differing[1:]), rows)
+
+
 # -- all runs --------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +476,10 @@ TABLES = {
         tool_calls,
         left_out,
         students,
+        evaluation,
+        by_task,
+        certificates,
+        chances,
         runs,
     )
 }

@@ -1,4 +1,4 @@
-"""Parts of the site that the code has: a MkDocs hook fills the marks `<!-- table of NAME -->`, and brings the icon."""
+"""Parts of the site from elsewhere: a MkDocs hook fills marks `<!-- table of NAME -->`, brings icon and changelog."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 MARK = re.compile(r"<!-- table of (\w+) -->")
-ICON = Path(__file__).parents[1] / "d3engine" / "server" / "page" / "icon.svg"
+ROOT = Path(__file__).parents[1]
+BROUGHT = {"images/icon.svg": ROOT / "d3engine" / "server" / "page" / "icon.svg", "changelog.md": ROOT / "CHANGELOG.md"}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """MkDocs calls this with the files of the site: the icon of the server's page is the site's too."""
+    """MkDocs calls this with the files of the site, of which some stand outside of docs."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, "images/icon.svg", abs_src_path=str(ICON)))
+    for name, path in BROUGHT.items():
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
