@@ -110,7 +110,7 @@ def _rows_of(name: str, part: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 def decoding() -> Iterator[str]:
     """Greedy decoding of one sequence beside transformers."""
-    header = ("float32, batch 1", "transformers", "full depth", "D3 at two thirds of the layers")
+    header: tuple[str, ...] = ("float32, batch 1", "transformers", "full depth", "D3 at two thirds of the layers")
     header += ("full depth over transformers", "D3 over full depth", "layer bound", "realisation ratio")
     header += ("peak MiB, transformers", "full depth")
     rows = []
