@@ -118,33 +118,37 @@ class BlockWeight(WeightFormat):
         return not any((blocks[:, place + 1] & 0x7C == 0x7C).any() for place in layout.halves)
 
 
-Q5_COLUMNS = 32
-"""Columns of a matrix that `quantize_q5` takes are a multiple of this."""
+ROUNDED_COLUMNS = 32
+"""Columns of a matrix that `quantize_blocks` takes are a multiple of this."""
 
 
-def quantize_q5(matrix: Tensor) -> BlockWeight:
-    """Round a float matrix [N, K] to ggml's Q5_0: 5 bits and a float16 scale for 32 columns, of the least error of two.
+def quantize_blocks(matrix: Tensor, type_name: str) -> BlockWeight:
+    """Round a float matrix [N, K] to ggml's Q4_0 or Q5_0: 4 or 5 bits and a float16 scale for 32 columns.
 
-    Raises `ValueError` for other columns than multiples of 32, and for NaN or infinity.
+    Of two scales a block takes the one with the smaller squared error. Raises `ValueError` for other columns than
+    multiples of 32, and for NaN or infinity.
     """
-    if matrix.shape[1] % Q5_COLUMNS or not bool(torch.isfinite(matrix).all()):
+    if matrix.shape[1] % ROUNDED_COLUMNS or not bool(torch.isfinite(matrix).all()):
         raise ValueError("a matrix of finite numbers, with a multiple of 32 columns")
-    groups = matrix.float().view(matrix.shape[0], -1, Q5_COLUMNS)
+    half = {"Q4_0": 8, "Q5_0": 16}[type_name]
+    groups = matrix.float().view(matrix.shape[0], -1, ROUNDED_COLUMNS)
     extremes = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     best = torch.zeros_like(groups, dtype=torch.uint8)
     scales, least = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf)
-    for divisor in (-16.0, -15.0):  # the largest is met exactly, or its mirror image is in reach too
+    for divisor in (-half, 1 - half):  # the largest is met exactly, or its mirror image is in reach too
         scale = (extremes / divisor).half().float()
-        codes = torch.where(scale == 0, 16.0, groups / scale + 16).round_().clamp_(0, 31)
-        error = ((codes - 16) * scale - groups).square().sum(dim=2, keepdim=True)
+        codes = torch.where(scale == 0, float(half), groups / scale + half).round_().clamp_(0, 2 * half - 1)
+        error = ((codes - half) * scale - groups).square().sum(dim=2, keepdim=True)
         better = error < least
         best = torch.where(better, codes.to(torch.uint8), best)
         scales, least = torch.where(better, scale, scales), torch.minimum(error, least)
     low = best & 15
-    bits = ((best >> 4).view(*best.shape[:2], 4, 8) << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8)
-    halves = scales.half().contiguous().view(torch.uint8).view(*best.shape[:2], 2)
-    made = torch.cat((halves, bits, low[:, :, :16] | low[:, :, 16:] << 4), dim=2)
-    return BlockWeight("Q5_0", made.flatten(1).contiguous(), matrix.shape[1])
+    made = [scales.half().contiguous().view(torch.uint8).view(*best.shape[:2], 2)]
+    if type_name == "Q5_0":
+        fifth = (best >> 4).view(*best.shape[:2], 4, 8) << torch.arange(8, dtype=torch.uint8)
+        made.append(fifth.sum(3, dtype=torch.uint8))
+    made.append(low[:, :, :16] | low[:, :, 16:] << 4)
+    return BlockWeight(type_name, torch.cat(made, dim=2).flatten(1).contiguous(), matrix.shape[1])
 
 
 @dataclass(frozen=True, eq=False)

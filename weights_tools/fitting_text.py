@@ -15,6 +15,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
 from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import load_tokenizer
+from d3engine.utils.progress import shows_bars
 
 _SEQUENCES, _LENGTH = 32, 512
 """Of each kind of text: the most that is read of it, in tokens."""
@@ -63,5 +64,6 @@ def _conversations(source: Path, length: int, show_progress: bool) -> Tensor:
             SamplingParams(temperature=_TEMPERATURE, max_tokens=most, ignore_eos=True, seed=seed, detokenize=False)
             for seed in range(_SEQUENCES)
         ]
-        outputs = engine.generate([{"prompt_token_ids": start}] * _SEQUENCES, params, use_tqdm=show_progress)
+        shows = show_progress and shows_bars()
+        outputs = engine.generate([{"prompt_token_ids": start}] * _SEQUENCES, params, use_tqdm=shows)
     return torch.tensor([start + list(output.outputs[0].token_ids) for output in outputs])

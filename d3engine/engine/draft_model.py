@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from d3engine.engine.resolve import held_config, kept_by_default, multiplies_byt
 from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.interface import Executor
+from d3engine.kernels.blocks import ROUNDED_COLUMNS, BlockWeight, StackedWeight, quantize_blocks
+from d3engine.kernels.matrices import Weight
 from d3engine.model.config import ModelConfig
 from d3engine.model.eagle3 import Eagle3Head, load_eagle3
 from d3engine.model.source import files_of
@@ -31,6 +34,14 @@ never drafted, which costs its draft and no more.
 
 HEAD_ROWS = 16
 """Rows of a shortened head come in such groups: matrices may have them interleaved."""
+
+
+ROUNDED_BITS = 5
+"""ggml's blocks in the layers of a draft model are rounded to Q4_0, 4.5 bits a weight, where they take more than this.
+
+No answer depends on it, and a draft step reads less. A file of small hidden size has few matrices in Q4_K, whose blocks
+take 256 columns: of Qwen2.5-Coder-0.5B, Q4_K_M, the layers become a fifth smaller.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,7 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         dtype=of_draft.dtype,
         weight_dtype=of_draft.weight_dtype,
         device=of_draft.device,
-        form=matrix_form(of_draft) if of_draft.executor == "native" else None,
+        form=_draft_form(of_draft) if of_draft.executor == "native" else None,
         keeps_blocks=of_draft.keeps_blocks,
     )
     return DraftWeights(given, own, weights, of_draft)
@@ -113,6 +124,24 @@ def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) ->
         keeps_blocks=True,
         activations="int8" if has_blocks and multiplies_bytes() else "float32",
     )
+
+
+def _draft_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
+    """What makes of a draft model's matrix the form that it is held in; None: all stay as they are."""
+    form = matrix_form(settings)
+    if settings.activations != "int8" or form is None:
+        return form
+    vocabulary = settings.config.vocab_size  # the rows of the head and the embedding, which stay as they are
+    return lambda matrix: form(matrix if matrix.shape[0] == vocabulary else _rounded(matrix))
+
+
+def _rounded(matrix: Weight) -> Weight:
+    """A matrix in blocks in Q4_0, where it takes more than `ROUNDED_BITS` bits a weight."""
+    rows, columns = matrix.shape
+    is_large = 8 * matrix.nbytes > ROUNDED_BITS * rows * columns
+    if not is_large or columns % ROUNDED_COLUMNS or not isinstance(matrix, BlockWeight | StackedWeight):
+        return matrix
+    return quantize_blocks(matrix.dequantize(torch.float32), "Q4_0")
 
 
 def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *, native: bool) -> DraftModel:

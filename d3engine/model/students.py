@@ -18,12 +18,12 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.blocks import (
-    Q5_COLUMNS,
+    ROUNDED_COLUMNS,
     BlockLanesWeight,
     BlockWeight,
     StackedWeight,
     blocks_in_lanes,
-    quantize_q5,
+    quantize_blocks,
     stacked,
 )
 from d3engine.kernels.interleaved import LanesWeight, in_lanes
@@ -191,8 +191,8 @@ def _like(own: Weight, values: Tensor) -> Weight:
     if own.float_dtype is not None:  # held without loss
         return values.to(own.tensors[0].device, own.float_dtype).contiguous()
     there = values.float().to(own.tensors[0].device)
-    if isinstance(own, BlockWeight | BlockLanesWeight | StackedWeight) and not values.shape[1] % Q5_COLUMNS:
-        return _laid_out(quantize_q5(there), own)
+    if isinstance(own, BlockWeight | BlockLanesWeight | StackedWeight) and not values.shape[1] % ROUNDED_COLUMNS:
+        return _laid_out(quantize_blocks(there, "Q5_0"), own)
     return _laid_out(quantize_int8(there), own)
 
 

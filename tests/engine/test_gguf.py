@@ -19,6 +19,9 @@ from typer.testing import CliRunner
 
 from d3engine import D3, Engine, FullDepth, SamplingParams, Speculative
 from d3engine.cli import app
+from d3engine.engine.draft_model import load_draft_weights
+from d3engine.engine.engine_config import EngineConfig
+from d3engine.engine.resolve import multiplies_bytes, resolve_settings
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.model.config import ModelConfig
@@ -187,6 +190,20 @@ def test_a_gguf_file_drafts_for_another_model(small: Path, tmp_path: Path) -> No
     stranger = write_gguf(tmp_path / "stranger.gguf", tokenizer=other, **SMALL)
     with pytest.raises(InvalidValueError, match=r"draft_model must be a model whose tokenizer .*\(1 tokens differ\)"):
         engine_of(small, depth=Speculative(str(stranger), 3))
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.skipif(not multiplies_bytes(), reason="the processor multiplies no bytes")
+def test_blocks_of_a_draft_model_are_rounded_to_q4_0(tmp_path: Path) -> None:
+    """A draft model's layers take 4.5 bits a weight; its head stays as it is, and no answer changes."""
+    sizes = {name: value for name, value in SMALL.items() if name != "types"}
+    file = write_gguf(tmp_path / "draft.gguf", tokenizer=TOKENIZERS["gpt2"], types=("Q8_0",), **sizes)
+    settings = resolve_settings(EngineConfig(model=file, device="cpu", max_model_len=64))
+    weights = load_draft_weights(str(file), settings, None).weights
+    held = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    assert {getattr(matrix, "type_name", None) for matrix in held} == {"Q4_0"}
+    assert getattr(weights.lm_head, "type_name", None) == "Q8_0"
+    assert answers(file, depth=Speculative(str(file), 3)) == answers(file, depth=FullDepth())
 
 
 def test_auto_reads_a_fitting_d3_json_next_to_the_file(small: Path) -> None:

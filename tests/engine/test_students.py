@@ -25,7 +25,7 @@ from d3engine.engine import resolve
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.executor import bridging
 from d3engine.executor.bridging import BridgeStore
-from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_q5
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, quantize_blocks
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
@@ -242,14 +242,15 @@ def test_quantized_rows_of_a_student_stay_as_they_are(tmp_path: Path, kind: str)
             assert found == full
 
 
-def test_five_bits_of_a_matrix_are_ggmls_and_near() -> None:
+@pytest.mark.parametrize(("type_name", "half"), [("Q4_0", 8), ("Q5_0", 16)])
+def test_bits_of_a_matrix_are_ggmls_and_near(type_name: str, half: int) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(48, 96)
     matrix[0] = 0.0
-    held = quantize_q5(matrix)
+    held = quantize_blocks(matrix, type_name)
     assert held.shape == matrix.shape
     error = (held.unpacked() - matrix).abs()  # by the gguf package
     largest = matrix.view(48, -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
-    assert bool((error <= largest / 16 * 1.01).all())  # a whole step where the scale clips, as a rule half of one
-    assert float(error.square().mean().sqrt()) < float(largest.mean()) / 16 * 0.35
-    assert torch.equal(quantize_q5(held.unpacked()).unpacked(), held.unpacked())
+    assert bool((error <= largest / half * 1.01).all())  # a whole step where the scale clips, as a rule half of one
+    assert float(error.square().mean().sqrt()) < float(largest.mean()) / half * 0.35
+    assert torch.equal(quantize_blocks(held.unpacked(), type_name).unpacked(), held.unpacked())
