@@ -151,7 +151,8 @@ def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
     assert row[2:4] == [f"{least['first_layer']}-{least['first_layer'] + 1}", f"{least['kl_nats']:.3f}"]
 
 
-def test_a_tasks_own_answers_are_looked_at_as_if_the_model_had_given_them() -> None:
+def test_analyze_reference_answers_are_scored_as_the_models_own() -> None:
+    """The task's reference answers are scored as if the model had generated them."""
     small = ("--limit", "2", "--max-tokens", "5", "--device", "cpu", "--task", "word-problems", "--reference-answers")
     report = run_json("perplexity", "demo", *small)
     problems = different_problems("word-problems", "test", 0, 2)
@@ -182,7 +183,8 @@ def test_a_prompt_may_be_a_users_turn_in_the_chat_template(tmp_path: Path) -> No
     assert full["prompt"] == shown
 
 
-def test_the_papers_tasks_are_asked_from_files_behind_examples_and_judged_by_their_own_rule(tmp_path: Path) -> None:
+def test_analyze_paper_tasks_use_files_examples_and_own_rule(tmp_path: Path) -> None:
+    """Tasks of the paper are read from files, asked behind examples and judged by their own rule."""
     (tmp_path / "bbh" / "cot-prompts").mkdir(parents=True)
     examples = [{"input": f"Sort: b{i} a", "target": f"a b{i}"} for i in range(3)]
     (tmp_path / "bbh" / "word_sorting.json").write_text(json.dumps({"examples": examples}))
@@ -196,7 +198,8 @@ def test_the_papers_tasks_are_asked_from_files_behind_examples_and_judged_by_the
     assert found.prompts[0] == "Sort the words.\n\nQ: Sort: d c\nA: c d\n\nQ: Sort: b0 a\nA:"
 
 
-def test_copy_says_where_nothing_was_copied_and_nothing_was_finished() -> None:
+def test_copy_marks_cells_without_copies_or_finished_answers() -> None:
+    """`analyze copy` marks cells where no step was copied, and counts answers that were cut off."""
     result = run("copy", "demo", *SMALL, "--layers", "1", "--from-step", "1000")
     assert result.exit_code == 0, result.output
     title, _, *rows = result.stdout.splitlines()

@@ -69,7 +69,8 @@ def test_a_policy_names_the_windows_that_it_will_leave_out(texts: Path, tmp_path
     assert measured.exit_code == 0, measured.output
 
 
-def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_path: Path) -> None:
+def test_bridge_fit_of_own_chats_is_measured_on_own_answers(tmp_path: Path) -> None:
+    """A fit takes the model's own chats as text, and `measure` lets each policy generate its answers."""
     out, prompts = tmp_path / "b.safetensors", tmp_path / "prompts.txt"
     prompts.write_text("Tom has 2 pens and finds 3. How many?\nAnn buys 3 cups. Ann sells 1. How many?\n")
     fit = ("fit", "demo", *SMALL, "--task", "chat", "--max-tokens", "12", "--window", "3:6", "--out", str(out))
@@ -92,7 +93,8 @@ def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_
     assert "Answers of their own: 2 prompts" in shown.stdout
 
 
-def test_conversations_that_a_model_makes_up_are_written_to_be_read_as_texts(tmp_path: Path) -> None:
+def test_bridge_chats_writes_conversations_that_fit_reads(tmp_path: Path) -> None:
+    """`bridge chats` writes conversations of the model, which `bridge fit` reads as text."""
     chats, few = tmp_path / "chats.jsonl", (*SMALL[:4], "--texts", "6", "--max-tokens", "12")
     result = run("chats", "demo", *few, "--out", str(chats))
     assert result.exit_code == 0, result.output
@@ -106,7 +108,8 @@ def test_conversations_that_a_model_makes_up_are_written_to_be_read_as_texts(tmp
     assert re.search(r"--out must be a file whose name ends in \.jsonl", refused.stderr)
 
 
-def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Path, tmp_path: Path) -> None:
+def test_bridge_windows_are_nested_measured_and_tuned(texts: Path, tmp_path: Path) -> None:
+    """Windows are nested, measured and tuned with one file of bridges."""
     out, better = str(tmp_path / "b.safetensors"), str(tmp_path / "better.safetensors")
     given = ("--text", str(texts), "--prompt-tokens", "4", "--text-tokens", "24")
     few = (*SMALL[:4], *given, "--texts", "6")
@@ -162,7 +165,8 @@ def test_what_cannot_be_fitted_is_refused_by_name(
     assert re.search(complaint, result.stderr), result.stderr
 
 
-def test_a_saved_fit_of_all_positions_is_not_gone_on_with_for_those_generated() -> None:
+def test_bridge_saved_fit_is_keyed_by_its_fitted_positions() -> None:
+    """A saved fit of all positions is not resumed for a fit of generated positions alone."""
     from d3engine.cli.bridge import _key
     from d3engine.engine.model_directory import model_directory
 

@@ -70,7 +70,8 @@ def test_the_papers_grid_has_no_0_99_and_ours_has() -> None:
     assert set(STARTS) == set(TABLE_5_STARTS)
 
 
-def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path: Path) -> None:
+def test_calibrate_without_a_safe_setting_exits_3_unwritten(tmp_path: Path) -> None:
+    """Where no setting is shown to be safe, `calibrate` exits with 3 and writes no file."""
     out = tmp_path / "d3.json"
     least = ("--budget", "110")
     result = run("demo", *SMALL, *least, "--alpha", "0.9", "--start", "0.2", "--out", str(out), "--json")
@@ -81,8 +82,11 @@ def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_tells_a_task_that_the_model_cannot_do_by_its_exit_code_after_a_few_answers(tmp_path: Path) -> None:
-    """It passed there with any setting: who gets nothing right can lose nothing."""
+def test_calibrate_task_beyond_the_model_exits_4_early(tmp_path: Path) -> None:
+    """A task that the model cannot do ends `calibrate` with exit code 4 after a few answers.
+
+    It passed there with any setting: who gets nothing right can lose nothing.
+    """
     any_setting = ("--alpha", "0.8", "--start", "0.2")
     result = run("demo", *SMALL, *any_setting, "--task", "word-sorting", "--out", str(tmp_path / "d3.json"))
     assert result.exit_code == 4, result.output
@@ -146,7 +150,8 @@ def test_a_setting_that_was_downloaded_is_not_written_over(tmp_path: Path) -> No
         (["eval", "demo", "--limit", "1", "--depth", "full"], False),
     ],
 )
-def test_the_commands_say_on_stderr_for_which_task_auto_was_found(arguments: list[str], told: bool) -> None:
+def test_auto_depth_names_its_calibrated_task_on_stderr(arguments: list[str], told: bool) -> None:
+    """Commands name on stderr the task for which `--depth auto` was found safe."""
     result = invoke([*arguments, "--max-tokens", "2", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert ("(found safe for word-problems, for no other task)" in result.stderr) == told

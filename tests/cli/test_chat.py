@@ -82,7 +82,7 @@ def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pyte
         ({"do_sample": False, "temperature": 0.9}, (), (0.0, 1.0, 0)),
     ],
 )
-def test_a_model_that_says_nothing_of_sampling_is_not_sampled_at_1(
+def test_chat_sampling_defaults_follow_generation_config(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,6 +90,7 @@ def test_a_model_that_says_nothing_of_sampling_is_not_sampled_at_1(
     options: tuple[str, ...],
     expected: tuple[float, float, int],
 ) -> None:
+    """A model whose files name no sampling is sampled by the command's defaults, not at temperature 1."""
     directory = shutil.copytree(model, tmp_path / "model")
     (directory / "generation_config.json").write_text(json.dumps(own))
     seen: list[SamplingParams] = []
@@ -125,7 +126,8 @@ def test_depth_is_shown_and_changed(model: Path) -> None:
     assert warned < lines.index(told[1])  # at the command, not with the next answer
 
 
-def test_what_is_not_allowed_is_told_and_the_conversation_goes_on(model: Path) -> None:
+def test_chat_bad_input_is_reported_and_the_chat_goes_on(model: Path) -> None:
+    """Input that is not allowed is reported as an error, and the conversation goes on."""
     result = chat(
         model, "/dance", "/depth d3 alpha=x", "/depth d3 alpha=0.9 start=0.6 tail=99", "word " * 3000, QUESTION
     )
@@ -135,7 +137,8 @@ def test_what_is_not_allowed_is_told_and_the_conversation_goes_on(model: Path) -
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_the_bundled_model_answers_each_line_as_a_question_of_its_own() -> None:
+def test_chat_with_the_bundled_model_answers_each_line_alone() -> None:
+    """The bundled model answers each line as a separate question."""
     result = chat("demo", QUESTION, "Say something.", QUESTION, options=("--max-tokens", "60"))
     assert result.exit_code == 0, result.output
     first, *_, last = result.stdout.split("#### ")
@@ -143,7 +146,8 @@ def test_the_bundled_model_answers_each_line_as_a_question_of_its_own() -> None:
     assert first.startswith(" Adding 3 makes 5 + 3 = 8.")
 
 
-def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+def test_chat_without_a_template_is_refused_before_loading(tmp_path: Path) -> None:
+    """A model without a chat template is refused before it is loaded."""
     shutil.copytree(model_directory("demo"), tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
     result = chat(tmp_path / "model", QUESTION)

@@ -61,7 +61,8 @@ def texts(model: TinyLlama) -> list[OwnAnswer]:
     return answered(model, 24)
 
 
-def test_there_are_prompts_of_each_kind_of_which_none_is_in_both_parts() -> None:
+def test_written_prompts_of_each_kind_split_without_overlap() -> None:
+    """Each kind has prompts to train on and held-out prompts, and no prompt is in both parts."""
     for kind in KINDS:
         parts = [set(written_prompts(kind, 300, 0, held_out=held_out)) for held_out in (False, True)]
         assert len(parts[0]) == 300
@@ -136,9 +137,8 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(
         assert all(torch.equal(resumed.tensors()[layer][name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_refitted_width_is_nearer_than_a_cut_one_and_all_of_it_is_full_depth(
-    run: AnswerPass, texts: list[OwnAnswer]
-) -> None:
+def test_refitted_width_is_nearer_to_full_depth_than_a_cut_one(run: AnswerPass, texts: list[OwnAnswer]) -> None:
+    """A refitted width is nearer to full depth than a cut one, and the whole width equals full depth."""
     every = range(LAYERS)
     found = {}
     for name, width, refit in (("whole", 1.0, True), ("refitted", 0.75, True), ("cut", 0.75, False)):
@@ -250,7 +250,8 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert student.about["layers_saved"] == pytest.approx(found["layers_saved"])
 
 
-def test_bridges_are_fitted_to_the_same_answers_and_measured_beside_students(answers: Path, tmp_path: Path) -> None:
+def test_bridges_are_fitted_to_own_answers_and_measured(answers: Path, tmp_path: Path) -> None:
+    """Bridges are fitted to the answers that students learn from, and measured in the same report."""
     out = tmp_path / "bridges.safetensors"
     words = ["bridge", "fit", "demo", "--answers", str(answers), "--window", "12:14", "--rank", "4", "--even-if-worse"]
     result = invoke([*words, "--out", str(out), "--json"])

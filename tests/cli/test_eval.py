@@ -67,7 +67,8 @@ def test_the_table_and_the_page_have_the_figures_of_the_json(report: dict[str, A
     assert "McNemar" in result.stdout
 
 
-def test_policies_in_words_run_in_turn_each_compared_with_the_first(tmp_path: Path) -> None:
+def test_eval_policies_run_in_order_compared_with_the_first(tmp_path: Path) -> None:
+    """Policies run in their order, and each is compared with the first."""
     policies = ("--depth", "d3 alpha=0.9 start=0.7", "--depth", "full")
     short = ("--limit", "2", "--max-tokens", "24", "--split", "validation", "--answers", str(tmp_path / "kept.jsonl"))
     baselines = ("--baselines", "--exit-questions", "1")
@@ -91,7 +92,8 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first(tmp_path: Pa
     assert found["about"] == "validation split, seed 0"
 
 
-def test_prompts_that_policies_share_are_computed_once_and_answers_stay_the_same() -> None:
+def test_eval_shared_prompts_are_computed_once() -> None:
+    """Prompts that policies share are computed once, and the answers stay the same."""
     asked = ("--depth", "full", "--depth", "d3 alpha=0.8 start=0.4", "--tasks", "word-sorting", "--num-fewshot", "2")
     small = ("--limit", "3", "--max-tokens", "12", "--json")
     apart, shared = (
@@ -198,7 +200,8 @@ def test_without_the_harness_its_tasks_name_the_extra(monkeypatch: pytest.Monkey
     assert "--tasks arc_easy, which is not one of word-problems, " in result.stderr
 
 
-def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_ratios() -> None:
+def test_eval_policies_decided_by_tokens_have_no_nominal_figures() -> None:
+    """Policies that tokens decide have no nominal figures, and FLOPs ratios that count all that ran."""
     policies = ("--depth", "lossless alpha=0.8 start=0.7", "--depth", "early-exit threshold=0.5")
     short = ("--limit", "2", "--max-tokens", "24")
     result = evaluate(*policies, *short, "--json")
@@ -215,7 +218,8 @@ def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_rat
         assert score["nominal_mean_layers"] is score["nominal_flops_ratio"] is None
 
 
-def test_tables_of_a_benchmark_are_there_although_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_prints_finished_tables_when_a_later_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of a finished benchmark are printed although a later one fails."""
     from d3engine.cli import eval as command
 
     def failing(engine: Any, benchmark: Any, *arguments: Any) -> Any:
@@ -230,7 +234,8 @@ def test_tables_of_a_benchmark_are_there_although_a_later_one_fails(monkeypatch:
     assert "word-problems: cost" in result.stdout
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_any_question_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_too_long_prompt_is_refused_before_any_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is too long is refused before any question is asked."""
     from d3engine.engine.engine import Engine
 
     def asked(*arguments: Any, **options: Any) -> Any:
@@ -291,7 +296,8 @@ def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, mo
     assert asked == [1, 2, 3], "another way of sampling is another answer; the first question is asked beforehand"
 
 
-def test_a_file_that_holds_no_answers_and_answers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+def test_eval_answers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+    """A file that holds no answers is refused, and so are answers that cannot be kept."""
     kept = tmp_path / "answers.jsonl"
     for arguments, message in (
         (("--temperature", "1"), "must be absent unless answers are greedy"),

@@ -39,7 +39,8 @@ def evaluate(*policies: str, more: tuple[str, ...] = ("--json",)) -> Any:
     return invoke(["eval", "demo", *SMALL, *(word for one in policies for word in ("--depth", one)), *more])
 
 
-def test_policies_name_files_of_bridges_and_their_rows_say_which_and_what_they_cost(tmp_path: Path) -> None:
+def test_eval_bridged_policies_show_their_file_and_cost(tmp_path: Path) -> None:
+    """Policies name files of bridges, and their rows show the file and the cost of its maps."""
     nothing, something = (write_bridges(tmp_path / f"{scale}.safetensors", scale) for scale in (0, 4))
     lossless = "lossless alpha=0.8 start=0.5"
     asked = (SKIPPED, f"{SKIPPED} bridges={nothing}", f"{SKIPPED} bridges={something}", lossless)
@@ -62,14 +63,16 @@ def test_policies_name_files_of_bridges_and_their_rows_say_which_and_what_they_c
     assert other["realised_mean_layers_with_bridges"] == pytest.approx(other["realised_mean_layers"] + bridges)
 
 
-def test_a_column_has_the_layers_with_bridges_where_a_row_has_any(tmp_path: Path) -> None:
+def test_eval_bridge_column_stands_where_a_row_has_bridges(tmp_path: Path) -> None:
+    """The table has a column of layers with bridges where any row has bridges."""
     bridges = write_bridges(tmp_path / "b.safetensors", 0)
     shown = evaluate(SKIPPED, f"{SKIPPED} bridges={bridges}", more=())
     assert "realised  with bridges  nominal" in shown.stdout
     assert "with bridges" not in evaluate(SKIPPED, more=()).stdout
 
 
-def test_kept_answers_are_those_of_the_bridges_that_were_in_the_file(tmp_path: Path) -> None:
+def test_eval_kept_answers_are_keyed_by_the_bridges_content(tmp_path: Path) -> None:
+    """Kept answers are those of the bridges that were in the file."""
     kept, file = tmp_path / "answers.jsonl", tmp_path / "b.safetensors"
     counts = []
     for scale in (0, 4, None):  # None: the file stays as it is
@@ -81,9 +84,8 @@ def test_kept_answers_are_those_of_the_bridges_that_were_in_the_file(tmp_path: P
     assert counts == [2, 4, 4]
 
 
-def test_a_file_that_does_not_serve_is_refused_before_any_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_unfit_bridge_file_is_refused_before_any_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of bridges that does not fit is refused before any question is asked."""
     lacking = write_bridges(tmp_path / "b.safetensors", 0, first=6)
     monkeypatch.setattr(Engine, "generate", lambda *_, **__: pytest.fail("a question was asked"))
     for name, said in ((lacking, "3:9 is not in it"), (str(tmp_path / "none"), "is missing")):
@@ -109,7 +111,8 @@ def test_a_long_path_shows_its_end() -> None:
     assert len(title.removeprefix("D3, alpha 0.8, start 0.5, bridges ")) == 60
 
 
-def test_beside_a_bridged_d3_stand_itself_without_bridges_and_the_files_nested_windows(tmp_path: Path) -> None:
+def test_eval_bridged_d3_gets_unbridged_and_nested_baselines(tmp_path: Path) -> None:
+    """The baselines of a bridged D3 are itself without bridges and the nested windows of its file."""
     file = tmp_path / "b.safetensors"
     write_bridges(file, 0)
     nested = {"nested": {"windows": [[6, 10], [2, 6], [10, 14]]}}

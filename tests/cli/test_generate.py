@@ -67,7 +67,8 @@ def test_stdout_gets_the_text_alone_and_stderr_the_summary(engine: Engine) -> No
     assert "KV cache saved: 0 bytes" not in result.stderr
 
 
-def test_a_chat_template_is_not_used_and_stderr_says_what_uses_it(tmp_path: Path, engine: Engine) -> None:
+def test_generate_notes_an_unused_chat_template_on_stderr(tmp_path: Path, engine: Engine) -> None:
+    """A chat template is not used, and stderr names the options that use it."""
     directory = shutil.copytree(model_directory("demo"), tmp_path / "a model")
     (directory / "prompt_form.json").unlink()
     expected = answer_of(engine, "Tom has", temperature=0, max_tokens=4).text
@@ -112,7 +113,8 @@ def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
     assert len(texts) == 1
 
 
-def test_a_bare_question_is_asked_in_the_models_form_and_stderr_says_so() -> None:
+def test_generate_bare_question_is_asked_in_the_trained_form() -> None:
+    """A bare question is asked in the form that the model was trained on, and stderr says so."""
     whole = generate("demo", PROMPT)
     assert extract_answer(whole.stdout) == 10
     assert "note: " not in whole.stderr
@@ -186,7 +188,8 @@ def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
     assert (report["prompt"], report["num_layers"]) == (PROMPT, 16)
 
 
-def test_a_depth_that_was_never_certified_is_said_so_unless_quiet() -> None:
+def test_generate_uncertified_depth_is_noted_unless_quiet() -> None:
+    """A depth that was never certified is noted on stderr unless `-q` is given."""
     said = "D3, alpha 0.9, start 0.6 was never certified for this model"
     assert generate("demo", PROMPT, "--max-tokens", "2", *D3_FLAGS).stderr.count(said) == 1
     for flags in ([*D3_FLAGS, "-q"], [], ["--depth", "d3 alpha=0.8 start=0.6"], ["--depth", "full"]):
@@ -258,9 +261,10 @@ def test_a_terminal_gets_safe_text_and_a_pipe_gets_it_all(capsys: pytest.Capture
     assert capsys.readouterr().out == "a\x1b[31mb"
 
 
-def test_on_a_terminal_an_answer_begins_without_its_space_and_in_a_pipe_with(
+def test_writer_strips_the_leading_space_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """An answer begins without its leading space on a terminal, and with it in a pipe."""
     answers = (" one two\n  three\n", "four")
     for is_terminal in (True, False):
         terminal = io.StringIO()
@@ -284,7 +288,8 @@ def test_wrapped_text_keeps_to_the_width_and_loses_no_word() -> None:
     assert " ".join(terminal.getvalue().split()) == "one two three four five six seven eight nine ten"
 
 
-def test_a_wrapped_answer_stands_at_the_indent_whether_or_not_it_begins_with_a_space() -> None:
+def test_writer_indents_a_wrapped_answer_with_or_without_space() -> None:
+    """A wrapped answer begins at the indent whether or not its text begins with a space."""
     for answer in (" one two", "one two"):
         written = io.StringIO()
         writer = Writer(Console(file=written), wrap=True, indent="  ")
@@ -374,9 +379,8 @@ def test_tokens_joined_are_the_text_however_it_is_cut(engine: Engine) -> None:
         assert [token.depth for token in answer.tokens()] == answer.depths
 
 
-def test_a_step_hands_over_what_is_new_and_what_was_there_is_left_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_answers_hands_over_new_tokens_alone_each_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step hands over its new tokens, and leaves those before them alone."""
     held: list[int] = []
     step = engine.step
 
@@ -395,7 +399,9 @@ def test_a_step_hands_over_what_is_new_and_what_was_there_is_left_alone(
     assert "".join(shown) == run_.answers[0].text
 
 
-def test_ctrl_c_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: Engine) -> None:
+def test_run_answers_ctrl_c_ends_an_answer_after_its_step(engine: Engine) -> None:
+    """Ctrl-C ends an answer after its step, and the engine goes on."""
+
     def interrupt(answer: Answer) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -425,7 +431,9 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.stdout.endswith("\n")
 
 
-def test_a_time_limit_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: Engine) -> None:
+def test_run_answers_time_limit_ends_an_answer_after_its_step(engine: Engine) -> None:
+    """A time limit ends an answer after its step, and the engine goes on."""
+
     def late(number: int, frame: Any) -> None:
         raise TimeoutError
 

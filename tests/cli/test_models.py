@@ -84,7 +84,8 @@ def test_a_narrow_terminal_gets_the_table_without_paths(monkeypatch: pytest.Monk
         assert ("With paths: d3engine models --json" in shown) == (columns == 80)
 
 
-def test_a_model_is_removed_with_all_that_is_left_of_it_and_no_other(cache: Path) -> None:
+def test_models_remove_deletes_all_of_one_model_alone(cache: Path) -> None:
+    """`models remove` deletes all files of one model, unfinished ones too, and none of another."""
     other, file = keep("smollm2", 10), keep(CODER, 1000)
     (file.parent / "d3.json").write_bytes(bytes(24))
     left = keep(CODER, 500, file.parent.parent / f".{CODER}.k3j2")  # by a fetch that was killed

@@ -70,7 +70,8 @@ def test_one_that_is_narrower_than_a_figure_breaks_it_at_spaces(wide: pytest.Mon
         assert set(cell.split()) <= set(words)
 
 
-def test_a_narrow_table_has_no_rules_and_a_narrower_one_a_line_for_each_cell(wide: pytest.MonkeyPatch) -> None:
+def test_print_table_drops_rules_then_stacks_cells_when_narrow(wide: pytest.MonkeyPatch) -> None:
+    """A narrow table has no rules, and a narrower one has a line for each cell."""
     assert "┃" in "".join(shown(100, wide))
     bare = shown(70, wide)
     assert "┃" not in "".join(bare)
@@ -93,13 +94,15 @@ def test_a_narrow_table_has_no_rules_and_a_narrower_one_a_line_for_each_cell(wid
     ]
 
 
-def test_no_markup_is_read_from_a_table_and_one_without_rows_shows_its_columns(wide: pytest.MonkeyPatch) -> None:
+def test_print_table_reads_no_markup_and_shows_empty_columns(wide: pytest.MonkeyPatch) -> None:
+    """A table reads no markup, and one without rows shows its columns."""
     assert "[bold]" in "".join(shown(60, wide, (("[bold]", "1", "2", "3", "4"),)))
     assert "exact" in "".join(shown(60, wide, ()))
 
 
 @pytest.mark.parametrize("say", [verbosity.note, logging.getLogger("d3engine").warning, say_error])
-def test_what_is_told_breaks_at_spaces_on_a_terminal_and_nowhere_else(say: object, wide: pytest.MonkeyPatch) -> None:
+def test_messages_wrap_at_spaces_on_a_terminal_alone(say: object, wide: pytest.MonkeyPatch) -> None:
+    """Messages wrap at spaces on a terminal, and nowhere else."""
     assert callable(say)
     terminal, pipe = Terminal(), io.StringIO()
     wide.setenv("COLUMNS", "40")
@@ -116,7 +119,8 @@ def test_what_is_told_breaks_at_spaces_on_a_terminal_and_nowhere_else(say: objec
     assert " ".join(lines) == whole
 
 
-def test_a_word_that_is_too_long_stands_alone_and_indents_and_columns_stay(wide: pytest.MonkeyPatch) -> None:
+def test_messages_keep_long_words_indents_and_columns(wide: pytest.MonkeyPatch) -> None:
+    """A word that is too long stands alone in its line, and indents and columns stay."""
     terminal, path = Terminal(), "/" + "long" * 20
     wide.setenv("COLUMNS", "40")
     wide.setattr(sys, "stderr", terminal)

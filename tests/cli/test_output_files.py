@@ -37,9 +37,10 @@ def full_disk(tmp_path: Path) -> Path:
         ("--png", ("analyze", "saturation", "demo", "--limit", "1")),
     ],
 )
-def test_a_file_that_cannot_be_written_is_named_and_the_json_is_printed(
+def test_unwritable_output_file_is_named_and_json_is_printed(
     option: str, arguments: tuple[str, ...], full_disk: Path
 ) -> None:
+    """A file that cannot be written is named, and the JSON is printed all the same."""
     result = run(*arguments, option, str(full_disk), "--json")
     assert result.exit_code == 2
     assert "No space left" in result.stderr
@@ -48,7 +49,8 @@ def test_a_file_that_cannot_be_written_is_named_and_the_json_is_printed(
     assert full_disk.is_symlink()
 
 
-def test_a_page_takes_the_place_of_the_old_one_and_leaves_nothing_beside(tmp_path: Path) -> None:
+def test_page_replaces_the_old_one_and_leaves_no_other_file(tmp_path: Path) -> None:
+    """A page replaces the old one with its mode, and leaves no other file."""
     page = tmp_path / "page.html"
     page.write_text("old")
     page.chmod(0o640)
@@ -59,7 +61,8 @@ def test_a_page_takes_the_place_of_the_old_one_and_leaves_nothing_beside(tmp_pat
 
 
 @pytest.mark.parametrize("path", ["nowhere/page.html", "."])
-def test_a_page_that_could_not_be_written_is_refused_before_the_work(tmp_path: Path, path: str) -> None:
+def test_unwritable_page_is_refused_before_the_work(tmp_path: Path, path: str) -> None:
+    """A page that could not be written is refused before the work."""
     for arguments in (("eval", "no/such/model"), ("analyze", "sample", "no/such/model")):
         result = run(*arguments, "--html", str(tmp_path / path))
         assert result.exit_code == 2

@@ -32,7 +32,8 @@ def planned(*words: str) -> list[dict[str, Any]]:
     return json.loads(result.stdout)
 
 
-def test_llama_2_70b_on_one_device_has_its_parameters_and_its_keys_and_values() -> None:
+def test_plan_counts_weights_and_kv_cache_of_llama_2_70b() -> None:
+    """The plan counts the parameters and the KV cache of Llama 2 70B on one device."""
     floats, int8, int4 = planned("llama-2-70b", "--gpus", "200GiB", "--gpu-memory-utilization", "1")
     assert floats["weight_bytes"] == 2 * 68_976_648_192
     matrices = 80 * (2 * 8192 * (8192 + 1024) + 3 * 8192 * 28672)
@@ -46,7 +47,8 @@ def test_llama_2_70b_on_one_device_has_its_parameters_and_its_keys_and_values() 
     assert floats["sequences"] == floats["room"] // floats["sequence_bytes"]
 
 
-def test_two_devices_share_matrices_and_keys_and_depth_makes_room_for_more_sequences() -> None:
+def test_plan_two_devices_shard_and_depth_fits_more_sequences() -> None:
+    """Two devices shard matrices and the KV cache, and depth makes room for more sequences."""
     (alone, *_), (shared, *_) = (planned("llama-2-70b", "--gpus", gpus) for gpus in ("80GB", "80GB,80GB"))
     assert not alone["fits"]
     assert shared["fits"]
@@ -67,7 +69,8 @@ def test_the_page_shows_what_the_command_finds() -> None:
         assert f"\n| {' | '.join(cells)} |\n" in page
 
 
-def test_an_8_bit_cache_is_counted_with_its_scales_and_holds_nearly_twice_as_many_sequences() -> None:
+def test_plan_8_bit_kv_cache_holds_nearly_twice_the_sequences() -> None:
+    """An 8-bit KV cache is counted with its scales, and holds nearly twice as many sequences."""
     wide, narrow = (planned("llama-3-8b", "--gpus", "80GB", "--kv-cache-dtype", name)[0] for name in ("auto", "fp8"))
     assert wide == planned("llama-3-8b", "--gpus", "80GB")[0]
     assert wide["sequence_bytes"] == 4096 * 32 * 2 * 8 * 128 * 2
@@ -140,7 +143,8 @@ def test_the_weights_are_those_that_a_rank_loads(
     assert [fit["weights"] for fit in found] == (["bfloat16", "int8", "int4"] if scheme is None else [scheme])
 
 
-def test_a_config_alone_is_enough_and_what_cannot_be_parted_says_why(tiny_llama: Callable[..., TinyLlama]) -> None:
+def test_plan_of_a_config_alone_says_what_cannot_be_sharded(tiny_llama: Callable[..., TinyLlama]) -> None:
+    """A config alone is enough, and the plan says why a scheme cannot be sharded."""
     config = str(tiny_llama().directory / "config.json")
     *floats, int4 = planned(config, "--gpus", "1GiB,1GiB", "--context", "64", "--answer", "8")
     assert all(fit["fits"] for fit in floats)

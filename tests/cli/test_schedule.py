@@ -133,7 +133,8 @@ def test_a_shape_that_no_llama_2_has_is_built_from_the_sizes() -> None:
     assert report["flops_ratio"] == 1
 
 
-def test_without_a_shape_the_schedule_is_shown_and_the_ratio_is_unknown() -> None:
+def test_schedule_without_a_shape_has_an_unknown_flops_ratio() -> None:
+    """Without a shape the schedule is shown, and the FLOPs ratio is unknown."""
     arguments = ["schedule", "--layers", "10", "--depth", "d3 alpha=0.9 start=0.7"]
     report = run_json(*arguments)
     assert report["shape"] is None
@@ -169,7 +170,8 @@ def test_auto_reads_d3_json_beside_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"policy": "d3"}', '{"policy": "d9"}'])
-def test_a_d3_json_that_describes_no_policy_is_refused_by_its_name(tmp_path: Path, content: str) -> None:
+def test_schedule_d3_json_without_a_policy_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    """A d3.json that describes no policy is refused by its name."""
     model = write_model(tmp_path)
     (model / "d3.json").write_text(content)
     result = run("schedule", "--model", str(model))
@@ -343,7 +345,8 @@ def test_schedule_imports_no_torch(tmp_path: Path) -> None:
     assert "mean layers" in result.stdout
 
 
-def test_the_script_prints_one_line_and_no_traceback_for_an_error() -> None:
+def test_script_error_is_one_line_without_a_traceback() -> None:
+    """The script prints one line and no traceback for an error."""
     script = "from d3engine.cli import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", script, *LAYERS, "--depth", "d3 alpha=2 start=0.6"],

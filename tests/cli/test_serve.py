@@ -52,7 +52,8 @@ def refused(*words: str) -> str:
         (["--stream-interval", "0"], "--stream-interval must be an integer of at least 1; got 0"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence_before_a_model_is_loaded(words: list[str], said: str) -> None:
+def test_serve_bad_options_are_refused_before_loading(words: list[str], said: str) -> None:
+    """Options that cannot be served are refused in one sentence before a model is loaded."""
     stderr = refused(*words)
     assert said in stderr
     assert len(stderr.splitlines()) == 1
@@ -132,7 +133,9 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     assert keys == ("of-an-option", "of-a-file-1", "of-a-file-2", "of-the-environment", "and-another-one")
 
 
-def test_a_model_is_called_what_it_was_named_by_or_what_is_asked_for(tmp_path: Path) -> None:
+def test_serve_model_names_follow_the_model_or_the_option(tmp_path: Path) -> None:
+    """A model is served under the name it was given by, or under the names asked for."""
+
     def names(model: str, **what: Any) -> tuple[str, ...]:
         return server_settings(model, {}, what, {}).model_names
 
@@ -190,7 +193,8 @@ def receiver() -> Iterator[Receiver]:
         yield found
 
 
-def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete(receiver: Receiver) -> None:
+def test_serve_prints_what_it_serves_and_drains_on_sigterm(receiver: Receiver) -> None:
+    """A server prints what it serves, and ends on SIGTERM when its answers are complete."""
     traces = ("--otlp-traces-endpoint", receiver.url)
     running = Running("-v", "--depth-alias", "demo-full=full", "--kv-cache-memory-bytes", str(2**22), *traces)
     url = running.line("address").split()[-1]
@@ -220,7 +224,8 @@ def test_a_server_says_what_it_serves_and_ends_when_its_answers_are_complete(rec
     assert [span.name for span in receiver.spans] == ["text_completion demo"]  # sent before the process ended
 
 
-def test_an_engine_in_a_process_of_its_own_is_served_and_its_end_is_told() -> None:
+def test_serve_engine_process_is_served_and_its_death_reported() -> None:
+    """An engine in a separate process is served, and its death is reported."""
     running = Running("--engine-process", *DECAY, "--stream-interval", "4", "--kv-cache-memory-bytes", str(2**22))
     url = running.line("address").split()[-1]
     said = "\n".join(running.seen)

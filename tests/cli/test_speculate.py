@@ -75,7 +75,8 @@ def measured(candidate: Candidate, seconds: float, equal: int = 2) -> Measured:
     return Measured(candidate, 100, seconds, 0, 0, 0, (), 2, equal)
 
 
-def test_the_best_is_faster_than_both_passes_without_drafts_and_equal() -> None:
+def test_tune_best_is_equal_and_faster_than_both_plain_passes() -> None:
+    """The best drafter is faster than both passes without drafts, and gives equal tokens."""
     first, second, third, *others = candidates_of([2], "draft")
     assert len(others) == 3
     assert (first.length, second.length) == (2, None)

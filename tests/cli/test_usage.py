@@ -20,7 +20,8 @@ QUANTIZE = ("weights", "quantize", "demo", "nowhere")
         ((*QUANTIZE, "--scheme", "int5"), "--scheme: 'int5' is not one of 'int8', 'int4', 'fp8'"),
     ],
 )
-def test_a_fault_of_a_command_line_is_one_line_that_names_it_and_the_help(words: tuple[str, ...], said: str) -> None:
+def test_command_line_fault_is_one_line_with_its_help(words: tuple[str, ...], said: str) -> None:
+    """A fault of a command line is one line that names the fault and the help."""
     result = invoke(words)
     assert (result.exit_code, result.stdout) == (2, "")
     line, end = result.stderr.split("\n")

@@ -95,9 +95,9 @@ def test_one_bit_that_a_situation_changes_is_found_in_its_row(
         assert (said is None) if "tokens only" in name else (": log-probability 2 is " in said), name
 
 
-def test_a_token_that_a_batch_changes_is_found_without_log_probabilities_too(
-    monkeypatch: pytest.MonkeyPatch, native_library: None
-) -> None:
+def test_verify_finds_a_token_that_a_batch_changes(monkeypatch: pytest.MonkeyPatch, native_library: None) -> None:
+    """A token that a batch changes is found without log-probabilities too."""
+
     def spoil(engine: Engine, outputs: Outputs) -> None:
         if len(outputs) > 1:
             outputs[-1].outputs[0].token_ids[4] += 1
@@ -131,7 +131,8 @@ def test_answers_that_another_model_drafts_keep_their_bits(
     ]
 
 
-def test_answers_are_compared_to_the_last_bit_and_the_first_difference_is_named() -> None:
+def test_answer_difference_is_exact_and_names_the_first_one() -> None:
+    """Answers are compared to the last bit, and the first difference is named."""
     wanted = Answer("chat", 3, [5, 6], [-0.5, -0.25])
     assert Answer("chat", 3, [5, 6], [-0.5, -0.25]).difference(wanted) is None
     assert Answer("chat", 3, [5, 6], []).difference(wanted) is None

@@ -128,7 +128,8 @@ def test_depth_is_told_in_a_chat_as_in_a_completion(openai: OpenAI, demo: Engine
     assert untimed(chunks[-1].model_extra["d3ext"]) == untimed(whole["d3ext"])
 
 
-def test_a_request_may_bring_a_template_where_the_servers_owner_trusts_it(client: AsyncEngine, openai: OpenAI) -> None:
+def test_chat_template_of_a_request_is_used_where_trusted(client: AsyncEngine, openai: OpenAI) -> None:
+    """A request may bring a chat template where the server's owner trusts it."""
     settings = ServerSettings(model_names=("demo",), trust_request_chat_template=True)
     body = ASKED | {"chat_template": "{{ messages[0].content }}\nAnswer:", "max_tokens": 8}
     with serving(create_app(client, settings)) as address:
@@ -190,7 +191,8 @@ def test_what_asks_for_nothing_more_than_happens_anyway_is_taken(http: httpx.Cli
     assert "x-d3-ignored-fields" not in answer.headers
 
 
-def test_a_conversation_that_is_too_long_is_named_by_openais_word(openai: OpenAI) -> None:
+def test_chat_too_long_conversation_gets_openais_error_code(openai: OpenAI) -> None:
+    """A conversation that is too long gets OpenAI's error code."""
     with pytest.raises(BadRequestError) as caught:
         openai.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Tom " * 2000}])
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")

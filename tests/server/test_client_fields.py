@@ -94,7 +94,8 @@ def test_every_field_of_a_clients_tool_is_honoured_or_refused(module: str, name:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_changes_an_answer_is_refused_by_name_on_every_route(http: httpx.Client, path: str) -> None:
+def test_fields_that_change_an_answer_are_refused_on_each_route(http: httpx.Client, path: str) -> None:
+    """Fields that change an answer are honoured, or refused by name on every route."""
     for name, value in ON.items():
         answer = http.post(path, json=PATHS[path] | {name: value})
         if name in HONOURED and path in ("/v1/completions", "/v1/chat/completions"):
@@ -162,7 +163,8 @@ def test_a_field_of_another_route_is_refused(http: httpx.Client, path: str, name
     assert answer.json()["error"]["message"].startswith(f"{name} must be absent")
 
 
-def test_several_answers_have_the_apis_temperature_not_the_models() -> None:
+def test_several_answers_have_the_apis_temperature() -> None:
+    """Several answers have the API's default temperature, not the model's."""
     from d3engine import SamplingParams
     from d3engine.server.requests.sampling import sampling_params
     from d3engine.server.schemas.requests import CompletionRequest

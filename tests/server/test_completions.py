@@ -65,7 +65,8 @@ def test_several_answers_to_several_prompts_stand_in_their_order(openai: OpenAI,
     assert len({choice.text for choice in answer.choices}) > 2
 
 
-def test_the_best_of_several_are_those_whose_tokens_are_likeliest(openai: OpenAI, demo: Engine) -> None:
+def test_best_of_returns_the_likeliest_answers(openai: OpenAI, demo: Engine) -> None:
+    """The best of several answers are those whose tokens are likeliest."""
     sampled: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 12}
     answer = openai.completions.create(model="demo", prompt="Tom has", n=2, best_of=6, **sampled)
     (all_six,) = demo.generate("Tom has", SamplingParams(n=6, logprobs=0, **sampled), use_tqdm=False)
@@ -87,7 +88,8 @@ def test_a_stop_string_ends_the_answer_before_it(openai: OpenAI, question: str) 
     assert kept.choices[0].text == whole[: whole.index("##") + 2]
 
 
-def test_without_max_tokens_there_are_sixteen_and_the_length_is_named(openai: OpenAI, question: str) -> None:
+def test_completion_without_max_tokens_ends_at_sixteen(openai: OpenAI, question: str) -> None:
+    """Without `max_tokens` an answer has sixteen tokens, and its finish reason is the length."""
     answer = openai.completions.create(model="demo", prompt=question)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -135,9 +137,8 @@ def test_a_text_without_special_tokens_is_encoded_as_it_is(openai: OpenAI, demo:
 # -- log-probabilities and echo --------------------------------------------------------------------------------------
 
 
-def test_log_probabilities_are_the_engines_and_their_offsets_lead_to_the_tokens(
-    openai: OpenAI, demo: Engine, question: str
-) -> None:
+def test_completion_logprobs_are_the_engines_with_offsets(openai: OpenAI, demo: Engine, question: str) -> None:
+    """Log-probabilities are the engine's, and their offsets lead to the tokens."""
     choice = openai.completions.create(**ASKED, prompt=question, logprobs=3).choices[0]
     (expected,) = demo.generate(question, SamplingParams(temperature=0, max_tokens=40, logprobs=3), use_tqdm=False)
     found, output = choice.logprobs, expected.outputs[0]
@@ -156,9 +157,8 @@ def test_log_probabilities_are_the_engines_and_their_offsets_lead_to_the_tokens(
     assert offsets[0] == 0
 
 
-def test_an_echoed_prompt_stands_before_the_answer_with_its_own_log_probabilities(
-    openai: OpenAI, demo: Engine, question: str
-) -> None:
+def test_echoed_prompt_has_its_own_logprobs(openai: OpenAI, demo: Engine, question: str) -> None:
+    """An echoed prompt stands before the answer with its own log-probabilities."""
     plain = openai.completions.create(**ASKED, prompt=question).choices[0]
     choice = openai.completions.create(**ASKED, prompt=question, echo=True, logprobs=1).choices[0]
     assert choice.text == question + plain.text
@@ -209,7 +209,8 @@ def test_the_harness_scores_prompts_by_echo_as_the_engine_does(
         assert is_greedy == all(row[token].rank == 1 for token, row in zip(ids[length:], rows, strict=True))
 
 
-def test_prompt_log_probabilities_and_token_ids_come_under_vllms_names(openai: OpenAI, demo: Engine) -> None:
+def test_prompt_logprobs_and_token_ids_have_vllms_names(openai: OpenAI, demo: Engine) -> None:
+    """Log-probabilities and token ids of a prompt come under vLLM's names."""
     extra = {"prompt_logprobs": 2, "return_token_ids": True}
     choice = openai.completions.create(**ASKED, prompt="Tom has 5 pens.", extra_body=extra).choices[0]
     params = SamplingParams(temperature=0, max_tokens=40, prompt_logprobs=2)

@@ -84,7 +84,8 @@ def test_what_depth_saved_adds_up_to_the_engines_own_count(openai: OpenAI, demo:
     assert found["kv_bytes_saved"] == demo.stats().kv_bytes_saved_at_end - before > 0
 
 
-def test_the_time_of_an_answer_after_its_first_token_is_told_in_a_stream_too(openai: OpenAI, question: str) -> None:
+def test_decode_seconds_are_reported_whole_and_streamed(openai: OpenAI, question: str) -> None:
+    """The time of an answer after its first token is reported in a stream too."""
     asked: dict[str, Any] = {
         "model": "demo",
         "prompt": question,
@@ -102,9 +103,10 @@ def test_the_time_of_an_answer_after_its_first_token_is_told_in_a_stream_too(ope
 
 
 @pytest.mark.parametrize("stop", [None, " ="])
-def test_offsets_say_which_letters_each_token_wrote_whether_streamed_or_whole(
+def test_token_offsets_are_those_of_each_tokens_text(
     openai: OpenAI, demo: Engine, question: str, stop: str | None
 ) -> None:
+    """Offsets say which letters each token wrote, whether streamed or whole."""
     extra = {"return_depths": True, "return_token_ids": True}
     asked: dict[str, Any] = {"model": "demo", "prompt": question, "extra_body": extra, "stop": stop, **ASKED}
     whole = openai.completions.create(**asked)
@@ -192,7 +194,8 @@ def test_a_policy_inside_of_another_must_be_allowed_too() -> None:
     assert caught.value.code == "depth_not_allowed"
 
 
-def test_a_locked_server_takes_its_own_depth_and_its_aliases_only() -> None:
+def test_locked_depth_allows_the_own_depth_and_aliases_alone() -> None:
+    """A locked server takes its own depth and its aliases only."""
     found = policies(lock_depth=True, depth_aliases={"m-full": FullDepth()})
     own = D3(alpha=0.8, start=0.7).describe()
     assert [found.read("m", asked, None) for asked in (None, "auto", own)] == [None, None, None]

@@ -39,7 +39,8 @@ def metrics(address: str) -> dict[str, float]:
     return {name + position: float(value) for name, position, value in found}
 
 
-def test_the_usage_of_a_request_counts_its_drafted_tokens_and_the_metrics_those_of_all(drafting: str) -> None:
+def test_draft_usage_and_metrics_count_the_same_tokens(drafting: str) -> None:
+    """The usage of a request counts its drafted tokens, and the metrics count those of all."""
     before = metrics(drafting)
     with OpenAI(base_url=f"{drafting}/v1", api_key="none", max_retries=0) as client:
         asked: dict[str, Any] = {"model": "demo", "prompt": [REPEATS, REPEATS + " four"], "max_tokens": 30}

@@ -46,7 +46,8 @@ def test_a_first_event_that_is_late_is_announced_by_a_ping() -> None:
     assert set(sent[2:-2]) <= {FORM.ping}
 
 
-def test_an_error_before_anything_was_sent_is_raised_and_after_a_ping_it_is_the_last_event() -> None:
+def test_event_stream_error_is_raised_or_the_last_event() -> None:
+    """An error before any byte is raised, and after a ping it is the last event."""
     error = RequestError(503, "No.", code="no")
 
     async def fails_at_once(pinged: asyncio.Event) -> AsyncGenerator[bytes, None]:
@@ -88,7 +89,8 @@ def test_an_event_waits_for_the_ping_before_it() -> None:
     assert sent == ["http.response.start", FORM.ping, b"only", FORM.end]
 
 
-def test_work_goes_on_while_the_client_stays_and_ends_when_he_leaves() -> None:
+def test_work_ends_when_its_client_leaves() -> None:
+    """Work goes on while the client stays, and ends when the client leaves."""
     ended: list[str] = []
 
     async def work(leaving: asyncio.Event) -> str:
@@ -118,7 +120,9 @@ def test_work_goes_on_while_the_client_stays_and_ends_when_he_leaves() -> None:
     asyncio.run(main())
 
 
-def test_who_is_cancelled_himself_hears_of_it_although_the_client_may_leave_too() -> None:
+def test_cancelled_caller_is_cancelled_though_clients_leave() -> None:
+    """A caller that is cancelled gets its cancellation although the client may leave too."""
+
     async def main(client_leaves: bool) -> None:
         begun = asyncio.Event()
 
@@ -142,7 +146,9 @@ def test_who_is_cancelled_himself_hears_of_it_although_the_client_may_leave_too(
     asyncio.run(main(True))
 
 
-def test_a_client_that_leaves_as_its_answer_ends_cancels_nothing_that_comes_after() -> None:
+def test_client_that_leaves_at_the_end_cancels_nothing_after() -> None:
+    """A client that leaves as its answer ends cancels nothing that comes after."""
+
     async def both_at_once() -> int | None:
         left, done = asyncio.get_running_loop().create_future(), asyncio.get_running_loop().create_future()
 

@@ -224,9 +224,10 @@ def test_a_character_that_tokens_cut_has_one_place_in_the_text(make_world: Make)
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_the_beginning_of_a_stop_string_is_not_sent_before_it_is_known_to_be_none(
+def test_beginning_of_a_stop_string_is_held_back(
     make_world: Make, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
+    """The beginning of a stop string is not sent before it is known to be none."""
     if is_broken:
         hold_nothing_back(monkeypatch)
 
@@ -313,7 +314,9 @@ def test_stream_with_a_fault_of_one_answer_ends_with_an_error(make_world: Make, 
     asyncio.run(main())
 
 
-def test_of_several_prompts_the_others_end_with_the_one_that_fails(make_world: Make) -> None:
+def test_failing_prompt_ends_the_others_of_its_request(make_world: Make) -> None:
+    """Of several prompts, the others end with the one that fails."""
+
     async def main() -> None:
         world = make_world(SPARKLING)
         world.before_step[3] = lambda: the_request_fails(world)

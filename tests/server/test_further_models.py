@@ -102,7 +102,8 @@ def test_without_room_for_both_the_one_used_before_is_unloaded(client: AsyncEngi
     assert loads.seen == ["b", "c", "b"]
 
 
-def test_requests_wait_for_each_other_where_there_is_no_room_for_both(client: AsyncEngine) -> None:
+def test_requests_wait_where_two_models_do_not_fit(client: AsyncEngine) -> None:
+    """Requests wait for each other where there is no room for both models."""
     loads = Loads()
     answers: list[str] = []
     with several(client, loads, room=SIZE) as (http, _):
@@ -121,7 +122,8 @@ def test_requests_wait_for_each_other_where_there_is_no_room_for_both(client: As
     assert sorted(answers) == ["b", "b", "c", "c"]
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(client: AsyncEngine) -> None:
+def test_model_that_cannot_be_loaded_fails_its_requests_alone(client: AsyncEngine) -> None:
+    """A model that cannot be loaded is an error of its requests alone."""
     loads = Loads()
     loads.broken.add("b")
     with several(client, loads) as (http, _):

@@ -33,7 +33,8 @@ def test_what_the_app_raises_is_raised() -> None:
         asyncio.run(post(app, "/", b""))
 
 
-def test_a_reader_who_leaves_ends_the_app_which_waits_for_him_meanwhile() -> None:
+def test_reader_that_leaves_cancels_the_app() -> None:
+    """A reader that leaves cancels the app, which does not run ahead of its reader."""
     from d3engine.server.in_process import messages_of
 
     sent: list[int] = []

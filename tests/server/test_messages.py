@@ -67,7 +67,8 @@ def test_a_message_whole_and_streamed_is_what_the_chat_says(
         assert usage.output_tokens == said.usage.completion_tokens
 
 
-def test_the_events_of_a_stream_come_in_their_order_each_under_its_name(http: httpx.Client) -> None:
+def test_message_stream_events_are_named_and_in_order(http: httpx.Client) -> None:
+    """The events of a stream come in their order, each under its name."""
     answer = http.post(PATH, json=ASKED | {"stream": True, "max_tokens": 3})
     assert answer.headers["content-type"].startswith("text/event-stream")
     *found, nothing = answer.text.split("\n\n")
@@ -222,9 +223,10 @@ def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Anthropic, openai: O
     ],
     ids=str,
 )
-def test_a_message_that_cannot_be_honoured_names_the_field_in_anthropics_form(
+def test_message_refusal_names_the_field_in_anthropics_form(
     http: httpx.Client, changes: dict[str, Any], name: str
 ) -> None:
+    """A message that cannot be honoured names the field in Anthropic's form."""
     answer = http.post(PATH, json=ASKED | {"stream": True} | changes)
     error = answer.json()
     assert (answer.status_code, set(error), error["type"]) == (400, {"type", "error"}, "error")
@@ -251,7 +253,8 @@ def test_anthropics_client_raises_its_own_errors(anthropic: Anthropic, client: A
     assert closed.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
-def test_what_asks_for_nothing_is_taken_and_what_nobody_knows_is_named(http: httpx.Client) -> None:
+def test_message_neutral_fields_pass_and_unknown_are_named(http: httpx.Client) -> None:
+    """Fields that ask for nothing are taken, and unknown fields are named."""
     part = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}, "citations": None}
     nothing = {
         "max_tokens": 1,
@@ -285,7 +288,8 @@ class _Around:
         return getattr(self.client, name)
 
 
-def test_an_engine_that_dies_in_a_message_raises_the_clients_error(anthropic: Anthropic, client: AsyncEngine) -> None:
+def test_message_of_a_dying_engine_raises_the_clients_error(anthropic: Anthropic, client: AsyncEngine) -> None:
+    """An engine that dies in a message raises the client's error."""
     from anthropic import APIStatusError
 
     class Dying(_Around):
@@ -302,7 +306,9 @@ def test_an_engine_that_dies_in_a_message_raises_the_clients_error(anthropic: An
     assert "secret" not in str(caught.value)
 
 
-def test_a_message_that_takes_too_long_ends_with_anthropics_event() -> None:
+def test_message_timeout_ends_with_anthropics_event() -> None:
+    """A message that takes too long ends with Anthropic's event."""
+
     async def stream(request: Request) -> Response:
         async def events() -> Any:
             yield PING

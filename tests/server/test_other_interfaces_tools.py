@@ -60,7 +60,8 @@ FUNCTION: dict[str, Any] = {"type": "function", "name": "count", "parameters": C
 ASKED: dict[str, Any] = {"model": "demo", "input": QUESTION, "tools": [FUNCTION], "extra_body": {"seed": 2}}
 
 
-def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: OpenAI) -> None:
+def test_response_with_a_call_is_the_chats_whole_and_streamed(openai: OpenAI) -> None:
+    """A response that calls has the chat's call, whole and streamed."""
     choice = {"type": "function", "name": "count"}
     asked = {**ASKED, "tool_choice": choice, "temperature": 1.0, "parallel_tool_calls": False}
     whole = openai.responses.create(**asked)
@@ -138,7 +139,8 @@ TOOL: dict[str, Any] = {"name": "count", "description": "How many", "input_schem
 MESSAGE: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 200, "tools": [TOOL]}
 
 
-def test_a_message_that_calls_has_blocks_of_tool_use_whole_and_streamed(anthropic: Anthropic) -> None:
+def test_message_with_a_call_has_tool_use_whole_and_streamed(anthropic: Anthropic) -> None:
+    """A message that calls has blocks of tool use, whole and streamed."""
     asked = {**MESSAGE, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
     asked["extra_body"] = SEEDED | {"return_depths": True}
     whole = anthropic.messages.create(**asked)
@@ -240,7 +242,8 @@ def test_messages_call_without_a_tool_choice_and_read_the_result(hermes: str, st
         assert [block.type for block in answer.content] == ["text"]
 
 
-def test_responses_call_without_a_tool_choice_and_read_the_result(hermes: str) -> None:
+def test_responses_call_without_a_choice_and_read_the_result(hermes: str) -> None:
+    """Responses call without a tool choice, and read the result."""
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     asked: dict[str, Any] = {"model": "demo", "tools": [FUNCTION], "parallel_tool_calls": False, "temperature": 1.0}
     asked["extra_body"] = {"seed": 2}

@@ -45,7 +45,8 @@ def test_a_command_of_the_page_is_answered(http: httpx.Client, line: str) -> Non
     assert answer.content
 
 
-def test_the_page_has_every_field_that_is_honoured_refused_or_taken() -> None:
+def test_server_page_lists_every_field() -> None:
+    """The page has every field that is honoured, refused or taken."""
     from d3engine.server.requests.refused import ANTHROPICS_ASK_NOTHING, ASK_NOTHING, refused_of
     from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
     from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, StreamOptions

@@ -25,9 +25,10 @@ def test_the_pages_first_program_prints_what_it_says(url: str, capsys: pytest.Ca
     assert shown.endswith("#### 10")  # the stream's, which prints no line's end
 
 
-def test_the_program_of_the_page_of_tools_calls_and_sends_the_result_back(
+def test_tools_page_program_calls_and_sends_the_result_back(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The program of the page of tools calls, and sends the result back."""
     from d3engine.server.app import create_app
     from d3engine.server.requests.formats import ToolFormat
     from d3engine.server.settings import ServerSettings

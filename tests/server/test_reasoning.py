@@ -70,7 +70,8 @@ def anthropic(address: str) -> Iterator[Anthropic]:
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60}
 
 
-def test_a_reasoning_is_apart_from_the_answer_and_ends_at_its_budget(openai: OpenAI) -> None:
+def test_reasoning_is_apart_from_the_answer_within_its_budget(openai: OpenAI) -> None:
+    """Reasoning is apart from the answer, and ends at its budget."""
     asked = CHAT | {"extra_body": {"thinking_token_budget": BUDGET, "return_token_ids": True}}
     choice = openai.chat.completions.create(**asked).choices[0]
     reasoning = choice.message.reasoning_content  # type: ignore[attr-defined]
@@ -160,7 +161,8 @@ def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Anthrop
     assert [block.type for block in off.content] == ["text"]
 
 
-def test_an_earlier_reasoning_reaches_the_template_in_each_interface(openai: OpenAI, anthropic: Anthropic) -> None:
+def test_earlier_reasoning_reaches_the_template_of_each_api(openai: OpenAI, anthropic: Anthropic) -> None:
+    """Earlier reasoning reaches the chat template in each interface."""
     call = {"id": "a", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
     earlier = {"role": "assistant", "content": "", "reasoning_content": "Pens.", "tool_calls": [call]}
     chat: list[Any] = [*CHAT["messages"], earlier, {"role": "tool", "tool_call_id": "a", "content": "5"}]

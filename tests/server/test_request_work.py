@@ -90,9 +90,10 @@ def asked(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         ("stop_token_ids", {"stop_token_ids": [7] * 256, "prompt": ["a"] * 17}),
     ],
 )
-def test_more_work_than_a_request_may_ask_for_is_refused_by_its_field(
+def test_request_work_beyond_the_bound_is_refused_by_field(
     asked: Callable[..., Asked], field: str, body: dict[str, Any]
 ) -> None:
+    """More work than a request may ask for is refused by its field."""
     app = asked()
     status, answer = app.post(**body)
     if "stop" in body and field == "prompt":
@@ -216,7 +217,8 @@ def test_nothing_more_is_read_for_a_client_that_has_left(
     assert app.generated == []
 
 
-def test_prompts_of_a_request_take_turns_as_one_and_requests_of_a_key_too(asked: Callable[..., Asked]) -> None:
+def test_prompts_of_a_request_and_requests_of_a_key_take_turns(asked: Callable[..., Asked]) -> None:
+    """Prompts of a request take turns as one, and so do requests of a key."""
     from d3engine.server.in_process import scope_of, whole
 
     app = asked()

@@ -47,7 +47,8 @@ def test_a_response_whole_and_streamed_is_what_the_chat_says(openai: OpenAI, sam
         assert response.usage.total_tokens == said.usage.total_tokens
 
 
-def test_the_events_of_a_response_come_in_their_order_and_numbered(openai: OpenAI) -> None:
+def test_response_events_are_in_order_and_numbered(openai: OpenAI) -> None:
+    """The events of a response come in their order, and are numbered."""
     events = list(openai.responses.create(**ASKED, max_output_tokens=3, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -172,7 +173,9 @@ def test_what_asks_for_nothing_more_than_a_response_has_is_taken(http: httpx.Cli
     assert answer.headers["x-d3-ignored-fields"] == "later_one, input.content.later"
 
 
-def test_a_response_that_fails_after_its_first_byte_ends_as_failed(client: AsyncEngine, openai: OpenAI) -> None:
+def test_response_that_fails_after_its_first_byte_is_failed(client: AsyncEngine, openai: OpenAI) -> None:
+    """A response that fails after its first byte ends as failed."""
+
     class Dying:
         def __getattr__(self, name: str) -> Any:
             return getattr(client, name)

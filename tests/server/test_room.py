@@ -121,9 +121,10 @@ def test_nothing_is_read_of_a_request_that_finds_no_room(
     ],
     ids=str,
 )
-def test_what_is_larger_than_all_of_the_room_is_told_so_by_its_field_and_not_to_come_back(
+def test_request_larger_than_the_room_is_refused_by_its_field(
     small: httpx.Client, path: str, body: dict[str, Any], message: str
 ) -> None:
+    """A request larger than all of the room is refused by its field, without Retry-After."""
     answer = small.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "too_many_sequences", message.split()[0])

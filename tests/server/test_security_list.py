@@ -32,8 +32,11 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-def test_a_request_that_is_refused_changes_nothing_of_its_neighbours(http: httpx.Client) -> None:
-    """Rows 6 and 7 of the security list: ids beyond the embedding's rows, and faults of one request."""
+def test_refused_request_changes_nothing_of_its_neighbours(http: httpx.Client) -> None:
+    """A request that is refused changes nothing of its neighbours.
+
+    Rows 6 and 7 of the security list: ids beyond the embedding's rows, and faults of one request.
+    """
     alone = http.post("/v1/completions", json=GOOD).json()["choices"]
     with ThreadPoolExecutor(4) as pool:
         good = [pool.submit(http.post, "/v1/completions", json=GOOD) for _ in range(2)]
@@ -42,10 +45,11 @@ def test_a_request_that_is_refused_changes_nothing_of_its_neighbours(http: httpx
     assert [answer.result().json()["choices"] for answer in good] == [alone, alone]
 
 
-def test_templates_of_requests_are_not_taken_and_where_they_are_they_are_bounded(
-    http: httpx.Client, client: AsyncEngine
-) -> None:
-    """Row 8 of the security list."""
+def test_request_templates_are_refused_or_bounded_if_trusted(http: httpx.Client, client: AsyncEngine) -> None:
+    """Templates of requests are refused, and bounded where they are trusted.
+
+    Row 8 of the security list.
+    """
     from d3engine.server.app import create_app
     from d3engine.server.settings import ServerSettings
 

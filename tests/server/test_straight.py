@@ -138,9 +138,8 @@ def taking_whole_runs(engine: Engine) -> Engine:
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_tokens_that_are_ready_together_are_one_piece_and_still_an_event_each(
-    engine: AsyncEngine, in_step: InStep, path: str
-) -> None:
+def test_ready_tokens_are_one_write_and_an_event_each(engine: AsyncEngine, in_step: InStep, path: str) -> None:
+    """Tokens that are ready together are one write, and still an event each."""
     from d3engine import AsyncEngine, Engine
 
     async def main() -> tuple[list[tuple[str, bytes]], list[tuple[str, bytes]]]:
@@ -157,9 +156,11 @@ def test_tokens_that_are_ready_together_are_one_piece_and_still_an_event_each(
     assert together == one_by_one
 
 
-def test_a_fault_on_the_straight_way_ends_the_stream_with_its_error(
+def test_fault_of_a_direct_write_ends_the_stream_with_an_error(
     engine: AsyncEngine, in_step: InStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A fault of a direct write ends the stream with its error."""
+
     class Broken(FreeNowAndThen):
         def write(self, content: bytes) -> None:
             raise RuntimeError("/a/secret/path")

@@ -58,7 +58,8 @@ def test_usage_comes_where_it_is_asked_for(events: Events, http: httpx.Client, q
         assert set(counts) == {None}
 
 
-def test_several_choices_of_several_prompts_come_each_in_its_order(events: Events, openai: OpenAI) -> None:
+def test_choices_of_several_prompts_come_each_in_its_order(events: Events, openai: OpenAI) -> None:
+    """Several choices of several prompts come each in its order."""
     body: dict[str, Any] = {"model": "demo", "prompt": ["Tom has", "Ann"], "n": 2, "temperature": 1, "seed": 4}
     whole = openai.completions.create(**body, max_tokens=12, echo=True, logprobs=1)
     found = events("/v1/completions", body | {"max_tokens": 12, "echo": True, "logprobs": 1})

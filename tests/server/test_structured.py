@@ -102,7 +102,8 @@ def test_a_form_that_says_text_is_none(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_meets_its_limit_is_the_requests_own_fault(http: httpx.Client, stream: bool) -> None:
+def test_grammar_beyond_its_limit_is_the_requests_error(http: httpx.Client, stream: bool) -> None:
+    """A grammar that meets its limit is the error of its request."""
     heavy = "start: " + " | ".join(f'"a{nth}"' for nth in range(2500))  # too many to follow at once
     body = {**TEXT, "max_tokens": 12, "stream": stream, "structured_outputs": {"grammar": heavy}}
     answer = http.post("/v1/completions", json=body)
@@ -113,7 +114,8 @@ def test_a_grammar_that_meets_its_limit_is_the_requests_own_fault(http: httpx.Cl
     assert answer.status_code == 400 or stream
 
 
-def test_tokens_that_exclude_all_of_a_form_are_the_requests_own_fault(http: httpx.Client) -> None:
+def test_tokens_that_exclude_a_grammar_are_the_requests_error(http: httpx.Client) -> None:
+    """Allowed tokens that exclude all of a grammar are the error of their request."""
     body = {**TEXT, "structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [5]}
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 400

@@ -155,7 +155,8 @@ def test_calls_are_read_back_however_they_are_cut(name: str, size: int) -> None:
         ("", False),
     ],
 )
-def test_python_arguments_are_held_to_the_schema_and_read_as_json(arguments: str, fits: bool) -> None:
+def test_python_arguments_fit_the_schema_and_read_as_json(arguments: str, fits: bool) -> None:
+    """Python arguments are held to the schema and read as JSON."""
     text = f"[count({arguments})]"
     assert accepts(tool_format_named("pythonic").grammar(asked(is_auto=False)), text) is fits
     if fits:
@@ -264,7 +265,8 @@ def with_specials(name: str) -> tuple[Any, dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", ["mistral", "deepseek_v3", "llama3_json", "granite"])
-def test_marks_that_are_special_tokens_are_taken_as_such_and_others_never(name: str) -> None:
+def test_special_tokens_of_a_format_are_taken_and_no_others(name: str) -> None:
+    """Marks that are special tokens are taken as such, and others never."""
     from llguidance import LLMatcher
 
     from d3engine.server.requests.formats import _Marks
@@ -320,7 +322,8 @@ def test_the_format_is_that_of_a_rendered_call(name: str, rendered: str) -> None
     assert found.name == name
 
 
-def test_without_a_rendered_call_the_source_or_a_special_token_shows_it() -> None:
+def test_format_without_a_rendered_call_is_found_by_source() -> None:
+    """Without a rendered call, the source or a special token shows the format."""
     qwen = '{{- \'\\n<tool_call>\\n{"name": "\' }}{{- tool_call.name }}'
     assert getattr(tool_format_of("", qwen, {}), "name", None) == "hermes"
     assert getattr(tool_format_of("", "", SPECIALS), "name", None) == "llama3_json"
@@ -466,9 +469,10 @@ def style_of(source: str) -> ChatStyle:
         ("qwen3", True, "none", "reasoning_effort"),
     ],
 )
-def test_reasonings_are_switched_by_the_template_or_refused_by_name(
+def test_reasoning_is_switched_by_template_or_refused_by_name(
     source: str, enabled: bool | None, effort: str | None, found: Any
 ) -> None:
+    """Reasoning is switched by the template, or refused by name."""
     from d3engine import InvalidValueError
     from d3engine.server.requests.tools import thinking_variables
 

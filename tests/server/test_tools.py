@@ -75,7 +75,8 @@ def joined(chunks: list[Any], index: int = 0) -> tuple[list[tuple[str, str, str]
     return [(a, b, c) for a, b, c in calls.values()], text, reasons
 
 
-def test_a_named_function_is_called_and_its_arguments_come_in_pieces(openai: OpenAI) -> None:
+def test_named_function_is_called_and_arguments_come_in_deltas(openai: OpenAI) -> None:
+    """A named function is called, and its arguments come in deltas."""
     asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "tool_choice": NAMED, "temperature": 1.0, "seed": 2, "n": 2}
     whole = openai.chat.completions.create(**asked)
     chunks = list(openai.chat.completions.create(**asked, stream=True))
@@ -123,7 +124,8 @@ def test_without_calls_tools_change_nothing(openai: OpenAI) -> None:
     assert with_tools.choices[0].message == plain
 
 
-def test_earlier_calls_and_their_results_are_part_of_a_conversation(openai: OpenAI) -> None:
+def test_earlier_calls_and_results_are_part_of_a_conversation(openai: OpenAI) -> None:
+    """Earlier calls and their results are part of a conversation."""
     call = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
     told: list[Any] = [
         *MESSAGES,
@@ -396,7 +398,8 @@ def parameters_of(**more: Any) -> dict[str, Any]:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_arguments_are_objects_and_their_schemas_keep_their_references(parameters: Any, good: Any, bad: Any) -> None:
+def test_arguments_are_objects_and_schemas_keep_references(parameters: Any, good: Any, bad: Any) -> None:
+    """Arguments are objects, and their schemas keep their references."""
     from d3engine.server.requests.tools import ChatStyle, tool_use_of
     from d3engine.server.schemas.requests import ChatRequest
 
@@ -464,7 +467,8 @@ def test_calls_in_hermes_syntax_are_whole_and_streamed(openai: OpenAI, calls_at_
     assert (text, reasons) == ("", [reason])
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_if_strict_and_named_otherwise(openai: OpenAI) -> None:
+def test_unenforceable_schema_is_refused_if_strict_else_named(openai: OpenAI) -> None:
+    """A schema that cannot be enforced is refused if strict, and named otherwise."""
     function: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "not": {"minProperties": 3}}}
     asked: dict[str, Any] = HERMES_CHAT | {"max_tokens": 3}
     answer = openai.chat.completions.with_raw_response.create(

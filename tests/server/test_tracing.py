@@ -105,7 +105,8 @@ def test_a_span_says_whose_child_it_is_and_what_the_answer_was(client: AsyncEngi
     assert not [body for body in receiver.raw if SECRET.encode() in body]
 
 
-def test_a_request_of_several_answers_and_a_stream_have_one_span_each(client: AsyncEngine) -> None:
+def test_several_answers_and_a_stream_have_one_span_each(client: AsyncEngine) -> None:
+    """A request of several answers and a stream have one span each."""
     several = {"prompt": ["Tom has", "Ann has"], "n": 2, "temperature": 1, "max_tokens": 3, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 3, "ignore_eos": True, "stream": True}
 
@@ -143,7 +144,8 @@ def test_a_stream_that_is_left_ends_its_span_with_what_had_come(client: AsyncEng
     assert 0 < found["gen_ai.usage.output_tokens"] < 900
 
 
-def test_a_refused_request_has_an_error_without_a_word_of_its_prompt(client: AsyncEngine) -> None:
+def test_span_of_a_refused_request_has_no_word_of_its_prompt(client: AsyncEngine) -> None:
+    """The span of a refused request has an error, and no word of its prompt."""
     chat = [{"role": SECRET, "content": SECRET}]
 
     def ask(http: httpx.Client) -> None:
@@ -168,7 +170,9 @@ def test_a_refused_request_has_an_error_without_a_word_of_its_prompt(client: Asy
     assert not [body for body in receiver.raw if SECRET.encode() in body]
 
 
-def test_a_stream_that_fails_after_its_first_byte_has_the_errors_code(client: AsyncEngine) -> None:
+def test_span_of_a_stream_that_fails_late_has_the_errors_code(client: AsyncEngine) -> None:
+    """The span of a stream that fails after its first byte has the error's code."""
+
     def ask(http: httpx.Client) -> None:
         body = BODY | {"stream": True, "max_tokens": 400}
         events = [line for line in http.post("/v1/completions", json=body).iter_lines() if line.startswith("data: {")]
@@ -201,9 +205,10 @@ class _Failing:
             return
 
 
-def test_a_receiver_that_is_down_costs_no_request_and_is_told_once(
+def test_receiver_that_is_down_costs_no_request(
     client: AsyncEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A receiver that is down costs no request, and is reported once."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.5")  # less than the pause before it tries again
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")

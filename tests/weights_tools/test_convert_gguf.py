@@ -47,7 +47,8 @@ def oracle(made: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(made, gguf_file="model.gguf", dtype=torch.float32).eval()
 
 
-def test_every_type_of_tensor_is_dequantized_to_the_bits_that_transformers_has(made: Path, oracle: Any) -> None:
+def test_gguf_tensors_of_each_type_have_transformers_bits(made: Path, oracle: Any) -> None:
+    """Every type of tensor is dequantized to the bits that transformers has."""
     types = {tensor.type_name for tensor in open_gguf(made / "model.gguf").tensors.values()}
     assert types == set(TENSOR_TYPES)
     weights = load_file(made / "model" / "model.safetensors")
@@ -58,7 +59,8 @@ def test_every_type_of_tensor_is_dequantized_to_the_bits_that_transformers_has(m
         assert torch.equal(weight, expected[name]), name
 
 
-def test_the_converted_model_generates_what_transformers_generates(made: Path, oracle: Any) -> None:
+def test_converted_gguf_generates_what_transformers_does(made: Path, oracle: Any) -> None:
+    """The converted model generates what transformers generates."""
     prompt = [5, 300, 17, 42, 99]
     with Engine(str(made / "model"), depth=FullDepth(), device="cpu", dtype="float32") as engine:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -81,7 +83,8 @@ def test_metadata_becomes_config_and_generation_config(made: Path, bpe: dict[str
     assert (made / "model" / "chat_template.jinja").read_text() == TEMPLATE
 
 
-def test_a_qwen3_has_norms_of_heads_and_its_rows_in_transformers_own_order(tmp_path: Path, bpe: dict[str, Any]) -> None:
+def test_qwen3_gguf_has_head_norms_and_transformers_row_order(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    """A Qwen3 has norms of heads, and its rows in transformers' own order."""
     # Heads of 128: what transformers takes them for, whatever the file says.
     sizes = {"types": ("F16", "Q8_0"), "hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 1, "head_dim": 128}
     lengths = {"llama.attention.key_length": 128, "llama.attention.value_length": 128}
@@ -99,9 +102,8 @@ def test_a_qwen3_has_norms_of_heads_and_its_rows_in_transformers_own_order(tmp_p
         assert ours == greedy(oracle, prompt, 12).token_ids
 
 
-def test_without_an_output_matrix_embeddings_are_tied_and_bfloat16_is_the_float32_rounded(
-    tmp_path: Path, bpe: dict[str, Any]
-) -> None:
+def test_gguf_without_an_output_matrix_ties_its_embedding(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    """Without an output matrix the embedding is tied, and bfloat16 is the float32 rounded."""
     source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, tied=True, **SMALL)
     for dtype in ("float32", "bfloat16"):
         command = ["convert", "gguf", str(source), str(tmp_path / dtype), "--dtype", dtype]
@@ -171,9 +173,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, bpe: dict[str, Any], name: str
-) -> None:
+def test_unsupported_gguf_is_refused_by_name_and_unwritten(tmp_path: Path, bpe: dict[str, Any], name: str) -> None:
+    """What is not supported is refused by name, and nothing is written."""
     changes, message = REFUSED[name]
     leave = ("general.architecture",) if name == "architecture" else ()
     source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, changes=changes, leave=leave, **SMALL)
@@ -184,7 +185,8 @@ def test_what_is_not_supported_is_refused_by_name_and_nothing_is_written(
     assert not (tmp_path / "model").exists()
 
 
-def test_freq_factors_other_than_llama_3s_and_unknown_tensors_are_refused(tmp_path: Path, bpe: dict[str, Any]) -> None:
+def test_gguf_unknown_freq_factors_and_tensors_are_refused(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    """Frequency factors other than Llama 3's and unknown tensors are refused."""
     for name in ("rope_freqs.weight", "blk.0.attn_sinks.weight"):
         extra = {name: np.linspace(1, 9, SIZES["head_dim"] // 4, dtype=np.float32)}
         source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, extra=extra, **SMALL)

@@ -40,7 +40,8 @@ def test_metas_checkpoint_becomes_the_model_it_was_made_from(
     assert torch.equal(logits(back), logits(model))
 
 
-def test_metas_scaled_rope_becomes_llama3_rope_once_its_factor_is_given(tmp_path: Path) -> None:
+def test_metas_scaled_rope_becomes_llama3_rope_by_its_factor(tmp_path: Path) -> None:
+    """Meta's scaled RoPE becomes llama3 RoPE once its factor is given."""
     rope = {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -69,7 +70,8 @@ def test_metas_llama_3_has_a_context_of_8192(tmp_path: Path) -> None:
     assert ModelConfig.from_directory(tmp_path / "out").max_position_embeddings == 8192
 
 
-def test_metas_tokenizer_of_llama_3_becomes_a_tokenizer_json_that_transformers_reads(tmp_path: Path) -> None:
+def test_metas_llama_3_tokenizer_becomes_tokenizer_json(tmp_path: Path) -> None:
+    """Meta's tokenizer of Llama 3 becomes a tokenizer.json that transformers reads."""
     ranks = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)) + b"aGE= 256\n"
     source = tmp_path / "meta"
     save_meta(source, make_model(vocab_size=513))

@@ -88,7 +88,8 @@ def test_an_exit_answers_as_a_model_of_so_many_layers(model: DemoModel) -> None:
             assert torch.equal(hidden, short(tokens, 9)), depth
 
 
-def test_a_prompts_tail_is_learnt_at_the_depths_of_generated_tokens(model: DemoModel) -> None:
+def test_prompt_tail_is_learnt_at_the_depths_of_generation(model: DemoModel) -> None:
+    """A prompt's tail is learnt at the depths of generated tokens."""
     batch = make_batch([([1, 7, 8, 9, 5], [4, 3, 1]), ([1, 2, 8, 6, 5], [4, 1])])
     shorter = replace(batch, prompt=3)
     cutoff = [100, 100, 3, 1]
@@ -133,7 +134,8 @@ def test_a_share_is_from_0_to_1(text: str) -> None:
         share(text)
 
 
-def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: Path) -> None:
+def test_record_holds_the_whole_recipe_of_resumed_training(tmp_path: Path) -> None:
+    """A record holds the whole recipe, also where training went on."""
     shipped = model_directory("demo")
     words = ["--out", str(tmp_path), "--start-from", str(shipped), "--exits", "9,11", "--tail-share", "0.6"]
     run = DemoRun(parse([*words, "--rate", "0.5", "--threads", "1", "--steps", "1800"]))
@@ -149,7 +151,8 @@ def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: P
     )
 
 
-def test_a_run_that_was_told_to_end_early_ends_there_also_after_an_interruption(tmp_path: Path) -> None:
+def test_run_to_end_early_ends_there_after_an_interruption(tmp_path: Path) -> None:
+    """A run that is to end early ends there after an interruption too."""
     words = ["--out", str(tmp_path), "--threads", "1", "--steps", "1800", "--refine-steps", "0"]
     run = DemoRun(parse(words))
     run.progress.step = 900
@@ -171,7 +174,8 @@ def test_layers_are_moved_above_all_others_in_their_order(model: DemoModel) -> N
         assert torch.equal(now, was[[1, 3, 0, 2]] if len(was) == model.config.layers else was)
 
 
-def test_a_run_begins_with_the_layers_where_it_was_told_to_put_them(tmp_path: Path) -> None:
+def test_run_begins_with_its_layers_in_the_order_asked_for(tmp_path: Path) -> None:
+    """A run begins with the layers where it was asked to put them."""
     words = ["--out", str(tmp_path), "--start-from", str(model_directory("demo")), "--threads", "1"]
     run, usual = DemoRun(parse([*words, "--move-to-the-end", "8,5"])), DemoRun(parse(words))
     order = [0, 1, 2, 3, 4, 6, 7, 9, 10, 11, 12, 13, 14, 15, 5, 8]
@@ -217,7 +221,8 @@ def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Pat
         assert parameter.requires_grad
 
 
-def test_a_mix_has_each_task_as_often_and_one_task_is_its_own_stream() -> None:
+def test_mixed_problems_have_each_task_as_often_and_in_order() -> None:
+    """A mix has each task as often, and one task is its own stream."""
     names = ["word-problems", "word-sorting", "dyck-languages"]
     mixed = [problem.question for problem in islice(mixed_problems(names, "train", 0), 300)]
     streams = [iter([problem.question for problem in islice(all_problems(name, "train", 0), 300)]) for name in names]
@@ -233,7 +238,9 @@ def test_a_mix_has_each_task_as_often_and_one_task_is_its_own_stream() -> None:
     )
 
 
-def test_a_share_of_a_mix_is_problems_of_a_single_step_which_no_measured_task_has() -> None:
+def test_mixed_problems_have_the_share_of_single_steps() -> None:
+    """A share of a mix is problems of a single step, which no measured task has."""
+
     def steps(single_step_share: float) -> list[int]:
         mix = mixed_problems(["word-problems"], "train", 3, single_step_share)
         return [problem.solution.count("=") for problem in islice(mix, 400)]

@@ -68,7 +68,8 @@ def test_numbers_on_a_grid_come_back_as_they_were(group_size: int) -> None:
     assert torch.equal(found.codes, codes)
 
 
-def test_products_of_the_text_are_nearer_than_with_every_number_rounded_alone() -> None:
+def test_quantize_groups_products_beat_rounding_alone() -> None:
+    """Products of the text are nearer than with every number rounded alone."""
     matrix, inputs = sample()
     wanted = F.linear(inputs, matrix)
 

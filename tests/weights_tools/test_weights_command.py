@@ -36,7 +36,8 @@ def test_a_destination_in_use_is_kept_unless_overwrite_is_given(tmp_path: Path) 
         convert_llama2c(source, source, overwrite=True, show_progress=False)
 
 
-def test_written_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path) -> None:
+def test_written_weights_are_as_readable_as_their_companions(tmp_path: Path) -> None:
+    """Written weights are as readable as the other files of their directory."""
     write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
     convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
     modes = {(tmp_path / "out" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
@@ -62,7 +63,8 @@ def test_what_can_be_converted_is_said_where_a_source_is_none(kind: str, wanted:
         assert (refused.exit_code, refused.stderr) == (2, f"error: SRC must be {wanted}; got '{source}'\n")
 
 
-def test_a_directory_of_safetensors_is_told_that_it_needs_no_conversion(tmp_path: Path) -> None:
+def test_convert_of_safetensors_says_that_none_is_needed(tmp_path: Path) -> None:
+    """A directory of safetensors is refused, since it needs no conversion."""
     save_bin(tmp_path / "bin", make_model())
     assert run("convert", "bin", tmp_path / "bin", tmp_path / "out").exit_code == 0
     refused = run("convert", "bin", tmp_path / "out", tmp_path / "again")

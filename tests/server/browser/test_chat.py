@@ -16,9 +16,8 @@ from written_streams import DONE, HOSTILE, Script, chunk, delta, whole
 QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
 
 
-def test_a_question_is_answered_at_the_servers_own_depth_as_the_engine_answers_it(
-    open_chat: Callable[..., Any], url: str, demo: Any
-) -> None:
+def test_chat_answer_is_the_engines_at_the_servers_depth(open_chat: Callable[..., Any], url: str, demo: Any) -> None:
+    """A question is answered at the server's own depth, as the engine answers it."""
     page = open_chat(url)
     assert page.locator("#depth").text_content() == "D3, alpha 0.8, start 0.6"
     ask_whole(page, QUESTION)
@@ -65,9 +64,10 @@ def test_a_request_has_what_was_chosen_and_no_more(open_chat: Callable[..., Any]
     assert "temperature" not in script.bodies[2]
 
 
-def test_a_model_whose_files_name_no_sampling_is_asked_as_by_the_command_chat(
+def test_chat_sends_the_commands_defaults_where_files_name_none(
     open_chat: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
+    """A model whose files name no sampling is asked with the defaults of the command `chat`."""
     address, script = scripted
     script.pieces = whole("Yes")
     plain, chats = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"temperature": 0.7, "top_p": 0.9}
@@ -86,7 +86,8 @@ def test_a_model_whose_files_name_no_sampling_is_asked_as_by_the_command_chat(
     assert [(body["temperature"], body["top_p"]) for body in script.bodies] == [(0.7, 0.9), (0.2, 0.9)]
 
 
-def test_empty_fields_show_the_servers_defaults_and_take_its_bounds(open_chat: Callable[..., Any], url: str) -> None:
+def test_chat_empty_fields_show_the_servers_defaults(open_chat: Callable[..., Any], url: str) -> None:
+    """Empty fields show the server's defaults, and take its bounds."""
     page = open_chat(url)
     page.click("#open-settings")
     page.wait_for_selector("#sampling-temperature[max='2']")
@@ -175,9 +176,8 @@ def test_what_one_tab_writes_another_shows(open_chat: Callable[..., Any], script
     assert titles(other) == ["One?"]
 
 
-def test_an_edited_question_and_a_regenerated_answer_are_branches(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_chat_edit_and_regenerate_make_branches(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+    """An edited question and a regenerated answer are branches."""
     address, script = scripted
     page = open_chat(address)
     script.pieces = whole("First")
@@ -270,9 +270,10 @@ def test_reasoning_and_calls_stand_in_folds(open_chat: Callable[..., Any], scrip
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
-def test_an_error_is_the_servers_sentence_and_is_kept_with_the_answer(
+def test_chat_error_is_shown_and_kept_with_the_answer(
     open_chat: Callable[..., Any], scripted: tuple[str, Script], when: str
 ) -> None:
+    """An error is shown in the server's sentence, and kept with the answer."""
     address, script = scripted
     sentence = "The engine failed on this <b>request</b>."
     if when == "before":
@@ -490,9 +491,10 @@ def test_colours_are_the_systems_until_others_are_chosen(
     assert page.evaluate("getComputedStyle(document.querySelector('.pane')).backgroundColor") == light
 
 
-def test_a_question_whose_answer_was_cut_by_closing_the_page_is_answered_again(
+def test_chat_question_cut_by_closing_can_be_answered_again(
     open_chat: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
+    """A question whose answer was cut by closing the page can be answered again."""
     address, script = scripted
     script.pieces, script.waits_at_the_end = [delta(content="Half of ")], True
     page = open_chat(address)
@@ -596,9 +598,10 @@ def test_each_word_is_underlined_in_the_colour_of_its_layers(
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_markdown_is_shown_as_such_or_as_plain_text_where_the_server_has_no_libraries(
+def test_chat_markdown_is_rendered_or_plain_without_libraries(
     open_tab: Callable[..., Any], scripted: tuple[str, Script], *, is_there: bool
 ) -> None:
+    """Markdown is rendered, or shown as plain text where the server has no libraries."""
     from d3engine.server.page_libraries import is_fetched
 
     if is_there and not is_fetched():
@@ -631,9 +634,10 @@ def test_markdown_is_shown_as_such_or_as_plain_text_where_the_server_has_no_libr
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 900, 1440])
-def test_nothing_is_wider_than_the_screen_and_axe_finds_no_violation(
+def test_chat_fits_every_screen_without_axe_violations(
     open_chat: Callable[..., Any], scripted: tuple[str, Script], width: int, scheme: str
 ) -> None:
+    """Nothing is wider than the screen, and axe finds no violation."""
     address, script = scripted
     script.model_ids = ["a-model-with-a-rather-long-name-as-files-have-them.gguf"]
     text = f"# Title\n\n{'long' * 90}\n\n| {' | '.join('abcdefghijklmn' * 2)} |\n{'|---' * 28}|\n\n"
@@ -677,9 +681,8 @@ def real_url() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("native_library")
-def test_a_real_model_writes_code_is_stopped_by_its_limit_and_goes_on(
-    open_chat: Callable[..., Any], real_url: str
-) -> None:
+def test_chat_with_a_real_model_stops_at_its_limit_and_goes_on(open_chat: Callable[..., Any], real_url: str) -> None:
+    """A real model writes code, stops at its token limit and goes on."""
     page = open_chat(real_url)
     assert page.locator("#depth").text_content() == "full depth"
     page.click("#open-settings")

@@ -40,9 +40,10 @@ def test_a_stream_cut_anywhere_reads_as_it_was_written(
     assert depths(page, 0) == [8, 7, 6, 5]
 
 
-def test_names_of_figures_are_on_one_line_though_one_has_no_value_yet(
+def test_figure_names_share_a_line_while_a_value_is_missing(
     open_page: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
+    """The names of figures are on one line although one has no value yet."""
     page = half_an_answer(open_page, scripted)
     names = pane(page, 0).locator(".figures dt:visible")
     names.first.wait_for()
@@ -92,9 +93,10 @@ def test_what_a_model_writes_is_never_markup(open_page: Callable[..., Any], scri
 
 
 @pytest.mark.parametrize("scrolls_up", [False, True])
-def test_the_end_of_a_growing_answer_stays_in_sight_unless_its_reader_scrolls_up(
+def test_growing_answer_stays_in_sight_unless_scrolled_up(
     open_page: Callable[..., Any], scripted: tuple[str, Script], *, scrolls_up: bool
 ) -> None:
+    """The end of a growing answer stays in sight unless its reader scrolls up."""
     url, script = scripted
     script.pieces = [*(chunk("many words " * 8, [16], [88 * nth], [nth]) for nth in range(60)), DONE]
     page = open_page(url, compares=True, viewport={"width": 390, "height": 844})
@@ -124,9 +126,10 @@ def test_stop_ends_both_requests_and_keeps_what_has_come(
     assert page.locator(".turn .error:visible").count() == 0
 
 
-def test_retry_asks_the_same_again_and_a_chat_goes_on_with_its_own_answers(
+def test_retry_repeats_the_requests_and_chats_keep_their_answers(
     open_page: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
+    """Retry sends the same requests again, and each chat goes on with its own answers."""
     address, script = scripted
     script.pieces = [chunk("Yes", [8], [0], [1], "stop"), DONE]
     page = open_page(address, compares=True)

@@ -37,7 +37,8 @@ def app() -> GuardedApp:
     return GuardedApp(SMALL)
 
 
-def test_a_body_reaches_its_route_whole_in_however_many_pieces_it_came(app: GuardedApp) -> None:
+def test_body_reaches_its_route_whole_in_any_chunks(app: GuardedApp) -> None:
+    """A body reaches its route whole, in however many chunks it comes."""
     text = json.dumps({"prompt": "größer " * 50}).encode()
     for size in (1, 7, 4096):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -69,9 +70,8 @@ def test_a_length_that_is_too_much_is_refused_unread(app: GuardedApp, length: st
         ({"Transfer-Encoding": "chunked", "Content-Length": "2"}, 400),
     ],
 )
-def test_a_body_of_another_coding_is_refused_unread_behind_any_server(
-    app: GuardedApp, headers: dict[str, str], status: int
-) -> None:
+def test_body_of_another_coding_is_refused_unread(app: GuardedApp, headers: dict[str, str], status: int) -> None:
+    """A body of another transfer coding is refused unread, behind any server."""
     answer = app.call("POST", "/echo", JSON | headers, _never())
     assert (answer.status, answer.code) == (status, "invalid_framing")
 
@@ -113,7 +113,8 @@ def test_a_type_may_have_parameters_and_a_packed_body_is_refused(app: GuardedApp
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET"])
-def test_a_method_that_no_route_has_is_refused_as_such_and_its_body_unread(app: GuardedApp, method: str) -> None:
+def test_method_that_no_route_has_is_refused_unread(app: GuardedApp, method: str) -> None:
+    """A method that no route has is refused as such, and its body is not read."""
     assert app.call(method, "/echo", {"content-type": "text/plain"}, _never()).status == 405
 
 
@@ -126,7 +127,8 @@ def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
     assert (answer.status, answer.code) == (408, "body_timeout")
 
 
-def test_a_client_that_leaves_within_its_body_is_not_answered_and_runs_nothing() -> None:
+def test_client_that_leaves_within_its_body_runs_nothing() -> None:
+    """A client that leaves within its body gets no answer, and runs nothing."""
     app = GuardedApp(SMALL)
     assert app.call("POST", "/echo", JSON, []).messages == []
     assert app.exchanges[0].status == 499
@@ -208,9 +210,8 @@ PIECES = st.sampled_from(["[", "{", "]", "}", "9", '"a[\\\\"', '"\\"{"', '"[\\\\
 
 @settings(max_examples=100)
 @given(st.lists(PIECES), st.sampled_from(["", '"[[', '"[\\']), st.integers(1, 9))
-def test_brackets_in_strings_do_not_count_however_quotes_are_escaped_and_texts_are_cut(
-    pieces: list[str], end: str, size: int
-) -> None:
+def test_json_bounds_ignore_brackets_in_strings_at_any_cut(pieces: list[str], end: str, size: int) -> None:
+    """Brackets in strings do not count, however quotes are escaped and texts are cut."""
     text = "[" * (MAX_DEPTH - 1) + "".join(pieces) + end
     bounds = JsonBounds()
     try:
@@ -244,14 +245,16 @@ def test_a_long_number_is_found_however_it_is_cut(size: int) -> None:
     ],
     ids=["values", "containers", "members"],
 )
-def test_a_body_holds_no_more_than_a_parser_is_done_with_in_a_moment(text: bytes, most: str) -> None:
+def test_json_bounds_limit_values_containers_and_members(text: bytes, most: str) -> None:
+    """A body holds no more than a parser reads in a moment."""
     with pytest.raises(RequestError, match=most):
         check_json_bounds(text)
     check_json_bounds(text.replace(b"1,", b"1 ", 1).replace(b"[],", b"1, ", 1).replace(b'"a":1 ', b"", 1))
     check_json_bounds(b'"' + text.replace(b'"', b"'") + b'"')
 
 
-def test_a_hostile_text_is_refused_at_the_piece_that_goes_too_far(app: GuardedApp) -> None:
+def test_hostile_body_is_refused_at_the_first_excess_chunk(app: GuardedApp) -> None:
+    """A hostile text is refused at the chunk that exceeds the bound."""
     taken = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -264,7 +267,8 @@ def test_a_hostile_text_is_refused_at_the_piece_that_goes_too_far(app: GuardedAp
     assert (answer.status, answer.code, taken) == (400, "json_out_of_bounds", 3)
 
 
-def test_others_have_their_turns_while_a_long_body_is_looked_through() -> None:
+def test_long_body_check_lets_other_tasks_run() -> None:
+    """Other tasks have their turns while a long body is checked."""
     turns = 0
 
     async def main() -> int:
