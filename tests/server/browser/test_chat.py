@@ -1,10 +1,9 @@
-"""The chat: conversations, branches, settings, files and keys, over the bundled model or streams that a test writes."""
+"""The chat: answers and their branches, over the bundled model or streams that a test writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,150 +29,6 @@ def test_chat_answer_is_the_engines_at_the_servers_depth(open_chat: Callable[...
     assert f"{mean:.1f} of 16 layers" in figures
     used = len(output.prompt_token_ids) + len(answer.token_ids)
     assert page.locator("#context").text_content() == f"{used} of 1,024 tokens of context"
-
-
-def test_a_request_has_what_was_chosen_and_no_more(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    ask_whole(page, "One?")
-    assert {*script.bodies[0]} == {"model", "messages", "stream", "stream_options", "return_depths", "return_progress"}
-    page.click("#open-settings")
-    page.fill("#system", "Be brief.")
-    for name, value in (("temperature", "0.5"), ("max_tokens", "7"), ("stop", "END\nSTOP")):
-        page.fill(f"#sampling-{name}", value)
-    page.click("text=Other fields")
-    page.fill("#sampling-json", '{"ignore_eos": true}')
-    page.keyboard.press("Escape")
-    ask_whole(page, "Two?")
-    body = script.bodies[1]
-    assert (body["temperature"], body["max_tokens"], body["stop"], body["ignore_eos"]) == (
-        0.5,
-        7,
-        ["END", "STOP"],
-        True,
-    )
-    assert said(body) == [("system", "Be brief."), ("user", "One?"), ("assistant", "Yes"), ("user", "Two?")]
-    page.reload()
-    page.wait_for_selector("#model option", state="attached")
-    page.click("#open-settings")
-    assert page.input_value("#sampling-temperature") == "0.5"
-    page.click("#reset")
-    page.keyboard.press("Escape")
-    ask_whole(page, "Three?")
-    assert "temperature" not in script.bodies[2]
-
-
-def test_chat_sends_the_commands_defaults_where_files_name_none(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    """A model whose files name no sampling is asked with the defaults of the command `chat`."""
-    address, script = scripted
-    script.pieces = whole("Yes")
-    plain, chats = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"temperature": 0.7, "top_p": 0.9}
-    props = {"default_generation_settings": {"params": plain}, "d3ext": {"chat_defaults": chats}}
-    page = open_chat(address)
-    page.route("**/props", lambda route: route.fulfill(json=props))
-    page.reload()
-    page.click("#open-settings")
-    page.wait_for_selector("#sampling-temperature[placeholder='0.7']")
-    page.keyboard.press("Escape")
-    ask_whole(page, "One?")
-    page.click("#open-settings")
-    page.fill("#sampling-temperature", "0.2")
-    page.keyboard.press("Escape")
-    ask_whole(page, "Two?")
-    assert [(body["temperature"], body["top_p"]) for body in script.bodies] == [(0.7, 0.9), (0.2, 0.9)]
-
-
-def test_chat_empty_fields_show_the_servers_defaults(open_chat: Callable[..., Any], url: str) -> None:
-    """Empty fields show the server's defaults, and take its bounds."""
-    page = open_chat(url)
-    page.click("#open-settings")
-    page.wait_for_selector("#sampling-temperature[max='2']")
-    assert page.get_attribute("#sampling-temperature", "placeholder") == "0"  # the bundled model's generation_config
-    assert page.get_attribute("#sampling-max_tokens", "placeholder") == "no limit"
-    assert page.input_value("#sampling-max_tokens") == ""
-    assert page.get_attribute("#sampling-top_k", "step") == "1"
-
-
-@pytest.mark.parametrize("bad", ["[1]", "{", '{"n": 2}'])
-def test_what_cannot_be_sent_is_said_and_the_question_stays(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], bad: str
-) -> None:
-    page = open_chat(scripted[0])
-    page.click("#open-settings")
-    page.click("text=Other fields")
-    page.fill("#sampling-json", bad)
-    page.keyboard.press("Escape")
-    page.fill("#prompt", "Anything")
-    page.press("#prompt", "Enter")
-    assert page.text_content("#problem").startswith("Fields as JSON must be an object")
-    assert page.input_value("#prompt") == "Anything"
-    assert scripted[1].bodies == []
-
-
-def test_conversations_are_kept_searched_renamed_and_deleted(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    page = open_chat(address)
-    for question, answer in (("About apples", "Red fruit"), ("About boats", "They float")):
-        script.pieces = whole(answer)
-        page.click("#new")
-        ask_whole(page, question)
-    assert titles(page) == ["About boats", "About apples"]
-    page.reload()
-    page.wait_for_selector("#conversations .open")
-    assert titles(page) == ["About boats", "About apples"]
-    page.keyboard.press("Control+k")
-    page.keyboard.type("FRUIT")
-    assert titles(page) == ["About apples"]
-    page.click("#conversations .open")
-    assert (questions(page), answers(page)) == (["About apples"], ["Red fruit"])
-    page.click("[aria-label='Rename About apples']")
-    page.keyboard.type("Fruit")
-    page.keyboard.press("Enter")
-    page.fill("#search", "")
-    assert titles(page) == ["About boats", "Fruit"]
-    page.on("dialog", lambda asked: asked.accept())
-    page.click("[aria-label='Delete Fruit']")
-    page.wait_for_selector("#welcome:visible")
-    assert titles(page) == ["About boats"]
-    page.reload()
-    page.wait_for_selector("#conversations .open")
-    assert titles(page) == ["About boats"]
-
-
-def test_all_conversations_are_deleted_at_once(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    for question in ("One?", "Two?"):
-        page.click("#new")
-        ask_whole(page, question)
-    page.once("dialog", lambda asked: asked.dismiss())
-    page.click("#open-settings")
-    page.click("#remove-all")
-    assert titles(page) == ["Two?", "One?"]
-    page.once("dialog", lambda asked: asked.accept())
-    page.click("#remove-all")
-    page.wait_for_selector("#welcome:visible")
-    assert titles(page) == []
-    page.reload()
-    page.wait_for_selector("#none-found:visible")
-    assert titles(page) == []
-
-
-def test_what_one_tab_writes_another_shows(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    other = page.context.new_page()
-    other.goto(address)
-    ask_whole(page, "One?")
-    other.wait_for_selector("#conversations .open")
-    assert titles(other) == ["One?"]
 
 
 def test_chat_edit_and_regenerate_make_branches(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
@@ -302,55 +157,6 @@ def test_what_a_model_or_a_person_writes_is_never_markup(
     assert "broken" not in page.title().removesuffix("d3engine").replace("document.title='broken'", "")
 
 
-def test_files_go_along_as_text_and_what_is_no_text_is_refused(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
-    script.pieces = whole("Read")
-    (tmp_path / "notes.md").write_text("Use ```fences```.\n")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
-    page = open_chat(address)
-    page.set_input_files("#choose-files", [tmp_path / "picture.png", tmp_path / "notes.md"])
-    page.wait_for_selector("#files li")
-    assert page.text_content("#problem") == "picture.png is not a text file in UTF-8."
-    ask_whole(page, "What is it?")
-    expected = "File `notes.md`:\n````\nUse ```fences```.\n````\n\nWhat is it?"
-    assert said(script.bodies[0]) == [("user", expected)]
-    assert page.locator(".file summary").text_content() == "notes.md"
-    assert not page.locator("#files").is_visible()
-
-
-def test_a_refused_file_is_said_where_it_is_seen(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
-    script.pieces = whole("\n\n".join(["Long"] * 100))
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
-    page = open_chat(address)
-    ask_whole(page, "Anything")
-    page.set_input_files("#choose-files", tmp_path / "picture.png")
-    page.wait_for_selector("#problem:visible")
-    place, height = page.locator("#problem").bounding_box(), page.evaluate("innerHeight")
-    assert 0 < place["y"] < place["y"] + place["height"] < height
-
-
-def test_a_pasted_picture_is_refused_and_a_text_is_pasted(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    page = open_chat(scripted[0])
-    paste = """(kind) => {
-        const data = new DataTransfer();
-        if (kind === "file") data.items.add(new File([new Uint8Array([0, 255])], "image.png", { type: "image/png" }));
-        else data.setData("text/plain", "words");
-        const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
-        return document.getElementById("prompt").dispatchEvent(event);
-    }"""
-    assert page.evaluate(paste, "text") is True  # the browser's own matter
-    assert page.evaluate(paste, "file") is False
-    page.wait_for_selector("#problem:visible")
-    assert page.text_content("#problem") == "image.png is not a text file in UTF-8."
-
-
 def test_an_edited_question_that_cannot_be_sent_is_not_lost(
     open_chat: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
@@ -419,78 +225,6 @@ def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(
     assert not bar.last.is_visible()
 
 
-def test_what_is_exported_is_imported_again_with_its_branches(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    ask_whole(page, "One?")
-    script.pieces = whole("**No**")
-    press(page, "assistant", "Regenerate")
-    page.wait_for_selector("text=2/2")
-    ended(page)
-    with page.expect_download() as begun:
-        page.click("#export summary")
-        page.click("#export-markdown")
-    assert begun.value.suggested_filename == "One.md"
-    assert Path(begun.value.path()).read_text() == "# One?\n\n## Question\n\nOne?\n\n## Answer\n\n**No**\n"
-    with page.expect_download() as begun:
-        page.click("#export-all")
-    begun.value.save_as(tmp_path / "conversations.json")
-    with page.expect_download() as begun:
-        page.click("#export summary")
-        page.click("#export-json")
-    assert Path(begun.value.path()).read_text() == (tmp_path / "conversations.json").read_text()
-    other = open_chat(address)
-    other.set_input_files("#choose-import", tmp_path / "conversations.json")
-    other.wait_for_selector("#conversations .open")
-    assert (titles(other), answers(other)) == (["One?"], ["No"] if other.locator(".plain").count() == 0 else ["**No**"])
-    other.get_by_role("button", name="Earlier branch").click()
-    assert answers(other) == ["Yes"]
-    for text, problem in (("{", "not JSON"), ("{}", "no conversations"), (LOOP, "damaged")):
-        (tmp_path / "bad.json").write_text(text)
-        other.set_input_files("#choose-import", tmp_path / "bad.json")
-        other.wait_for_selector(f"#problem:has-text('{problem}')")
-    assert titles(other) == ["One?"]
-
-
-LOOP = json.dumps(
-    {
-        "format": "d3engine conversations",
-        "version": 1,
-        "conversations": [
-            {
-                "id": "a",
-                "title": "",
-                "system": "",
-                "created": 0,
-                "updated": 0,
-                "current": "b",
-                "messages": [{"id": "b", "parent": "b", "role": "user", "content": ""}],
-            }
-        ],
-    }
-)
-
-
-def test_colours_are_the_systems_until_others_are_chosen(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    page = open_chat(scripted[0], color_scheme="dark")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(ground)
-    page.click("#open-settings")
-    page.select_option("#theme", "light")
-    light = page.evaluate(ground)
-    assert light != dark
-    page.emulate_media(color_scheme="light")
-    assert page.evaluate(ground) == light
-    page.goto(f"{scripted[0]}/compare")
-    page.emulate_media(color_scheme="dark")
-    assert page.evaluate("getComputedStyle(document.querySelector('.pane')).backgroundColor") == light
-
-
 def test_chat_question_cut_by_closing_can_be_answered_again(
     open_chat: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
@@ -507,56 +241,6 @@ def test_chat_question_cut_by_closing_can_be_answered_again(
     press(page, "assistant", "Regenerate")
     page.wait_for_selector(".answer:has-text('it')")
     ended(page)
-
-
-def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.model_ids, script.pieces = ["small", "large"], whole("Yes")
-    page = open_chat(address)
-    page.select_option("#model", "large")
-    ask_whole(page, "One?")
-    assert script.bodies[0]["model"] == "large"
-    assert page.locator(".by:visible").text_content() == " · large"
-    page.reload()
-    page.wait_for_selector("#model option", state="attached")
-    assert page.input_value("#model") == "large"
-
-
-def test_keys_begin_edit_and_explain(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    page.fill("#prompt", "One")
-    page.press("#prompt", "Shift+Enter")
-    page.keyboard.type("more")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("text=Yes")
-    ended(page)
-    assert questions(page) == ["One\nmore"]
-    page.press("#prompt", "ArrowUp")
-    assert page.input_value("[aria-label='Edit the question']") == "One\nmore"
-    page.keyboard.press("Escape")
-    assert questions(page) == ["One\nmore"]
-    page.keyboard.press("Control+Shift+O")
-    assert page.locator("#welcome").is_visible()
-    page.locator("#prompt").blur()
-    page.keyboard.press("?")
-    assert page.locator("#help").is_visible()
-
-
-def test_the_page_asks_for_a_key_where_there_must_be_one(
-    open_tab: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.key = "a-key-of-mine"
-    page = open_tab()
-    page.goto(address)
-    page.fill("#key", script.key)
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#model option", state="attached")
-    assert not page.locator("#key-form").is_visible()
-    kept = page.evaluate("JSON.stringify(localStorage) + document.cookie")
-    assert script.key not in kept
 
 
 def test_compare_depths_opens_the_panes_with_the_last_question(open_chat: Callable[..., Any], url: str) -> None:
