@@ -165,10 +165,7 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
         (["--depth", "d3 alpha=0.9 start=0.6", "--baselines", "--exit-questions", "0"], "--exit-questions"),
         (["--html", "no/such/folder/page.html"], "--html"),
         (["--html", "."], "--html"),
-        (
-            ["--depth", "tail-skip mean-layers=12"],
-            "--depth 'tail-skip mean-layers=12' must be given with decay-steps",
-        ),
+        (["--depth", "tail-skip mean-layers=12"], "--depth 'tail-skip mean-layers=12' must be given with decay-steps"),
         (
             ["--depth", "lossless draft=d3 alpha=0.9 start=0.6"],
             "--depth 'lossless draft=d3 alpha=0.9 start=0.6': draft must be absent",

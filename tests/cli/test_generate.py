@@ -261,9 +261,7 @@ def test_a_terminal_gets_safe_text_and_a_pipe_gets_it_all(capsys: pytest.Capture
     assert capsys.readouterr().out == "a\x1b[31mb"
 
 
-def test_writer_strips_the_leading_space_on_a_terminal_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_writer_strips_the_leading_space_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """An answer begins without its leading space on a terminal, and with it in a pipe."""
     answers = (" one two\n  three\n", "four")
     for is_terminal in (True, False):

@@ -85,12 +85,7 @@ def test_json_holds_everything_for_machines() -> None:
     report = run_json(*BBH, "--prompt-tokens", "100")
     assert report["policy"] == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}
     assert [step["depth"] for step in report["runs"]] == [32, 28, 25, 23, 20, 19]
-    assert report["runs"][-1] == {
-        "first_step": 5,
-        "last_step": 199,
-        "depth": 19,
-        "skipped_layers": list(range(19, 32)),
-    }
+    assert report["runs"][-1] == {"first_step": 5, "last_step": 199, "depth": 19, "skipped_layers": list(range(19, 32))}
     assert report["cutoffs"] == [None] * 19 + [1] * 4 + [2] * 3 + [3] * 2 + [4] * 3 + [5]
     assert report["mean_layers"] == pytest.approx(19.165)
     assert report["flops_ratio"] == pytest.approx(1.648, abs=5e-4)
@@ -101,16 +96,7 @@ def test_json_holds_everything_for_machines() -> None:
 
 
 def test_sizes_replace_those_of_llama_2() -> None:
-    llama_3_8b = [
-        "--intermediate-size",
-        "14336",
-        "--vocab-size",
-        "128256",
-        "--heads",
-        "32",
-        "--kv-heads",
-        "8",
-    ]
+    llama_3_8b = ["--intermediate-size", "14336", "--vocab-size", "128256", "--heads", "32", "--kv-heads", "8"]
     report = run_json(*BBH, *llama_3_8b, "--dtype", "float32")
     assert report["shape"] == {
         "num_layers": 32,
@@ -193,10 +179,7 @@ LAYERS = ["schedule", "--layers", "32"]
             [*LAYERS, "--depth", "unified speedup=2 tail=1"],
             r"option must be option=value, with speedup, on-skip, bridges \(tail goes with d3\); got 'tail=1'",
         ),
-        (
-            [*LAYERS, "--alpha", "0.9"],
-            r'there is no option --alpha any more: write --depth "d3 alpha=... start=..."',
-        ),
+        ([*LAYERS, "--alpha", "0.9"], r'there is no option --alpha any more: write --depth "d3 alpha=... start=..."'),
         ([*LAYERS, "--depth", "d3"], "--depth 'd3' must be given with alpha and start"),
         ([*LAYERS, "--depth", "d3 alpha=0.9"], "--depth 'd3 alpha=0.9' must be given with start"),
         ([*LAYERS, "--depth", "skipdecode min-layers=4"], "must be given with decay-steps"),
@@ -212,15 +195,9 @@ LAYERS = ["schedule", "--layers", "32"]
         ([*BBH, "--prompt-tokens", "0"], r"--prompt-tokens must be .*; got 0"),
         ([*BBH, "--kv-heads", "0"], r"--kv-heads must be .*; got 0"),
         ([*BBH, "--heads", "33"], r"--hidden-size must be .*--heads 33.*; got 4096"),
-        (
-            ["schedule", "--layers", "7", "--depth", "full", "--heads", "4"],
-            "--hidden-size, --intermediate-size",
-        ),
+        (["schedule", "--layers", "7", "--depth", "full", "--heads", "4"], "--hidden-size, --intermediate-size"),
         ([*BBH, "--model", "anywhere"], r"--layers must be absent, since --model gives it.*; got 32"),
-        (
-            ["schedule", "--model", "no-such-directory", "--depth", "full"],
-            "model must be .*; got 'no-such-directory'",
-        ),
+        (["schedule", "--model", "no-such-directory", "--depth", "full"], "model must be .*; got 'no-such-directory'"),
         ([*BBH, "--plot", "no-such-directory/a.png"], "--plot must be a file in a directory that exists; got"),
         ([*BBH, "--plot", "a.docx"], "--plot must be a file name that ends in one of .*; got 'a.docx'"),
         (

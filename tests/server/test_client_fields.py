@@ -61,14 +61,7 @@ ON = {
 }
 
 
-HONOURED = {
-    "dry_multiplier",
-    "xtc_probability",
-    "typical_p",
-    "repeat_penalty",
-    "truncate_prompt_tokens",
-    "top_n_sigma",
-}
+HONOURED = {"dry_multiplier", "xtc_probability", "typical_p", "repeat_penalty", "truncate_prompt_tokens", "top_n_sigma"}
 """Of these, what completions and chats do."""
 
 

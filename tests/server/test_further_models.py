@@ -54,9 +54,7 @@ def several(
 
     models = [FurtherModel(name, loads.of(name), SIZE, client.directory, client.config) for name in ("b", "c")]
     app = create_app(
-        client,
-        ServerSettings(model_names=("a",)),
-        lambda first: FurtherModels(models, first, room_bytes=room, ttl=ttl),
+        client, ServerSettings(model_names=("a",)), lambda first: FurtherModels(models, first, room_bytes=room, ttl=ttl)
     )
     further: FurtherModels = app.state.further
     with serving(app) as url, httpx.Client(base_url=url, timeout=120) as http:

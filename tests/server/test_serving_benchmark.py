@@ -106,9 +106,7 @@ def test_engine_alone_answers_every_prompt_in_each_way(way: str) -> None:
         assert load.num_steps >= 7  # the third prompt came two steps after the others
 
 
-def test_record_counts_the_arrivals_before_each_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_record_counts_the_arrivals_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests that reach the server's engine are recorded step by step."""
     from d3engine import Engine, SamplingParams
 

@@ -56,10 +56,7 @@ WRITTEN: dict[str, tuple[str, str]] = {
     ),
     "pythonic": ('[count(what="{book}", many=5)]', '[count(what="{book}", many=5), stop-it()]'),
     "mistral": (f"[TOOL_CALLS] [{ONE}]", f"[TOOL_CALLS] [{ONE}, {TWO}]"),
-    "mistral_v11": (
-        f"[TOOL_CALLS]count[ARGS]{GOOD}",
-        f"[TOOL_CALLS]count[ARGS]{GOOD}[TOOL_CALLS]stop-it[ARGS]{{}}",
-    ),
+    "mistral_v11": (f"[TOOL_CALLS]count[ARGS]{GOOD}", f"[TOOL_CALLS]count[ARGS]{GOOD}[TOOL_CALLS]stop-it[ARGS]{{}}"),
     "granite": (f"<|tool_call|>[{ONE}]", f"<|tool_call|>[{ONE}, {TWO}]"),
     "phi4_mini_json": (f"functools[{ONE}]", f"functools[{ONE}, {TWO}]"),
     "deepseek_v3": (

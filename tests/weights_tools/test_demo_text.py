@@ -58,9 +58,7 @@ def texts() -> Iterator[str]:
         yield random_.choice(("", " ")).join(random_.choices(parts, k=random_.randrange(12)))
 
 
-def test_demo_tokenizer_json_equals_its_tokenizer_model(
-    trained: SentencePieceTokenizer,
-) -> None:
+def test_demo_tokenizer_json_equals_its_tokenizer_model(trained: SentencePieceTokenizer) -> None:
     """tokenizer.json gives the ids of tokenizer.model, and decodes any ids as it does."""
     ours = load_tokenizer(DEMO)
     assert isinstance(ours, FastTokenizer), "tokenizer.json comes first, as everywhere"

@@ -51,10 +51,7 @@ def test_quantized_directory_loads_as_quantized_in_memory(
 
 
 def test_quantize_writes_shards_in_turn_and_each_matrix_once(
-    tiny_llama: MakeTiny,
-    quantized_directory: QuantizedDirectory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_llama: MakeTiny, quantized_directory: QuantizedDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards are written one by one, and every matrix is quantized once."""
     quantized_names: list[tuple[int, ...]] = []

@@ -106,11 +106,7 @@ def test_reasoning_and_calls_stand_in_folds(open_chat: Callable[..., Any], scrip
     address, script = scripted
     call = {"index": 0, "id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
     rest = {"index": 0, "function": {"arguments": '"Bern"}'}}
-    script.pieces = [
-        delta(reasoning_content="Let me "),
-        delta(reasoning_content="see."),
-        delta(content="I look."),
-    ]
+    script.pieces = [delta(reasoning_content="Let me "), delta(reasoning_content="see."), delta(content="I look.")]
     script.pieces += [delta(tool_calls=[call]), delta(tool_calls=[rest]), delta("tool_calls"), DONE]
     page = open_chat(address)
     ask_whole(page, "Weather?")

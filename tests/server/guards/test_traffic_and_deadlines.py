@@ -197,9 +197,7 @@ def test_a_fault_of_the_server_says_nothing_of_its_insides() -> None:
     assert app.call("GET", "/hello").status == 200
 
 
-def test_request_log_is_one_line_of_printable_characters(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_request_log_is_one_line_of_printable_characters(caplog: pytest.LogCaptureFixture) -> None:
     """A request has one line in the log, and nothing in it steers a terminal.
 
     Row 22 of the security list: what a client sends is escaped where a terminal shows it.
