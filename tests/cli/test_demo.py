@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from invoking import succeed
 
-from d3engine.cli import app
 from d3engine.cli import demo as shown_problem
 from d3engine.cli.commands import as_typed
 from d3engine.cli.demo import Speedup, speedups
@@ -157,8 +156,7 @@ def test_what_one_way_does_not_tell_is_not_compared() -> None:
 @pytest.mark.parametrize(("tokens", "is_told"), [(1, False), (4, True)])
 def test_demo_prints_decode_speedup_apart_from_the_prompt(tokens: int, is_told: bool) -> None:
     """The speedup of decoding is printed apart from the prompt, whose time depth does not change."""
-    said = CliRunner().invoke(app, ["generate", "demo", "--max-tokens", str(tokens), "--device", "cpu"])
-    assert said.exit_code == 0, said.output
+    said = succeed(["generate", "demo", "--max-tokens", str(tokens), "--device", "cpu"])
     words = " ".join(said.output.split())
     assert ("; from its second token on, " in words) == is_told
 
@@ -237,7 +235,6 @@ def test_demo_shows_its_first_answer_from_the_first_token(monkeypatch: pytest.Mo
     monkeypatch.setattr(shown_problem, "open_engine", opened)
     monkeypatch.setattr(shown_problem, "show_tokens", shown)
     monkeypatch.setattr(shown_problem, "speedups", lambda *_: [Speedup(1.0, 1)])
-    result = CliRunner().invoke(app, ["generate", "demo", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
+    succeed(["generate", "demo", "--device", "cpu"])
     assert waited[0] == shown_problem.WARM_UP_TOKENS + 1
     assert waited[-1] > 3 * waited[0]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, succeed
 from rich.console import Console
 
 from benchmarks.lora import write_random_adapter
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
-from d3engine.depth import D3, EarlyExit, FullDepth
+from d3engine.depth import D3, EarlyExit, FullDepth, Lossless
 from d3engine.depth.labels import policy_in_words
 from d3engine.engine.call_lock import held_back
 from d3engine.engine.engine import Engine
@@ -33,15 +33,15 @@ SMALL = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", str(2**24), "--device
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": None}
 
 
-def run(*arguments: str, stdin: str | None = None, env: dict[str, Any] | None = None) -> Any:
-    plain = {"FORCE_COLOR": None, "COLORTERM": None}
-    return invoke(["generate", *arguments], input=stdin, env=plain if env is None else env)
+PLAIN = {"FORCE_COLOR": None, "COLORTERM": None}
 
 
-def generate(*arguments: str, **settings: Any) -> Any:
-    result = run(*arguments, *SMALL, **settings)
-    assert result.exit_code == 0, result.output
-    return result
+def generate(*arguments: str, stdin: str | None = None, env: dict[str, Any] = PLAIN) -> Any:
+    return succeed(["generate", *arguments, *SMALL], input=stdin, env=env)
+
+
+def refusal(*arguments: str, **settings: Any) -> str:
+    return refused(["generate", *arguments], **settings)
 
 
 def without_colour(text: str) -> str:
@@ -95,11 +95,9 @@ def test_chat_asks_by_the_template(tmp_path: Path, engine: Engine) -> None:
     assert "note: continued" not in result.stderr
     whole = json.loads(generate(str(directory), "Tom has 5 pens.", "--chat", "--max-tokens", "8", "--json").stdout)
     assert (whole["prompt"], whole["text"]) == ("Tom has 5 pens.", expected)
-    refused = run(str(directory), "Tom", "--chat", "--raw-prompt")
-    assert refused.exit_code == 2
-    assert "--raw-prompt" in refused.stderr
+    assert "--raw-prompt" in refusal(str(directory), "Tom", "--chat", "--raw-prompt")
     (directory / "chat_template.jinja").unlink()
-    assert "--chat must be absent" in run(str(directory), "Tom", "--chat").stderr
+    assert "--chat must be absent" in refusal(str(directory), "Tom", "--chat")
 
 
 def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
@@ -174,8 +172,7 @@ def test_an_adapter_answers_in_place_of_the_model(engine: Engine, tmp_path: Path
     flags = ["--temperature", "0", "--max-tokens", "12", "--depth", "full", "--raw-prompt"]
     assert generate("demo", PROMPT, *flags, "--lora", str(tmp_path / "adapter")).stdout == wanted + "\n"
     assert generate("demo", PROMPT, *flags).stdout != wanted + "\n"
-    refused = run("demo", PROMPT, "--lora", str(tmp_path))
-    assert (refused.exit_code, refused.stderr) == (2, f"error: {tmp_path / 'adapter_config.json'} is missing\n")
+    assert refusal("demo", PROMPT, "--lora", str(tmp_path)) == f"error: {tmp_path / 'adapter_config.json'} is missing\n"
 
 
 def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
@@ -358,10 +355,7 @@ def test_the_demo_at_full_depth_alone_answers_once() -> None:
     ],
 )
 def test_what_is_not_allowed_is_refused_in_one_line(arguments: list[str], message: str) -> None:
-    result = run(*arguments, stdin="")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    last = result.stderr.splitlines()[-1]
+    last = refusal(*arguments, input="").splitlines()[-1]
     assert last.startswith("error: ")
     assert message in last
 
@@ -423,7 +417,7 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch: pytest.MonkeyPatch) -> No
         return take(answer)
 
     monkeypatch.setattr(answers.Answer, "take", take_and_interrupt)
-    result = run("demo", PROMPT, *SMALL)
+    result = invoke(["generate", "demo", PROMPT, *SMALL])
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1].startswith("interrupted, 1 token,")
     assert result.stdout.endswith("\n")
@@ -469,6 +463,12 @@ def test_policies_have_short_titles() -> None:
     assert policy_in_words(D3(alpha=0.9, start=0.6)) == "D3, alpha 0.9, start 0.6"
     assert policy_in_words(D3(alpha=0.9, start=0.6, tail=2)) == "D3, alpha 0.9, start 0.6, tail 2"
     assert policy_in_words(EarlyExit(0.9, "cosine", every=2)) == "Early exit, threshold 0.9, confidence cosine, every 2"
+    assert policy_in_words(Lossless(D3(0.9, 0.6), 8)) == "Lossless D3, draft (D3, alpha 0.9, start 0.6), draft length 8"
+    title = policy_in_words(D3(0.8, 0.5, bridges="/a" * 40 + "/b.safetensors"))
+    path = title.removeprefix("D3, alpha 0.8, start 0.5, bridges ")
+    assert path.startswith("... ")
+    assert path.endswith("/a/b.safetensors")
+    assert len(path) == 60
 
 
 def test_bytes_are_readable() -> None:

@@ -7,6 +7,7 @@ import logging
 import sys
 
 import pytest
+from invoking import Terminal
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -23,19 +24,6 @@ ROWS = (
 )
 
 
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def lines(self) -> list[str]:
-        """What was written, without styles."""
-        return Text.from_ansi(self.getvalue()).plain.splitlines()
-
-
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Sets the width: `wide.setenv("COLUMNS", "60")`."""
@@ -49,7 +37,7 @@ def shown(width: int, wide: pytest.MonkeyPatch, rows: tuple[tuple[str, ...], ...
         patch.setenv("COLUMNS", str(width))
         patch.setattr(sys, "stdout", terminal)
         print_table("word-problems: cost", HEADER, rows, ["Differences are of the same questions, asked twice."])
-    return terminal.lines
+    return Text.from_ansi(terminal.getvalue()).plain.splitlines()
 
 
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 90, 100, 120])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, report_of, succeed
 
 from d3engine import __version__
 from d3engine.cli.depth_options import AUTO, OPTIONS, parse_depth
@@ -36,9 +36,7 @@ def run(*arguments: str) -> Any:
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return report_of(arguments)
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
@@ -61,8 +59,7 @@ def write_model(directory: Path, **changes: Any) -> Path:
 
 
 def test_plain_output_holds_the_runs_the_cutoffs_and_the_worth() -> None:
-    result = run(*BBH)
-    assert result.exit_code == 0
+    result = succeed(BBH)
     lines = result.stdout.splitlines()
     cells = [line.split() for line in lines]
     assert ["0", "32", "none"] in cells
@@ -160,9 +157,8 @@ def test_schedule_d3_json_without_a_policy_is_refused_by_name(tmp_path: Path, co
     """A d3.json that describes no policy is refused by its name."""
     model = write_model(tmp_path)
     (model / "d3.json").write_text(content)
-    result = run("schedule", "--model", str(model))
-    assert result.exit_code == 2
-    assert ("d3.json is not valid JSON" if content == "{" else "d3.json describes no depth policy") in result.stderr
+    said = "d3.json is not valid JSON" if content == "{" else "d3.json describes no depth policy"
+    assert said in refused(["schedule", "--model", str(model)])
 
 
 LAYERS = ["schedule", "--layers", "32"]
@@ -211,20 +207,17 @@ LAYERS = ["schedule", "--layers", "32"]
     ],
 )
 def test_a_refusal_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], message: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert re.search(message, result.stderr), result.stderr
+    stderr = refused(arguments)
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert re.search(message, stderr), stderr
 
 
 @pytest.mark.parametrize("arguments", [["schedul"], ["schedule", "--depht", "d3"], ["schedule", "--depth", "d4"]])
 def test_what_is_no_command_or_option_is_refused(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert arguments[-1] in result.stderr or arguments[-2] in result.stderr
-    assert "Traceback" not in result.stderr
+    stderr = refused(arguments)
+    assert arguments[-1] in stderr or arguments[-2] in stderr
+    assert "Traceback" not in stderr
 
 
 def test_options_become_the_policy_they_name() -> None:
@@ -239,6 +232,8 @@ def test_options_become_the_policy_they_name() -> None:
     expected = SkipDecode(max_tokens=200, min_layers=4, max_layers=30, warmup=2)
     assert policy("skipdecode decay-steps=200 min_layers=4 max-layers=30 warmup=2") == expected
     assert policy("tail-skip mean-layers=32/3 decay-steps=9") == TailSkip("32/3", 9)  # type: ignore[arg-type]
+    assert policy("tail-skip mean_layers=12 max_tokens=24") == policy("tail-skip mean-layers=12 decay-steps=24")
+    assert policy("early-exit threshold=0.5 min_layer=3 every=2") == EarlyExit(0.5, min_layer=3, every=2)
     expected_exit = EarlyExit(0.9, "cosine", decay=0, min_layer=2, every=3, batch="batch_min", on_skip="copy")
     line = "early-exit threshold=0.9 confidence=cosine threshold-decay=0 exit-min-layer=2 exit-every=3 "
     assert policy(line + "exit-batch=batch_min on-skip=copy") == expected_exit
@@ -255,6 +250,8 @@ def test_options_become_the_policy_they_name() -> None:
     [
         ("", r"--depth must be one of auto, full, d3.*; got ''"),
         ("table", r"--depth must be one of auto, full, d3.*; got 'table'"),
+        ("deep", r"--depth must be one of auto, full, d3.*; got 'deep'"),
+        ("d3 alpha", "option must be option=value, with alpha, .*; got 'alpha'"),
         ("d3 bridges='x", "--depth must be text whose quotation marks are closed"),
         ("early-exit confidence=cosine", "must be given with threshold"),
         ("early-exit threshold=0.5 confidence=sure", "confidence must be .*; got 'sure'"),
@@ -283,8 +280,7 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
         "many-steps.png": [*LAYERS, "--depth", "d3 alpha=0.99999 start=0.6", "--steps", "1000000"],
     }.items():
         path = tmp_path / name
-        result = run(*arguments, "--plot", str(path))
-        assert result.exit_code == 0, result.output
+        succeed([*arguments, "--plot", str(path)])
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         width, height = struct.unpack(">II", content[16:24])
@@ -294,9 +290,7 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
 
 def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run(*BBH, "--plot", str(tmp_path / "a.png"))
-    assert result.exit_code == 2
-    assert install_command("plots") in result.stderr
+    assert install_command("plots") in refused([*BBH, "--plot", str(tmp_path / "a.png")])
     assert not list(tmp_path.iterdir())
 
 
