@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from guarded_apps import GuardedApp
+from loops import on_a_loop
 from served_apps import GUARD, ServedApp, read_answer, read_to_the_end, request, served
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -97,9 +98,7 @@ def test_a_head_is_of_bounded_length(hasty: ServedApp) -> None:
 )
 def test_bytes_that_are_not_http_get_an_error_in_one_form(hasty: ServedApp, data: bytes) -> None:
     """Bytes that are not HTTP get an error in the form of all errors."""
-    with hasty.connect() as client:
-        client.sendall(data)
-        status, body = read_answer(client)
+    status, body = ask(hasty, data)
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -220,9 +219,7 @@ def test_refused_endless_body_is_discarded_for_a_while_only(hasty: ServedApp, mo
         client.sendall(request("/echo", Content_Length=str(2**40)))
         with pytest.raises(ConnectionError):
             send_for_ever(client)
-    with hasty.connect() as client:
-        client.sendall(request("/echo", b'"next"'))
-        assert read_answer(client) == (200, "next")
+    assert ask(hasty, request("/echo", b'"next"')) == (200, "next")
 
 
 class Endless(Response):
@@ -274,29 +271,26 @@ class Written(asyncio.Transport):
         return self.is_closed
 
 
-def test_write_buffer_joins_the_writes_of_one_turn_in_order() -> None:
+@on_a_loop
+async def test_write_buffer_joins_the_writes_of_one_turn_in_order() -> None:
     """Writes of one turn go out as one, in their order and before the end."""
-
-    async def main() -> None:
-        inner = Written()
-        gathered = connections.WriteBuffer(inner, asyncio.get_running_loop())
-        gathered.write(b"head ")
-        gathered.write(b"body ")
-        assert inner.writes == []
-        await asyncio.sleep(0)
-        assert inner.writes == [b"head body "]
-        much = b"x" * connections.MOST_GATHERED
-        gathered.write(b"little ")
-        gathered.write(much)
-        assert inner.writes[1:] == [b"little " + much]
-        gathered.write(b"last")
-        gathered.close()
-        assert (inner.writes[-1], gathered.is_closing()) == (b"last", True)
-        gathered.write(b"too late")
-        await asyncio.sleep(0)
-        assert inner.writes[-1] == b"last"
-
-    asyncio.run(main())
+    inner = Written()
+    gathered = connections.WriteBuffer(inner, asyncio.get_running_loop())
+    gathered.write(b"head ")
+    gathered.write(b"body ")
+    assert inner.writes == []
+    await asyncio.sleep(0)
+    assert inner.writes == [b"head body "]
+    much = b"x" * connections.MOST_GATHERED
+    gathered.write(b"little ")
+    gathered.write(much)
+    assert inner.writes[1:] == [b"little " + much]
+    gathered.write(b"last")
+    gathered.close()
+    assert (inner.writes[-1], gathered.is_closing()) == (b"last", True)
+    gathered.write(b"too late")
+    await asyncio.sleep(0)
+    assert inner.writes[-1] == b"last"
 
 
 def test_an_outlet_is_free_while_its_client_reads_and_only_then() -> None:
@@ -352,9 +346,7 @@ def test_refused_request_leaves_no_garbage(refused: str) -> None:
         try:
             before = num_left()
             for _ in range(5):
-                with running.connect() as client:
-                    client.sendall(REFUSED[refused])
-                    assert read_answer(client)[0] >= 400
+                assert ask(running, REFUSED[refused])[0] >= 400
             with running.connect() as client:  # by whose answer the connections before it have ended
                 client.sendall(request("/hello", method="GET"))
                 assert read_answer(client)[0] == 200
@@ -492,9 +484,7 @@ def test_a_connection_that_says_nothing_is_idle_too() -> None:
     app, settings = crowded(2)
     with served(app.app, app.traffic, settings) as running:
         silent = [running.connect() for _ in range(6)]
-        with running.connect() as client:
-            client.sendall(request("/echo", b"{}"))
-            assert read_answer(client)[0] == 200
+        assert ask(running, request("/echo", b"{}"))[0] == 200
         for one in silent:
             one.close()
 
@@ -522,9 +512,7 @@ def test_where_all_are_at_work_a_further_connection_is_refused() -> None:
         go.set()
         for client in busy:
             assert read_answer(client)[0] == 200
-        with running.connect() as client:  # in the place of one that is idle now
-            client.sendall(request("/echo", b"{}"))
-            assert read_answer(client)[0] == 200
+        assert ask(running, request("/echo", b"{}"))[0] == 200  # in the place of one that is idle now
         for client in busy:
             client.close()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from invoking import refused
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
@@ -154,8 +155,4 @@ def test_a_model_without_requests_is_unloaded(client: AsyncEngine) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(words: list[str], said: str) -> None:
-    from invoking import invoke
-
-    result = invoke(["serve", "demo", "--port", "0", *words])
-    assert result.exit_code == 2, result.output
-    assert said in result.stderr
+    assert said in refused(["serve", "demo", "--port", "0", *words])

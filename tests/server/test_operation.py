@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from demo_server import serving_demo
 from prometheus_client.parser import text_string_to_metric_families
 
 from d3engine.server.middleware.limits import AdmissionControl
+from d3engine.server.middleware.settings import GuardSettings
 
 if TYPE_CHECKING:
     from d3engine import Engine
@@ -89,17 +91,8 @@ def stepping() -> Iterator[Stepping]:
 @pytest.fixture
 def asks(stepping: Stepping) -> Iterator[Callable[..., httpx.Response]]:
     """`asks(method, path, body)` of a server over that engine, which is hung after an instant without a step."""
-    from serving import serving
-
-    from d3engine.server.app import create_app
-    from d3engine.server.middleware.settings import GuardSettings
-    from d3engine.server.settings import ServerSettings
-
     guards = GuardSettings(health_stall_seconds=1e-6)
-    with (
-        serving(create_app(stepping.client, ServerSettings(model_names=("demo",), guards=guards))) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
-    ):
+    with serving_demo(stepping.client, guards=guards) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield lambda method, path, body=None: client.request(method, path, json=body)
 
 

@@ -138,13 +138,6 @@ def test_what_a_client_sent_is_not_sent_back_at_length(http: httpx.Client) -> No
 # -- fields ----------------------------------------------------------------------------------------------------------
 
 
-def test_fields_that_ask_nothing_of_the_model_are_taken(http: httpx.Client) -> None:
-    nothing = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "best_of": 1, "suffix": None, "n": None}
-    answer = http.post("/v1/completions", json=COMPLETION | nothing | {"response_format": {"type": "text"}})
-    assert answer.status_code == 200
-    assert "x-d3-ignored-fields" not in answer.headers
-
-
 def test_fields_that_nobody_knows_are_taken_and_named(http: httpx.Client) -> None:
     unknown = {"later_one": 2, "later_two": 1.0, "stream": True, "stream_options": {"later": True}, "a\r\nb: c": 1}
     answer = http.post("/v1/completions", json=COMPLETION | unknown)

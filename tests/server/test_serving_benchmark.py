@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from demo_server import serving_demo
 from tqdm import tqdm
 
 from benchmarks.gguf_tokenizer import add_tokenizer
@@ -54,12 +55,7 @@ def test_d3_requests_have_the_bundled_models_setting() -> None:
 
 def test_server_is_asked_for_its_model_by_the_listed_name(client: AsyncEngine) -> None:
     """A server is asked for its model by the name that it lists."""
-    from serving import serving
-
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    with serving(create_app(client, ServerSettings(model_names=("of-a-directory",)))) as url:
+    with serving_demo(client, model_names=("of-a-directory",)) as url:
         measured = Measured.of(OURS, Server(url, os.getpid()), tokens=5)
         assert measured.streams(2, 0.0, "full")["tokens"] == 10
 
@@ -252,10 +248,9 @@ def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
     import gguf
     from sentencepiece import SentencePieceProcessor
 
-    from d3engine.engine.model_directory import model_directory
     from d3engine.model.gguf_file import open_gguf
 
-    def written(name: str, directory: Path) -> dict[str, object]:
+    def written(name: str, directory: Path) -> dict[str, Any]:
         file = tmp_path / name / "of.gguf"
         file.parent.mkdir()
         writer = gguf.GGUFWriter(file, "llama")
@@ -268,7 +263,7 @@ def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
     demo = model_directory("demo")
     pieces = SentencePieceProcessor(model_file=str(demo / "tokenizer.model"))
     found = written("of-pieces", demo)
-    assert found["tokenizer.ggml.tokens"][:768] == [pieces.id_to_piece(i) for i in range(768)]  # type: ignore[index]
-    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 4]  # type: ignore[index]
-    assert found["tokenizer.ggml.token_type"][768:] == [5, 5]  # type: ignore[index]
+    assert found["tokenizer.ggml.tokens"][:768] == [pieces.id_to_piece(i) for i in range(768)]
+    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 4]
+    assert found["tokenizer.ggml.token_type"][768:] == [5, 5]
     assert written("copied", tmp_path / "of-pieces") == found

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from axe import check_with_axe
-from browsed_chat import answers, ask, ask_whole, ended, press, questions, said, titles
-from serving import HANG_SECONDS, serving
+from browsed_chat import answers, ask, ask_half, ask_whole, ended, press, questions, said, titles
+from demo_server import serving_demo
+from serving import HANG_SECONDS
 from written_streams import DONE, HOSTILE, Script, chunk, delta, whole
 
 QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
@@ -31,10 +32,9 @@ def test_chat_answer_is_the_engines_at_the_servers_depth(open_chat: Callable[...
     assert page.locator("#context").text_content() == f"{used} of 1,024 tokens of context"
 
 
-def test_chat_edit_and_regenerate_make_branches(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_chat_edit_and_regenerate_make_branches(chat: tuple[Any, Script]) -> None:
     """An edited question and a regenerated answer are branches."""
-    address, script = scripted
-    page = open_chat(address)
+    page, script = chat
     script.pieces = whole("First")
     ask_whole(page, "One?")
     script.pieces = whole("Second")
@@ -61,14 +61,9 @@ def test_chat_edit_and_regenerate_make_branches(open_chat: Callable[..., Any], s
     assert (questions(page), answers(page)) == (["One?", "More?"], ["Second", "Second"])
 
 
-def test_stop_keeps_what_has_come_and_continue_goes_on_behind_it(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.pieces, script.waits_at_the_end = [delta(content="Half of ")], True
-    page = open_chat(address)
-    ask(page, "Anything")
-    page.wait_for_selector("text=Half of")
+def test_stop_keeps_what_has_come_and_continue_goes_on_behind_it(chat: tuple[Any, Script]) -> None:
+    page, script = chat
+    ask_half(page, script, "Anything", "Half of ")
     page.keyboard.press("Escape")
     ended(page)
     assert script.left.wait(HANG_SECONDS)
@@ -82,14 +77,9 @@ def test_stop_keeps_what_has_come_and_continue_goes_on_behind_it(
     assert page.get_by_role("button", name="Continue").count() == 0
 
 
-def test_an_answer_goes_on_while_another_conversation_is_shown(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.pieces, script.waits_at_the_end = [delta(content="Half")], True
-    page = open_chat(address)
-    ask(page, "Long?")
-    page.wait_for_selector("text=Half")
+def test_an_answer_goes_on_while_another_conversation_is_shown(chat: tuple[Any, Script]) -> None:
+    page, script = chat
+    ask_half(page, script, "Long?")
     page.click("#new")
     script.waits_at_the_end = False
     script.pieces = whole("Short")
@@ -102,13 +92,12 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(
     ended(page)
 
 
-def test_reasoning_and_calls_stand_in_folds(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
+def test_reasoning_and_calls_stand_in_folds(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     call = {"index": 0, "id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
     rest = {"index": 0, "function": {"arguments": '"Bern"}'}}
     script.pieces = [delta(reasoning_content="Let me "), delta(reasoning_content="see."), delta(content="I look.")]
     script.pieces += [delta(tool_calls=[call]), delta(tool_calls=[rest]), delta("tool_calls"), DONE]
-    page = open_chat(address)
     ask_whole(page, "Weather?")
     assert page.locator(".reasoning").get_attribute("open") is None
     assert page.locator(".reasoning > div").text_content() == "Let me see."
@@ -121,29 +110,23 @@ def test_reasoning_and_calls_stand_in_folds(open_chat: Callable[..., Any], scrip
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
-def test_chat_error_is_shown_and_kept_with_the_answer(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], when: str
-) -> None:
+def test_chat_error_is_shown_and_kept_with_the_answer(chat: tuple[Any, Script], when: str) -> None:
     """An error is shown in the server's sentence, and kept with the answer."""
-    address, script = scripted
+    page, script = chat
     sentence = "The engine failed on this <b>request</b>."
     if when == "before":
         script.error = (400, sentence)
     script.pieces = [delta(content="Half"), f"data: {json.dumps({'error': {'message': sentence}})}\n\n".encode(), DONE]
-    page = open_chat(address)
     ask_whole(page, "Anything")
     assert page.locator(".message .error").text_content() == sentence
     assert answers(page) == (["Half"] if when == "within" else [""])
 
 
-def test_what_a_model_or_a_person_writes_is_never_markup(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_what_a_model_or_a_person_writes_is_never_markup(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     evil = "[x](javascript:alert(1)) ![y](http://127.0.0.1:9/pixel.png) <style>*{}</style> [z](http://example.org/)"
     script.pieces = whole(f"{HOSTILE}\n\n{evil}\n\n```html\n{HOSTILE}\n```")
     asked = []
-    page = open_chat(address)
     page.on("request", lambda request: asked.append(request.url))
     ask_whole(page, HOSTILE)
     assert page.locator("#messages :is(img, script, style, iframe)").count() == 0
@@ -153,19 +136,14 @@ def test_what_a_model_or_a_person_writes_is_never_markup(
     assert "broken" not in page.title().removesuffix("d3engine").replace("document.title='broken'", "")
 
 
-def test_an_edited_question_that_cannot_be_sent_is_not_lost(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_an_edited_question_that_cannot_be_sent_is_not_lost(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     ask_whole(page, "One?")
     press(page, "user", "Edit")
     field = "[aria-label='Edit the question']"
     page.fill(field, "Changed?")
-    script.pieces, script.waits_at_the_end = [delta(content="Half")], True
-    ask(page, "Two?")
-    page.wait_for_selector("text=Half")
+    ask_half(page, script, "Two?")
     page.press(field, "Enter")
     assert page.text_content("#problem").startswith("An answer is being written")
     assert page.input_value(field) == "Changed?"
@@ -179,10 +157,9 @@ def test_an_edited_question_that_cannot_be_sent_is_not_lost(
     assert (questions(page), page.locator("#problem").is_visible()) == (["Changed?"], False)
 
 
-def test_an_edited_answer_is_a_branch_that_goes_on(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
+def test_an_edited_answer_is_a_branch_that_goes_on(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = whole("It is red.")
-    page = open_chat(address)
     ask_whole(page, "Colour?")
     press(page, "assistant", "Edit")
     page.fill("[aria-label='Edit the answer']", "It is")
@@ -199,14 +176,11 @@ def test_an_edited_answer_is_a_branch_that_goes_on(open_chat: Callable[..., Any]
     assert answers(page) == ["It is red."]
 
 
-def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     progress = {"total": 5000, "cache": 0, "processed": 2048}
     chunk = f"data: {json.dumps({'choices': [], 'prompt_progress': progress})}\n\n".encode()
     script.pieces, script.waits_at_the_end = [chunk], True
-    page = open_chat(address)
     ask(page, "Long?")
     page.wait_for_selector("text=Reading the prompt: 2,048 of 5,000 tokens")
     bar = page.locator(".waits progress")
@@ -221,15 +195,10 @@ def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(
     assert not bar.last.is_visible()
 
 
-def test_chat_question_cut_by_closing_can_be_answered_again(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_chat_question_cut_by_closing_can_be_answered_again(chat: tuple[Any, Script]) -> None:
     """A question whose answer was cut by closing the page can be answered again."""
-    address, script = scripted
-    script.pieces, script.waits_at_the_end = [delta(content="Half of ")], True
-    page = open_chat(address)
-    ask(page, "Anything")
-    page.wait_for_selector("text=Half of")
+    page, script = chat
+    ask_half(page, script, "Anything", "Half of ")
     page.reload()
     page.click("#conversations .open")
     assert questions(page) == ["Anything"]
@@ -251,16 +220,13 @@ def test_compare_depths_opens_the_panes_with_the_last_question(open_chat: Callab
     assert titles(page) == [f"{QUESTION[:57].rstrip()}…"]
 
 
-def test_each_word_is_underlined_in_the_colour_of_its_layers(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_each_word_is_underlined_in_the_colour_of_its_layers(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = [
         chunk("A **bold", [8, 7], [0, 2], [1, 2]),
         chunk(" word** 😀\n\n- it", [7, 6, 5], [8, 15, 19], [3, 4, 5], "stop"),
         DONE,
     ]
-    page = open_chat(address)
     page.click("#underline")
     ask_whole(page, "Anything")
     page.wait_for_function("CSS.highlights.get('depth-5')?.size > 0")
@@ -349,14 +315,12 @@ def real_url() -> Iterator[str]:
     """Where Qwen2.5-Coder-0.5B-Instruct answers, greedily unless it is asked otherwise."""
     from d3engine import AsyncEngine
     from d3engine.engine.model_directory import fetched_model
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
 
     pytest.importorskip("gguf", reason="the extra gguf is not installed")
     if not fetched_model("qwen2.5-coder-0.5b").exists():
         pytest.skip("the model is not there: d3engine weights fetch qwen2.5-coder-0.5b")
     engine = AsyncEngine("qwen2.5-coder-0.5b", device="cpu", max_model_len=1024, kv_cache_memory_bytes=2**26)
-    with serving(create_app(engine, ServerSettings(model_names=("qwen",)))) as address:
+    with serving_demo(engine, model_names=("qwen",)) as address:
         yield address
 
 

@@ -11,11 +11,8 @@ from browsed_chat import answers, ask_whole, ended, press, questions, said, titl
 from written_streams import Script, whole
 
 
-def test_conversations_are_kept_searched_renamed_and_deleted(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    page = open_chat(address)
+def test_conversations_are_kept_searched_renamed_and_deleted(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     for question, answer in (("About apples", "Red fruit"), ("About boats", "They float")):
         script.pieces = whole(answer)
         page.click("#new")
@@ -43,10 +40,9 @@ def test_conversations_are_kept_searched_renamed_and_deleted(
     assert titles(page) == ["About boats"]
 
 
-def test_all_conversations_are_deleted_at_once(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
+def test_all_conversations_are_deleted_at_once(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     for question in ("One?", "Two?"):
         page.click("#new")
         ask_whole(page, question)
@@ -74,14 +70,11 @@ def test_what_one_tab_writes_another_shows(open_chat: Callable[..., Any], script
     assert titles(other) == ["One?"]
 
 
-def test_files_go_along_as_text_and_what_is_no_text_is_refused(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
+def test_files_go_along_as_text_and_what_is_no_text_is_refused(chat: tuple[Any, Script], tmp_path: Path) -> None:
+    page, script = chat
     script.pieces = whole("Read")
     (tmp_path / "notes.md").write_text("Use ```fences```.\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
-    page = open_chat(address)
     page.set_input_files("#choose-files", [tmp_path / "picture.png", tmp_path / "notes.md"])
     page.wait_for_selector("#files li")
     assert page.text_content("#problem") == "picture.png is not a text file in UTF-8."
@@ -92,13 +85,10 @@ def test_files_go_along_as_text_and_what_is_no_text_is_refused(
     assert not page.locator("#files").is_visible()
 
 
-def test_a_refused_file_is_said_where_it_is_seen(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
+def test_a_refused_file_is_said_where_it_is_seen(chat: tuple[Any, Script], tmp_path: Path) -> None:
+    page, script = chat
     script.pieces = whole("\n\n".join(["Long"] * 100))
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
-    page = open_chat(address)
     ask_whole(page, "Anything")
     page.set_input_files("#choose-files", tmp_path / "picture.png")
     page.wait_for_selector("#problem:visible")
@@ -106,10 +96,8 @@ def test_a_refused_file_is_said_where_it_is_seen(
     assert 0 < place["y"] < place["y"] + place["height"] < height
 
 
-def test_a_pasted_picture_is_refused_and_a_text_is_pasted(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    page = open_chat(scripted[0])
+def test_a_pasted_picture_is_refused_and_a_text_is_pasted(chat: tuple[Any, Script]) -> None:
+    page, _ = chat
     paste = """(kind) => {
         const data = new DataTransfer();
         if (kind === "file") data.items.add(new File([new Uint8Array([0, 255])], "image.png", { type: "image/png" }));

@@ -10,10 +10,9 @@ from browsed_chat import ask_whole, ended, questions, said
 from written_streams import Script, whole
 
 
-def test_a_request_has_what_was_chosen_and_no_more(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
+def test_a_request_has_what_was_chosen_and_no_more(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     ask_whole(page, "One?")
     assert {*script.bodies[0]} == {"model", "messages", "stream", "stream_options", "return_depths", "return_progress"}
     page.click("#open-settings")
@@ -42,15 +41,12 @@ def test_a_request_has_what_was_chosen_and_no_more(open_chat: Callable[..., Any]
     assert "temperature" not in script.bodies[2]
 
 
-def test_chat_sends_the_commands_defaults_where_files_name_none(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_chat_sends_the_commands_defaults_where_files_name_none(chat: tuple[Any, Script]) -> None:
     """A model whose files name no sampling is asked with the defaults of the command `chat`."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("Yes")
     plain, chats = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"temperature": 0.7, "top_p": 0.9}
     props = {"default_generation_settings": {"params": plain}, "d3ext": {"chat_defaults": chats}}
-    page = open_chat(address)
     page.route("**/props", lambda route: route.fulfill(json=props))
     page.reload()
     page.click("#open-settings")
@@ -76,10 +72,8 @@ def test_chat_empty_fields_show_the_servers_defaults(open_chat: Callable[..., An
 
 
 @pytest.mark.parametrize("bad", ["[1]", "{", '{"n": 2}'])
-def test_what_cannot_be_sent_is_said_and_the_question_stays(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], bad: str
-) -> None:
-    page = open_chat(scripted[0])
+def test_what_cannot_be_sent_is_said_and_the_question_stays(chat: tuple[Any, Script], bad: str) -> None:
+    page, script = chat
     page.click("#open-settings")
     page.click("text=Other fields")
     page.fill("#sampling-json", bad)
@@ -88,7 +82,7 @@ def test_what_cannot_be_sent_is_said_and_the_question_stays(
     page.press("#prompt", "Enter")
     assert page.text_content("#problem").startswith("Fields as JSON must be an object")
     assert page.input_value("#prompt") == "Anything"
-    assert scripted[1].bodies == []
+    assert script.bodies == []
 
 
 def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
@@ -121,10 +115,9 @@ def test_colours_are_the_systems_until_others_are_chosen(
     assert page.evaluate("getComputedStyle(document.querySelector('.pane')).backgroundColor") == light
 
 
-def test_keys_begin_edit_and_explain(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
+def test_keys_begin_edit_and_explain(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     page.fill("#prompt", "One")
     page.press("#prompt", "Shift+Enter")
     page.keyboard.type("more")
