@@ -12,6 +12,7 @@ import pytest
 from tools.breaks import ROOT, Break, table
 
 BREAKS, FEWEST = table(), 40
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @cache
@@ -25,8 +26,8 @@ def names_in(file: str) -> frozenset[str]:
     found = set()
     for node in ast.parse(text_of(file)).body:
         if isinstance(node, ast.ClassDef):
-            found |= {node.name, *(f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef))}
-        elif isinstance(node, ast.FunctionDef):
+            found |= {node.name, *(f"{node.name}::{one.name}" for one in node.body if isinstance(one, FUNCTION))}
+        elif isinstance(node, FUNCTION):
             found.add(node.name)
     return frozenset(found)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import refused, report_of, succeed
 
 from d3engine import Engine, SamplingParams
 from d3engine.cli.observing import questions_of
@@ -22,14 +22,15 @@ from d3engine.research.evaluation.procedural import different_problems
 SMALL = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--kv-cache-memory-bytes", str(2**24))
 
 
-def run(*arguments: str) -> Any:
-    return invoke(["analyze", *arguments])
-
-
 def run_json(*arguments: str) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return report_of(["analyze", *arguments])
+
+
+def drawn(png: Path, *arguments: str) -> str:
+    """What a command prints that draws a picture too."""
+    result = succeed(["analyze", *arguments, "--png", str(png)])
+    assert png.read_bytes().startswith(b"\x89PNG")
+    return str(result.stdout)
 
 
 def cells(output: str) -> list[list[str]]:
@@ -43,46 +44,38 @@ def png(tmp_path: Path) -> Path:
 
 
 def test_saturation_in_three_forms(png: Path) -> None:
-    result = run("saturation", "demo", *SMALL, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert result.stdout.isascii()
+    stdout = drawn(png, "saturation", "demo", *SMALL)
+    assert stdout.isascii()
     report = run_json("saturation", "demo", *SMALL)
     layers = [answer["layers"] for answer in report["answers"]]
     assert [len(answer) for answer in layers] == [8, 8]
     mean = sum(map(sum, layers)) / 16
     assert report["mean_layers"] == pytest.approx(mean)
-    (whole,) = (row for row in cells(result.stdout) if row[0] == "all")
+    (whole,) = (row for row in cells(stdout) if row[0] == "all")
     assert [*whole[:4], whole[5]] == ["all", "16", f"{mean:.2f}", "+-", f"{mean / 16:.0%}"], "with its interval"
 
 
 def test_perplexity_in_three_forms(png: Path) -> None:
-    result = run("perplexity", "demo", *SMALL, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
+    stdout = drawn(png, "perplexity", "demo", *SMALL)
     report = run_json("perplexity", "demo", *SMALL)
     assert [(place["step"], place["answers"]) for place in report["steps"]] == [(step, 2) for step in range(8)]
-    assert ["all", "16", f"{report['perplexity']:.4f}"] in [row[:3] for row in cells(result.stdout)]
+    assert ["all", "16", f"{report['perplexity']:.4f}"] in [row[:3] for row in cells(stdout)]
 
 
 def test_flow_in_three_forms(png: Path) -> None:
-    result = run("flow", "demo", *SMALL, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
+    stdout = drawn(png, "flow", "demo", *SMALL)
     report = run_json("flow", "demo", *SMALL)
     assert report["answer"]["tokens"] == 16
     for layer in (0, 15):
-        row = next(row for row in cells(result.stdout) if row[:1] == [str(layer)])
+        row = next(row for row in cells(stdout) if row[:1] == [str(layer)])
         assert row[2] == f"{report['answer']['cosine']['block'][layer]:.3f}"
         assert row[7] == f"{report['answer']['distance']['mlp'][layer]:.2f}"
 
 
 def test_copy_of_word_problems_and_of_prompts_of_ones_own(png: Path, tmp_path: Path) -> None:
     grid = ("--layers", "8", "--layers", "2", "--from-step", "1")
-    result = run("copy", "demo", *SMALL, *grid, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert result.stdout.startswith("exact match, 2 answers")
+    stdout = drawn(png, "copy", "demo", *SMALL, *grid)
+    assert stdout.startswith("exact match, 2 answers")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Question: Tom has 5 pens.\n\nQuestion: Ana has\n")
     report = run_json("copy", "demo", *SMALL, *grid, "--prompts", str(prompts))
@@ -93,10 +86,8 @@ def test_copy_of_word_problems_and_of_prompts_of_ones_own(png: Path, tmp_path: P
 
 def test_one_perturbed_step_in_three_forms(png: Path) -> None:
     grid = ("--layers", "8", "--at-step", "2", "--limit", "1")
-    result = run("perturb", "demo", *SMALL, *grid, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert result.stdout.startswith("One step perturbed: exact match, 1 answer")
+    stdout = drawn(png, "perturb", "demo", *SMALL, *grid)
+    assert stdout.startswith("One step perturbed: exact match, 1 answer")
     report = run_json("perturb", "demo", *SMALL, *grid)
     assert list(report["entries"]) == ["copied", "recomputed"]
     assert [(cell["layers_copied"], cell["from_step"]) for cell in report["entries"]["copied"]["grid"]] == [(8, 2)]
@@ -104,24 +95,21 @@ def test_one_perturbed_step_in_three_forms(png: Path) -> None:
 
 def test_leaving_where_predictions_are_settled_in_two_forms() -> None:
     small = ("--limit", "1", "--max-tokens", "4", "--device", "cpu")
-    result = run("oracle", "demo", *small)
-    assert result.exit_code == 0, result.output
-    assert [row[0] for row in cells(result.stdout)[2:]] == ["kept", "copied", "recomputed"]
+    stdout = succeed(["analyze", "oracle", "demo", *small]).stdout
+    assert [row[0] for row in cells(stdout)[2:]] == ["kept", "copied", "recomputed"]
     report = run_json("oracle", "demo", *small)
     assert [len(found["answers"][0]["depths"]) for found in report["entries"].values()] == [4, 4, 4]
 
 
 def test_kinds_of_tokens_in_three_forms(png: Path) -> None:
     depth = ("--depth", "d3 alpha=0.9 start=0.3")
-    result = run("kinds", "demo", *SMALL, *depth, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
+    stdout = drawn(png, "kinds", "demo", *SMALL, *depth)
     report = run_json("kinds", "demo", *SMALL, *depth)
     assert report["policy"] == "D3, alpha 0.9, start 0.3"
     for side in ("yielded", "fed"):
         *kinds, everything = report[side]
         assert everything["tokens"] == 14 == sum(kind["tokens"] for kind in kinds)
-        assert f"By the kind of the token {SIDES[side]}" in result.stdout
+        assert f"By the kind of the token {SIDES[side]}" in stdout
     assert 0 < sum(report["answers_that_part"].values()) <= 2, "a window from layer 4 on changes answers"
     assert run_json("kinds", "demo", *SMALL)["policy"] == "D3, alpha 0.8, start 0.6", "its own setting"
 
@@ -141,17 +129,16 @@ def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
         "--from-step",
         "4",
     )
-    result = run("layers", "demo", *small, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
+    stdout = drawn(png, "layers", "demo", *small)
     report = run_json("layers", "demo", *small)
     assert (report["texts"], report["tokens"], len(report["windows"])) == (1, [6], 2 * 15)
     least = min((one for one in report["windows"] if one["from_step"] == 4), key=lambda one: one["kl_nats"])
-    row = next(row for row in cells(result.stdout) if row[:2] == ["4", "2"])
+    row = next(row for row in cells(stdout) if row[:2] == ["4", "2"])
     assert row[2:4] == [f"{least['first_layer']}-{least['first_layer'] + 1}", f"{least['kl_nats']:.3f}"]
 
 
-def test_a_tasks_own_answers_are_looked_at_as_if_the_model_had_given_them() -> None:
+def test_analyze_reference_answers_are_scored_as_the_models_own() -> None:
+    """The task's reference answers are scored as if the model had generated them."""
     small = ("--limit", "2", "--max-tokens", "5", "--device", "cpu", "--task", "word-problems", "--reference-answers")
     report = run_json("perplexity", "demo", *small)
     problems = different_problems("word-problems", "test", 0, 2)
@@ -182,7 +169,8 @@ def test_a_prompt_may_be_a_users_turn_in_the_chat_template(tmp_path: Path) -> No
     assert full["prompt"] == shown
 
 
-def test_the_papers_tasks_are_asked_from_files_behind_examples_and_judged_by_their_own_rule(tmp_path: Path) -> None:
+def test_analyze_paper_tasks_use_files_examples_and_own_rule(tmp_path: Path) -> None:
+    """Tasks of the paper are read from files, asked behind examples and judged by their own rule."""
     (tmp_path / "bbh" / "cot-prompts").mkdir(parents=True)
     examples = [{"input": f"Sort: b{i} a", "target": f"a b{i}"} for i in range(3)]
     (tmp_path / "bbh" / "word_sorting.json").write_text(json.dumps({"examples": examples}))
@@ -196,41 +184,35 @@ def test_the_papers_tasks_are_asked_from_files_behind_examples_and_judged_by_the
     assert found.prompts[0] == "Sort the words.\n\nQ: Sort: d c\nA: c d\n\nQ: Sort: b0 a\nA:"
 
 
-def test_copy_says_where_nothing_was_copied_and_nothing_was_finished() -> None:
-    result = run("copy", "demo", *SMALL, "--layers", "1", "--from-step", "1000")
-    assert result.exit_code == 0, result.output
+def test_copy_marks_cells_without_copies_or_finished_answers() -> None:
+    """`analyze copy` marks cells where no step was copied, and counts answers that were cut off."""
+    result = succeed(["analyze", "copy", "demo", *SMALL, "--layers", "1", "--from-step", "1000"])
     title, _, *rows = result.stdout.splitlines()
     assert title == "exact match, 2 answers of at most 8 tokens"
     assert [row.split()[-2:] for row in rows] == [["-", "2"], ["0", "2"]]  # answers that reach the step, cut off
 
 
 def test_schedules_need_the_config_alone(png: Path, tmp_path: Path) -> None:
-    from d3engine.engine.model_directory import model_directory
-
     (tmp_path / "config.json").write_bytes((model_directory("demo") / "config.json").read_bytes())
     arguments = ("schedule", str(tmp_path), "--alpha", "0.9", "--alpha", "0.9999", "--steps", "40")
-    result = run(*arguments, "--png", str(png))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
+    stdout = drawn(png, *arguments)
     report = run_json(*arguments)
     found = report["schedules"]["alpha 0.9"]
     assert (found["last_depth"], found["deepest_skip_from"]) == (9, 5)
     assert [piece["depth"] for piece in found["runs"]] == [16, 14, 12, 11, 10, 9]
     assert found["mean_layers"] == pytest.approx((16 + 14 + 12 + 11 + 10 + 35 * 9) / 40)
-    assert ["alpha", "0.9", f"{found['mean_layers']:.3f}"] in [row[:3] for row in cells(result.stdout)]
+    assert ["alpha", "0.9", f"{found['mean_layers']:.3f}"] in [row[:3] for row in cells(stdout)]
 
 
 def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> None:
     page = tmp_path / "sample.html"
     small = (*SMALL[:2], "--max-tokens", "12", *SMALL[4:], "--limit", "1")
     depth = ("--depth", "d3 alpha=0.9 start=0.6")
-    result = run("sample", "demo", *small, *depth, "--png", str(png), "--html", str(page))
-    assert result.exit_code == 0, result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
+    stdout = drawn(png, "sample", "demo", *small, *depth, "--html", str(page))
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert "\x1b" not in result.stdout  # no colours where nobody looks
-    assert "Layers run by each token: 16 x 12." in result.stdout
-    assert "Layers run by each token: 16, 14, 12, 11, 10, 9 x 7." in result.stdout
+    assert "\x1b" not in stdout  # no colours where nobody looks
+    assert "Layers run by each token: 16 x 12." in stdout
+    assert "Layers run by each token: 16, 14, 12, 11, 10, 9 x 7." in stdout
     report = run_json("sample", "demo", *small, *depth, "--guess-layers", "2")
     assert [answer["depth"]["policy"] for answer in report["answers"]] == ["full", "d3"]
     assert [guess["layer"] for guess in report["answers"][1]["tokens"][0]["guesses"]] == [7, 15]
@@ -270,10 +252,7 @@ def test_what_is_not_allowed_is_refused_in_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d3engine.research.analysis.answers.open_model", None)  # it is refused before a model is loaded
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert message in result.stderr.splitlines()[-1]
+    assert message in refused(["analyze", *arguments]).splitlines()[-1]
 
 
 def test_prompts_may_be_a_json_list_and_nothing_else(tmp_path: Path) -> None:
@@ -283,16 +262,12 @@ def test_prompts_may_be_a_json_list_and_nothing_else(tmp_path: Path) -> None:
     assert [answer["prompt"] for answer in report["answers"]] == ["Question: Tom has\n5 pens.", "Question: Ana"]
     for wrong in ("{}", "[]", "[1]", '[""]', "[", "\udcff"):
         prompts.write_bytes(wrong.encode("utf-8", "surrogateescape"))
-        result = run("flow", "demo", "--prompts", str(prompts))
-        assert result.exit_code == 2
-        assert "--prompts" in result.stderr.splitlines()[-1]
+        assert "--prompts" in refused(["analyze", "flow", "demo", "--prompts", str(prompts)]).splitlines()[-1]
 
 
 def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run("flow", "demo", *SMALL, "--png", str(tmp_path / "a.png"))
-    assert result.exit_code == 2
-    assert install_command("plots") in result.stderr
+    assert install_command("plots") in refused(["analyze", "flow", "demo", *SMALL, "--png", str(tmp_path / "a.png")])
 
 
 @pytest.mark.parametrize("command", ["kinds", "sample"])
@@ -300,6 +275,5 @@ def test_a_model_without_a_policy_of_its_own_needs_depth(command: str, tmp_path:
     model = tmp_path / "model"
     shutil.copytree(model_directory("demo"), model)
     (model / "d3.json").unlink()
-    result = run(command, str(model), *SMALL)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: --depth must be given, since {model} has no d3.json with a policy")
+    said = refused(["analyze", command, str(model), *SMALL])
+    assert said.startswith(f"error: --depth must be given, since {model} has no d3.json with a policy")

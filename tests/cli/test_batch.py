@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from d3engine.cli import app
+from invoking import invoke, refused
 
 QUESTION = "Question: Tom has {} pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"
 ENGINE = ["--device", "cpu", "--threads", "1", "--kv-cache-memory-bytes", str(2**24)]
@@ -28,7 +26,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def run(*words: object) -> Any:
-    return CliRunner().invoke(app, ["batch", *map(str, words)])
+    return invoke(["batch", *map(str, words)])
 
 
 def test_a_batch_is_answered_and_goes_on_where_it_was_ended(source: Path, tmp_path: Path) -> None:
@@ -80,8 +78,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(source: Path, tmp_pa
         ((source, target, "--model", "/does/not/exist"), "/does/not/exist"),
         ((source, target, "--allow-depth", "speculative"), "--allow-depth must be"),
     ]:
-        result = run(*words)
-        assert result.exit_code == 2, result.output
-        assert said in result.stderr
-        assert len(result.stderr.splitlines()) == 1
+        stderr = refused(["batch", *map(str, words)])
+        assert said in stderr
+        assert len(stderr.splitlines()) == 1
     assert mine.read_text() == "a letter"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, report_of, succeed
 
 from d3engine.model.bridges import read_bridges
 
@@ -16,7 +16,7 @@ SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", str(2**24), "--texts", "6
 
 
 def run(*arguments: str) -> Any:
-    return invoke(["bridge", *arguments])
+    return succeed(["bridge", *arguments])
 
 
 @pytest.fixture
@@ -31,9 +31,7 @@ def test_a_fit_writes_its_file_and_says_what_it_is_worth(texts: Path, tmp_path: 
     pytest.importorskip("matplotlib")
     out, png = tmp_path / "b.safetensors", tmp_path / "b.png"
     options = ("--text", str(texts), "--start", "0.9", "--window", "3:5", "--prompt-tokens", "4", "--rank", "8")
-    result = run("fit", "demo", *SMALL, *options, "--out", str(out), "--png", str(png), "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = report_of(["bridge", "fit", "demo", *SMALL, *options, "--out", str(out), "--png", str(png)])
     windows = [(3, 5), (14, 15), (14, 16)]
     assert [tuple(row["window"]) for row in report["held_out"]["windows"]] == windows
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -41,8 +39,7 @@ def test_a_fit_writes_its_file_and_says_what_it_is_worth(texts: Path, tmp_path: 
     bridges = read_bridges(out)
     assert {window: bridge.rank for window, bridge in bridges.by_window.items()} == dict.fromkeys(windows, 8)
     assert (bridges.about["source"], bridges.about["texts"]) == (["texts.jsonl"], 6)
-    shown = run("inspect", str(out), "--json")
-    assert json.loads(shown.stdout)["bridges"][0] == {
+    assert report_of(["bridge", "inspect", str(out)])["bridges"][0] == {
         "window": [3, 5],
         "rank": 8,
         "dtype": "float32",
@@ -54,7 +51,6 @@ def test_a_fit_writes_its_file_and_says_what_it_is_worth(texts: Path, tmp_path: 
 def test_the_models_own_answers_to_a_task_serve_as_text(tmp_path: Path) -> None:
     out = tmp_path / "b.safetensors"
     result = run("fit", "demo", *SMALL, "--task", "word-problems", "--window", "14:16", "--out", str(out))
-    assert result.exit_code == 0, result.output
     assert "[14, 16)" in result.stdout
     assert read_bridges(out).about["source"] == "word-problems"
 
@@ -62,28 +58,25 @@ def test_the_models_own_answers_to_a_task_serve_as_text(tmp_path: Path) -> None:
 def test_a_policy_names_the_windows_that_it_will_leave_out(texts: Path, tmp_path: Path) -> None:
     out, policy = tmp_path / "b.safetensors", "skipdecode mean-layers=14 decay-steps=4"
     given = ("--text", str(texts), "--prompt-tokens", "4", "--depth", policy)
-    result = run("fit", "demo", *SMALL, *given, "--rank", "8", "--out", str(out))
-    assert result.exit_code == 0, result.output
+    run("fit", "demo", *SMALL, *given, "--rank", "8", "--out", str(out))
     assert list(read_bridges(out).by_window) == [(1, 2), (1, 4), (1, 5)]
-    measured = run("measure", "demo", *SMALL[:4], *given, "--texts", "2", "--bridges", str(out))
-    assert measured.exit_code == 0, measured.output
+    run("measure", "demo", *SMALL[:4], *given, "--texts", "2", "--bridges", str(out))
 
 
-def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_path: Path) -> None:
+def test_bridge_fit_of_own_chats_is_measured_on_own_answers(tmp_path: Path) -> None:
+    """A fit takes the model's own chats as text, and `measure` lets each policy generate its answers."""
     out, prompts = tmp_path / "b.safetensors", tmp_path / "prompts.txt"
     prompts.write_text("Tom has 2 pens and finds 3. How many?\nAnn buys 3 cups. Ann sells 1. How many?\n")
     fit = ("fit", "demo", *SMALL, "--task", "chat", "--max-tokens", "12", "--window", "3:6", "--out", str(out))
-    refused = run(*fit, "--rank", "8")
-    assert refused.exit_code == 3, refused.output
-    assert "leaving the layers out costs no more: [3, 6)" in refused.stderr.replace("\n", " ")
+    worse = invoke(["bridge", *fit, "--rank", "8"])
+    assert worse.exit_code == 3, worse.output
+    assert "leaving the layers out costs no more: [3, 6)" in worse.stderr.replace("\n", " ")
     assert not out.exists()
-    assert run(*fit, "--rank", "8", "--even-if-worse").exit_code == 0
+    run(*fit, "--rank", "8", "--even-if-worse")
     assert read_bridges(out).about["source"] == "chat"
     policy = "nested alpha=0.9 windows=3:6"
     asked = (*SMALL[:4], "--prompts", str(prompts), "--max-tokens", "12", "--depth", policy)
-    result = run("measure", "demo", *asked, "--bridges", str(out), "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = report_of(["bridge", "measure", "demo", *asked, "--bridges", str(out)])
     assert (report["texts"], report["own_answers"]["prompts"]) == (2, 2)
     full, skipped, bridged = report["own_answers"]["policies"]
     assert [one["policy"] for one in (full, skipped, bridged)] == ["full", policy, f"{policy}, bridged"]
@@ -92,49 +85,44 @@ def test_a_models_own_chats_serve_as_text_and_policies_answer_by_themselves(tmp_
     assert "Answers of their own: 2 prompts" in shown.stdout
 
 
-def test_conversations_that_a_model_makes_up_are_written_to_be_read_as_texts(tmp_path: Path) -> None:
+def test_bridge_chats_writes_conversations_that_fit_reads(tmp_path: Path) -> None:
+    """`bridge chats` writes conversations of the model, which `bridge fit` reads as text."""
     chats, few = tmp_path / "chats.jsonl", (*SMALL[:4], "--texts", "6", "--max-tokens", "12")
-    result = run("chats", "demo", *few, "--out", str(chats))
-    assert result.exit_code == 0, result.output
+    run("chats", "demo", *few, "--out", str(chats))
     (asked, answered), *_ = (json.loads(line)["messages"] for line in chats.read_text().splitlines())
     assert (asked["role"], answered["role"]) == ("user", "assistant")
     assert asked["content"].endswith("?")
     assert re.search(r"\d", answered["content"])
     fit = ("--text", str(chats), "--prompt-tokens", "4", "--window", "3:6", "--out", str(tmp_path / "b"))
-    assert run("fit", "demo", *SMALL, *fit, "--even-if-worse").exit_code == 0
-    refused = run("chats", "demo", *few, "--out", str(tmp_path / "chats.txt"))
-    assert re.search(r"--out must be a file whose name ends in \.jsonl", refused.stderr)
+    run("fit", "demo", *SMALL, *fit, "--even-if-worse")
+    said = refused(["bridge", "chats", "demo", *few, "--out", str(tmp_path / "chats.txt")])
+    assert re.search(r"--out must be a file whose name ends in \.jsonl", said)
 
 
-def test_windows_are_nested_measured_and_tuned_with_a_file_of_bridges(texts: Path, tmp_path: Path) -> None:
+def test_bridge_windows_are_nested_measured_and_tuned(texts: Path, tmp_path: Path) -> None:
+    """Windows are nested, measured and tuned with one file of bridges."""
     out, better = str(tmp_path / "b.safetensors"), str(tmp_path / "better.safetensors")
     given = ("--text", str(texts), "--prompt-tokens", "4", "--text-tokens", "24")
     few = (*SMALL[:4], *given, "--texts", "6")
-    assert run("fit", "demo", *SMALL, *given, "--grid", "5", "--rank", "8", "--out", out).exit_code == 0
+    run("fit", "demo", *SMALL, *given, "--grid", "5", "--rank", "8", "--out", out)
     nest = run("nest", "demo", *few, "--bridges", out, "--width", "5", "--count", "2")
-    assert nest.exit_code == 0, nest.output
     windows = read_bridges(out).about["nested"]["windows"]
     order = ",".join(f"{first}:{stop}" for first, stop in windows)
     assert len(windows) == 2
     assert nest.stdout.endswith(f'--depth "nested alpha=... windows={order}"\n')
     assert f"nested windows: {order}" in run("inspect", out).stdout
     policy = f"nested alpha=0.9 windows={order}"
-    measured = run("measure", "demo", *few, "--bridges", out, "--depth", policy, "--json")
-    assert measured.exit_code == 0, measured.output
-    skipped, bridged = json.loads(measured.stdout)["policies"]
+    skipped, bridged = report_of(["bridge", "measure", "demo", *few, "--bridges", out, "--depth", policy])["policies"]
     assert skipped["mean_layers"] == bridged["mean_layers"] < bridged["mean_layers_with_bridges"]
     tune = ("tune", "demo", *few, "--held-out", str(texts), "--bridges", out, "--depth", policy, "--steps", "6")
-    tuned = run(*tune, "--rate", "0.001", "--out", better, "--json")
-    assert tuned.exit_code == 0, tuned.output
-    before, after = json.loads(tuned.stdout)["held_out"]["policies"]
+    before, after = report_of(["bridge", *tune, "--rate", "0.001", "--out", better])["held_out"]["policies"]
     assert after["kl"] < before["kl"]
     assert read_bridges(better).about["tuned"][0]["policy"] == policy
     spoilt = run(*tune, "--rate", "1", "--out", str(tmp_path / "no"))
-    assert spoilt.exit_code == 0, spoilt.output
     assert "nothing was written" in spoilt.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "better.safetensors", "texts.jsonl"]
-    lacking = run("measure", "demo", *few, "--bridges", out, "--depth", "d3 alpha=0.9 start=0.5")
-    assert re.search("--bridges must be a file with the windows 8:10, ", lacking.stderr), lacking.stderr
+    lacking = refused(["bridge", "measure", "demo", *few, "--bridges", out, "--depth", "d3 alpha=0.9 start=0.5"])
+    assert re.search("--bridges must be a file with the windows 8:10, ", lacking), lacking
 
 
 @pytest.mark.parametrize(
@@ -157,12 +145,12 @@ def test_what_cannot_be_fitted_is_refused_by_name(
     options: tuple[str, ...], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run("fit", "demo", *options)
-    assert result.exit_code == 2
-    assert re.search(complaint, result.stderr), result.stderr
+    stderr = refused(["bridge", "fit", "demo", *options])
+    assert re.search(complaint, stderr), stderr
 
 
-def test_a_saved_fit_of_all_positions_is_not_gone_on_with_for_those_generated() -> None:
+def test_bridge_saved_fit_is_keyed_by_its_fitted_positions() -> None:
+    """A saved fit of all positions is not resumed for a fit of generated positions alone."""
     from d3engine.cli.bridge import _key
     from d3engine.engine.model_directory import model_directory
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from invoking import invoke
+from invoking import invoke, refused, succeed
 
 from d3engine.depth import D3
 from d3engine.engine.model_directory import model_directory
@@ -19,7 +19,8 @@ from d3engine.research.calibration.search import ALPHAS, PAPER_ALPHAS, STARTS, m
 from d3engine.research.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS
 
 # Few problems prove little, so the tolerance is wide: 16 points.
-SMALL = ("--tolerance", "16", "--limit", "23", "--budget", "165", "--max-tokens", "64", "--device", "cpu")
+FEW = ("--tolerance", "16", "--limit", "23", "--max-tokens", "64", "--device", "cpu")
+SMALL = (*FEW, "--budget", "165")
 
 
 def run(*arguments: str) -> Any:
@@ -30,8 +31,7 @@ def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "d3.json", tmp_path / "grid.png"
     settings = ("--alpha", "0.9", "--start", "0.2", "--start", "0.7")
-    result = run("demo", *SMALL, *settings, "--out", str(out), "--plot", str(plot))
-    assert result.exit_code == 0, result.output
+    result = succeed(["calibrate", "demo", *SMALL, *settings, "--out", str(out), "--plot", str(plot)])
     written = json.loads(out.read_text())
     assert written["depth"] == D3(alpha=0.9, start=0.7).describe()
     assert written["task"] == "word-problems"
@@ -49,18 +49,16 @@ def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -
 
 def test_one_given_setting_is_certified_alone_and_written(tmp_path: Path) -> None:
     out = tmp_path / "d3.json"
-    small = ("--tolerance", "16", "--limit", "23", "--max-tokens", "64", "--device", "cpu")
-    result = run("demo", *small, "--check", "d3 alpha=0.9 start=0.7", "--out", str(out))
-    assert result.exit_code == 0, result.output
+    result = succeed(["calibrate", "demo", *FEW, "--check", "d3 alpha=0.9 start=0.7", "--out", str(out)])
     written = json.loads(out.read_text())
     assert written["depth"] == D3(alpha=0.9, start=0.7).describe()
     assert written["evidence"]["settings_tried"] == 1
     assert "never certified" not in result.stderr  # which is what it finds out
     assert "Certificates on 23 problems" in result.stdout
     assert "Screening" not in result.stdout
-    refused = run("demo", *small, "--check", "d3 alpha=0.9 start=0.2", "--out", str(out), "--json")
-    assert refused.exit_code == 3, refused.output
-    report = json.loads(refused.stdout)
+    unsafe = run("demo", *FEW, "--check", "d3 alpha=0.9 start=0.2", "--out", str(out), "--json")
+    assert unsafe.exit_code == 3, unsafe.output
+    report = json.loads(unsafe.stdout)
     assert (report["settings"], report["depth"], len(report["certificates"])) == ([], None, 1)
 
 
@@ -70,10 +68,10 @@ def test_the_papers_grid_has_no_0_99_and_ours_has() -> None:
     assert set(STARTS) == set(TABLE_5_STARTS)
 
 
-def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path: Path) -> None:
+def test_calibrate_without_a_safe_setting_exits_3_unwritten(tmp_path: Path) -> None:
+    """Where no setting is shown to be safe, `calibrate` exits with 3 and writes no file."""
     out = tmp_path / "d3.json"
-    least = ("--budget", "110")
-    result = run("demo", *SMALL, *least, "--alpha", "0.9", "--start", "0.2", "--out", str(out), "--json")
+    result = run("demo", *FEW, "--budget", "110", "--alpha", "0.9", "--start", "0.2", "--out", str(out), "--json")
     assert result.exit_code == 3, result.output
     report = json.loads(result.stdout)
     assert (report["safe"], report["depth"], report["written"]) == (False, None, None)
@@ -81,8 +79,11 @@ def test_the_command_refuses_with_its_own_exit_code_and_writes_nothing(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_tells_a_task_that_the_model_cannot_do_by_its_exit_code_after_a_few_answers(tmp_path: Path) -> None:
-    """It passed there with any setting: who gets nothing right can lose nothing."""
+def test_calibrate_task_beyond_the_model_exits_4_early(tmp_path: Path) -> None:
+    """A task that the model cannot do ends `calibrate` with exit code 4 after a few answers.
+
+    It passed there with any setting: who gets nothing right can lose nothing.
+    """
     any_setting = ("--alpha", "0.8", "--start", "0.2")
     result = run("demo", *SMALL, *any_setting, "--task", "word-sorting", "--out", str(tmp_path / "d3.json"))
     assert result.exit_code == 4, result.output
@@ -121,9 +122,7 @@ def test_what_cannot_work_is_refused_before_it_begins(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr.splitlines()[-1]
+    assert message in refused(["calibrate", *arguments]).splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 
@@ -132,9 +131,7 @@ def test_a_setting_that_was_downloaded_is_not_written_over(tmp_path: Path) -> No
     shutil.copytree(model_directory("demo"), model)
     (model / "d3.json").rename(fetched)
     (model / "d3.json").symlink_to(fetched)
-    result = run(str(model))
-    assert result.exit_code == 2, result.output
-    assert "--out must be given as a file to write, since" in result.stderr
+    assert "--out must be given as a file to write, since" in refused(["calibrate", str(model)])
 
 
 @pytest.mark.parametrize(
@@ -146,9 +143,9 @@ def test_a_setting_that_was_downloaded_is_not_written_over(tmp_path: Path) -> No
         (["eval", "demo", "--limit", "1", "--depth", "full"], False),
     ],
 )
-def test_the_commands_say_on_stderr_for_which_task_auto_was_found(arguments: list[str], told: bool) -> None:
-    result = invoke([*arguments, "--max-tokens", "2", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
+def test_auto_depth_names_its_calibrated_task_on_stderr(arguments: list[str], told: bool) -> None:
+    """Commands name on stderr the task for which `--depth auto` was found safe."""
+    result = succeed([*arguments, "--max-tokens", "2", "--device", "cpu"])
     assert ("(found safe for word-problems, for no other task)" in result.stderr) == told
     assert "found safe" not in result.stdout
 
@@ -159,7 +156,7 @@ def test_fixed_windows_are_tried_best_first(tmp_path: Path) -> None:
         *((6,), (5,), (7,)),
         *((6, 7, 8), (5, 6, 7), (7, 8, 9)),
     ]
-    small = ("--tolerance", "16", "--limit", "23", "--budget", "400", "--max-tokens", "8", "--device", "cpu")
+    small = (*FEW, "--budget", "400", "--max-tokens", "8")
     report = tmp_path / "report.json"
     costs = {(2, 3): 0.5, (14, 15): 0.1, (13, 14): 0.2, (1, 2): 0.9}
     described = [{"policy": f"[{first}, {stop})", "all": {"kl": kl}} for (first, stop), kl in costs.items()]
@@ -188,10 +185,8 @@ def test_a_student_is_certified_and_written_beside_its_setting(tmp_path: Path) -
     write_student(student, tmp_path / "own.safetensors")
     out = tmp_path / "out" / "d3.json"
     out.parent.mkdir()
-    small = ("--tolerance", "16", "--limit", "23", "--max-tokens", "64", "--device", "cpu")
     policy = f"distilled skip-layers=15 student={tmp_path / 'own.safetensors'}"
-    result = run("demo", *small, "--check", policy, "--out", str(out))
-    assert result.exit_code == 0, result.output
+    succeed(["calibrate", "demo", *FEW, "--check", policy, "--out", str(out)])
     written = json.loads(out.read_text())
     assert written["depth"] == {"policy": "distilled", "skip_layers": [15], "student": "auto", "on_skip": "none"}
     content = (out.parent / STUDENT_FILE).read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -10,12 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, succeed
+from rich.console import Console
 
-from d3engine.cli.depth_options import parse_depth
-from d3engine.depth import D3, EarlyExit, FullDepth, SkipDecode
+from d3engine.cli.terminal import Writer
 from d3engine.engine.model_directory import model_directory
-from d3engine.errors import InvalidValueError
 from d3engine.request.params import SamplingParams
 
 TEMPLATE = (
@@ -36,147 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chat(model: Path | str, *lines: str, options: tuple[str, ...] = ()) -> Any:
     small = ["--max-num-seqs", "2", "--kv-cache-memory-bytes", str(2**24), "--device", "cpu", "--max-tokens", "9"]
-    return invoke(["chat", str(model), *small, *options], input="\n".join(lines))
-
-
-def test_each_line_is_a_turn_and_stdout_gets_the_answers_alone(model: Path) -> None:
-    result = chat(model, QUESTION, "", QUESTION)
-    assert result.exit_code == 0, result.output
-    answers = result.stdout.splitlines()
-    assert len(answers) == 2
-    assert ">" not in result.stdout
-
-
-def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.engine.engine import Engine
-
-    seen = []
-    chat_prompt = Engine.chat_prompt
-
-    def watched(engine: Engine, messages: Any) -> Any:
-        seen.append([(message["role"], message["content"]) for message in messages])
-        return chat_prompt(engine, messages)
-
-    monkeypatch.setattr(Engine, "chat_prompt", watched)
-    result = chat(model, "one", "two", "/reset", "three", options=("--system", "Be right."))
-    assert result.exit_code == 0, result.output
-    assert [[role for role, _ in messages] for messages in seen] == [
-        ["system", "user"],
-        ["system", "user", "assistant", "user"],
-        ["system", "user"],
-    ]
-    assert seen[1][1] == ("user", "one")
-    assert seen[1][2][1] == result.stdout.splitlines()[0].lstrip(" ")
-    assert seen[2][1] == ("user", "three")
-
-
-@pytest.mark.parametrize(
-    ("own", "options", "expected"),
-    [
-        ({}, (), (0.7, 0.9, 0)),
-        ({"eos_token_id": 2, "repetition_penalty": 1.1}, (), (0.7, 0.9, 0)),
-        ({}, ("--temperature", "0.3"), (0.3, 0.9, 0)),
-        ({}, ("--top-p", "1"), (0.7, 1.0, 0)),
-        ({"temperature": 0.2, "do_sample": True}, (), (0.2, 1.0, 0)),
-        ({"top_k": 20}, (), (1.0, 1.0, 20)),
-        ({"do_sample": False, "temperature": 0.9}, (), (0.0, 1.0, 0)),
-    ],
-)
-def test_a_model_that_says_nothing_of_sampling_is_not_sampled_at_1(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own: dict[str, Any],
-    options: tuple[str, ...],
-    expected: tuple[float, float, int],
-) -> None:
-    directory = shutil.copytree(model, tmp_path / "model")
-    (directory / "generation_config.json").write_text(json.dumps(own))
-    seen: list[SamplingParams] = []
-    monkeypatch.setattr(
-        "d3engine.cli.chat.Conversation", lambda engine, params, *rest: seen.append(params) or SimpleNamespace(run=len)
-    )
-    chat(directory, options=options)
-    assert [(params.temperature, params.top_p, params.top_k) for params in seen] == [expected]
-
-
-def test_the_help_tells_with_what_it_samples() -> None:
-    text = " ".join(invoke(["chat", "--help"]).stdout.replace("│", " ").split())
-    assert "[default: generation_config.json's, or 0.7]" in text
-    assert "[default: generation_config.json's, or 0.9]" in text
-    assert "Maximum tokens to generate [default: 512]" in text
-
-
-def test_exit_ends_and_nothing_after_it_is_read(model: Path) -> None:
-    result = chat(model, "/help", "/exit", QUESTION)
-    assert result.exit_code == 0
-    assert result.stdout == ""
-    assert "/reset" in result.stderr
-
-
-def test_depth_is_shown_and_changed(model: Path) -> None:
-    lines = ["/depth", "/depth d3 alpha=0.9 start=0.6", QUESTION, "/depth auto"]
-    result = chat(model, *lines, options=("--depth", "full"))
-    told = [line for line in result.stderr.splitlines() if line.startswith("Depth:")]
-    assert told == ["Depth: Full depth", "Depth: D3, alpha 0.9, start 0.6", "Depth: Full depth"]
-    lines = result.stderr.splitlines()
-    (warned,) = [number for number, line in enumerate(lines) if "was never certified for this model" in line]
-    assert lines[warned].startswith("warning: D3, alpha 0.9, start 0.6")
-    assert warned < lines.index(told[1])  # at the command, not with the next answer
-
-
-def test_what_is_not_allowed_is_told_and_the_conversation_goes_on(model: Path) -> None:
-    result = chat(
-        model, "/dance", "/depth d3 alpha=x", "/depth d3 alpha=0.9 start=0.6 tail=99", "word " * 3000, QUESTION
-    )
-    assert result.exit_code == 0
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 4
-    assert len(result.stdout.splitlines()) == 1
-
-
-def test_the_bundled_model_answers_each_line_as_a_question_of_its_own() -> None:
-    result = chat("demo", QUESTION, "Say something.", QUESTION, options=("--max-tokens", "60"))
-    assert result.exit_code == 0, result.output
-    first, *_, last = result.stdout.split("#### ")
-    assert last == "10\n"
-    assert first.startswith(" Adding 3 makes 5 + 3 = 8.")
-
-
-def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    shutil.copytree(model_directory("demo"), tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").unlink()
-    result = chat(tmp_path / "model", QUESTION)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "chat template" in result.stderr
-    assert "d3engine generate" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_directory_without_a_model_is_told_so_as_everywhere(tmp_path: Path) -> None:
-    result = chat(tmp_path)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == f"error: there is no model in {tmp_path}: config.json is missing\n"
-    assert invoke(["generate", str(tmp_path), QUESTION]).stderr == result.stderr
-
-
-def test_depth_is_written_as_words() -> None:
-    assert parse_depth("full") == FullDepth()
-    assert parse_depth("auto") == "auto"
-    assert parse_depth("d3 --alpha=0.9 start=3/5") == D3(alpha=0.9, start=0.6)
-    assert parse_depth("skipdecode decay-steps=9 min-layers=2") == SkipDecode(9, 2)
-    assert parse_depth("early-exit threshold=0.9 exit-every=2") == EarlyExit(0.9, every=2)
-    for line in ("deep", "d3", "d3 alpha", "full alpha=1", "d3 alpha=0.9 speedup=2"):
-        with pytest.raises(InvalidValueError):
-            parse_depth(line)
-
-
-def test_a_message_of_several_lines_stands_in_quotation_marks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = turns_of(monkeypatch)
-    result = chat(model, '"""one', "", 'two"""', '"""three"""', '"""', "four", '"""')
-    assert result.exit_code == 0, result.output
-    assert [messages[-1]["content"] for messages in seen] == ["one\n\ntwo", "three", "four"]
+    return succeed(["chat", str(model), *small, *options], input="\n".join(lines))
 
 
 def turns_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
@@ -194,10 +54,123 @@ def turns_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
     return seen
 
 
+def test_each_line_is_a_turn_and_stdout_gets_the_answers_alone(model: Path) -> None:
+    result = chat(model, QUESTION, "", QUESTION)
+    answers = result.stdout.splitlines()
+    assert len(answers) == 2
+    assert ">" not in result.stdout
+
+
+def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = turns_of(monkeypatch)
+    result = chat(model, "one", "two", "/reset", "three", options=("--system", "Be right."))
+    assert [[message["role"] for message in messages] for messages in seen] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert seen[1][1]["content"] == "one"
+    assert seen[1][2]["content"] == result.stdout.splitlines()[0].lstrip(" ")
+    assert seen[2][1]["content"] == "three"
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "expected"),
+    [
+        ({}, (), (0.7, 0.9, 0)),
+        ({"eos_token_id": 2, "repetition_penalty": 1.1}, (), (0.7, 0.9, 0)),
+        ({}, ("--temperature", "0.3"), (0.3, 0.9, 0)),
+        ({}, ("--top-p", "1"), (0.7, 1.0, 0)),
+        ({"temperature": 0.2, "do_sample": True}, (), (0.2, 1.0, 0)),
+        ({"top_k": 20}, (), (1.0, 1.0, 20)),
+        ({"do_sample": False, "temperature": 0.9}, (), (0.0, 1.0, 0)),
+    ],
+)
+def test_chat_sampling_defaults_follow_generation_config(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: dict[str, Any],
+    options: tuple[str, ...],
+    expected: tuple[float, float, int],
+) -> None:
+    """A model whose files name no sampling is sampled by the command's defaults, not at temperature 1."""
+    directory = shutil.copytree(model, tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps(own))
+    seen: list[SamplingParams] = []
+    monkeypatch.setattr(
+        "d3engine.cli.chat.Conversation",
+        lambda engine, params, *rest: seen.append(params) or SimpleNamespace(run=lambda *_: None),
+    )
+    chat(directory, options=options)
+    assert [(params.temperature, params.top_p, params.top_k) for params in seen] == [expected]
+
+
+def test_the_help_tells_with_what_it_samples() -> None:
+    text = " ".join(invoke(["chat", "--help"]).stdout.replace("│", " ").split())
+    assert "[default: generation_config.json's, or 0.7]" in text
+    assert "[default: generation_config.json's, or 0.9]" in text
+    assert "Maximum tokens to generate [default: 512]" in text
+
+
+def test_exit_ends_and_nothing_after_it_is_read(model: Path) -> None:
+    result = chat(model, "/help", "/exit", QUESTION)
+    assert result.stdout == ""
+    assert "/reset" in result.stderr
+
+
+def test_depth_is_shown_and_changed(model: Path) -> None:
+    lines = ["/depth", "/depth d3 alpha=0.9 start=0.6", QUESTION, "/depth auto"]
+    result = chat(model, *lines, options=("--depth", "full"))
+    told = [line for line in result.stderr.splitlines() if line.startswith("Depth:")]
+    assert told == ["Depth: Full depth", "Depth: D3, alpha 0.9, start 0.6", "Depth: Full depth"]
+    lines = result.stderr.splitlines()
+    (warned,) = [number for number, line in enumerate(lines) if "was never certified for this model" in line]
+    assert lines[warned].startswith("warning: D3, alpha 0.9, start 0.6")
+    assert warned < lines.index(told[1])  # at the command, not with the next answer
+
+
+def test_chat_bad_input_is_reported_and_the_chat_goes_on(model: Path) -> None:
+    """Input that is not allowed is reported as an error, and the conversation goes on."""
+    wrong = ("/dance", "/depth d3 alpha=x", "/depth d3 alpha=0.9 start=0.6 tail=99", "word " * 3000)
+    result = chat(model, *wrong, QUESTION)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 4
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_chat_with_the_bundled_model_answers_each_line_alone() -> None:
+    """The bundled model answers each line as a separate question."""
+    result = chat("demo", QUESTION, "Say something.", QUESTION, options=("--max-tokens", "60"))
+    first, *_, last = result.stdout.split("#### ")
+    assert last == "10\n"
+    assert first.startswith(" Adding 3 makes 5 + 3 = 8.")
+
+
+def test_chat_without_a_template_is_refused_before_loading(tmp_path: Path) -> None:
+    """A model without a chat template is refused before it is loaded."""
+    shutil.copytree(model_directory("demo"), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    stderr = refused(["chat", str(tmp_path / "model")], input=QUESTION)
+    assert "chat template" in stderr
+    assert "d3engine generate" in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_a_directory_without_a_model_is_told_so_as_everywhere(tmp_path: Path) -> None:
+    for command in (["chat", str(tmp_path)], ["generate", str(tmp_path), QUESTION]):
+        assert refused(command) == f"error: there is no model in {tmp_path}: config.json is missing\n"
+
+
+def test_a_message_of_several_lines_stands_in_quotation_marks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = turns_of(monkeypatch)
+    chat(model, '"""one', "", 'two"""', '"""three"""', '"""', "four", '"""')
+    assert [messages[-1]["content"] for messages in seen] == ["one\n\ntwo", "three", "four"]
+
+
 def test_the_system_message_is_set_shown_and_removed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = turns_of(monkeypatch)
     result = chat(model, "/system", "one", "/system Be right.", "two", "/reset", "three", '/system ""', "four")
-    assert result.exit_code == 0, result.output
     roles = [[message["role"] for message in messages] for messages in seen]
     assert roles[1] == ["system", "user", "assistant", "user"]
     assert roles[2] == ["system", "user"]
@@ -256,13 +229,6 @@ def test_the_help_names_every_command() -> None:
 
 def screen(pieces: list[str], width: int) -> list[str]:
     """The lines of a terminal of this width after the pieces were written one by one."""
-    import io
-    import sys
-
-    from rich.console import Console
-
-    from d3engine.cli.terminal import Writer
-
     file = io.StringIO()
     writer = Writer(Console(file=file, width=width, force_terminal=True, soft_wrap=True, color_system=None), wrap=True)
     for piece in pieces:
@@ -280,7 +246,7 @@ def screen(pieces: list[str], width: int) -> list[str]:
             if found[0] == "\n":
                 lines, column = [*lines, ""], 0
             else:
-                assert column < width, (lines, sys.maxsize)
+                assert column < width, lines
                 lines[-1] = lines[-1][:column] + found[0]
                 column += 1
         rest = rest[found.end() :]
@@ -290,21 +256,8 @@ def screen(pieces: list[str], width: int) -> list[str]:
 @pytest.mark.parametrize("width", [10, 11, 12, 20])
 def test_words_that_come_in_pieces_are_not_broken_at_the_edge(width: int) -> None:
     pieces = [
-        "The",
-        " quick",
-        " br",
-        "own",
-        " f",
-        "ox",
-        " jump",
-        "ed",
-        " over",
-        " the",
-        " la",
-        "zi",
-        "est",
-        " dog",
-        ".",
+        *("The", " quick", " br", "own", " f", "ox", " jump", "ed"),
+        *(" over", " the", " la", "zi", "est", " dog", "."),
     ]
     lines = screen(pieces, width)
     assert " ".join(lines).split() == "".join(pieces).split()

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from invoking import succeed
 
-from d3engine.cli import app
 from d3engine.cli import demo as shown_problem
 from d3engine.cli.commands import as_typed
 from d3engine.cli.demo import Speedup, speedups
@@ -84,9 +83,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def test_a_command_off_the_path_is_spelled_with_its_path_and_works_in_the_shell(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_off_the_path_is_printed_with_its_path(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is not on the PATH is printed with its path, and runs in a shell as printed."""
     elsewhere = as_typed("generate", "--problem-seed", "1")
     assert elsewhere == shlex.join([str(script), "generate", "--problem-seed", "1"])
     monkeypatch.chdir(script.parents[2])
@@ -101,9 +99,10 @@ def test_a_command_on_the_path_is_spelled_by_its_name(script: Path, monkeypatch:
     assert as_typed("eval", "demo") == "d3engine eval demo"
 
 
-def test_another_command_of_that_name_on_the_path_is_not_taken_for_ours(
+def test_other_command_of_the_same_name_is_not_printed(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another command of the same name on the PATH is not taken for this one."""
     shutil.copy(script, tmp_path / "d3engine")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert as_typed("eval").endswith("/.venv/bin/d3engine eval")
@@ -128,7 +127,8 @@ def test_the_demo_recommends_commands_that_can_be_typed(demo: Demo) -> None:
 # -- speed by turns --------------------------------------------------------------------------------------------------
 
 
-def test_turns_alternate_and_their_median_shrugs_off_what_disturbs_a_few() -> None:
+def test_speedups_alternate_turns_and_take_the_median() -> None:
+    """Turns alternate, and the median ignores a few disturbed ones."""
     slow, fast = iter([3.0, 3.0, 90.0, 3.0, 3.0]), iter([2.0, 2.0, 2.0, 200.0, 2.0])
     order: list[str] = []
 
@@ -154,9 +154,9 @@ def test_what_one_way_does_not_tell_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "is_told"), [(1, False), (4, True)])
-def test_what_depth_saves_is_told_apart_from_the_prompt_which_it_does_not_change(tokens: int, is_told: bool) -> None:
-    said = CliRunner().invoke(app, ["generate", "demo", "--max-tokens", str(tokens), "--device", "cpu"])
-    assert said.exit_code == 0, said.output
+def test_demo_prints_decode_speedup_apart_from_the_prompt(tokens: int, is_told: bool) -> None:
+    """The speedup of decoding is printed apart from the prompt, whose time depth does not change."""
+    said = succeed(["generate", "demo", "--max-tokens", str(tokens), "--device", "cpu"])
     words = " ".join(said.output.split())
     assert ("; from its second token on, " in words) == is_told
 
@@ -178,7 +178,8 @@ def test_a_speedup_is_told_in_words(found: Speedup, words: str) -> None:
 # -- threads by the model's size -------------------------------------------------------------------------------------
 
 
-def test_a_small_model_gets_few_threads_and_a_large_one_all_that_there_are() -> None:
+def test_thread_count_follows_the_size_of_the_model() -> None:
+    """A small model gets few threads, and a large one every thread that there is."""
     assert [pytorch_threads_for(DEMO, most) for most in (1, 2, 64)] == [1, 1, 1]
     assert [native_threads_for(DEMO, most) for most in (1, 2, 64)] == [1, 2, 2]
     assert [pytorch_threads_for(LARGE, most) for most in (1, 2, 64)] == [1, 2, LARGE.layer_parameters // 2**20]
@@ -186,9 +187,8 @@ def test_a_small_model_gets_few_threads_and_a_large_one_all_that_there_are() -> 
     assert LARGE.layer_parameters > 8 * 2**20
 
 
-def test_threads_given_are_taken_and_auto_never_takes_more_than_pytorch_would(
-    threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_threads_are_used_and_auto_stays_below_pytorchs(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A given number of threads is used, and `auto` never takes more than PyTorch would."""
     assert engine_arguments("demo", {"threads": "3", "seed": 1}) == {"seed": 1, "num_threads": 3}
     assert torch.get_num_threads() == 3
     for given, spare, native in (({"threads": "auto"}, 0, 2), ({}, 0, 2), ({}, 1, 2), ({}, 2, 1), ({}, 9, 1)):
@@ -220,7 +220,8 @@ def test_the_demo_imports_nothing_that_it_does_not_use(demo: Demo) -> None:
     assert demo.objects == OBJECTS_BETWEEN_COLLECTIONS, "torch's import is not to be searched for garbage all the time"
 
 
-def test_nobody_waits_for_a_whole_answer_before_the_first_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_shows_its_first_answer_from_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo shows its first answer from the first token on, not after a whole answer."""
     engines: list[Engine] = []
     waited: list[int] = []
 
@@ -234,7 +235,6 @@ def test_nobody_waits_for_a_whole_answer_before_the_first_that_is_shown(monkeypa
     monkeypatch.setattr(shown_problem, "open_engine", opened)
     monkeypatch.setattr(shown_problem, "show_tokens", shown)
     monkeypatch.setattr(shown_problem, "speedups", lambda *_: [Speedup(1.0, 1)])
-    result = CliRunner().invoke(app, ["generate", "demo", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
+    succeed(["generate", "demo", "--device", "cpu"])
     assert waited[0] == shown_problem.WARM_UP_TOKENS + 1
     assert waited[-1] > 3 * waited[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from invoking import invoke
+from invoking import invoke, report_of, succeed
 from tiny_models import TinyLlama
 
 from d3engine import Distilled, Engine, FixedSkip, FullDepth, SamplingParams
@@ -61,7 +61,8 @@ def texts(model: TinyLlama) -> list[OwnAnswer]:
     return answered(model, 24)
 
 
-def test_there_are_prompts_of_each_kind_of_which_none_is_in_both_parts() -> None:
+def test_written_prompts_of_each_kind_split_without_overlap() -> None:
+    """Each kind has prompts to train on and held-out prompts, and no prompt is in both parts."""
     for kind in KINDS:
         parts = [set(written_prompts(kind, 300, 0, held_out=held_out)) for held_out in (False, True)]
         assert len(parts[0]) == 300
@@ -136,9 +137,8 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(
         assert all(torch.equal(resumed.tensors()[layer][name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_refitted_width_is_nearer_than_a_cut_one_and_all_of_it_is_full_depth(
-    run: AnswerPass, texts: list[OwnAnswer]
-) -> None:
+def test_refitted_width_is_nearer_to_full_depth_than_a_cut_one(run: AnswerPass, texts: list[OwnAnswer]) -> None:
+    """A refitted width is nearer to full depth than a cut one, and the whole width equals full depth."""
     every = range(LAYERS)
     found = {}
     for name, width, refit in (("whole", 1.0, True), ("refitted", 0.75, True), ("cut", 0.75, False)):
@@ -154,13 +154,11 @@ def test_a_refitted_width_is_nearer_than_a_cut_one_and_all_of_it_is_full_depth(
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("answers") / "own.jsonl"
     words = ["depth", "answers", "demo", "--out", str(path), "--texts", "12", "--held-out-texts", "6"]
-    result = invoke([*words, "--max-tokens", "24"])
-    assert result.exit_code == 0, result.stderr
+    succeed([*words, "--max-tokens", "24"])
     lines = path.read_text()
-    more = invoke([*words[:-4], "--texts", "15", "--held-out-texts", "6", "--max-tokens", "24", "--json"])
-    assert more.exit_code == 0, more.stderr
+    more = report_of([*words[:-4], "--texts", "15", "--held-out-texts", "6", "--max-tokens", "24"])
     assert path.read_text().startswith(lines), "answers that are there are not asked again"
-    assert json.loads(more.stdout)["texts"] == 21
+    assert more["texts"] == 21
     return path
 
 
@@ -176,28 +174,14 @@ def test_what_a_student_begins_with_is_not_computed_again(
 
     monkeypatch.setattr(module, "narrow", counted)
     out, state = tmp_path / "student.safetensors", tmp_path / "student.safetensors.begin"
-    words = [
-        "depth",
-        "train",
-        "demo",
-        "--answers",
-        str(answers),
-        "--width",
-        "0.5",
-        "--narrowed",
-        "13:16",
-        "--steps",
-        "2",
-    ]
-    words += ["--out", str(out), "--refit-texts"]
-    for refit_texts, minutes, seen in (("3", "0.0001", [3]), ("3", "0.0001", [3]), ("4", "0.0001", [3, 4])):
-        result = invoke([*words, refit_texts, "--minutes", minutes])
-        assert result.exit_code == 0, result.stderr
+    words = ["depth", "train", "demo", "--answers", str(answers), "--width", "0.5", "--narrowed", "13:16"]
+    words += ["--steps", "2", "--out", str(out), "--refit-texts"]
+    for refit_texts, seen in (("3", [3]), ("3", [3]), ("4", [3, 4])):
+        succeed([*words, refit_texts, "--minutes", "0.0001"])
         assert refits == seen
         assert state.exists()
     begun = read_student(out, ModelConfig.from_directory(model_directory("demo")))
-    result = invoke([*words, "4"])
-    assert result.exit_code == 0, result.stderr
+    succeed([*words, "4"])
     assert refits == [3, 4]
     assert not state.exists(), "the run is over"
     ended = read_student(out, ModelConfig.from_directory(model_directory("demo")))
@@ -210,8 +194,7 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     out, report = tmp_path / "student.safetensors", tmp_path / "report.json"
     words = ["depth", "train", "demo", "--answers", str(answers), "--window", "9:12", "--width", "0.5"]
     words += ["--narrowed", "12:16", "--hidden-steps", "4", "--steps", "3", "--judge-every", "3"]
-    result = invoke([*words, "--out", str(out), "--report", str(report), "--seed", "1"])
-    assert result.exit_code == 0, result.stderr
+    result = succeed([*words, "--out", str(out), "--report", str(report), "--seed", "1"])
     assert "GiB of memory" in result.stderr
     assert "step 3 of 7: loss" in result.stderr
     found = json.loads(report.read_text())
@@ -222,44 +205,34 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert not out.with_name(f"{out.name}.part").exists()
     skip = ",".join(map(str, found["skip_layers"]))
     policy = f"distilled skip-layers={skip} student={out}"
-    measured = invoke(
-        ["depth", "measure", "demo", "--answers", str(answers), "--depth", policy, "--windows", "15", "--json"]
-    )
-    assert measured.exit_code == 0, measured.stderr
-    described = json.loads(measured.stdout)["policies"]
+    measure = ["depth", "measure", "demo", "--answers", str(answers), "--depth", policy, "--windows", "15"]
+    described = report_of(measure)["policies"]
     assert [one["policy"] for one in described] == [policy, "[0, 15)", "[1, 16)"]
     assert described[0]["layers_saved"] == pytest.approx(found["layers_saved"])
-    answer = invoke(["generate", "demo", "Question: Tom has 5 pens.", "--depth", policy, "--max-tokens", "8"])
-    assert answer.exit_code == 0, answer.stderr
-    scored = invoke(["eval", "demo", "--depth", policy, "--limit", "2", "--max-tokens", "20", "--json"])
-    assert scored.exit_code == 0, scored.stderr
-    (cost,) = json.loads(scored.stdout)["benchmarks"][0]["scores"]
+    succeed(["generate", "demo", "Question: Tom has 5 pens.", "--depth", policy, "--max-tokens", "8"])
+    scored = report_of(["eval", "demo", "--depth", policy, "--limit", "2", "--max-tokens", "20"])
+    (cost,) = scored["benchmarks"][0]["scores"]
     tokens = cost["tokens"]
     wanted = 16 - found["layers_saved"] * (tokens - 2) / tokens  # of each answer the first token is the prompt's
     assert cost["realised_mean_layers"] == pytest.approx(wanted, abs=1e-6)
     assert cost["realised_flops_ratio"] > 1.1
     further = ["depth", "train", "demo", "--answers", str(answers), "--begin", str(out), "--steps", "2"]
-    again = invoke([*further, "--out", str(tmp_path / "more.safetensors"), "--json"])
-    assert again.exit_code == 0, again.stderr
-    more = json.loads(again.stdout)
+    more = report_of([*further, "--out", str(tmp_path / "more.safetensors")])
     assert (more["skip_layers"], more["own_layers"]) == (found["skip_layers"], found["own_layers"])
     assert more["curve"][0]["kl"] == pytest.approx(found["curve"][-1]["kl"], rel=0.05)  # what the file rounds
-    shown = invoke(["depth", "inspect", str(out)])
+    shown = succeed(["depth", "inspect", str(out)])
     assert "skipped: " + ", ".join(skip.split(",")) in shown.stdout
     student = read_student(out, ModelConfig.from_directory(model_directory("demo")))
     assert student.about["layers_saved"] == pytest.approx(found["layers_saved"])
 
 
-def test_bridges_are_fitted_to_the_same_answers_and_measured_beside_students(answers: Path, tmp_path: Path) -> None:
+def test_bridges_are_fitted_to_own_answers_and_measured(answers: Path, tmp_path: Path) -> None:
+    """Bridges are fitted to the answers that students learn from, and measured in the same report."""
     out = tmp_path / "bridges.safetensors"
     words = ["bridge", "fit", "demo", "--answers", str(answers), "--window", "12:14", "--rank", "4", "--even-if-worse"]
-    result = invoke([*words, "--out", str(out), "--json"])
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["held_out"]["texts"] == 6
+    assert report_of([*words, "--out", str(out)])["held_out"]["texts"] == 6
     policies = ["--depth", f"fixed skip-layers=12,13 bridges={out}", "--depth", "fixed skip-layers=12,13"]
-    measured = invoke(["depth", "measure", "demo", "--answers", str(answers), *policies, "--json"])
-    assert measured.exit_code == 0, measured.stderr
-    bridged, skipped = json.loads(measured.stdout)["policies"]
+    bridged, skipped = report_of(["depth", "measure", "demo", "--answers", str(answers), *policies])["policies"]
     assert bridged["all"]["kl"] != skipped["all"]["kl"]
     assert 1.9 < bridged["layers_saved"] < skipped["layers_saved"] == 2
 
@@ -290,8 +263,6 @@ def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(answers: Path, tmp_path: Path) -> None:
-    from d3engine.engine.model_directory import model_directory
-
     path, name = tmp_path / "cut.jsonl", fingerprint(model_directory("demo"))
     path.write_text(answers.read_text() + '{"kind": "co')
     assert read_corpus(path, name) == read_corpus(answers, name)

@@ -162,7 +162,8 @@ def test_help_of_every_command_imports_no_torch() -> None:
     assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_the_help_shows_each_option_of_the_engine_with_its_default() -> None:
+def test_help_shows_each_engine_option_with_its_default() -> None:
+    """The help shows each option of the engine with its default."""
     text = " ".join(run("generate", "--help").stdout.split())
     for shown in (
         "--device TEXT",
@@ -229,7 +230,8 @@ def test_an_error_names_the_flag_that_was_typed(words: list[str], flag: str) -> 
 # -- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_quiet_leaves_the_result_alone_and_verbose_tells_what_is_done() -> None:
+def test_quiet_keeps_stdout_alone_and_verbose_adds_to_stderr() -> None:
+    """`-q` leaves stdout alone, and `-v` adds to stderr what the engine does."""
     plain, quiet, verbose, most = (run(*GENERATE, *flags) for flags in ([], ["-q"], ["-v"], ["-vv"]))
     assert plain.stdout == quiet.stdout == verbose.stdout == most.stdout
     assert quiet.stderr == ""
@@ -295,7 +297,8 @@ def test_a_bar_follows_what_is_loaded_of_a_model(monkeypatch: pytest.MonkeyPatch
         assert bars[0][1].total > 0
 
 
-def test_a_summary_of_drafts_tells_their_yield_and_not_more_layers_than_there_are() -> None:
+def test_draft_summary_has_acceptance_and_no_excess_layers() -> None:
+    """The summary of drafts has their acceptance, and no more layers than the model has."""
     flags = ["--depth", "lossless alpha=0.9 start=0.6"]
     summary = run(*GENERATE[:3], "--max-tokens", "12", *flags).stderr
     found = re.search(

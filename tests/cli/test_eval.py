@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, report_of, succeed
 
-from d3engine.cli.depth_options import parse_depth
-from d3engine.depth import D3, EarlyExit, Lossless
-from d3engine.depth.labels import policy_in_words
 from d3engine.errors import D3EngineError, install_command
 from d3engine.research.evaluation.accuracy import wilson_interval
 
@@ -21,15 +18,18 @@ D3_FLAGS = ("--depth", "d3 alpha=0.9 start=0.6")
 SMALL = ("--limit", "4", "--max-tokens", "48", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
 
 
-def evaluate(*arguments: str) -> Any:
-    return invoke(["eval", "demo", *SMALL, *arguments])
+EVAL = ("eval", "demo", *SMALL)
+
+
+def scores_of(*arguments: str) -> dict[str, Any]:
+    """The report of the only benchmark."""
+    (found,) = report_of([*EVAL, *arguments])["benchmarks"]
+    return dict(found)
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    result = evaluate(*D3_FLAGS, "--compare-full", "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return report_of([*EVAL, *D3_FLAGS, "--compare-full"])
 
 
 def test_json_holds_both_scores_and_their_comparison(report: dict[str, Any]) -> None:
@@ -54,8 +54,7 @@ def test_json_holds_both_scores_and_their_comparison(report: dict[str, Any]) -> 
 
 
 def test_the_table_and_the_page_have_the_figures_of_the_json(report: dict[str, Any], tmp_path: Path) -> None:
-    result = evaluate(*D3_FLAGS, "--compare-full", "--html", str(tmp_path / "page.html"))
-    assert result.exit_code == 0, result.output
+    result = succeed([*EVAL, *D3_FLAGS, "--compare-full", "--html", str(tmp_path / "page.html")])
     page = (tmp_path / "page.html").read_text()
     for line, score in zip(("Full depth", "D3, alpha 0.9, start 0.6"), report["benchmarks"][0]["scores"], strict=True):
         quality, cost = (row for row in result.stdout.splitlines() if row.startswith(line))
@@ -67,16 +66,15 @@ def test_the_table_and_the_page_have_the_figures_of_the_json(report: dict[str, A
     assert "McNemar" in result.stdout
 
 
-def test_policies_in_words_run_in_turn_each_compared_with_the_first(tmp_path: Path) -> None:
+def test_eval_policies_run_in_order_compared_with_the_first(tmp_path: Path) -> None:
+    """Policies run in their order, and each is compared with the first."""
     policies = ("--depth", "d3 alpha=0.9 start=0.7", "--depth", "full")
     short = ("--limit", "2", "--max-tokens", "24", "--split", "validation", "--answers", str(tmp_path / "kept.jsonl"))
     baselines = ("--baselines", "--exit-questions", "1")
-    result = evaluate(*policies, *baselines, "--tasks", "word-problems", *short, "--json")
-    assert result.exit_code == 0, result.output
+    found = scores_of(*policies, *baselines, "--tasks", "word-problems", *short)
     kept = [json.loads(line)["policy"] for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     exits = Counter(policy for policy in kept if policy.startswith("Early exit"))
     assert sorted(exits.values()) == [1] * (len(exits) - 1) + [2], "tried on one question, the one that is taken on two"
-    (found,) = json.loads(result.stdout)["benchmarks"]
     assert [score["depth"]["policy"] for score in found["scores"]] == [
         "d3",
         "skipdecode",
@@ -91,20 +89,14 @@ def test_policies_in_words_run_in_turn_each_compared_with_the_first(tmp_path: Pa
     assert found["about"] == "validation split, seed 0"
 
 
-def test_prompts_that_policies_share_are_computed_once_and_answers_stay_the_same() -> None:
+def test_eval_shared_prompts_are_computed_once() -> None:
+    """Prompts that policies share are computed once, and the answers stay the same."""
     asked = ("--depth", "full", "--depth", "d3 alpha=0.8 start=0.4", "--tasks", "word-sorting", "--num-fewshot", "2")
-    small = ("--limit", "3", "--max-tokens", "12", "--json")
-    apart, shared = (
-        json.loads(evaluate(*asked, *small, *more).stdout)["benchmarks"][0]["scores"]
-        for more in ((), ("--share-prompts",))
-    )
+    small = ("--limit", "3", "--max-tokens", "12")
+    apart, shared = (scores_of(*asked, *small, *more)["scores"] for more in ((), ("--share-prompts",)))
     for one, other in zip(apart, shared, strict=True):
-        assert (one["correct"], one["tokens"], one["layers_run"]) == (
-            other["correct"],
-            other["tokens"],
-            other["layers_run"],
-        )
-        assert one["prompt_tokens"] == other["prompt_tokens"]
+        for name in ("correct", "tokens", "layers_run", "prompt_tokens"):
+            assert one[name] == other[name]
     cached = [score["cached_prompt_tokens"] for score in shared]
     assert apart[0]["cached_prompt_tokens"] == 0
     assert cached[0] > shared[0]["prompt_tokens"] / 3, "later questions find the examples that the first one left"
@@ -112,13 +104,13 @@ def test_prompts_that_policies_share_are_computed_once_and_answers_stay_the_same
     assert 0 < left <= 3 * 16, (
         "a prompt's last block, which has to yield its first token, is all that is computed again"
     )
-    assert "came from the prefix cache" in evaluate(*asked, *small[:-1], "--share-prompts").stdout
+    assert "came from the prefix cache" in succeed([*EVAL, *asked, *small, "--share-prompts"]).stdout
 
 
 def test_tasks_are_measured_one_after_another_and_side_by_side() -> None:
     short = ("--limit", "2", "--max-tokens", "12")
-    result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", *short, "--num-fewshot", "1")
-    assert result.exit_code == 0, result.output
+    tasks = ("--tasks", "word-problems,word-sorting", "--num-fewshot", "1")
+    result = succeed([*EVAL, "--depth", "full", *tasks, *short])
     assert "word-sorting: 2 questions, test split, seed 0, 1 shots" in result.stdout
     assert "All benchmarks" in result.stdout
 
@@ -128,21 +120,8 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
     lines = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(12)]
     for name in ("train", "test"):
         (tmp_path / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = evaluate(
-        "--data",
-        str(tmp_path),
-        "--tasks",
-        "gsm8k",
-        "--limit",
-        "2",
-        "--num-fewshot",
-        "2",
-        "--max-tokens",
-        "12",
-        "--json",
-    )
-    assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)["benchmarks"]
+    data = ("--data", str(tmp_path), "--tasks", "gsm8k")
+    found = scores_of(*data, "--limit", "2", "--num-fewshot", "2", "--max-tokens", "12")
     assert (found["task"], found["problems"], found["about"]) == ("gsm8k", 2, "test split, 2 shots, seed 0")
 
 
@@ -158,15 +137,13 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
         (["--data", "no/such/folder", "--tasks", "gsm8k"], "--data"),
         (["--tasks", "arc_easy", "--temperature", "1"], "--temperature"),
         (["--tasks", "arc_easy", "--split", "train"], "--split"),
+        (["--split", "secret"], "--split"),
         (["--include-path", "."], "--include-path"),
         (["--depth", "d3 alpha=0.9 start=0.6", "--exit-questions", "4"], "--exit-questions"),
         (["--depth", "d3 alpha=0.9 start=0.6", "--baselines", "--exit-questions", "0"], "--exit-questions"),
         (["--html", "no/such/folder/page.html"], "--html"),
         (["--html", "."], "--html"),
-        (
-            ["--depth", "tail-skip mean-layers=12"],
-            "--depth 'tail-skip mean-layers=12' must be given with decay-steps",
-        ),
+        (["--depth", "tail-skip mean-layers=12"], "--depth 'tail-skip mean-layers=12' must be given with decay-steps"),
         (
             ["--depth", "lossless draft=d3 alpha=0.9 start=0.6"],
             "--depth 'lossless draft=d3 alpha=0.9 start=0.6': draft must be absent",
@@ -179,32 +156,22 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_allowed_is_refused_in_one_line(arguments: list[str], message: str) -> None:
-    result = evaluate(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert message in result.stderr.splitlines()[-1]
-
-
-def test_an_unknown_split_is_refused() -> None:
-    assert evaluate("--split", "secret").exit_code == 2
+    assert message in refused([*EVAL, *arguments]).splitlines()[-1]
 
 
 def test_without_the_harness_its_tasks_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("lm_eval", "lm_eval.tasks"):  # both: what is imported already is not looked for in its package
         monkeypatch.setitem(sys.modules, module, None)
-    result = evaluate("--tasks", "arc_easy")
-    assert result.exit_code == 2
-    assert install_command("eval") in result.stderr
-    assert "--tasks arc_easy, which is not one of word-problems, " in result.stderr
+    stderr = refused([*EVAL, "--tasks", "arc_easy"])
+    assert install_command("eval") in stderr
+    assert "--tasks arc_easy, which is not one of word-problems, " in stderr
 
 
-def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_ratios() -> None:
+def test_eval_policies_decided_by_tokens_have_no_nominal_figures() -> None:
+    """Policies that tokens decide have no nominal figures, and FLOPs ratios that count all that ran."""
     policies = ("--depth", "lossless alpha=0.8 start=0.7", "--depth", "early-exit threshold=0.5")
     short = ("--limit", "2", "--max-tokens", "24")
-    result = evaluate(*policies, *short, "--json")
-    assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)["benchmarks"]
-    drafted, early = found["scores"]
+    drafted, early = scores_of(*policies, *short)["scores"]
     assert drafted["realised_mean_layers"] > 16
     assert drafted["realised_flops_ratio"] < 1
     assert early["realised_mean_layers"] < 16
@@ -215,7 +182,8 @@ def test_policies_whose_tokens_decide_have_no_nominal_figures_and_true_flops_rat
         assert score["nominal_mean_layers"] is score["nominal_flops_ratio"] is None
 
 
-def test_tables_of_a_benchmark_are_there_although_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_prints_finished_tables_when_a_later_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of a finished benchmark are printed although a later one fails."""
     from d3engine.cli import eval as command
 
     def failing(engine: Any, benchmark: Any, *arguments: Any) -> Any:
@@ -225,31 +193,23 @@ def test_tables_of_a_benchmark_are_there_although_a_later_one_fails(monkeypatch:
 
     measured = command._measure
     monkeypatch.setattr(command, "_measure", failing)
-    result = evaluate("--depth", "full", "--tasks", "word-problems,word-sorting", "--limit", "1", "--max-tokens", "4")
+    tasks = ("--tasks", "word-problems,word-sorting")
+    result = invoke([*EVAL, "--depth", "full", *tasks, "--limit", "1", "--max-tokens", "4"])
     assert result.exit_code == 2
     assert "word-problems: cost" in result.stdout
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_any_question_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_too_long_prompt_is_refused_before_any_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is too long is refused before any question is asked."""
     from d3engine.engine.engine import Engine
 
     def asked(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("a question was asked")
 
     monkeypatch.setattr(Engine, "generate", asked)
-    result = evaluate("--depth", "full", "--tasks", "word-problems,tracking-shuffled-objects", "--num-fewshot", "9")
-    assert result.exit_code == 2
-    assert "question 1 of tracking-shuffled-objects must be shorter" in result.stderr
-
-
-def test_options_of_a_policy_may_be_spelled_as_in_python() -> None:
-    line = "tail-skip mean_layers=12 max_tokens=24"
-    assert parse_depth(line) == parse_depth("tail-skip mean-layers=12 decay-steps=24")
-    assert parse_depth("early-exit threshold=0.5 min_layer=3 every=2") == EarlyExit(0.5, min_layer=3, every=2)
-
-
-def test_a_policy_in_words_names_the_policy_that_drafts_for_it() -> None:
-    assert policy_in_words(Lossless(D3(0.9, 0.6), 8)) == "Lossless D3, draft (D3, alpha 0.9, start 0.6), draft length 8"
+    tasks = ("--tasks", "word-problems,tracking-shuffled-objects", "--num-fewshot", "9")
+    stderr = refused([*EVAL, "--depth", "full", *tasks])
+    assert "question 1 of tracking-shuffled-objects must be shorter" in stderr
 
 
 def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,13 +224,11 @@ def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, mo
 
     monkeypatch.setattr(Engine, "generate", counting)
     kept = tmp_path / "answers.jsonl"
-    policies = ("--depth", "full", "--depth", "d3 alpha=0.9 start=0.4", "--max-tokens", "12", "--json")
+    policies = ("--depth", "full", "--depth", "d3 alpha=0.9 start=0.4", "--max-tokens", "12")
 
     def scores(*more: str) -> list[dict[str, Any]]:
         asked.clear()
-        result = evaluate(*policies, *more)
-        assert result.exit_code == 0, result.output
-        return list(json.loads(result.stdout)["benchmarks"][0]["scores"])
+        return list(scores_of(*policies, *more)["scores"])
 
     def without_time(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{key: value for key, value in one.items() if "second" not in key} for one in found]
@@ -291,15 +249,14 @@ def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, mo
     assert asked == [1, 2, 3], "another way of sampling is another answer; the first question is asked beforehand"
 
 
-def test_a_file_that_holds_no_answers_and_answers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+def test_eval_answers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+    """A file that holds no answers is refused, and so are answers that cannot be kept."""
     kept = tmp_path / "answers.jsonl"
     for arguments, message in (
         (("--temperature", "1"), "must be absent unless answers are greedy"),
         (("--depth", "early-exit threshold=0.5 exit-batch=batch_min"), "company changes answers"),
     ):
-        result = evaluate("--answers", str(kept), *arguments)
-        assert result.exit_code == 2
-        assert message in result.stderr.splitlines()[-1]
+        assert message in refused([*EVAL, "--answers", str(kept), *arguments]).splitlines()[-1]
     kept.write_text('{"key": "of something else"}\n')
-    assert f"{kept}, line 1, is no answer of d3engine eval" in evaluate("--answers", str(kept)).stderr
+    assert f"{kept}, line 1, is no answer of d3engine eval" in refused([*EVAL, "--answers", str(kept)])
     assert kept.read_text() == '{"key": "of something else"}\n'

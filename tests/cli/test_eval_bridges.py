@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from bridge_files import some_maps, write_maps
-from invoking import invoke
+from invoking import refused, report_of, succeed
 
 from d3engine.cli.engine_options import model_directory
 from d3engine.cli.eval import resolve_policies
 from d3engine.depth import D3, Nested
-from d3engine.depth.labels import policy_in_words
 from d3engine.depth.statistics import mean_depth
 from d3engine.engine.engine import Engine
 from d3engine.executor.bridging import BridgeStore
@@ -35,17 +34,18 @@ def write_bridges(path: Path, scale: float, first: int = 0) -> str:
     return str(path)
 
 
-def evaluate(*policies: str, more: tuple[str, ...] = ("--json",)) -> Any:
-    return invoke(["eval", "demo", *SMALL, *(word for one in policies for word in ("--depth", one)), *more])
+def evaluated(*policies: str) -> list[str]:
+    return ["eval", "demo", *SMALL, *(word for one in policies for word in ("--depth", one))]
 
 
-def test_policies_name_files_of_bridges_and_their_rows_say_which_and_what_they_cost(tmp_path: Path) -> None:
+def test_eval_bridged_policies_show_their_file_and_cost(tmp_path: Path) -> None:
+    """Policies name files of bridges, and their rows show the file and the cost of its maps."""
     nothing, something = (write_bridges(tmp_path / f"{scale}.safetensors", scale) for scale in (0, 4))
     lossless = "lossless alpha=0.8 start=0.5"
     asked = (SKIPPED, f"{SKIPPED} bridges={nothing}", f"{SKIPPED} bridges={something}", lossless)
-    result = evaluate(*asked, f"{lossless} bridges={something}", more=("--answers", str(tmp_path / "a"), "--json"))
-    assert result.exit_code == 0, result.output
-    skipped, same, other, drafted, drafted_bridged = json.loads(result.stdout)["benchmarks"][0]["scores"]
+    words = evaluated(*asked, f"{lossless} bridges={something}")
+    report = report_of([*words, "--answers", str(tmp_path / "a")])
+    skipped, same, other, drafted, drafted_bridged = report["benchmarks"][0]["scores"]
     assert (same["tokens"], same["layers_run"]) == (skipped["tokens"], skipped["layers_run"])
     texts: dict[str, list[str]] = {}
     for line in (tmp_path / "a").read_text().splitlines():
@@ -62,34 +62,32 @@ def test_policies_name_files_of_bridges_and_their_rows_say_which_and_what_they_c
     assert other["realised_mean_layers_with_bridges"] == pytest.approx(other["realised_mean_layers"] + bridges)
 
 
-def test_a_column_has_the_layers_with_bridges_where_a_row_has_any(tmp_path: Path) -> None:
+def test_eval_bridge_column_stands_where_a_row_has_bridges(tmp_path: Path) -> None:
+    """The table has a column of layers with bridges where any row has bridges."""
     bridges = write_bridges(tmp_path / "b.safetensors", 0)
-    shown = evaluate(SKIPPED, f"{SKIPPED} bridges={bridges}", more=())
+    shown = succeed(evaluated(SKIPPED, f"{SKIPPED} bridges={bridges}"))
     assert "realised  with bridges  nominal" in shown.stdout
-    assert "with bridges" not in evaluate(SKIPPED, more=()).stdout
+    assert "with bridges" not in succeed(evaluated(SKIPPED)).stdout
 
 
-def test_kept_answers_are_those_of_the_bridges_that_were_in_the_file(tmp_path: Path) -> None:
+def test_eval_kept_answers_are_keyed_by_the_bridges_content(tmp_path: Path) -> None:
+    """Kept answers are those of the bridges that were in the file."""
     kept, file = tmp_path / "answers.jsonl", tmp_path / "b.safetensors"
     counts = []
     for scale in (0, 4, None):  # None: the file stays as it is
         if scale is not None:
             write_bridges(file, scale)
-        found = evaluate(f"{SKIPPED} bridges={file}", more=("--answers", str(kept)))
-        assert found.exit_code == 0, found.output
+        succeed([*evaluated(f"{SKIPPED} bridges={file}"), "--answers", str(kept)])
         counts.append(len(kept.read_text().splitlines()))
     assert counts == [2, 4, 4]
 
 
-def test_a_file_that_does_not_serve_is_refused_before_any_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_unfit_bridge_file_is_refused_before_any_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of bridges that does not fit is refused before any question is asked."""
     lacking = write_bridges(tmp_path / "b.safetensors", 0, first=6)
     monkeypatch.setattr(Engine, "generate", lambda *_, **__: pytest.fail("a question was asked"))
     for name, said in ((lacking, "3:9 is not in it"), (str(tmp_path / "none"), "is missing")):
-        result = evaluate("full", f"{SKIPPED} bridges={name}")
-        assert result.exit_code == 2
-        assert said in result.stderr.splitlines()[-1]
+        assert said in refused(evaluated("full", f"{SKIPPED} bridges={name}")).splitlines()[-1]
 
 
 def test_what_one_may_not_have_at_all_is_not_had_by_naming_it(tmp_path: Path) -> None:
@@ -102,14 +100,8 @@ def test_what_one_may_not_have_at_all_is_not_had_by_naming_it(tmp_path: Path) ->
         store.check(policy.schedule(CONFIG.num_layers))
 
 
-def test_a_long_path_shows_its_end() -> None:
-    title = policy_in_words(D3(0.8, 0.5, bridges="/a" * 40 + "/b.safetensors"))
-    assert title.startswith("D3, alpha 0.8, start 0.5, bridges ... ")
-    assert title.endswith("/a/b.safetensors")
-    assert len(title.removeprefix("D3, alpha 0.8, start 0.5, bridges ")) == 60
-
-
-def test_beside_a_bridged_d3_stand_itself_without_bridges_and_the_files_nested_windows(tmp_path: Path) -> None:
+def test_eval_bridged_d3_gets_unbridged_and_nested_baselines(tmp_path: Path) -> None:
+    """The baselines of a bridged D3 are itself without bridges and the nested windows of its file."""
     file = tmp_path / "b.safetensors"
     write_bridges(file, 0)
     nested = {"nested": {"windows": [[6, 10], [2, 6], [10, 14]]}}

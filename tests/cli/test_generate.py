@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, succeed
 from rich.console import Console
 
 from benchmarks.lora import write_random_adapter
 from d3engine.cli.answers import Answer, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
-from d3engine.depth import D3, EarlyExit, FullDepth
+from d3engine.depth import D3, EarlyExit, FullDepth, Lossless
 from d3engine.depth.labels import policy_in_words
 from d3engine.engine.call_lock import held_back
 from d3engine.engine.engine import Engine
@@ -33,15 +33,15 @@ SMALL = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", str(2**24), "--device
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": None}
 
 
-def run(*arguments: str, stdin: str | None = None, env: dict[str, Any] | None = None) -> Any:
-    plain = {"FORCE_COLOR": None, "COLORTERM": None}
-    return invoke(["generate", *arguments], input=stdin, env=plain if env is None else env)
+PLAIN = {"FORCE_COLOR": None, "COLORTERM": None}
 
 
-def generate(*arguments: str, **settings: Any) -> Any:
-    result = run(*arguments, *SMALL, **settings)
-    assert result.exit_code == 0, result.output
-    return result
+def generate(*arguments: str, stdin: str | None = None, env: dict[str, Any] = PLAIN) -> Any:
+    return succeed(["generate", *arguments, *SMALL], input=stdin, env=env)
+
+
+def refusal(*arguments: str, **settings: Any) -> str:
+    return refused(["generate", *arguments], **settings)
 
 
 def without_colour(text: str) -> str:
@@ -67,7 +67,8 @@ def test_stdout_gets_the_text_alone_and_stderr_the_summary(engine: Engine) -> No
     assert "KV cache saved: 0 bytes" not in result.stderr
 
 
-def test_a_chat_template_is_not_used_and_stderr_says_what_uses_it(tmp_path: Path, engine: Engine) -> None:
+def test_generate_notes_an_unused_chat_template_on_stderr(tmp_path: Path, engine: Engine) -> None:
+    """A chat template is not used, and stderr names the options that use it."""
     directory = shutil.copytree(model_directory("demo"), tmp_path / "a model")
     (directory / "prompt_form.json").unlink()
     expected = answer_of(engine, "Tom has", temperature=0, max_tokens=4).text
@@ -94,11 +95,9 @@ def test_chat_asks_by_the_template(tmp_path: Path, engine: Engine) -> None:
     assert "note: continued" not in result.stderr
     whole = json.loads(generate(str(directory), "Tom has 5 pens.", "--chat", "--max-tokens", "8", "--json").stdout)
     assert (whole["prompt"], whole["text"]) == ("Tom has 5 pens.", expected)
-    refused = run(str(directory), "Tom", "--chat", "--raw-prompt")
-    assert refused.exit_code == 2
-    assert "--raw-prompt" in refused.stderr
+    assert "--raw-prompt" in refusal(str(directory), "Tom", "--chat", "--raw-prompt")
     (directory / "chat_template.jinja").unlink()
-    assert "--chat must be absent" in run(str(directory), "Tom", "--chat").stderr
+    assert "--chat must be absent" in refusal(str(directory), "Tom", "--chat")
 
 
 def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
@@ -112,7 +111,8 @@ def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
     assert len(texts) == 1
 
 
-def test_a_bare_question_is_asked_in_the_models_form_and_stderr_says_so() -> None:
+def test_generate_bare_question_is_asked_in_the_trained_form() -> None:
+    """A bare question is asked in the form that the model was trained on, and stderr says so."""
     whole = generate("demo", PROMPT)
     assert extract_answer(whole.stdout) == 10
     assert "note: " not in whole.stderr
@@ -172,8 +172,7 @@ def test_an_adapter_answers_in_place_of_the_model(engine: Engine, tmp_path: Path
     flags = ["--temperature", "0", "--max-tokens", "12", "--depth", "full", "--raw-prompt"]
     assert generate("demo", PROMPT, *flags, "--lora", str(tmp_path / "adapter")).stdout == wanted + "\n"
     assert generate("demo", PROMPT, *flags).stdout != wanted + "\n"
-    refused = run("demo", PROMPT, "--lora", str(tmp_path))
-    assert (refused.exit_code, refused.stderr) == (2, f"error: {tmp_path / 'adapter_config.json'} is missing\n")
+    assert refusal("demo", PROMPT, "--lora", str(tmp_path)) == f"error: {tmp_path / 'adapter_config.json'} is missing\n"
 
 
 def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
@@ -186,7 +185,8 @@ def test_json_holds_every_token_with_its_depth(engine: Engine) -> None:
     assert (report["prompt"], report["num_layers"]) == (PROMPT, 16)
 
 
-def test_a_depth_that_was_never_certified_is_said_so_unless_quiet() -> None:
+def test_generate_uncertified_depth_is_noted_unless_quiet() -> None:
+    """A depth that was never certified is noted on stderr unless `-q` is given."""
     said = "D3, alpha 0.9, start 0.6 was never certified for this model"
     assert generate("demo", PROMPT, "--max-tokens", "2", *D3_FLAGS).stderr.count(said) == 1
     for flags in ([*D3_FLAGS, "-q"], [], ["--depth", "d3 alpha=0.8 start=0.6"], ["--depth", "full"]):
@@ -258,9 +258,8 @@ def test_a_terminal_gets_safe_text_and_a_pipe_gets_it_all(capsys: pytest.Capture
     assert capsys.readouterr().out == "a\x1b[31mb"
 
 
-def test_on_a_terminal_an_answer_begins_without_its_space_and_in_a_pipe_with(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_writer_strips_the_leading_space_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """An answer begins without its leading space on a terminal, and with it in a pipe."""
     answers = (" one two\n  three\n", "four")
     for is_terminal in (True, False):
         terminal = io.StringIO()
@@ -284,7 +283,8 @@ def test_wrapped_text_keeps_to_the_width_and_loses_no_word() -> None:
     assert " ".join(terminal.getvalue().split()) == "one two three four five six seven eight nine ten"
 
 
-def test_a_wrapped_answer_stands_at_the_indent_whether_or_not_it_begins_with_a_space() -> None:
+def test_writer_indents_a_wrapped_answer_with_or_without_space() -> None:
+    """A wrapped answer begins at the indent whether or not its text begins with a space."""
     for answer in (" one two", "one two"):
         written = io.StringIO()
         writer = Writer(Console(file=written), wrap=True, indent="  ")
@@ -355,10 +355,7 @@ def test_the_demo_at_full_depth_alone_answers_once() -> None:
     ],
 )
 def test_what_is_not_allowed_is_refused_in_one_line(arguments: list[str], message: str) -> None:
-    result = run(*arguments, stdin="")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    last = result.stderr.splitlines()[-1]
+    last = refusal(*arguments, input="").splitlines()[-1]
     assert last.startswith("error: ")
     assert message in last
 
@@ -374,9 +371,8 @@ def test_tokens_joined_are_the_text_however_it_is_cut(engine: Engine) -> None:
         assert [token.depth for token in answer.tokens()] == answer.depths
 
 
-def test_a_step_hands_over_what_is_new_and_what_was_there_is_left_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_answers_hands_over_new_tokens_alone_each_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step hands over its new tokens, and leaves those before them alone."""
     held: list[int] = []
     step = engine.step
 
@@ -395,7 +391,9 @@ def test_a_step_hands_over_what_is_new_and_what_was_there_is_left_alone(
     assert "".join(shown) == run_.answers[0].text
 
 
-def test_ctrl_c_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: Engine) -> None:
+def test_run_answers_ctrl_c_ends_an_answer_after_its_step(engine: Engine) -> None:
+    """Ctrl-C ends an answer after its step, and the engine goes on."""
+
     def interrupt(answer: Answer) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -419,13 +417,15 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch: pytest.MonkeyPatch) -> No
         return take(answer)
 
     monkeypatch.setattr(answers.Answer, "take", take_and_interrupt)
-    result = run("demo", PROMPT, *SMALL)
+    result = invoke(["generate", "demo", PROMPT, *SMALL])
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1].startswith("interrupted, 1 token,")
     assert result.stdout.endswith("\n")
 
 
-def test_a_time_limit_ends_an_answer_after_its_step_and_the_engine_lives_on(engine: Engine) -> None:
+def test_run_answers_time_limit_ends_an_answer_after_its_step(engine: Engine) -> None:
+    """A time limit ends an answer after its step, and the engine goes on."""
+
     def late(number: int, frame: Any) -> None:
         raise TimeoutError
 
@@ -463,6 +463,12 @@ def test_policies_have_short_titles() -> None:
     assert policy_in_words(D3(alpha=0.9, start=0.6)) == "D3, alpha 0.9, start 0.6"
     assert policy_in_words(D3(alpha=0.9, start=0.6, tail=2)) == "D3, alpha 0.9, start 0.6, tail 2"
     assert policy_in_words(EarlyExit(0.9, "cosine", every=2)) == "Early exit, threshold 0.9, confidence cosine, every 2"
+    assert policy_in_words(Lossless(D3(0.9, 0.6), 8)) == "Lossless D3, draft (D3, alpha 0.9, start 0.6), draft length 8"
+    title = policy_in_words(D3(0.8, 0.5, bridges="/a" * 40 + "/b.safetensors"))
+    path = title.removeprefix("D3, alpha 0.8, start 0.5, bridges ")
+    assert path.startswith("... ")
+    assert path.endswith("/a/b.safetensors")
+    assert len(path) == 60
 
 
 def test_bytes_are_readable() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import Terminal, invoke, refused
 from rich.text import Text
 
+from d3engine.cli.models import _print
 from d3engine.engine.model_directory import FETCHED, fetched_directory
 from d3engine.weights_tools import stored
 
@@ -40,9 +40,8 @@ def models(*words: str) -> Any:
 def test_an_empty_list_says_how_to_fetch_a_model() -> None:
     assert "d3engine weights fetch qwen2.5-coder-1.5b" in models().stdout
     assert json.loads(models("--json").stdout) == []
-    refused = models("remove", CODER, "--yes")
-    assert refused.exit_code == 2
-    assert refused.stderr == f"error: NAME must be a model that was fetched: there is none; got '{CODER}'\n"
+    none = f"error: NAME must be a model that was fetched: there is none; got '{CODER}'\n"
+    assert refused(["models", "remove", CODER, "--yes"]) == none
 
 
 def test_each_model_has_its_kind_its_bytes_and_its_path() -> None:
@@ -62,10 +61,6 @@ def test_each_model_has_its_kind_its_bytes_and_its_path() -> None:
 
 
 def test_a_narrow_terminal_gets_the_table_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     keep("smollm2", 1000)
     keep(CODER, 1000)
     for columns in (80, 300):
@@ -74,8 +69,6 @@ def test_a_narrow_terminal_gets_the_table_without_paths(monkeypatch: pytest.Monk
             patch.setenv("COLUMNS", str(columns))
             patch.setenv("TERM", "xterm")
             patch.setattr(sys, "stdout", terminal)
-            from d3engine.cli.models import _print
-
             _print(stored.stored_models())
         shown = Text.from_ansi(terminal.getvalue()).plain
         assert max(map(len, shown.splitlines())) <= columns
@@ -84,7 +77,8 @@ def test_a_narrow_terminal_gets_the_table_without_paths(monkeypatch: pytest.Monk
         assert ("With paths: d3engine models --json" in shown) == (columns == 80)
 
 
-def test_a_model_is_removed_with_all_that_is_left_of_it_and_no_other(cache: Path) -> None:
+def test_models_remove_deletes_all_of_one_model_alone(cache: Path) -> None:
+    """`models remove` deletes all files of one model, unfinished ones too, and none of another."""
     other, file = keep("smollm2", 10), keep(CODER, 1000)
     (file.parent / "d3.json").write_bytes(bytes(24))
     left = keep(CODER, 500, file.parent.parent / f".{CODER}.k3j2")  # by a fetch that was killed

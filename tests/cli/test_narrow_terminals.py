@@ -7,6 +7,7 @@ import logging
 import sys
 
 import pytest
+from invoking import Terminal
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -23,19 +24,6 @@ ROWS = (
 )
 
 
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def lines(self) -> list[str]:
-        """What was written, without styles."""
-        return Text.from_ansi(self.getvalue()).plain.splitlines()
-
-
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Sets the width: `wide.setenv("COLUMNS", "60")`."""
@@ -49,7 +37,7 @@ def shown(width: int, wide: pytest.MonkeyPatch, rows: tuple[tuple[str, ...], ...
         patch.setenv("COLUMNS", str(width))
         patch.setattr(sys, "stdout", terminal)
         print_table("word-problems: cost", HEADER, rows, ["Differences are of the same questions, asked twice."])
-    return terminal.lines
+    return Text.from_ansi(terminal.getvalue()).plain.splitlines()
 
 
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 90, 100, 120])
@@ -70,7 +58,8 @@ def test_one_that_is_narrower_than_a_figure_breaks_it_at_spaces(wide: pytest.Mon
         assert set(cell.split()) <= set(words)
 
 
-def test_a_narrow_table_has_no_rules_and_a_narrower_one_a_line_for_each_cell(wide: pytest.MonkeyPatch) -> None:
+def test_print_table_drops_rules_then_stacks_cells_when_narrow(wide: pytest.MonkeyPatch) -> None:
+    """A narrow table has no rules, and a narrower one has a line for each cell."""
     assert "┃" in "".join(shown(100, wide))
     bare = shown(70, wide)
     assert "┃" not in "".join(bare)
@@ -93,13 +82,15 @@ def test_a_narrow_table_has_no_rules_and_a_narrower_one_a_line_for_each_cell(wid
     ]
 
 
-def test_no_markup_is_read_from_a_table_and_one_without_rows_shows_its_columns(wide: pytest.MonkeyPatch) -> None:
+def test_print_table_reads_no_markup_and_shows_empty_columns(wide: pytest.MonkeyPatch) -> None:
+    """A table reads no markup, and one without rows shows its columns."""
     assert "[bold]" in "".join(shown(60, wide, (("[bold]", "1", "2", "3", "4"),)))
     assert "exact" in "".join(shown(60, wide, ()))
 
 
 @pytest.mark.parametrize("say", [verbosity.note, logging.getLogger("d3engine").warning, say_error])
-def test_what_is_told_breaks_at_spaces_on_a_terminal_and_nowhere_else(say: object, wide: pytest.MonkeyPatch) -> None:
+def test_messages_wrap_at_spaces_on_a_terminal_alone(say: object, wide: pytest.MonkeyPatch) -> None:
+    """Messages wrap at spaces on a terminal, and nowhere else."""
     assert callable(say)
     terminal, pipe = Terminal(), io.StringIO()
     wide.setenv("COLUMNS", "40")
@@ -116,7 +107,8 @@ def test_what_is_told_breaks_at_spaces_on_a_terminal_and_nowhere_else(say: objec
     assert " ".join(lines) == whole
 
 
-def test_a_word_that_is_too_long_stands_alone_and_indents_and_columns_stay(wide: pytest.MonkeyPatch) -> None:
+def test_messages_keep_long_words_indents_and_columns(wide: pytest.MonkeyPatch) -> None:
+    """A word that is too long stands alone in its line, and indents and columns stay."""
     terminal, path = Terminal(), "/" + "long" * 20
     wide.setenv("COLUMNS", "40")
     wide.setattr(sys, "stderr", terminal)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, succeed
 
 from d3engine.errors import InvalidValueError
 from d3engine.research.calibration import report as calibration_report
 
 SMALL = ("--max-tokens", "16", "--device", "cpu", "--kv-cache-memory-bytes", str(2**25))
-
-
-def run(*arguments: str) -> Any:
-    return invoke([*arguments, *SMALL])
 
 
 @pytest.fixture
@@ -37,10 +32,11 @@ def full_disk(tmp_path: Path) -> Path:
         ("--png", ("analyze", "saturation", "demo", "--limit", "1")),
     ],
 )
-def test_a_file_that_cannot_be_written_is_named_and_the_json_is_printed(
+def test_unwritable_output_file_is_named_and_json_is_printed(
     option: str, arguments: tuple[str, ...], full_disk: Path
 ) -> None:
-    result = run(*arguments, option, str(full_disk), "--json")
+    """A file that cannot be written is named, and the JSON is printed all the same."""
+    result = invoke([*arguments, *SMALL, option, str(full_disk), "--json"])
     assert result.exit_code == 2
     assert "No space left" in result.stderr
     assert "full.png" in result.stderr
@@ -48,22 +44,23 @@ def test_a_file_that_cannot_be_written_is_named_and_the_json_is_printed(
     assert full_disk.is_symlink()
 
 
-def test_a_page_takes_the_place_of_the_old_one_and_leaves_nothing_beside(tmp_path: Path) -> None:
+def test_page_replaces_the_old_one_and_leaves_no_other_file(tmp_path: Path) -> None:
+    """A page replaces the old one with its mode, and leaves no other file."""
     page = tmp_path / "page.html"
     page.write_text("old")
     page.chmod(0o640)
-    assert run("eval", "demo", "--limit", "1", "--html", str(page)).exit_code == 0
+    succeed(["eval", "demo", *SMALL, "--limit", "1", "--html", str(page)])
     assert page.read_text().lower().startswith("<!doctype html>")
     assert page.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [page]
 
 
 @pytest.mark.parametrize("path", ["nowhere/page.html", "."])
-def test_a_page_that_could_not_be_written_is_refused_before_the_work(tmp_path: Path, path: str) -> None:
+def test_unwritable_page_is_refused_before_the_work(tmp_path: Path, path: str) -> None:
+    """A page that could not be written is refused before the work."""
     for arguments in (("eval", "no/such/model"), ("analyze", "sample", "no/such/model")):
-        result = run(*arguments, "--html", str(tmp_path / path))
-        assert result.exit_code == 2
-        assert "--html must be a file that can be written, in an existing folder" in result.stderr
+        stderr = refused([*arguments, *SMALL, "--html", str(tmp_path / path)])
+        assert "--html must be a file that can be written, in an existing folder" in stderr
 
 
 def test_a_policy_file_that_cannot_be_written_leaves_the_old_one(

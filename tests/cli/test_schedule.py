@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, report_of, succeed
 
 from d3engine import __version__
 from d3engine.cli.depth_options import AUTO, OPTIONS, parse_depth
@@ -36,9 +36,7 @@ def run(*arguments: str) -> Any:
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return report_of(arguments)
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
@@ -61,8 +59,7 @@ def write_model(directory: Path, **changes: Any) -> Path:
 
 
 def test_plain_output_holds_the_runs_the_cutoffs_and_the_worth() -> None:
-    result = run(*BBH)
-    assert result.exit_code == 0
+    result = succeed(BBH)
     lines = result.stdout.splitlines()
     cells = [line.split() for line in lines]
     assert ["0", "32", "none"] in cells
@@ -85,12 +82,7 @@ def test_json_holds_everything_for_machines() -> None:
     report = run_json(*BBH, "--prompt-tokens", "100")
     assert report["policy"] == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}
     assert [step["depth"] for step in report["runs"]] == [32, 28, 25, 23, 20, 19]
-    assert report["runs"][-1] == {
-        "first_step": 5,
-        "last_step": 199,
-        "depth": 19,
-        "skipped_layers": list(range(19, 32)),
-    }
+    assert report["runs"][-1] == {"first_step": 5, "last_step": 199, "depth": 19, "skipped_layers": list(range(19, 32))}
     assert report["cutoffs"] == [None] * 19 + [1] * 4 + [2] * 3 + [3] * 2 + [4] * 3 + [5]
     assert report["mean_layers"] == pytest.approx(19.165)
     assert report["flops_ratio"] == pytest.approx(1.648, abs=5e-4)
@@ -101,16 +93,7 @@ def test_json_holds_everything_for_machines() -> None:
 
 
 def test_sizes_replace_those_of_llama_2() -> None:
-    llama_3_8b = [
-        "--intermediate-size",
-        "14336",
-        "--vocab-size",
-        "128256",
-        "--heads",
-        "32",
-        "--kv-heads",
-        "8",
-    ]
+    llama_3_8b = ["--intermediate-size", "14336", "--vocab-size", "128256", "--heads", "32", "--kv-heads", "8"]
     report = run_json(*BBH, *llama_3_8b, "--dtype", "float32")
     assert report["shape"] == {
         "num_layers": 32,
@@ -133,7 +116,8 @@ def test_a_shape_that_no_llama_2_has_is_built_from_the_sizes() -> None:
     assert report["flops_ratio"] == 1
 
 
-def test_without_a_shape_the_schedule_is_shown_and_the_ratio_is_unknown() -> None:
+def test_schedule_without_a_shape_has_an_unknown_flops_ratio() -> None:
+    """Without a shape the schedule is shown, and the FLOPs ratio is unknown."""
     arguments = ["schedule", "--layers", "10", "--depth", "d3 alpha=0.9 start=0.7"]
     report = run_json(*arguments)
     assert report["shape"] is None
@@ -169,12 +153,12 @@ def test_auto_reads_d3_json_beside_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"policy": "d3"}', '{"policy": "d9"}'])
-def test_a_d3_json_that_describes_no_policy_is_refused_by_its_name(tmp_path: Path, content: str) -> None:
+def test_schedule_d3_json_without_a_policy_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    """A d3.json that describes no policy is refused by its name."""
     model = write_model(tmp_path)
     (model / "d3.json").write_text(content)
-    result = run("schedule", "--model", str(model))
-    assert result.exit_code == 2
-    assert ("d3.json is not valid JSON" if content == "{" else "d3.json describes no depth policy") in result.stderr
+    said = "d3.json is not valid JSON" if content == "{" else "d3.json describes no depth policy"
+    assert said in refused(["schedule", "--model", str(model)])
 
 
 LAYERS = ["schedule", "--layers", "32"]
@@ -191,10 +175,7 @@ LAYERS = ["schedule", "--layers", "32"]
             [*LAYERS, "--depth", "unified speedup=2 tail=1"],
             r"option must be option=value, with speedup, on-skip, bridges \(tail goes with d3\); got 'tail=1'",
         ),
-        (
-            [*LAYERS, "--alpha", "0.9"],
-            r'there is no option --alpha any more: write --depth "d3 alpha=... start=..."',
-        ),
+        ([*LAYERS, "--alpha", "0.9"], r'there is no option --alpha any more: write --depth "d3 alpha=... start=..."'),
         ([*LAYERS, "--depth", "d3"], "--depth 'd3' must be given with alpha and start"),
         ([*LAYERS, "--depth", "d3 alpha=0.9"], "--depth 'd3 alpha=0.9' must be given with start"),
         ([*LAYERS, "--depth", "skipdecode min-layers=4"], "must be given with decay-steps"),
@@ -210,15 +191,9 @@ LAYERS = ["schedule", "--layers", "32"]
         ([*BBH, "--prompt-tokens", "0"], r"--prompt-tokens must be .*; got 0"),
         ([*BBH, "--kv-heads", "0"], r"--kv-heads must be .*; got 0"),
         ([*BBH, "--heads", "33"], r"--hidden-size must be .*--heads 33.*; got 4096"),
-        (
-            ["schedule", "--layers", "7", "--depth", "full", "--heads", "4"],
-            "--hidden-size, --intermediate-size",
-        ),
+        (["schedule", "--layers", "7", "--depth", "full", "--heads", "4"], "--hidden-size, --intermediate-size"),
         ([*BBH, "--model", "anywhere"], r"--layers must be absent, since --model gives it.*; got 32"),
-        (
-            ["schedule", "--model", "no-such-directory", "--depth", "full"],
-            "model must be .*; got 'no-such-directory'",
-        ),
+        (["schedule", "--model", "no-such-directory", "--depth", "full"], "model must be .*; got 'no-such-directory'"),
         ([*BBH, "--plot", "no-such-directory/a.png"], "--plot must be a file in a directory that exists; got"),
         ([*BBH, "--plot", "a.docx"], "--plot must be a file name that ends in one of .*; got 'a.docx'"),
         (
@@ -232,20 +207,17 @@ LAYERS = ["schedule", "--layers", "32"]
     ],
 )
 def test_a_refusal_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], message: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert re.search(message, result.stderr), result.stderr
+    stderr = refused(arguments)
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert re.search(message, stderr), stderr
 
 
 @pytest.mark.parametrize("arguments", [["schedul"], ["schedule", "--depht", "d3"], ["schedule", "--depth", "d4"]])
 def test_what_is_no_command_or_option_is_refused(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert arguments[-1] in result.stderr or arguments[-2] in result.stderr
-    assert "Traceback" not in result.stderr
+    stderr = refused(arguments)
+    assert arguments[-1] in stderr or arguments[-2] in stderr
+    assert "Traceback" not in stderr
 
 
 def test_options_become_the_policy_they_name() -> None:
@@ -260,6 +232,8 @@ def test_options_become_the_policy_they_name() -> None:
     expected = SkipDecode(max_tokens=200, min_layers=4, max_layers=30, warmup=2)
     assert policy("skipdecode decay-steps=200 min_layers=4 max-layers=30 warmup=2") == expected
     assert policy("tail-skip mean-layers=32/3 decay-steps=9") == TailSkip("32/3", 9)  # type: ignore[arg-type]
+    assert policy("tail-skip mean_layers=12 max_tokens=24") == policy("tail-skip mean-layers=12 decay-steps=24")
+    assert policy("early-exit threshold=0.5 min_layer=3 every=2") == EarlyExit(0.5, min_layer=3, every=2)
     expected_exit = EarlyExit(0.9, "cosine", decay=0, min_layer=2, every=3, batch="batch_min", on_skip="copy")
     line = "early-exit threshold=0.9 confidence=cosine threshold-decay=0 exit-min-layer=2 exit-every=3 "
     assert policy(line + "exit-batch=batch_min on-skip=copy") == expected_exit
@@ -276,6 +250,8 @@ def test_options_become_the_policy_they_name() -> None:
     [
         ("", r"--depth must be one of auto, full, d3.*; got ''"),
         ("table", r"--depth must be one of auto, full, d3.*; got 'table'"),
+        ("deep", r"--depth must be one of auto, full, d3.*; got 'deep'"),
+        ("d3 alpha", "option must be option=value, with alpha, .*; got 'alpha'"),
         ("d3 bridges='x", "--depth must be text whose quotation marks are closed"),
         ("early-exit confidence=cosine", "must be given with threshold"),
         ("early-exit threshold=0.5 confidence=sure", "confidence must be .*; got 'sure'"),
@@ -304,8 +280,7 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
         "many-steps.png": [*LAYERS, "--depth", "d3 alpha=0.99999 start=0.6", "--steps", "1000000"],
     }.items():
         path = tmp_path / name
-        result = run(*arguments, "--plot", str(path))
-        assert result.exit_code == 0, result.output
+        succeed([*arguments, "--plot", str(path)])
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         width, height = struct.unpack(">II", content[16:24])
@@ -315,9 +290,7 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
 
 def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run(*BBH, "--plot", str(tmp_path / "a.png"))
-    assert result.exit_code == 2
-    assert install_command("plots") in result.stderr
+    assert install_command("plots") in refused([*BBH, "--plot", str(tmp_path / "a.png")])
     assert not list(tmp_path.iterdir())
 
 
@@ -343,7 +316,8 @@ def test_schedule_imports_no_torch(tmp_path: Path) -> None:
     assert "mean layers" in result.stdout
 
 
-def test_the_script_prints_one_line_and_no_traceback_for_an_error() -> None:
+def test_script_error_is_one_line_without_a_traceback() -> None:
+    """The script prints one line and no traceback for an error."""
     script = "from d3engine.cli import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", script, *LAYERS, "--depth", "d3 alpha=2 start=0.6"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, succeed
 
 from d3engine import Engine, PromptLookup
 from d3engine.request.outputs import RequestOutput
@@ -43,8 +43,7 @@ def test_every_drafter_and_length_answers_as_none_does(tmp_path: Path, native_li
 
 
 def test_the_table_ends_with_the_option_to_copy(native_library: None) -> None:
-    result = invoke(["speculate", "tune", "demo", "--lengths", "3", *FEW])
-    assert result.exit_code == 0
+    result = succeed(["speculate", "tune", "demo", "--lengths", "3", *FEW])
     assert "Best: " in result.stdout
     assert "lookup   as pays" in result.stdout
     assert "Without --draft-model, no model has drafted." in result.stdout
@@ -75,7 +74,8 @@ def measured(candidate: Candidate, seconds: float, equal: int = 2) -> Measured:
     return Measured(candidate, 100, seconds, 0, 0, 0, (), 2, equal)
 
 
-def test_the_best_is_faster_than_both_passes_without_drafts_and_equal() -> None:
+def test_tune_best_is_equal_and_faster_than_both_plain_passes() -> None:
+    """The best drafter is faster than both passes without drafts, and gives equal tokens."""
     first, second, third, *others = candidates_of([2], "draft")
     assert len(others) == 3
     assert (first.length, second.length) == (2, None)
@@ -90,13 +90,11 @@ def test_the_best_is_faster_than_both_passes_without_drafts_and_equal() -> None:
 
 @pytest.mark.parametrize("given", ["", "0", "33", "2,2", "two", "1,2,3,4,5,6,7,8,9"])
 def test_lengths_that_no_draft_has_are_refused(given: str) -> None:
-    result = invoke(["speculate", "tune", "demo", "--lengths", given])
-    assert result.exit_code == 2
-    assert "--lengths must be 1 to 8 different integers from 1 to 32" in result.stderr
+    said = refused(["speculate", "tune", "demo", "--lengths", given])
+    assert "--lengths must be 1 to 8 different integers from 1 to 32" in said
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused_by_name(tiny_llama: Any, native_library: None) -> None:
     directory = str(tiny_llama(vocab_size=300).directory)
-    result = invoke(["speculate", "tune", "demo", "--draft", directory, "--max-model-len", "512", *FEW])
-    assert result.exit_code == 2
-    assert "--draft-model must be " in result.stderr
+    words = ["speculate", "tune", "demo", "--draft", directory, "--max-model-len", "512", *FEW]
+    assert "--draft-model must be " in refused(words)

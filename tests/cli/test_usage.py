@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused
 
 QUANTIZE = ("weights", "quantize", "demo", "nowhere")
 
@@ -20,10 +20,9 @@ QUANTIZE = ("weights", "quantize", "demo", "nowhere")
         ((*QUANTIZE, "--scheme", "int5"), "--scheme: 'int5' is not one of 'int8', 'int4', 'fp8'"),
     ],
 )
-def test_a_fault_of_a_command_line_is_one_line_that_names_it_and_the_help(words: tuple[str, ...], said: str) -> None:
-    result = invoke(words)
-    assert (result.exit_code, result.stdout) == (2, "")
-    line, end = result.stderr.split("\n")
+def test_command_line_fault_is_one_line_with_its_help(words: tuple[str, ...], said: str) -> None:
+    """A fault of a command line is one line that names the fault and the help."""
+    line, end = refused(words).split("\n")
     assert end == ""
     fault, _, help_at = line.removeprefix("error: ").partition("; see ")
     assert fault == said
@@ -35,9 +34,8 @@ def test_a_fault_of_a_command_line_is_one_line_that_names_it_and_the_help(words:
 def test_an_unknown_command_is_told_the_commands_that_there_are(group: tuple[str, ...]) -> None:
     listed = invoke((*group, "--help")).stdout.partition("Commands:")[2]
     names = [line.split()[0] for line in listed.splitlines() if line[:2] == "  " and line[2:3].strip()]
-    result = invoke((*group, "nosuch"))
-    assert result.exit_code == 2
-    assert result.stderr == f"error: COMMAND must be one of {', '.join(names)}; got 'nosuch'\n"
+    said = f"error: COMMAND must be one of {', '.join(names)}; got 'nosuch'\n"
+    assert refused((*group, "nosuch")) == said
 
 
 def test_a_group_alone_shows_its_help_and_no_error() -> None:
@@ -47,5 +45,5 @@ def test_a_group_alone_shows_its_help_and_no_error() -> None:
 
 
 def test_a_count_below_one_is_refused_as_everywhere() -> None:
-    result = invoke(("batch", "in.jsonl", "out.jsonl", "--ray-engines", "0"))
-    assert (result.exit_code, result.stderr) == (2, "error: --ray-engines must be an integer of at least 1; got 0\n")
+    said = "error: --ray-engines must be an integer of at least 1; got 0\n"
+    assert refused(("batch", "in.jsonl", "out.jsonl", "--ray-engines", "0")) == said

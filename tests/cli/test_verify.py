@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from invoking import invoke
+from invoking import invoke, refused, report_of
 
 from d3engine import Engine
 from d3engine.request.outputs import RequestOutput
@@ -49,11 +49,10 @@ def test_the_sum_is_that_of_the_answers_on_any_number_of_threads(
     report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(equality, "CHECKS", CHECKS[:1])
-    again = invoke(["verify", "demo", "--json", "--max-tokens", "17", "--threads", "2"])
-    found = json.loads(again.stdout)
+    found = report_of(["verify", "demo", "--max-tokens", "17", "--threads", "2"])
     assert (found["sha256"], found["answers"]) == (report["sha256"], report["answers"])
-    fewer = invoke(["verify", "demo", "--json", "--max-tokens", "18", "--threads", "1"])
-    assert json.loads(fewer.stdout)["sha256"] != report["sha256"]
+    more = report_of(["verify", "demo", "--max-tokens", "18", "--threads", "1"])
+    assert more["sha256"] != report["sha256"]
 
 
 def breaks(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Engine, Outputs], None]) -> None:
@@ -95,9 +94,9 @@ def test_one_bit_that_a_situation_changes_is_found_in_its_row(
         assert (said is None) if "tokens only" in name else (": log-probability 2 is " in said), name
 
 
-def test_a_token_that_a_batch_changes_is_found_without_log_probabilities_too(
-    monkeypatch: pytest.MonkeyPatch, native_library: None
-) -> None:
+def test_verify_finds_a_token_that_a_batch_changes(monkeypatch: pytest.MonkeyPatch, native_library: None) -> None:
+    """A token that a batch changes is found without log-probabilities too."""
+
     def spoil(engine: Engine, outputs: Outputs) -> None:
         if len(outputs) > 1:
             outputs[-1].outputs[0].token_ids[4] += 1
@@ -131,7 +130,8 @@ def test_answers_that_another_model_drafts_keep_their_bits(
     ]
 
 
-def test_answers_are_compared_to_the_last_bit_and_the_first_difference_is_named() -> None:
+def test_answer_difference_is_exact_and_names_the_first_one() -> None:
+    """Answers are compared to the last bit, and the first difference is named."""
     wanted = Answer("chat", 3, [5, 6], [-0.5, -0.25])
     assert Answer("chat", 3, [5, 6], [-0.5, -0.25]).difference(wanted) is None
     assert Answer("chat", 3, [5, 6], []).difference(wanted) is None
@@ -144,6 +144,4 @@ def test_answers_are_compared_to_the_last_bit_and_the_first_difference_is_named(
 
 
 def test_a_length_of_answers_that_proves_nothing_is_refused() -> None:
-    result = invoke(["verify", "demo", "--max-tokens", "16"])
-    assert result.exit_code == 2
-    assert "--max-tokens" in result.stderr
+    assert "--max-tokens" in refused(["verify", "demo", "--max-tokens", "16"])

@@ -144,10 +144,13 @@ def test_d3_tokens_equal_the_slow_oracle(
 
 
 @pytest.mark.parametrize("policies", [[D3(0.9, 0.5)], POLICIES], ids=["one schedule", "many schedules"])
-def test_a_batch_of_many_steps_answers_as_each_request_does_alone(
+def test_batch_of_many_steps_answers_as_each_request_alone(
     policies: list[DepthPolicy], device: str, tiny_llama: MakeModel, make_prompts: MakePrompts
 ) -> None:
-    """Requests join at different steps, so that rows of every depth share a step; prompts come in pieces."""
+    """A batch of many steps answers as each request does alone.
+
+    Requests join at different steps, so that rows of every depth share a step; prompts come in pieces.
+    """
     directory, _ = tiny_llama(**DEEP)
     prompts = make_prompts([6, 25, 50, 13, 2, 31], seed=3)
     params = [greedily(policies[nth % len(policies)], 30 - 3 * nth) for nth in range(len(prompts))]
@@ -166,9 +169,10 @@ def test_a_batch_of_many_steps_answers_as_each_request_does_alone(
 
 
 @pytest.mark.parametrize("scheme", QUANTIZATION_SCHEMES)
-def test_quantized_tokens_equal_those_of_the_matrices_they_stand_for(
+def test_quantized_tokens_equal_those_of_dequantized_matrices(
     scheme: str, device: str, tiny_llama: MakeModel, make_prompts: MakePrompts
 ) -> None:
+    """Quantized matrices give the tokens of the matrices that they stand for."""
     quantization = pytest.importorskip("d3engine.model.weights")
     directory, _ = tiny_llama(hidden_size=128, intermediate_size=200, head_dim=32)
     config = ModelConfig.from_dict(json.loads((directory / "config.json").read_text()))

@@ -50,7 +50,8 @@ def texts(axes: Any) -> list[str]:
     ("name", "allowed"),
     [("a.foo", "png"), ("a", "png"), ("none/a.png", "directory that exists"), (".", "png"), ("d.png", "written")],
 )
-def test_a_picture_that_could_not_be_written_is_refused_by_its_option(name: str, allowed: str, tmp_path: Path) -> None:
+def test_unwritable_picture_is_refused_by_its_option(name: str, allowed: str, tmp_path: Path) -> None:
+    """A picture that could not be written is refused by its option."""
     (tmp_path / "d.png").mkdir()
     with pytest.raises(InvalidValueError, match=rf"--plot must be .*{allowed}"):
         check_picture("--plot", tmp_path / name)
@@ -65,7 +66,8 @@ def test_a_picture_that_can_be_written_is_not_refused(name: str, tmp_path: Path)
 # -- on what page a picture may stand ----------------------------------------------------------------------------------
 
 
-def test_a_picture_has_no_ground_and_nothing_in_black_so_that_a_dark_page_can_show_it(tmp_path: Path) -> None:
+def test_picture_is_transparent_and_has_nothing_in_black(tmp_path: Path) -> None:
+    """A picture has no ground and nothing in black, so that a dark page can show it."""
     from matplotlib.image import imread
 
     plot_schedule(D3(alpha=0.9, start=0.6).schedule(16), 30, tmp_path / "a.png", "title")
@@ -99,7 +101,8 @@ def test_every_step_of_the_perplexity_is_in_the_picture(logprobs: list[float], f
     assert ((places > 0.005) & (places < 0.995)).all()  # inside, and off the border
 
 
-def test_the_legend_of_the_flow_is_one_block_with_a_column_for_each_part(figures: list[Any]) -> None:
+def test_flow_legend_has_a_column_for_each_part(figures: list[Any]) -> None:
+    """The legend of the flow is one block with a column for each part."""
     values = np.linspace(0.1, 1, 2 * 3 * 4).reshape(2, 3, 4)
     pictures.plot_flow(Flow(values, values, (3, 4)), "a.png", "")
     (legend,) = figures[0].legends
@@ -110,7 +113,8 @@ def test_the_legend_of_the_flow_is_one_block_with_a_column_for_each_part(figures
     assert left[0] == left[1] < left[2] == left[3] < left[4] == left[5]
 
 
-def test_the_copied_layers_stand_with_their_intervals_and_the_answers_that_reach_the_step(figures: list[Any]) -> None:
+def test_copied_layers_have_intervals_and_answers_that_reach(figures: list[Any]) -> None:
+    """Copied layers are drawn with intervals, and with the answers that reach the step."""
     outcomes = [[Outcome(20, right, 0) for right in (2, 20)], [Outcome(20, right, 3) for right in (2, 20)]]
     lengths = (4,) * 15 + (9,) * 5
     pictures.plot_copying(Copying("exact match", 9, lengths, (4, 8), (1, 8), outcomes, Outcome(20, 20, 1)), "a.png", "")
@@ -123,7 +127,8 @@ def test_the_copied_layers_stand_with_their_intervals_and_the_answers_that_reach
     assert bars[0][0][0, 0] != bars[1][0][0, 0]  # equal results do not hide each other
 
 
-def test_a_sample_is_drawn_with_the_end_of_each_prompt_and_depths_where_they_change(figures: list[Any]) -> None:
+def test_sample_has_prompt_ends_and_depths_where_they_change(figures: list[Any]) -> None:
+    """A sample is drawn with the end of each prompt, and depths where they change."""
     pieces = (("Adding", 16), (" 2", 15), (" is", 15), ("\nx", 15))
     tokens = tuple(SampleToken(text, depth, ()) for text, depth in pieces)
     prompts = ["Solve. " * 30 + f"How many {what}?\nAnswer:" for what in ("pens", "apples")]

@@ -1,17 +1,15 @@
-"""One server for all tests: the bundled model behind a real uvicorn, and the official client.
+"""One server for all tests: the bundled model behind a real uvicorn, and clients of it or of a module's own `url`.
 
 As in all such files, what imports Triton waits for a fixture: `tests/conftest.py` first says how Triton is to run.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine, Engine
@@ -31,35 +29,42 @@ def demo() -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def client() -> Iterator[AsyncEngine]:
     """The engine behind the server."""
-    from d3engine import AsyncEngine
+    from demo_server import demo_engine
 
-    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**25)
-    yield engine
-    asyncio.run(engine.close())
+    with demo_engine() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
 def url(client: AsyncEngine) -> Iterator[str]:
     """Where the server answers."""
-    from serving import serving
+    from demo_server import serving_demo
 
     from d3engine import FullDepth
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
 
-    settings = ServerSettings(model_names=("demo",), depth_aliases={"demo-full": FullDepth()}, max_depth_policies=2)
-    with serving(create_app(client, settings)) as address:
+    with serving_demo(client, depth_aliases={"demo-full": FullDepth()}, max_depth_policies=2) as address:
         yield address
 
 
-@pytest.fixture(scope="session")
-def openai(url: str) -> Iterator[OpenAI]:
-    """OpenAI's own client; it gives up at the first error."""
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+@pytest.fixture(scope="module")
+def openai(url: str) -> Iterator[Any]:
+    """OpenAI's own client."""
+    from demo_server import openai_of
+
+    with openai_of(url) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def anthropic(url: str) -> Iterator[Any]:
+    """Anthropic's own client."""
+    from demo_server import anthropic_of
+
+    with anthropic_of(url) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def http(url: str) -> Iterator[httpx.Client]:
     """For what OpenAI's client would not send, and for what it hides."""
     with httpx.Client(base_url=url, timeout=120) as made:
@@ -71,7 +76,7 @@ def question() -> str:
     return QUESTION
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def refusal(http: httpx.Client) -> Any:
     """`refusal(path, body)` -> (status, error): what a request that is refused is told."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from agents import ADD, FUNCTION, MAX_TOKENS, NUM_CALLS, QUESTION, added, agent_server
-from anthropic import Anthropic
-from openai import OpenAI
+from demo_server import anthropic_of, openai_of
 
 
 @pytest.fixture(scope="module")
@@ -18,92 +17,71 @@ def url() -> Iterator[str]:
         yield address
 
 
+def assert_calls_and_answers(ask: Callable[[list[Any]], tuple[int, list[Any], str]]) -> None:
+    """`ask(turns)` gives the number of calls of an answer, its turns with the results, and its text."""
+    turns: list[Any] = [{"role": "user", "content": QUESTION}]
+    num_calls = 0
+    while (found := ask(turns))[0]:
+        num_calls += found[0]
+        turns += found[1]
+    assert num_calls == NUM_CALLS
+    assert found[2]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_calls_three_times_and_then_answers(url: str, stream: bool) -> None:
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools: list[Any] = [{"type": "function", "function": FUNCTION}]
-    num_calls = 0
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        while True:
-            asked: Any = {
-                "model": "demo",
-                "messages": messages,
-                "tools": tools,
-                "temperature": 0,
-                "max_tokens": MAX_TOKENS,
-            }
-            if stream:
-                with client.chat.completions.stream(**asked) as events:
-                    message: Any = events.get_final_completion().choices[0].message
-            else:
-                message = client.chat.completions.create(**asked).choices[0].message
-            if not message.tool_calls:
-                break
-            num_calls += len(message.tool_calls)
-            messages.append(message.to_dict())
-            for call in message.tool_calls:
-                result = added(json.loads(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    assert num_calls == NUM_CALLS
-    assert message.content
+    def ask(turns: list[Any]) -> tuple[int, list[Any], str]:
+        asked = {"model": "demo", "messages": turns, "tools": tools, "temperature": 0, "max_tokens": MAX_TOKENS}
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**asked).choices[0].message
+        calls = message.tool_calls or []
+        results = [(call.id, added(json.loads(call.function.arguments))) for call in calls]
+        told = [{"role": "tool", "tool_call_id": name, "content": result} for name, result in results]
+        return len(calls), [message.to_dict(), *told], message.content
+
+    tools = [{"type": "function", "function": FUNCTION}]
+    with openai_of(url) as client:
+        assert_calls_and_answers(ask)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_calls_three_times_and_then_answers(url: str, stream: bool) -> None:
-    items: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools: Any = [{"type": "function", **FUNCTION}]
-    num_calls = 0
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        while True:
-            asked: Any = {
-                "model": "demo",
-                "input": items,
-                "tools": tools,
-                "temperature": 0,
-                "max_output_tokens": MAX_TOKENS,
-            }
-            if stream:
-                with client.responses.stream(**asked) as events:
-                    found: Any = events.get_final_response()
-            else:
-                found = client.responses.create(**asked)
-            calls = [item for item in found.output if item.type == "function_call"]
-            if not calls:
-                break
-            num_calls += len(calls)
-            items += [item.to_dict() for item in found.output]
-            for call in calls:
-                result = added(json.loads(call.arguments))
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
-    assert num_calls == NUM_CALLS
-    assert found.output_text
+    def ask(turns: list[Any]) -> tuple[int, list[Any], str]:
+        asked = {"model": "demo", "input": turns, "tools": tools, "temperature": 0, "max_output_tokens": MAX_TOKENS}
+        if stream:
+            with client.responses.stream(**asked) as events:
+                found = events.get_final_response()
+        else:
+            found = client.responses.create(**asked)
+        calls = [item for item in found.output if item.type == "function_call"]
+        results = [(call.call_id, added(json.loads(call.arguments))) for call in calls]
+        told = [{"type": "function_call_output", "call_id": name, "output": result} for name, result in results]
+        return len(calls), [*(item.to_dict() for item in found.output), *told], found.output_text
+
+    tools = [{"type": "function", **FUNCTION}]
+    with openai_of(url) as client:
+        assert_calls_and_answers(ask)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_message_calls_three_times_and_then_answers(url: str, stream: bool) -> None:
-    turns: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools: Any = [{"name": "add", "description": "The sum of two numbers", "input_schema": ADD}]
-    num_calls = 0
-    with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        while True:
-            asked: Any = {
-                "model": "demo",
-                "messages": turns,
-                "tools": tools,
-                "max_tokens": MAX_TOKENS,
-                "extra_body": {"temperature": 0},
-            }
-            if stream:
-                with client.messages.stream(**asked) as events:
-                    found: Any = events.get_final_message()
-            else:
-                found = client.messages.create(**asked)
-            uses = [block for block in found.content if block.type == "tool_use"]
-            assert (found.stop_reason == "tool_use") is bool(uses)
-            if not uses:
-                break
-            num_calls += len(uses)
-            results = [{"type": "tool_result", "tool_use_id": use.id, "content": added(use.input)} for use in uses]
-            turns += [{"role": "assistant", "content": found.content}, {"role": "user", "content": results}]
-    assert num_calls == NUM_CALLS
-    assert found.content[0].text
+    def ask(turns: list[Any]) -> tuple[int, list[Any], str]:
+        asked = {"model": "demo", "messages": turns, "tools": tools, "max_tokens": MAX_TOKENS}
+        asked["extra_body"] = {"temperature": 0}
+        if stream:
+            with client.messages.stream(**asked) as events:
+                found = events.get_final_message()
+        else:
+            found = client.messages.create(**asked)
+        uses = [block for block in found.content if block.type == "tool_use"]
+        assert (found.stop_reason == "tool_use") is bool(uses)
+        results = [{"type": "tool_result", "tool_use_id": use.id, "content": added(use.input)} for use in uses]
+        more = [{"role": "assistant", "content": found.content}, {"role": "user", "content": results}]
+        return len(uses), more, "" if uses else found.content[0].text
+
+    tools = [{"name": "add", "description": "The sum of two numbers", "input_schema": ADD}]
+    with anthropic_of(url) as client:
+        assert_calls_and_answers(ask)

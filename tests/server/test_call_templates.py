@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from call_templates import TEMPLATES
-from openai import OpenAI
-from serving import serving
+from demo_server import serving_demo
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
@@ -26,13 +25,10 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Tom has 5 pens."}]
 
 
 @pytest.fixture(scope="module")
-def openai(client: AsyncEngine) -> Iterator[OpenAI]:
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    app = create_app(client, ServerSettings(model_names=("demo",), trust_request_chat_template=True))
-    with serving(app) as address, OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
-        yield made
+def url(client: AsyncEngine) -> Iterator[str]:
+    """A server that takes a request's template."""
+    with serving_demo(client, trust_request_chat_template=True) as address:
+        yield address
 
 
 def asked(name: str, **changes: Any) -> dict[str, Any]:
@@ -47,32 +43,29 @@ def asked(name: str, **changes: Any) -> dict[str, Any]:
 def test_the_style_of_a_template_is_found_by_rendering(client: AsyncEngine, name: str) -> None:
     from d3engine.server.requests.tools import ChatStyles
 
-    style = asyncio.run(ChatStyles(client).of(TEMPLATES[name]))
-    assert style.calls is not None
+    style: Any = asyncio.run(ChatStyles(client).of(TEMPLATES[name]))
     assert style.calls.name == name
     assert style.shows_tools == (name not in ("deepseek_v3", "phi4_mini_json"))
     assert style.arguments_as_text == (name == "deepseek_v3")
     thinks = {"hermes": "qwen3", "granite": "granite", "deepseek_v3": "qwen3"}
     assert (style.reasoning.name if style.reasoning else None) == thinks.get(name)
-    other = asyncio.run(ChatStyles(client, "hermes", "granite").of(TEMPLATES[name]))
-    assert other.calls is not None
-    assert other.reasoning is not None
+    other: Any = asyncio.run(ChatStyles(client, "hermes", "granite").of(TEMPLATES[name]))
     assert (other.calls.name, other.reasoning.name) == ("hermes", "granite")
     none = asyncio.run(ChatStyles(client, "none", "none").of(TEMPLATES[name]))
     assert (none.calls, none.reasoning) == (None, None)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_call_is_whole_and_streamed_and_part_of_the_next_turn(openai: OpenAI, name: str) -> None:
+def test_a_call_is_whole_and_streamed_and_part_of_the_next_turn(openai: Any, name: str) -> None:
     forced = asked(name, tool_choice="required", parallel_tool_calls=False)
     whole = openai.chat.completions.create(**forced).choices[0]
     (call,) = whole.message.tool_calls or []
-    assert json.loads(call.function.arguments)["many"] in (5, 6)  # type: ignore[union-attr]
+    assert json.loads(call.function.arguments)["many"] in (5, 6)
     assert whole.finish_reason == "tool_calls"
     assert not whole.message.content
     with openai.chat.completions.stream(**forced) as events:
         streamed: Any = events.get_final_completion().choices[0].message
-    assert streamed.tool_calls[0].function.arguments == call.function.arguments  # type: ignore[union-attr]
+    assert streamed.tool_calls[0].function.arguments == call.function.arguments
     if name == "phi4_mini_json":  # its template writes no calls
         return
     turns = [*MESSAGES, whole.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "5"}]
@@ -81,7 +74,7 @@ def test_a_call_is_whole_and_streamed_and_part_of_the_next_turn(openai: OpenAI, 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_text_stays_text_where_the_model_may_call(openai: OpenAI, name: str) -> None:
+def test_text_stays_text_where_the_model_may_call(openai: Any, name: str) -> None:
     free = openai.chat.completions.create(**asked(name, max_tokens=12)).choices[0]
     assert free.message.tool_calls is None
-    assert free.message.content or free.message.reasoning_content  # type: ignore[attr-defined]
+    assert free.message.content or free.message.reasoning_content

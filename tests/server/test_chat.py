@@ -6,29 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from openai import BadRequestError, OpenAI
-from serving import serving
+from demo_server import serving_demo
+from openai import BadRequestError
 from untimed import untimed
 
 from d3engine import SamplingParams
-from d3engine.server.app import create_app
-from d3engine.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from d3engine import AsyncEngine, Engine
+    from d3engine import AsyncEngine
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 ASKED: dict[str, Any] = {"model": "demo", "messages": MESSAGES}
 
 
-def expected_of(demo: Engine, **params: Any) -> Any:
+def expected_of(demo: Any, **params: Any) -> Any:
     """What the engine says of the conversation."""
     (output,) = demo.chat(MESSAGES, SamplingParams(**({"temperature": 0, "max_tokens": None} | params)), use_tqdm=False)
     return output
 
 
-def test_an_answer_is_the_engines_without_the_space_before_it(openai: OpenAI, demo: Engine) -> None:
+def test_an_answer_is_the_engines_without_the_space_before_it(openai: Any, demo: Any) -> None:
     answer = openai.chat.completions.create(**ASKED)
     expected = expected_of(demo)
     (choice,) = answer.choices
@@ -37,20 +35,18 @@ def test_an_answer_is_the_engines_without_the_space_before_it(openai: OpenAI, de
     assert choice.message.content == "Adding 3 makes 5 + 3 = 8. Adding 2 makes 8 + 2 = 10. #### 10"
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
-    assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_the_length_may_be_bounded_by_its_new_name_and_its_old(openai: OpenAI, name: str) -> None:
+def test_the_length_may_be_bounded_by_its_new_name_and_its_old(openai: Any, name: str) -> None:
     answer = openai.chat.completions.create(**ASKED, **{name: 4})
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
 
 
-def test_a_streamed_chat_is_the_whole_one_with_a_role_first(openai: OpenAI) -> None:
+def test_a_streamed_chat_is_the_whole_one_with_a_role_first(openai: Any) -> None:
     sampled: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 20}
     whole = openai.chat.completions.create(**ASKED, **sampled)
     stream = openai.chat.completions.create(**ASKED, **sampled, stream=True, stream_options={"include_usage": True})
@@ -58,8 +54,6 @@ def test_a_streamed_chat_is_the_whole_one_with_a_role_first(openai: OpenAI) -> N
     assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in [*chunks, last]}) == 1
     assert last.object == "chat.completion.chunk"
     assert last.choices == []
-    assert last.usage is not None
-    assert whole.usage is not None
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     for choice in whole.choices:
         own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
@@ -69,10 +63,9 @@ def test_a_streamed_chat_is_the_whole_one_with_a_role_first(openai: OpenAI) -> N
         assert not own[0].delta.content
 
 
-def test_log_probabilities_have_bytes_that_join_to_the_answer(openai: OpenAI, demo: Engine) -> None:
+def test_log_probabilities_have_bytes_that_join_to_the_answer(openai: Any, demo: Any) -> None:
     whole = openai.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2).choices[0]
     expected = expected_of(demo, logprobs=2).outputs[0]
-    assert whole.logprobs is not None
     found = whole.logprobs.content or []
     rows = list(zip(expected.token_ids, expected.logprobs, strict=True))
     assert [one.logprob for one in found] == [row[token].logprob for token, row in rows]
@@ -89,11 +82,10 @@ def test_log_probabilities_have_bytes_that_join_to_the_answer(openai: OpenAI, de
     ]
     assert streamed == found
     alone = openai.chat.completions.create(**ASKED, logprobs=True).choices[0].logprobs
-    assert alone is not None
     assert [one.top_logprobs for one in alone.content or []] == [[]] * len(found)
 
 
-def test_a_message_can_be_continued_where_it_ends(openai: OpenAI) -> None:
+def test_a_message_can_be_continued_where_it_ends(openai: Any) -> None:
     begun = "Adding 3 makes 5 + 3 = 8."
     messages = [*MESSAGES, {"role": "assistant", "content": begun}]
     extra = {"continue_final_message": True}
@@ -101,18 +93,16 @@ def test_a_message_can_be_continued_where_it_ends(openai: OpenAI) -> None:
     assert answer.choices[0].message.content == " Adding 2 makes 8 + 2 = 10. #### 10"
 
 
-def test_a_content_may_be_a_list_of_texts(openai: OpenAI) -> None:
+def test_a_content_may_be_a_list_of_texts(openai: Any) -> None:
     parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
     answer = openai.chat.completions.create(model="demo", messages=parts)
     assert answer.choices[0].message.content == openai.chat.completions.create(**ASKED).choices[0].message.content
 
 
-def test_depth_is_told_in_a_chat_as_in_a_completion(openai: OpenAI, demo: Engine) -> None:
+def test_depth_is_told_in_a_chat_as_in_a_completion(openai: Any, demo: Any) -> None:
     extra = {"return_depths": True, "return_token_ids": True, "depth": "full"}
     answer = openai.chat.completions.create(**ASKED, extra_body=extra)
     choice, whole = answer.choices[0], answer.model_extra
-    assert whole is not None
-    assert choice.model_extra is not None
     found = choice.model_extra["d3ext"]
     assert set(found["depths"]) == {16}
     assert whole["d3ext"]["mean_layers"] == 16
@@ -122,16 +112,15 @@ def test_depth_is_told_in_a_chat_as_in_a_completion(openai: OpenAI, demo: Engine
     for piece, begin, end in zip(pieces, found["token_offsets"], [*found["token_offsets"][1:], None], strict=True):
         assert content[begin:end] in (piece.replace("\u2581", " "), piece.removeprefix("\u2581"), "")
     chunks = list(openai.chat.completions.create(**ASKED, extra_body=extra, stream=True))
-    told = [chunk.choices[0].model_extra["d3ext"] for chunk in chunks[1:]]  # type: ignore[index]
+    told = [chunk.choices[0].model_extra["d3ext"] for chunk in chunks[1:]]
     assert [offset for one in told for offset in one["token_offsets"]] == found["token_offsets"]
-    assert chunks[-1].model_extra is not None
     assert untimed(chunks[-1].model_extra["d3ext"]) == untimed(whole["d3ext"])
 
 
-def test_a_request_may_bring_a_template_where_the_servers_owner_trusts_it(client: AsyncEngine, openai: OpenAI) -> None:
-    settings = ServerSettings(model_names=("demo",), trust_request_chat_template=True)
+def test_chat_template_of_a_request_is_used_where_trusted(client: AsyncEngine, openai: Any) -> None:
+    """A request may bring a chat template where the server's owner trusts it."""
     body = ASKED | {"chat_template": "{{ messages[0].content }}\nAnswer:", "max_tokens": 8}
-    with serving(create_app(client, settings)) as address:
+    with serving_demo(client, trust_request_chat_template=True) as address:
         found = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120).json()
     assert found["choices"][0]["message"]["content"]
     bare = openai.completions.create(
@@ -173,24 +162,8 @@ def test_a_chat_that_cannot_be_honoured_names_the_field(refusal: Any, changes: d
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
 
 
-def test_what_asks_for_nothing_more_than_happens_anyway_is_taken(http: httpx.Client) -> None:
-    nothing = {
-        "modalities": ["text"],
-        "store": False,
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "parallel_tool_calls": True,
-        "metadata": {},
-        "user": "me",
-        "max_completion_tokens": 2,
-        "max_tokens": 2,
-    }
-    answer = http.post("/v1/chat/completions", json=ASKED | nothing)
-    assert answer.status_code == 200, answer.text
-    assert "x-d3-ignored-fields" not in answer.headers
-
-
-def test_a_conversation_that_is_too_long_is_named_by_openais_word(openai: OpenAI) -> None:
+def test_chat_too_long_conversation_gets_openais_error_code(openai: Any) -> None:
+    """A conversation that is too long gets OpenAI's error code."""
     with pytest.raises(BadRequestError) as caught:
         openai.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Tom " * 2000}])
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from demo_server import LEAST
 
 TYPES = [
     ("openai.types.chat.completion_create_params", "CompletionCreateParamsBase", "requests", "ChatRequest"),
@@ -22,12 +23,6 @@ TOOLS = [
     ("anthropic.types", "OutputConfigParam", "messages", "OutputConfig"),
 ]
 """What forbids fields that it does not know."""
-PATHS = {
-    "/v1/completions": {"prompt": "Tom has", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 1},
-    "/v1/responses": {"input": "Tom", "max_output_tokens": 1},
-    "/v1/messages": {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 1},
-}
 OFF = {
     "use_beam_search": False,
     "mirostat": 0,
@@ -44,6 +39,21 @@ OFF = {
     "mirostat_tau": 5.0,
 }
 """Values that ask for nothing, as programs made for other servers send them."""
+PART = {"type": "text", "text": "Tom", "cache_control": {"type": "ephemeral"}, "citations": None}
+NOTHING: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "best_of": 1, "suffix": None}
+    | {"n": None, "response_format": {"type": "text"}},
+    "/v1/chat/completions": {"modalities": ["text"], "store": False, "tool_choice": "none", "metadata": {}}
+    | {"response_format": {"type": "text"}, "parallel_tool_calls": True, "user": "me"}
+    | {"max_completion_tokens": 2, "max_tokens": 2},
+    "/v1/responses": {"store": False, "background": False, "tools": [], "tool_choice": "auto", "user": "me"}
+    | {"parallel_tool_calls": True, "include": [], "text": {"format": {"type": "text"}}, "truncation": "disabled"}
+    | {"stream_options": {"include_obfuscation": False}, "previous_response_id": None},
+    "/v1/messages": {"messages": [{"role": "user", "content": [PART]}], "metadata": {"user_id": "me"}, "tools": []}
+    | {"service_tier": "auto", "thinking": {"type": "disabled"}, "system": [], "stop_sequences": []}
+    | {"cache_control": {"type": "ephemeral"}},
+}
+"""And values that ask for nothing more than a route does anyway."""
 ON = {
     "use_beam_search": True,
     "mirostat": 2,
@@ -61,14 +71,7 @@ ON = {
 }
 
 
-HONOURED = {
-    "dry_multiplier",
-    "xtc_probability",
-    "typical_p",
-    "repeat_penalty",
-    "truncate_prompt_tokens",
-    "top_n_sigma",
-}
+HONOURED = {"dry_multiplier", "xtc_probability", "typical_p", "repeat_penalty", "truncate_prompt_tokens", "top_n_sigma"}
 """Of these, what completions and chats do."""
 
 
@@ -93,10 +96,11 @@ def test_every_field_of_a_clients_tool_is_honoured_or_refused(module: str, name:
     assert {*own.__struct_fields__} & annotations(getattr(importlib.import_module(module), name))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_what_changes_an_answer_is_refused_by_name_on_every_route(http: httpx.Client, path: str) -> None:
+@pytest.mark.parametrize("path", LEAST)
+def test_fields_that_change_an_answer_are_refused_on_each_route(http: httpx.Client, path: str) -> None:
+    """Fields that change an answer are honoured, or refused by name on every route."""
     for name, value in ON.items():
-        answer = http.post(path, json=PATHS[path] | {name: value})
+        answer = http.post(path, json=LEAST[path] | {name: value})
         if name in HONOURED and path in ("/v1/completions", "/v1/chat/completions"):
             assert answer.status_code == 200, (name, answer.text)
             assert "x-d3-ignored-fields" not in answer.headers
@@ -105,15 +109,17 @@ def test_what_changes_an_answer_is_refused_by_name_on_every_route(http: httpx.Cl
         assert answer.json()["error"]["message"].startswith(f"{name} must be absent"), answer.text
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_values_that_ask_for_nothing_pass_on_every_route(http: httpx.Client, path: str) -> None:
-    answer = http.post(path, json=PATHS[path] | OFF)
+@pytest.mark.parametrize(
+    ("path", "fields"), [*((path, OFF) for path in LEAST), *NOTHING.items()], ids=lambda value: str(value)[:30]
+)
+def test_values_that_ask_for_nothing_pass(http: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+    answer = http.post(path, json=LEAST[path] | fields)
     assert answer.status_code == 200, answer.text
     assert "x-d3-ignored-fields" not in answer.headers
 
 
 def test_a_penalty_by_another_servers_name_is_the_penalty(http: httpx.Client) -> None:
-    asked = PATHS["/v1/completions"] | {"max_tokens": 20}
+    asked = LEAST["/v1/completions"] | {"max_tokens": 20}
     answers = [
         http.post("/v1/completions", json=asked | more).json()["choices"][0]["text"]
         for more in ({}, {"repetition_penalty": 3.0}, {"repeat_penalty": 3.0}, {"rep_pen": 3.0})
@@ -157,12 +163,13 @@ def test_a_truncated_prompt_is_its_end(http: httpx.Client) -> None:
     ],
 )
 def test_a_field_of_another_route_is_refused(http: httpx.Client, path: str, name: str, value: Any) -> None:
-    answer = http.post(path, json=PATHS[path] | {name: value})
+    answer = http.post(path, json=LEAST[path] | {name: value})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(f"{name} must be absent")
 
 
-def test_several_answers_have_the_apis_temperature_not_the_models() -> None:
+def test_several_answers_have_the_apis_temperature() -> None:
+    """Several answers have the API's default temperature, not the model's."""
     from d3engine import SamplingParams
     from d3engine.server.requests.sampling import sampling_params
     from d3engine.server.schemas.requests import CompletionRequest
@@ -181,7 +188,7 @@ def test_several_answers_have_the_apis_temperature_not_the_models() -> None:
 
 
 def test_two_answers_of_a_greedy_model_differ(http: httpx.Client) -> None:
-    asked = PATHS["/v1/completions"] | {"n": 2, "max_tokens": 20, "seed": 1}
+    asked = LEAST["/v1/completions"] | {"n": 2, "max_tokens": 20, "seed": 1}
     answer = http.post("/v1/completions", json=asked)
     assert answer.status_code == 200, answer.text
     first, second = answer.json()["choices"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from guarded_apps import GuardedApp
+from loops import on_a_loop
 from served_apps import GUARD, ServedApp, read_answer, read_to_the_end, request, served
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -95,10 +96,9 @@ def test_a_head_is_of_bounded_length(hasty: ServedApp) -> None:
         b"GET /hello HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"A: b\r\n" * 300 + b"\r\n",
     ],
 )
-def test_what_is_not_http_is_said_to_be_so_in_the_form_of_all_errors(hasty: ServedApp, data: bytes) -> None:
-    with hasty.connect() as client:
-        client.sendall(data)
-        status, body = read_answer(client)
+def test_bytes_that_are_not_http_get_an_error_in_one_form(hasty: ServedApp, data: bytes) -> None:
+    """Bytes that are not HTTP get an error in the form of all errors."""
+    status, body = ask(hasty, data)
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -132,7 +132,8 @@ def test_a_body_that_servers_would_frame_differently_is_refused(
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
-def test_an_upgrade_with_a_body_is_refused_and_the_body_is_no_request(hasty: ServedApp, protocol: str) -> None:
+def test_upgrade_with_a_body_is_refused_and_smuggles_nothing(hasty: ServedApp, protocol: str) -> None:
+    """An upgrade with a body is refused, and the body is not read as a request."""
     smuggled = request("/hello", method="GET")
     with hasty.connect() as client:
         client.sendall(request("/echo", smuggled, Connection="Upgrade", Upgrade=protocol))
@@ -171,7 +172,8 @@ def test_chunk_extensions_and_trailers_are_counted(long: bytes, at_once: bool) -
         assert read_to_the_end(client) == b""
 
 
-def test_small_chunks_short_extensions_and_pipelined_bodies_are_read(hasty: ServedApp) -> None:
+def test_small_chunks_extensions_and_pipelined_bodies_are_read(hasty: ServedApp) -> None:
+    """Small chunks, short extensions and pipelined bodies are read."""
     text = b'"' + b"a" * 9_000 + b'"'
     chunks = b"".join(b"1;b=c\r\n%c\r\n" % letter for letter in text) + b"0\r\nTrailer: x\r\n\r\n"
     with hasty.connect() as client:
@@ -210,17 +212,14 @@ def send_for_ever(client: socket.socket) -> None:
         client.sendall(b"x" * 10_000)
 
 
-def test_a_refused_body_that_never_ends_is_thrown_away_for_a_while_only(
-    hasty: ServedApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_endless_body_is_discarded_for_a_while_only(hasty: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused body that never ends is discarded for a limited time only."""
     monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
     with hasty.connect() as client:
         client.sendall(request("/echo", Content_Length=str(2**40)))
         with pytest.raises(ConnectionError):
             send_for_ever(client)
-    with hasty.connect() as client:
-        client.sendall(request("/echo", b'"next"'))
-        assert read_answer(client) == (200, "next")
+    assert ask(hasty, request("/echo", b'"next"')) == (200, "next")
 
 
 class Endless(Response):
@@ -239,7 +238,8 @@ class Endless(Response):
             self._ended.set()
 
 
-def test_who_does_not_read_loses_the_connection_and_the_stream_ends() -> None:
+def test_client_that_does_not_read_loses_its_connection() -> None:
+    """A client that does not read loses its connection, and the stream ends."""
     ended = threading.Event()
 
     async def stream(request: Request) -> Response:
@@ -271,27 +271,26 @@ class Written(asyncio.Transport):
         return self.is_closed
 
 
-def test_what_is_written_in_one_turn_goes_out_as_one_in_its_order_and_before_the_end() -> None:
-    async def main() -> None:
-        inner = Written()
-        gathered = connections.WriteBuffer(inner, asyncio.get_running_loop())
-        gathered.write(b"head ")
-        gathered.write(b"body ")
-        assert inner.writes == []
-        await asyncio.sleep(0)
-        assert inner.writes == [b"head body "]
-        much = b"x" * connections.MOST_GATHERED
-        gathered.write(b"little ")
-        gathered.write(much)
-        assert inner.writes[1:] == [b"little " + much]
-        gathered.write(b"last")
-        gathered.close()
-        assert (inner.writes[-1], gathered.is_closing()) == (b"last", True)
-        gathered.write(b"too late")
-        await asyncio.sleep(0)
-        assert inner.writes[-1] == b"last"
-
-    asyncio.run(main())
+@on_a_loop
+async def test_write_buffer_joins_the_writes_of_one_turn_in_order() -> None:
+    """Writes of one turn go out as one, in their order and before the end."""
+    inner = Written()
+    gathered = connections.WriteBuffer(inner, asyncio.get_running_loop())
+    gathered.write(b"head ")
+    gathered.write(b"body ")
+    assert inner.writes == []
+    await asyncio.sleep(0)
+    assert inner.writes == [b"head body "]
+    much = b"x" * connections.MOST_GATHERED
+    gathered.write(b"little ")
+    gathered.write(much)
+    assert inner.writes[1:] == [b"little " + much]
+    gathered.write(b"last")
+    gathered.close()
+    assert (inner.writes[-1], gathered.is_closing()) == (b"last", True)
+    gathered.write(b"too late")
+    await asyncio.sleep(0)
+    assert inner.writes[-1] == b"last"
 
 
 def test_an_outlet_is_free_while_its_client_reads_and_only_then() -> None:
@@ -334,7 +333,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_a_request_that_was_refused_leaves_nothing_for_the_collector(refused: str) -> None:
+def test_refused_request_leaves_no_garbage(refused: str) -> None:
+    """A refused request leaves nothing for the garbage collector."""
     app = GuardedApp(HASTY)
 
     def num_left() -> int:
@@ -346,9 +346,7 @@ def test_a_request_that_was_refused_leaves_nothing_for_the_collector(refused: st
         try:
             before = num_left()
             for _ in range(5):
-                with running.connect() as client:
-                    client.sendall(REFUSED[refused])
-                    assert read_answer(client)[0] >= 400
+                assert ask(running, REFUSED[refused])[0] >= 400
             with running.connect() as client:  # by whose answer the connections before it have ended
                 client.sendall(request("/hello", method="GET"))
                 assert read_answer(client)[0] == 200
@@ -357,8 +355,11 @@ def test_a_request_that_was_refused_leaves_nothing_for_the_collector(refused: st
             gc.enable()
 
 
-def test_a_stream_that_has_ended_leaves_nothing_for_the_collector() -> None:
-    """What a collection finds it frees all at once, while every other stream waits."""
+def test_ended_stream_leaves_no_garbage() -> None:
+    """A stream that has ended leaves nothing for the garbage collector.
+
+    What a collection finds it frees all at once, while every other stream waits.
+    """
     outlets: list[weakref.ref[Any]] = []
 
     async def stream(request: Request) -> Response:
@@ -415,7 +416,8 @@ class Held:
         return client
 
 
-def test_a_drain_finishes_what_has_begun_and_says_503_to_what_is_new() -> None:
+def test_drain_finishes_what_runs_and_refuses_what_is_new() -> None:
+    """A drain finishes the answers that have begun, and answers 503 to new requests."""
     held = Held(GuardSettings(port=0))
     with served(held.guarded.app, held.guarded.traffic, held.settings) as running, held.begin(running) as client:
         running.server.drain("SIGTERM")
@@ -446,7 +448,8 @@ def test_an_idle_server_ends_at_once() -> None:
     assert running.said == []
 
 
-def test_a_port_that_is_taken_is_said_so_before_anything_is_loaded() -> None:
+def test_bind_of_a_taken_port_fails_before_loading() -> None:
+    """A port that is taken is reported before anything is loaded."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -460,7 +463,8 @@ def crowded(most: int, **posted: Any) -> tuple[GuardedApp, GuardSettings]:
     return GuardedApp(settings, **posted), settings
 
 
-def test_a_connection_too_many_takes_the_place_of_the_one_idle_longest() -> None:
+def test_excess_connection_replaces_the_one_idle_longest() -> None:
+    """A connection beyond the limit takes the place of the one idle longest."""
     app, settings = crowded(2)
     with served(app.app, app.traffic, settings) as running:
         clients = []
@@ -480,9 +484,7 @@ def test_a_connection_that_says_nothing_is_idle_too() -> None:
     app, settings = crowded(2)
     with served(app.app, app.traffic, settings) as running:
         silent = [running.connect() for _ in range(6)]
-        with running.connect() as client:
-            client.sendall(request("/echo", b"{}"))
-            assert read_answer(client)[0] == 200
+        assert ask(running, request("/echo", b"{}"))[0] == 200
         for one in silent:
             one.close()
 
@@ -510,9 +512,7 @@ def test_where_all_are_at_work_a_further_connection_is_refused() -> None:
         go.set()
         for client in busy:
             assert read_answer(client)[0] == 200
-        with running.connect() as client:  # in the place of one that is idle now
-            client.sendall(request("/echo", b"{}"))
-            assert read_answer(client)[0] == 200
+        assert ask(running, request("/echo", b"{}"))[0] == 200  # in the place of one that is idle now
         for client in busy:
             client.close()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 from untimed import untimed
 
 from d3engine import D3, FullDepth, SamplingParams
@@ -16,9 +15,6 @@ from d3engine.depth import DepthPolicy
 from d3engine.server.errors import RequestError
 from d3engine.server.requests.sampling import MOST_KNOWN, DepthPolicies
 from d3engine.server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from d3engine import Engine
 
 SHALLOW = {"policy": "d3", "alpha": 0.6, "start": 0.5}
 ASKED: dict[str, Any] = {"max_tokens": 40}
@@ -47,7 +43,7 @@ def depths(answer: Any) -> list[int]:
     ids=str,
 )
 def test_a_request_chooses_its_depth_by_field_header_or_model(
-    openai: OpenAI, demo: Engine, question: str, model: str, header: str | None, depth: Any, policy: DepthPolicy | None
+    openai: Any, demo: Any, question: str, model: str, header: str | None, depth: Any, policy: DepthPolicy | None
 ) -> None:
     extra: dict[str, Any] = {"return_depths": True} | ({} if depth is None else {"depth": depth})
     headers = {} if header is None else {"X-D3-Depth": header}
@@ -57,7 +53,6 @@ def test_a_request_chooses_its_depth_by_field_header_or_model(
     assert answer.choices[0].text == expected.outputs[0].text
     assert depths(answer) == expected.outputs[0].depths
     assert answer.model == model
-    assert answer.model_extra is not None
     assert answer.model_extra["d3ext"]["certified"] == (policy in (None, FullDepth()))
     assert answer.model_extra["d3ext"]["policy"] == (policy or demo.depth).describe()
 
@@ -68,7 +63,7 @@ def test_nothing_is_said_of_depth_unasked(http: httpx.Client, question: str) -> 
     assert "d3ext" not in answer["choices"][0]
 
 
-def test_what_depth_saved_adds_up_to_the_engines_own_count(openai: OpenAI, demo: Engine, question: str) -> None:
+def test_what_depth_saved_adds_up_to_the_engines_own_count(openai: Any, demo: Any, question: str) -> None:
     extra = {"return_depths": True, "depth": SHALLOW}
     sampled: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 30}
     answer = openai.completions.create(model="demo", prompt=question, **sampled, extra_body=extra)
@@ -76,7 +71,6 @@ def test_what_depth_saved_adds_up_to_the_engines_own_count(openai: OpenAI, demo:
     params = SamplingParams(depth=D3(alpha=0.6, start=0.5), **sampled)
     (expected,) = demo.generate(question, params, use_tqdm=False)
     all_depths = [depth for output in expected.outputs for depth in output.depths]
-    assert answer.model_extra is not None
     found = answer.model_extra["d3ext"]
     assert (found["num_layers"], found["layers_run"]) == (16, sum(all_depths))
     assert found["layers_saved"] == 16 * len(all_depths) - sum(all_depths) > 0
@@ -84,32 +78,25 @@ def test_what_depth_saved_adds_up_to_the_engines_own_count(openai: OpenAI, demo:
     assert found["kv_bytes_saved"] == demo.stats().kv_bytes_saved_at_end - before > 0
 
 
-def test_the_time_of_an_answer_after_its_first_token_is_told_in_a_stream_too(openai: OpenAI, question: str) -> None:
-    asked: dict[str, Any] = {
-        "model": "demo",
-        "prompt": question,
-        "temperature": 0,
-        "extra_body": {"return_depths": True},
-    }
+def test_decode_seconds_are_reported_whole_and_streamed(openai: Any, question: str) -> None:
+    """The time of an answer after its first token is reported in a stream too."""
+    asked: dict[str, Any] = {"model": "demo", "prompt": question, "temperature": 0}
+    asked["extra_body"] = {"return_depths": True}
     whole = openai.completions.create(**asked, max_tokens=30)
     *_, last = openai.completions.create(**asked, max_tokens=30, stream=True)
     only = openai.completions.create(**asked, max_tokens=1)
     for answer in (whole, last):
-        assert answer.model_extra is not None
         assert answer.model_extra["d3ext"]["decode_seconds"] > 0
-    assert only.model_extra is not None
     assert only.model_extra["d3ext"]["decode_seconds"] == 0
 
 
 @pytest.mark.parametrize("stop", [None, " ="])
-def test_offsets_say_which_letters_each_token_wrote_whether_streamed_or_whole(
-    openai: OpenAI, demo: Engine, question: str, stop: str | None
-) -> None:
+def test_token_offsets_are_those_of_each_tokens_text(openai: Any, demo: Any, question: str, stop: str | None) -> None:
+    """Offsets say which letters each token wrote, whether streamed or whole."""
     extra = {"return_depths": True, "return_token_ids": True}
     asked: dict[str, Any] = {"model": "demo", "prompt": question, "extra_body": extra, "stop": stop, **ASKED}
     whole = openai.completions.create(**asked)
     (choice,) = whole.choices
-    assert choice.model_extra is not None
     ids, found = choice.model_extra["token_ids"], choice.model_extra["d3ext"]
     texts = [demo.get_tokenizer().convert_id_to_token(token) or "" for token in ids]
     ends = [*found["token_offsets"][1:], None]
@@ -119,12 +106,10 @@ def test_offsets_say_which_letters_each_token_wrote_whether_streamed_or_whole(
     streamed: dict[str, list[int]] = {"depths": [], "token_offsets": []}
     summaries = []
     for chunk in openai.completions.create(**asked, stream=True):
-        assert chunk.choices[0].model_extra is not None
         for name, values in chunk.choices[0].model_extra["d3ext"].items():
             streamed[name] += values
         summaries.append((chunk.model_extra or {}).get("d3ext"))
     assert streamed == found
-    assert whole.model_extra is not None
     assert [untimed(one) for one in summaries if one is not None] == [untimed(whole.model_extra["d3ext"])]
     assert summaries[-1] is not None
 
@@ -192,7 +177,8 @@ def test_a_policy_inside_of_another_must_be_allowed_too() -> None:
     assert caught.value.code == "depth_not_allowed"
 
 
-def test_a_locked_server_takes_its_own_depth_and_its_aliases_only() -> None:
+def test_locked_depth_allows_the_own_depth_and_aliases_alone() -> None:
+    """A locked server takes its own depth and its aliases only."""
     found = policies(lock_depth=True, depth_aliases={"m-full": FullDepth()})
     own = D3(alpha=0.8, start=0.7).describe()
     assert [found.read("m", asked, None) for asked in (None, "auto", own)] == [None, None, None]

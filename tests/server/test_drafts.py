@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from demo_server import demo_server, openai_of
 
 REPEATS = "one two three four five one two three four five one two three four five one two three"
 
@@ -17,17 +16,8 @@ REPEATS = "one two three four five one two three four five one two three four fi
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[str]:
     """The address of a server whose engine looks up its drafts."""
-    from serving import serving
-
-    from d3engine import AsyncEngine
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    config = {"method": "ngram", "num_speculative_tokens": 3}
-    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**25, speculative_config=config)
-    with serving(create_app(engine, ServerSettings(model_names=("demo",)))) as address:
+    with demo_server(speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as address:
         yield address
-    asyncio.run(engine.close())
 
 
 def metrics(address: str) -> dict[str, float]:
@@ -39,27 +29,20 @@ def metrics(address: str) -> dict[str, float]:
     return {name + position: float(value) for name, position, value in found}
 
 
-def test_the_usage_of_a_request_counts_its_drafted_tokens_and_the_metrics_those_of_all(drafting: str) -> None:
+def test_draft_usage_and_metrics_count_the_same_tokens(drafting: str) -> None:
+    """The usage of a request counts its drafted tokens, and the metrics count those of all."""
     before = metrics(drafting)
-    with OpenAI(base_url=f"{drafting}/v1", api_key="none", max_retries=0) as client:
+    with openai_of(drafting) as client:
         asked: dict[str, Any] = {"model": "demo", "prompt": [REPEATS, REPEATS + " four"], "max_tokens": 30}
-        whole = client.completions.create(**asked, n=2, temperature=0.5, seed=1)
-        *_, last = client.completions.create(
-            **asked, n=2, temperature=0.5, seed=1, stream=True, stream_options={"include_usage": True}
-        )
+        sampled: dict[str, Any] = asked | {"n": 2, "temperature": 0.5, "seed": 1}
+        whole = client.completions.create(**sampled)
+        *_, last = client.completions.create(**sampled, stream=True, stream_options={"include_usage": True})
         plain = client.completions.create(**asked, extra_body={"depth": "full"})
-    assert whole.usage is not None
-    assert last.usage is not None
     details = whole.usage.completion_tokens_details
-    assert details is not None
     accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
-    assert accepted is not None
-    assert rejected is not None
-    assert accepted > 0
-    assert accepted < whole.usage.completion_tokens
+    assert 0 < accepted < whole.usage.completion_tokens
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert last.usage.completion_tokens_details == details
-    assert plain.usage is not None
     assert plain.usage.completion_tokens_details is None
     after = metrics(drafting)
     gained = {name: after[name] - before[name] for name in after}

@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
+from loops import on_a_loop
 
 from d3engine.server.errors import RequestError
+from d3engine.server.responses.messages import PING, MessageForm
 from d3engine.server.responses.running import unless_disconnected
 from d3engine.server.responses.streams import EventStream, OpenAIForm
 
@@ -22,16 +24,16 @@ async def stays() -> Any:
     await asyncio.Event().wait()
 
 
-async def sent_of(events: Callable[[asyncio.Event], AsyncGenerator[bytes, None]], ping_interval: float) -> list[Any]:
+async def sent_of(events: Callable[[asyncio.Event], AsyncGenerator[bytes, None]], form: Any = FORM) -> list[Any]:
     """What a stream sends; the event that `events` is given is set at the first ping."""
     pinged, sent = asyncio.Event(), []
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", message["type"]))
-        if sent[-1] == FORM.ping:
+        if sent[-1] == form.ping:
             pinged.set()
 
-    stream = EventStream(events(pinged), ping_interval=ping_interval, form=FORM)
+    stream = EventStream(events(pinged), ping_interval=0.001, form=form)
     await stream({"type": "http"}, stays, send)  # type: ignore[arg-type]
     return sent
 
@@ -41,12 +43,24 @@ def test_a_first_event_that_is_late_is_announced_by_a_ping() -> None:
         await pinged.wait()
         yield b"only"
 
-    sent = asyncio.run(sent_of(late, 0.001))
+    sent = asyncio.run(sent_of(late))
     assert (sent[:2], sent[-2:]) == (["http.response.start", FORM.ping], [b"only", FORM.end])
     assert set(sent[2:-2]) <= {FORM.ping}
 
 
-def test_an_error_before_anything_was_sent_is_raised_and_after_a_ping_it_is_the_last_event() -> None:
+def test_a_silence_within_a_message_is_filled_with_pings() -> None:
+    async def slow(pinged: asyncio.Event) -> AsyncGenerator[bytes, None]:
+        yield b"first"
+        await pinged.wait()
+        yield b"last"
+
+    sent = asyncio.run(sent_of(slow, MessageForm()))
+    assert set(sent[1:]) == {b"first", PING, b"last", b""}
+    assert (sent[1], sent[-2:]) == (b"first", [b"last", b""])
+
+
+def test_event_stream_error_is_raised_or_the_last_event() -> None:
+    """An error before any byte is raised, and after a ping it is the last event."""
     error = RequestError(503, "No.", code="no")
 
     async def fails_at_once(pinged: asyncio.Event) -> AsyncGenerator[bytes, None]:
@@ -59,36 +73,35 @@ def test_an_error_before_anything_was_sent_is_raised_and_after_a_ping_it_is_the_
         yield b""
 
     with pytest.raises(RequestError, match=r"No\."):
-        asyncio.run(sent_of(fails_at_once, 0.001))
-    sent = asyncio.run(sent_of(fails_late, 0.001))
+        asyncio.run(sent_of(fails_at_once))
+    sent = asyncio.run(sent_of(fails_late))
     assert (sent[:2], sent[-1]) == (["http.response.start", FORM.ping], FORM.failed(error))
 
 
-def test_an_event_waits_for_the_ping_before_it() -> None:
+@on_a_loop
+async def test_an_event_waits_for_the_ping_before_it() -> None:
     """Whatever a connection does with the head of a response, its body never comes first."""
     sent: list[Any] = []
+    head, go_on = asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        head, go_on = asyncio.Event(), asyncio.Event()
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            head.set()
+            await go_on.wait()
+        sent.append(message.get("body", message["type"]))
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                head.set()
-                await go_on.wait()
-            sent.append(message.get("body", message["type"]))
+    async def events() -> AsyncGenerator[bytes, None]:
+        await head.wait()
+        asyncio.get_running_loop().call_later(0.005, go_on.set)
+        yield b"only"
 
-        async def events() -> AsyncGenerator[bytes, None]:
-            await head.wait()
-            asyncio.get_running_loop().call_later(0.005, go_on.set)
-            yield b"only"
-
-        await EventStream(events(), ping_interval=0.001, form=FORM)({"type": "http"}, stays, send)  # type: ignore[arg-type]
-
-    asyncio.run(main())
+    await EventStream(events(), ping_interval=0.001, form=FORM)({"type": "http"}, stays, send)  # type: ignore[arg-type]
     assert sent == ["http.response.start", FORM.ping, b"only", FORM.end]
 
 
-def test_work_goes_on_while_the_client_stays_and_ends_when_he_leaves() -> None:
+@on_a_loop
+async def test_work_ends_when_its_client_leaves() -> None:
+    """Work goes on while the client stays, and ends when the client leaves."""
     ended: list[str] = []
 
     async def work(leaving: asyncio.Event) -> str:
@@ -100,67 +113,62 @@ def test_work_goes_on_while_the_client_stays_and_ends_when_he_leaves() -> None:
             ended.append("work")
         return "never"
 
-    async def main() -> None:
-        leaving = asyncio.Event()
+    leaving = asyncio.Event()
 
-        async def leaves() -> Any:
-            await leaving.wait()
-            return {"type": "http.disconnect"}
+    async def leaves() -> Any:
+        await leaving.wait()
+        return {"type": "http.disconnect"}
 
-        assert await unless_disconnected(SCOPE, stays, asyncio.sleep(0, "done")) == "done"
-        assert await unless_disconnected(SCOPE, leaves, work(leaving)) is None
-        assert ended == ["work"]
-        task = asyncio.current_task()
-        assert task is not None
-        assert not task.cancelling()  # whoever waits after it is not cancelled
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
+    assert await unless_disconnected(SCOPE, stays, asyncio.sleep(0, "done")) == "done"
+    assert await unless_disconnected(SCOPE, leaves, work(leaving)) is None
+    assert ended == ["work"]
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()  # whoever waits after it is not cancelled
+    await asyncio.sleep(0)
 
 
-def test_who_is_cancelled_himself_hears_of_it_although_the_client_may_leave_too() -> None:
-    async def main(client_leaves: bool) -> None:
-        begun = asyncio.Event()
+@pytest.mark.parametrize("client_leaves", [False, True])
+@on_a_loop
+async def test_cancelled_caller_is_cancelled_though_clients_leave(client_leaves: bool) -> None:
+    """A caller that is cancelled gets its cancellation although the client may leave too."""
+    begun = asyncio.Event()
 
-        async def receive() -> Any:
-            await begun.wait()
-            if not client_leaves:
-                await stays()
-            return {"type": "http.disconnect"}
-
-        async def work() -> None:
-            begun.set()
-            await asyncio.sleep(3600)
-
-        task = asyncio.ensure_future(unless_disconnected(SCOPE, receive, work()))
+    async def receive() -> Any:
         await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        if not client_leaves:
+            await stays()
+        return {"type": "http.disconnect"}
 
-    asyncio.run(main(False))
-    asyncio.run(main(True))
+    async def work() -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    task = asyncio.ensure_future(unless_disconnected(SCOPE, receive, work()))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_a_client_that_leaves_as_its_answer_ends_cancels_nothing_that_comes_after() -> None:
-    async def both_at_once() -> int | None:
-        left, done = asyncio.get_running_loop().create_future(), asyncio.get_running_loop().create_future()
+@on_a_loop
+async def test_client_that_leaves_at_the_end_cancels_nothing_after() -> None:
+    """A client that leaves as its answer ends cancels nothing that comes after."""
+    left, done = asyncio.get_running_loop().create_future(), asyncio.get_running_loop().create_future()
 
-        async def receive() -> dict[str, str]:
-            await left
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, str]:
+        await left
+        return {"type": "http.disconnect"}
 
-        async def end() -> None:
-            for _ in range(5):  # until both are awaited
-                await asyncio.sleep(0)
-            left.set_result(None)
-            done.set_result(7)
-
-        ending = asyncio.ensure_future(end())
-        found: int | None = await unless_disconnected(SCOPE, receive, done)
-        for _ in range(3):
+    async def end() -> None:
+        for _ in range(5):  # until both are awaited
             await asyncio.sleep(0)
-        await ending
-        return found
+        left.set_result(None)
+        done.set_result(7)
 
-    assert asyncio.run(both_at_once()) == 7
+    ending = asyncio.ensure_future(end())
+    found: int | None = await unless_disconnected(SCOPE, receive, done)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await ending
+    assert found == 7

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import on_a_loop
 
 if TYPE_CHECKING:
     from scripted import Scripted
@@ -51,6 +52,15 @@ class World:
         for step in range(2, 60):
             self.before_step[step] = partial(caller.wait_for_writes, step - 1)
         await caller.run()
+
+    def break_after_the_first_byte(self, caller: Caller, fault: Callable[[World], None]) -> None:
+        """Before step 4, when the client has got something."""
+
+        def break_it() -> None:
+            assert caller.got_bytes.wait(HANG_SECONDS)
+            fault(self)
+
+        self.before_step[4] = break_it
 
     async def holds_nothing(self) -> bool:
         stats = await self.engine.stats()
@@ -193,52 +203,45 @@ def hold_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_character_that_tokens_cut_is_never_sent_in_halves(
+@on_a_loop
+async def test_a_character_that_tokens_cut_is_never_sent_in_halves(
     make_world: Make, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
     if is_broken:
         show_each_token_by_itself(monkeypatch)
-
-    async def main() -> None:
-        world = make_world(SPARKLING)
-        caller = Caller(world, return_token_ids=True)
-        await world.run_step_by_step(caller)
-        choices = [one["choices"][0] for one in caller.events[:-1]]
-        assert sum(len(one["token_ids"]) for one in choices) > len(SPARKLING) + 2  # characters were cut
-        assert ("".join(caller.texts) == SPARKLING) != is_broken
-        assert any("\ufffd" in text for text in caller.texts) == is_broken
-
-    asyncio.run(main())
+    world = make_world(SPARKLING)
+    caller = Caller(world, return_token_ids=True)
+    await world.run_step_by_step(caller)
+    choices = [one["choices"][0] for one in caller.events[:-1]]
+    assert sum(len(one["token_ids"]) for one in choices) > len(SPARKLING) + 2  # characters were cut
+    assert ("".join(caller.texts) == SPARKLING) != is_broken
+    assert any("\ufffd" in text for text in caller.texts) == is_broken
 
 
-def test_a_character_that_tokens_cut_has_one_place_in_the_text(make_world: Make) -> None:
-    async def main() -> None:
-        caller = await Caller(make_world(SPARKLING), logprobs=0).run()
-        logprobs = [one["choices"][0]["logprobs"] for one in caller.events[:-1]]
-        places = [place for one in logprobs for place in one["text_offset"]]
-        assert places == sorted(places)
-        assert places[-1] == len(SPARKLING)
-        assert places.count(SPARKLING.index("\U0001f600")) > 1
-
-    asyncio.run(main())
+@on_a_loop
+async def test_a_character_that_tokens_cut_has_one_place_in_the_text(make_world: Make) -> None:
+    caller = await Caller(make_world(SPARKLING), logprobs=0).run()
+    logprobs = [one["choices"][0]["logprobs"] for one in caller.events[:-1]]
+    places = [place for one in logprobs for place in one["text_offset"]]
+    assert places == sorted(places)
+    assert places[-1] == len(SPARKLING)
+    assert places.count(SPARKLING.index("\U0001f600")) > 1
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_the_beginning_of_a_stop_string_is_not_sent_before_it_is_known_to_be_none(
+@on_a_loop
+async def test_beginning_of_a_stop_string_is_held_back(
     make_world: Make, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
+    """The beginning of a stop string is not sent before it is known to be none."""
     if is_broken:
         hold_nothing_back(monkeypatch)
-
-    async def main() -> None:
-        world = make_world(STOPPED)
-        caller = Caller(world, stop=["###"], return_token_ids=True)
-        await world.run_step_by_step(caller)
-        assert len(caller.events) > 6  # it came in pieces
-        assert "".join(caller.texts) == (" one ##two ###" if is_broken else " one ##two ")
-        assert await world.holds_nothing()
-
-    asyncio.run(main())
+    world = make_world(STOPPED)
+    caller = Caller(world, stop=["###"], return_token_ids=True)
+    await world.run_step_by_step(caller)
+    assert len(caller.events) > 6  # it came in pieces
+    assert "".join(caller.texts) == (" one ##two ###" if is_broken else " one ##two ")
+    assert await world.holds_nothing()
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -256,75 +259,64 @@ def the_request_fails(world: World) -> None:
     ("fault", "status", "code"), [(the_engine_dies, 503, "engine_dead"), (the_request_fails, 500, "request_failed")]
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_error_before_the_first_byte_is_a_status(
+@on_a_loop
+async def test_an_error_before_the_first_byte_is_a_status(
     make_world: Make, fault: Any, status: int, code: str, stream: bool
 ) -> None:
-    async def main() -> None:
-        world = make_world(SPARKLING)
-        fault(world)
-        caller = await Caller(world, stream=stream).run()
-        assert caller.status == status
-        error = json.loads(caller.content)["error"]
-        assert (error["type"], error["code"]) == ("server_error", code)
-        assert "secret" not in caller.content
-
-    asyncio.run(main())
+    world = make_world(SPARKLING)
+    fault(world)
+    caller = await Caller(world, stream=stream).run()
+    assert caller.status == status
+    error = json.loads(caller.content)["error"]
+    assert (error["type"], error["code"]) == ("server_error", code)
+    assert "secret" not in caller.content
 
 
 @pytest.mark.parametrize(("fault", "code"), [(the_engine_dies, "engine_dead"), (the_request_fails, "request_failed")])
-def test_an_error_after_the_first_byte_is_an_event_and_then_done(make_world: Make, fault: Any, code: str) -> None:
-    async def main() -> None:
-        world = make_world(SPARKLING)
-        caller = Caller(world)
-
-        def break_it() -> None:
-            assert caller.got_bytes.wait(HANG_SECONDS)
-            fault(world)
-
-        world.before_step[4] = break_it
-        await caller.run()
-        *chunks, error, done = caller.events
-        assert caller.status == 200
-        assert chunks
-        assert all("choices" in chunk for chunk in chunks)
-        assert done == "[DONE]"
-        assert set(error) == {"error"}
-        assert (error["error"]["type"], error["error"]["code"]) == ("server_error", code)
-        assert "secret" not in caller.content
-        if code == "request_failed":
-            assert await world.holds_nothing()
-
-    asyncio.run(main())
+@on_a_loop
+async def test_an_error_after_the_first_byte_is_an_event_and_then_done(make_world: Make, fault: Any, code: str) -> None:
+    world = make_world(SPARKLING)
+    caller = Caller(world)
+    world.break_after_the_first_byte(caller, fault)
+    await caller.run()
+    *chunks, error, done = caller.events
+    assert caller.status == 200
+    assert chunks
+    assert all("choices" in chunk for chunk in chunks)
+    assert done == "[DONE]"
+    assert set(error) == {"error"}
+    assert (error["error"]["type"], error["error"]["code"]) == ("server_error", code)
+    assert "secret" not in caller.content
+    if code == "request_failed":
+        assert await world.holds_nothing()
 
 
 @pytest.mark.parametrize("nth", [0, 1])
-def test_stream_with_a_fault_of_one_answer_ends_with_an_error(make_world: Make, nth: int) -> None:
+@on_a_loop
+async def test_stream_with_a_fault_of_one_answer_ends_with_an_error(make_world: Make, nth: int) -> None:
     """A fault of one of two answers ends the stream, whichever it is."""
-
-    async def main() -> None:
-        world = make_world(SPARKLING)
-        world.model.poisoned_answer = nth
-        world.before_step[4] = lambda: the_request_fails(world)
-        caller = await Caller(world, n=2, temperature=1, top_k=1).run()
-        *_, error, done = caller.events
-        assert (error["error"]["code"], done) == ("request_failed", "[DONE]")
-        assert await world.holds_nothing()
-
-    asyncio.run(main())
+    world = make_world(SPARKLING)
+    world.model.poisoned_answer = nth
+    caller = Caller(world, n=2, temperature=1, top_k=1)
+    world.break_after_the_first_byte(caller, the_request_fails)
+    await caller.run()
+    *_, error, done = caller.events
+    assert (error["error"]["code"], done) == ("request_failed", "[DONE]")
+    assert await world.holds_nothing()
 
 
-def test_of_several_prompts_the_others_end_with_the_one_that_fails(make_world: Make) -> None:
-    async def main() -> None:
-        world = make_world(SPARKLING)
-        world.before_step[3] = lambda: the_request_fails(world)
-        caller = await Caller(world, prompt=[PROMPT, OTHER], stream=False).run()
-        assert caller.status == 500
-        assert await world.holds_nothing()
+@on_a_loop
+async def test_failing_prompt_ends_the_others_of_its_request(make_world: Make) -> None:
+    """Of several prompts, the others end with the one that fails."""
+    world = make_world(SPARKLING)
+    world.before_step[3] = lambda: the_request_fails(world)
+    caller = await Caller(world, prompt=[PROMPT, OTHER], stream=False).run()
+    assert caller.status == 500
+    assert await world.holds_nothing()
 
-    asyncio.run(main())
 
-
-def test_a_request_that_fails_takes_nobody_along(make_world: Make) -> None:
+@on_a_loop
+async def test_a_request_that_fails_takes_nobody_along(make_world: Make) -> None:
     """Row 7 of the security list: the fault of one request is its own."""
 
     class First(Container[str]):
@@ -336,17 +328,14 @@ def test_a_request_that_fails_takes_nobody_along(make_world: Make) -> None:
             self.request_id = self.request_id or request_id
             return request_id == self.request_id
 
-    async def main() -> None:
-        world = make_world(SPARKLING)
-        world.model.poisoned = First()  # type: ignore[assignment]
-        one, other = Caller(world), Caller(world, prompt=OTHER)
-        await asyncio.gather(one.run(), other.run())
-        failed, answered = sorted((one, other), key=lambda caller: -caller.status)
-        assert (failed.status, answered.status) == (500, 200)
-        assert "".join(answered.texts) == SPARKLING
-        assert await world.holds_nothing()
-
-    asyncio.run(main())
+    world = make_world(SPARKLING)
+    world.model.poisoned = First()  # type: ignore[assignment]
+    one, other = Caller(world), Caller(world, prompt=OTHER)
+    await asyncio.gather(one.run(), other.run())
+    failed, answered = sorted((one, other), key=lambda caller: -caller.status)
+    assert (failed.status, answered.status) == (500, 200)
+    assert "".join(answered.texts) == SPARKLING
+    assert await world.holds_nothing()
 
 
 # -- clients that leave or wait --------------------------------------------------------------------------------------
@@ -354,34 +343,30 @@ def test_a_request_that_fails_takes_nobody_along(make_world: Make) -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, OTHER]], ids=["one prompt", "two prompts"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_takes_its_requests_along(make_world: Make, stream: bool, prompt: Any) -> None:
-    async def main() -> None:
-        world = make_world(SPARKLING * 2)
-        caller = Caller(world, prompt=prompt, stream=stream)
-        loop, has_left = asyncio.get_running_loop(), threading.Event()
+@on_a_loop
+async def test_a_client_that_leaves_takes_its_requests_along(make_world: Make, stream: bool, prompt: Any) -> None:
+    world = make_world(SPARKLING * 2)
+    caller = Caller(world, prompt=prompt, stream=stream)
+    loop, has_left = asyncio.get_running_loop(), threading.Event()
 
-        def wait_until_left() -> None:
-            loop.call_soon_threadsafe(caller.leave)
-            assert has_left.wait(HANG_SECONDS)
+    def wait_until_left() -> None:
+        loop.call_soon_threadsafe(caller.leave)
+        assert has_left.wait(HANG_SECONDS)
 
-        world.before_step[4] = wait_until_left
-        await caller.run()
-        has_left.set()
-        assert "[DONE]" not in caller.content
-        assert world.app.state.traffic.taken == 0
-        assert await world.holds_nothing()
-
-    asyncio.run(main())
+    world.before_step[4] = wait_until_left
+    await caller.run()
+    has_left.set()
+    assert "[DONE]" not in caller.content
+    assert world.app.state.traffic.taken == 0
+    assert await world.holds_nothing()
 
 
-def test_a_silent_stream_says_that_it_is_alive_and_goes_on(make_world: Make) -> None:
-    async def main() -> None:
-        world = make_world(SPARKLING, sse_keep_alive_seconds=0.01)
-        caller = Caller(world)
-        world.before_step[1] = lambda: caller.got_bytes.wait(HANG_SECONDS)
-        await caller.run()
-        assert caller.content.startswith(": ")
-        assert "".join(caller.texts) == SPARKLING
-        assert caller.events[-1] == "[DONE]"
-
-    asyncio.run(main())
+@on_a_loop
+async def test_a_silent_stream_says_that_it_is_alive_and_goes_on(make_world: Make) -> None:
+    world = make_world(SPARKLING, sse_keep_alive_seconds=0.01)
+    caller = Caller(world)
+    world.before_step[1] = lambda: caller.got_bytes.wait(HANG_SECONDS)
+    await caller.run()
+    assert caller.content.startswith(": ")
+    assert "".join(caller.texts) == SPARKLING
+    assert caller.events[-1] == "[DONE]"

@@ -10,14 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from demo_server import LEAST, TURNS
 
 JSON = {"content-type": "application/json"}
-TURNS = [{"role": "user", "content": "Tom"}]
-ASKED: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "Tom", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": TURNS, "max_tokens": 1},
-    "/v1/responses": {"input": "Tom", "max_output_tokens": 1},
-    "/v1/messages": {"messages": TURNS, "max_tokens": 1},
+ASKED = LEAST | {
     "/v1/messages/count_tokens": {"messages": TURNS},
     "/tokenize": {"prompt": "Tom"},
     "/detokenize": {"tokens": [5]},

@@ -6,12 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from loops import on_a_loop
 from starlette.types import Receive, Scope, Send
+
+from d3engine.server.in_process import messages_of, post
 
 
 def test_a_whole_answer_has_its_status_id_and_body() -> None:
-    from d3engine.server.in_process import post
-
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert (scope["path"], dict(scope["headers"])[b"content-length"]) == ("/there", b"4")
         asked = await receive()
@@ -24,8 +25,6 @@ def test_a_whole_answer_has_its_status_id_and_body() -> None:
 
 
 def test_what_the_app_raises_is_raised() -> None:
-    from d3engine.server.in_process import post
-
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise ZeroDivisionError("why")
 
@@ -33,9 +32,9 @@ def test_what_the_app_raises_is_raised() -> None:
         asyncio.run(post(app, "/", b""))
 
 
-def test_a_reader_who_leaves_ends_the_app_which_waits_for_him_meanwhile() -> None:
-    from d3engine.server.in_process import messages_of
-
+@on_a_loop
+async def test_reader_that_leaves_cancels_the_app() -> None:
+    """A reader that leaves cancels the app, which does not run ahead of its reader."""
     sent: list[int] = []
     ended: list[Any] = []
 
@@ -48,13 +47,10 @@ def test_a_reader_who_leaves_ends_the_app_which_waits_for_him_meanwhile() -> Non
             ended.append("cancelled")
             raise
 
-    async def main() -> None:
-        messages = messages_of(app, "/", b"")
-        assert (await anext(messages))["body"] == b"0"
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert len(sent) <= 2
-        await messages.aclose()
-        assert ended == ["cancelled"]
-
-    asyncio.run(main())
+    messages = messages_of(app, "/", b"")
+    assert (await anext(messages))["body"] == b"0"
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(sent) <= 2
+    await messages.aclose()
+    assert ended == ["cancelled"]

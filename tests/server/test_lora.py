@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from demo_server import demo_engine
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine, Engine
@@ -31,11 +31,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engine(paths: dict[str, Path]) -> Iterator[AsyncEngine]:
-    from d3engine import AsyncEngine
-
-    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**25, lora_modules=[f"first={paths['first']}"])
-    yield engine
-    asyncio.run(engine.close())
+    with demo_engine(lora_modules=[f"first={paths['first']}"]) as engine:
+        yield engine
 
 
 def http_of(engine: AsyncEngine, **settings: Any) -> httpx.Client:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from demo_server import Dying, serving_demo
 from guarded_apps import JSON, GuardedApp
-from openai import OpenAI
-from serving import serving
 from starlette.requests import Request
 from starlette.responses import Response
 from untimed import untimed
 
-from d3engine.errors import EngineDeadError
-from d3engine.server.app import create_app
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.responses.messages import PING, MessageForm
 from d3engine.server.responses.streams import EventStream
-from d3engine.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from anthropic import Anthropic
-
     from d3engine import AsyncEngine
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
@@ -35,17 +28,9 @@ ASKED: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 60}
 PATH = "/v1/messages"
 
 
-@pytest.fixture(scope="module")
-def anthropic(url: str) -> Iterator[Anthropic]:
-    from anthropic import Anthropic  # which takes two seconds, and not of every process that collects tests
-
-    with Anthropic(base_url=url, api_key="none", max_retries=0) as made:
-        yield made
-
-
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "seed": 3}], ids=str)
 def test_a_message_whole_and_streamed_is_what_the_chat_says(
-    anthropic: Anthropic, openai: OpenAI, sampled: dict[str, Any]
+    anthropic: Any, openai: Any, sampled: dict[str, Any]
 ) -> None:
     said = openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=60, extra_body=sampled)
     whole = anthropic.messages.create(**ASKED, extra_body=sampled)
@@ -62,12 +47,12 @@ def test_a_message_whole_and_streamed_is_what_the_chat_says(
     assert streamed.content[0].model_dump(exclude={"parsed_output"}) == block.model_dump()
     assert (streamed.stop_reason, streamed.role, streamed.model) == ("end_turn", "assistant", "demo")
     for usage in (whole.usage, streamed.usage):
-        assert said.usage is not None
         assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == said.usage.prompt_tokens
         assert usage.output_tokens == said.usage.completion_tokens
 
 
-def test_the_events_of_a_stream_come_in_their_order_each_under_its_name(http: httpx.Client) -> None:
+def test_message_stream_events_are_named_and_in_order(http: httpx.Client) -> None:
+    """The events of a stream come in their order, each under its name."""
     answer = http.post(PATH, json=ASKED | {"stream": True, "max_tokens": 3})
     assert answer.headers["content-type"].startswith("text/event-stream")
     *found, nothing = answer.text.split("\n\n")
@@ -78,29 +63,6 @@ def test_the_events_of_a_stream_come_in_their_order_each_under_its_name(http: ht
     assert set(names[3:-3]) == {"content_block_delta"}
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert nothing == ""
-
-
-def test_a_silence_is_filled_with_pings() -> None:
-    async def main() -> list[bytes]:
-        pinged, sent = asyncio.Event(), []
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if sent[-1] == PING:
-                pinged.set()
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            yield b"first"
-            await pinged.wait()
-            yield b"last"
-
-        stream = EventStream(events(), ping_interval=0.001, form=MessageForm())
-        await stream({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]  # a client that stays
-        return sent
-
-    sent = asyncio.run(main())
-    assert set(sent[1:]) == {b"first", PING, b"last", b""}
-    assert (sent[1], sent[-2:]) == (b"first", [b"last", b""])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +80,7 @@ def test_a_silence_is_filled_with_pings() -> None:
     ids=["blocks", "system", "one role twice", "an answer that has begun"],
 )
 def test_a_conversation_is_read_as_the_chat_reads_it(
-    anthropic: Anthropic, openai: OpenAI, turns: Any, system: Any, as_chat: Any
+    anthropic: Any, openai: Any, turns: Any, system: Any, as_chat: Any
 ) -> None:
     extra = {"continue_final_message": turns[-1]["role"] == "assistant"}
     chat: list[Any] = [{"role": "system", "content": system}] if system else []
@@ -127,8 +89,7 @@ def test_a_conversation_is_read_as_the_chat_reads_it(
     )
     asked: dict[str, Any] = {"messages": turns} | ({"system": system} if system else {})
     found = anthropic.messages.create(**ASKED | asked)
-    assert found.content[0].text == said.choices[0].message.content  # type: ignore[union-attr]
-    assert said.usage is not None
+    assert found.content[0].text == said.choices[0].message.content
     count = anthropic.messages.count_tokens(model="demo", **asked)
     assert count.input_tokens == said.usage.prompt_tokens
 
@@ -144,7 +105,7 @@ def test_a_conversation_is_read_as_the_chat_reads_it(
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_why_a_message_ends_is_told_by_anthropics_word(
-    anthropic: Anthropic, stream: bool, changes: dict[str, Any], reason: str, sequence: str | None
+    anthropic: Any, stream: bool, changes: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
     if stream:
         with anthropic.messages.stream(**ASKED | changes) as events:
@@ -156,26 +117,20 @@ def test_why_a_message_ends_is_told_by_anthropics_word(
         assert found.content[0].text == "Adding 3 makes "
 
 
-def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Anthropic, openai: OpenAI) -> None:
+def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Any, openai: Any) -> None:
     extra = {"return_depths": True, "depth": {"policy": "d3", "alpha": 0.6, "start": 0.5}}
     said = openai.chat.completions.create(model="demo", messages=TURNS, extra_body=extra)
     whole = anthropic.messages.create(**ASKED, extra_body=extra)
-    assert said.model_extra is not None
-    assert said.choices[0].model_extra is not None
-    assert whole.model_extra is not None
-    assert whole.content[0].model_extra is not None
     assert untimed(whole.model_extra["d3ext"]) == untimed(said.model_extra["d3ext"])
     assert whole.content[0].model_extra["d3ext"] == said.choices[0].model_extra["d3ext"]
     events = list(anthropic.messages.create(**ASKED, extra_body=extra, stream=True))
     told = [one.model_extra["d3ext"] for one in events if one.type == "content_block_delta" and one.model_extra]
     last = next(one for one in events if one.type == "message_delta")
-    assert last.model_extra is not None
     assert untimed(last.model_extra["d3ext"]) == untimed(said.model_extra["d3ext"])
     assert [depth for one in told for depth in one["depths"]] == said.choices[0].model_extra["d3ext"]["depths"]
     header = anthropic.messages.create(
         **ASKED, extra_body={"return_depths": True}, extra_headers={"X-D3-Depth": "full"}
     )
-    assert header.model_extra is not None
     assert header.model_extra["d3ext"]["mean_layers"] == 16
 
 
@@ -222,9 +177,10 @@ def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Anthropic, openai: O
     ],
     ids=str,
 )
-def test_a_message_that_cannot_be_honoured_names_the_field_in_anthropics_form(
+def test_message_refusal_names_the_field_in_anthropics_form(
     http: httpx.Client, changes: dict[str, Any], name: str
 ) -> None:
+    """A message that cannot be honoured names the field in Anthropic's form."""
     answer = http.post(PATH, json=ASKED | {"stream": True} | changes)
     error = answer.json()
     assert (answer.status_code, set(error), error["type"]) == (400, {"type", "error"}, "error")
@@ -233,7 +189,7 @@ def test_a_message_that_cannot_be_honoured_names_the_field_in_anthropics_form(
     assert error["error"]["message"].startswith(f"{name} must be ")
 
 
-def test_anthropics_client_raises_its_own_errors(anthropic: Anthropic, client: AsyncEngine) -> None:
+def test_anthropics_client_raises_its_own_errors(anthropic: Any, client: AsyncEngine) -> None:
     from anthropic import AuthenticationError, BadRequestError, NotFoundError
 
     with pytest.raises(NotFoundError) as missing:
@@ -243,30 +199,15 @@ def test_anthropics_client_raises_its_own_errors(anthropic: Anthropic, client: A
         anthropic.messages.create(**ASKED | {"messages": [{"role": "user", "content": "Tom " * 2000}]})
     with pytest.raises(NotFoundError, match="There is nothing at '/v1/messages/batches'"):
         anthropic.messages.batches.create(requests=[])
-    guarded = ServerSettings(model_names=("demo",), guards=GuardSettings(api_keys=("right-key",)))
-    with serving(create_app(client, guarded)) as address:
+    with serving_demo(client, guards=GuardSettings(api_keys=("right-key",))) as address:
         with pytest.raises(AuthenticationError) as closed:
             anthropic.with_options(base_url=address, api_key="wrong-key").messages.create(**ASKED)
         anthropic.with_options(base_url=address, api_key="right-key").messages.create(**ASKED | {"max_tokens": 1})
     assert closed.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
-def test_what_asks_for_nothing_is_taken_and_what_nobody_knows_is_named(http: httpx.Client) -> None:
+def test_fields_that_a_message_does_not_know_are_named(http: httpx.Client) -> None:
     part = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}, "citations": None}
-    nothing = {
-        "max_tokens": 1,
-        "messages": [{"role": "user", "content": [part]}],
-        "metadata": {"user_id": "me"},
-        "service_tier": "auto",
-        "thinking": {"type": "disabled"},
-        "tools": [],
-        "system": [],
-        "stop_sequences": [],
-        "cache_control": {"type": "ephemeral"},
-    }
-    answer = http.post(PATH, json=ASKED | nothing)
-    assert answer.status_code == 200, answer.text
-    assert "x-d3-ignored-fields" not in answer.headers
     turns = [{"role": "user", "content": [part | {"later": 1}], "name": "Tom"}]
     answer = http.post(PATH, json=ASKED | {"max_tokens": 1, "messages": turns, "later_one": 2})
     assert answer.headers["x-d3-ignored-fields"] == "later_one, messages.name, messages.content.later"
@@ -275,26 +216,11 @@ def test_what_asks_for_nothing_is_taken_and_what_nobody_knows_is_named(http: htt
 # -- after the first byte --------------------------------------------------------------------------------------------
 
 
-class _Around:
-    """An engine whose generation a test takes over."""
-
-    def __init__(self, client: AsyncEngine) -> None:
-        self.client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
-
-
-def test_an_engine_that_dies_in_a_message_raises_the_clients_error(anthropic: Anthropic, client: AsyncEngine) -> None:
+def test_message_of_a_dying_engine_raises_the_clients_error(anthropic: Any, client: AsyncEngine) -> None:
+    """An engine that dies in a message raises the client's error."""
     from anthropic import APIStatusError
 
-    class Dying(_Around):
-        async def generate(self, *asked: Any, **more: Any) -> AsyncIterator[Any]:
-            async for output in self.client.generate(*asked, **more):
-                yield output
-                raise EngineDeadError("a secret")
-
-    with serving(create_app(Dying(client), ServerSettings(model_names=("demo",)))) as address:
+    with serving_demo(Dying(client)) as address:
         stream = anthropic.with_options(base_url=address).messages.create(**ASKED, stream=True)
         with pytest.raises(APIStatusError) as caught:
             list(stream)
@@ -302,7 +228,9 @@ def test_an_engine_that_dies_in_a_message_raises_the_clients_error(anthropic: An
     assert "secret" not in str(caught.value)
 
 
-def test_a_message_that_takes_too_long_ends_with_anthropics_event() -> None:
+def test_message_timeout_ends_with_anthropics_event() -> None:
+    """A message that takes too long ends with Anthropic's event."""
+
     async def stream(request: Request) -> Response:
         async def events() -> Any:
             yield PING

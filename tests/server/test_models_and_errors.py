@@ -44,7 +44,8 @@ def test_a_model_is_shown_by_its_id_slashes_included(http: TestClient, name: str
     assert http.get(f"/v1/models/{name}").json() == cards[name]
 
 
-def test_an_id_that_is_not_served_is_a_404_with_the_word_that_clients_look_for(http: TestClient) -> None:
+def test_unknown_model_id_is_a_404_with_openais_code(http: TestClient) -> None:
+    """An id that is not served is a 404 with the code that clients look for."""
     answer = http.get("/v1/models/gpt-4")
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -52,7 +53,8 @@ def test_an_id_that_is_not_served_is_a_404_with_the_word_that_clients_look_for(h
     assert "'gpt-4'" in error["message"]
 
 
-def test_an_unknown_path_and_a_wrong_method_are_errors_in_the_same_form(http: TestClient) -> None:
+def test_unknown_path_and_wrong_method_are_errors_in_one_form(http: TestClient) -> None:
+    """An unknown path and a wrong method are errors in the same form."""
     for answer, status, code in (
         (http.get("/v1/embedding"), 404, "not_found"),
         (http.delete("/v1/models"), 405, "method_not_allowed"),

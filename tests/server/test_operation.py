@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from demo_server import serving_demo
 from prometheus_client.parser import text_string_to_metric_families
 
 from d3engine.server.middleware.limits import AdmissionControl
+from d3engine.server.middleware.settings import GuardSettings
 
 if TYPE_CHECKING:
     from d3engine import Engine
@@ -45,7 +47,8 @@ def test_an_engine_hangs_when_somebody_waits_and_no_step_ends(heart: Any, status
     assert health(heart, AdmissionControl(1), 60, now=1000.0).status == status
 
 
-def test_a_full_queue_is_healthy_but_not_ready_and_a_drain_is_neither() -> None:
+def test_full_queue_is_healthy_unready_and_a_drain_is_neither() -> None:
+    """A full queue is healthy but not ready, and a drain is neither."""
     from d3engine.server.state import health, readiness
 
     traffic = AdmissionControl(1)
@@ -88,23 +91,15 @@ def stepping() -> Iterator[Stepping]:
 @pytest.fixture
 def asks(stepping: Stepping) -> Iterator[Callable[..., httpx.Response]]:
     """`asks(method, path, body)` of a server over that engine, which is hung after an instant without a step."""
-    from serving import serving
-
-    from d3engine.server.app import create_app
-    from d3engine.server.middleware.settings import GuardSettings
-    from d3engine.server.settings import ServerSettings
-
     guards = GuardSettings(health_stall_seconds=1e-6)
-    with (
-        serving(create_app(stepping.client, ServerSettings(model_names=("demo",), guards=guards))) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
-    ):
+    with serving_demo(stepping.client, guards=guards) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield lambda method, path, body=None: client.request(method, path, json=body)
 
 
-def test_health_tells_an_engine_that_hangs_and_one_that_has_ended(
+def test_health_reports_an_engine_that_hangs_or_has_ended(
     stepping: Stepping, asks: Callable[..., httpx.Response]
 ) -> None:
+    """Health reports an engine that hangs, and one that has ended."""
     assert asks("GET", "/health").status_code == 200
     stepping.goes.clear()
     waiting: list[httpx.Response] = []
@@ -169,7 +164,8 @@ def grown(http: httpx.Client, ask: Callable[[], object]) -> Callable[..., float]
     return lambda name, **labels: after[name, tuple(labels.items())] - before[name, tuple(labels.items())]
 
 
-def test_a_request_is_counted_once_in_every_metric_that_it_belongs_to(http: httpx.Client) -> None:
+def test_request_is_counted_once_in_each_of_its_metrics(http: httpx.Client) -> None:
+    """A request is counted once in every metric that it belongs to."""
     two = PROMPT | {"n": 2, "max_tokens": 4, "temperature": 1}
     of = grown(http, lambda: http.post("/v1/completions", json=two).raise_for_status())
     assert of("request_success_total", finished_reason="length") == 2
@@ -181,7 +177,8 @@ def test_a_request_is_counted_once_in_every_metric_that_it_belongs_to(http: http
     assert of("step_seconds_count") == of("engine_steps_total") > 0
 
 
-def test_the_saving_is_the_ratio_of_layers_run_and_layers_of_full_depth(http: httpx.Client) -> None:
+def test_metrics_have_layers_run_and_those_of_full_depth(http: httpx.Client) -> None:
+    """The saving is the ratio of layers run and layers of full depth."""
     of = grown(http, lambda: http.post("/v1/completions", json=PROMPT | {"max_tokens": 8}))
     run, full = of("layers_run_total", policy="default"), of("layers_full_total", policy="default")
     assert full == 8 * 16

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from demo_server import InHermesFormat, WithTools
-from openai import OpenAI
-from serving import serving
+from demo_server import InHermesFormat, WithTools, anthropic_of, call_at_once, openai_of, serving_demo
 
 if TYPE_CHECKING:
-    from anthropic import Anthropic
-
     from d3engine import AsyncEngine
 
 COUNT: dict[str, Any] = {
@@ -27,27 +23,10 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 2}
 
 
 @pytest.fixture(scope="module")
-def address(client: AsyncEngine) -> Iterator[str]:
+def url(client: AsyncEngine) -> Iterator[str]:
     """A server whose model's template knows of tools."""
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    with serving(create_app(cast(Any, WithTools(client)), ServerSettings(model_names=("demo",)))) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def openai(address: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def anthropic(address: str) -> Iterator[Anthropic]:
-    from anthropic import Anthropic
-
-    with Anthropic(base_url=address, api_key="none", max_retries=0) as made:
-        yield made
+    with serving_demo(WithTools(client)) as address:
+        yield address
 
 
 def assert_is_count(arguments: Any) -> None:
@@ -60,7 +39,8 @@ FUNCTION: dict[str, Any] = {"type": "function", "name": "count", "parameters": C
 ASKED: dict[str, Any] = {"model": "demo", "input": QUESTION, "tools": [FUNCTION], "extra_body": {"seed": 2}}
 
 
-def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: OpenAI) -> None:
+def test_response_with_a_call_is_the_chats_whole_and_streamed(openai: Any) -> None:
+    """A response that calls has the chat's call, whole and streamed."""
     choice = {"type": "function", "name": "count"}
     asked = {**ASKED, "tool_choice": choice, "temperature": 1.0, "parallel_tool_calls": False}
     whole = openai.responses.create(**asked)
@@ -76,7 +56,7 @@ def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: Open
     (call,) = said.choices[0].message.tool_calls or []
     (item,) = whole.output
     assert item.type == "function_call"
-    assert (item.name, item.arguments, item.status) == ("count", call.function.arguments, "completed")  # type: ignore[union-attr]
+    assert (item.name, item.arguments, item.status) == ("count", call.function.arguments, "completed")
     assert_is_count(json.loads(item.arguments))
     assert (whole.status, whole.output_text) == ("completed", "")
     assert (whole.tools[0].type, whole.parallel_tool_calls) == ("function", False)
@@ -90,11 +70,11 @@ def test_a_response_that_calls_is_whole_and_streamed_the_chats_call(openai: Open
     assert "".join(pieces) == item.arguments
     last = events[-1]
     assert last.type == "response.completed"
-    assert last.response.output[0].arguments == item.arguments  # type: ignore[union-attr]
+    assert last.response.output[0].arguments == item.arguments
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
 
 
-def test_calls_and_results_are_part_of_a_responses_input(openai: OpenAI) -> None:
+def test_calls_and_results_are_part_of_a_responses_input(openai: Any) -> None:
     call = {"type": "function_call", "call_id": "call_1", "name": "count", "arguments": '{"many": 5}'}
     items: list[Any] = [
         {"role": "user", "content": QUESTION},
@@ -113,18 +93,14 @@ def test_calls_and_results_are_part_of_a_responses_input(openai: OpenAI) -> None
     ]
     said = openai.chat.completions.create(model="demo", messages=messages, max_tokens=8)
     assert found.output_text == said.choices[0].message.content
-    assert found.usage is not None
-    assert said.usage is not None
     assert found.usage.input_tokens == said.usage.prompt_tokens
 
 
-def test_a_response_keeps_to_the_form_of_its_text(openai: OpenAI) -> None:
+def test_a_response_keeps_to_the_form_of_its_text(openai: Any) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "count", "schema": COUNT, "strict": True}}
     asked: dict[str, Any] = {"model": "demo", "input": QUESTION, "text": form, "temperature": 1.0}
     found = openai.responses.create(**asked, extra_body={"seed": 1})
     assert_is_count(json.loads(found.output_text))
-    assert found.text is not None
-    assert found.text.format is not None
     assert found.text.format.type == "json_schema"
     form = {"format": {"type": "json_object"}}
     any_object = openai.responses.create(model="demo", input=QUESTION, text=form, max_output_tokens=3)
@@ -138,29 +114,29 @@ TOOL: dict[str, Any] = {"name": "count", "description": "How many", "input_schem
 MESSAGE: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 200, "tools": [TOOL]}
 
 
-def test_a_message_that_calls_has_blocks_of_tool_use_whole_and_streamed(anthropic: Anthropic) -> None:
+def test_message_with_a_call_has_tool_use_whole_and_streamed(anthropic: Any) -> None:
+    """A message that calls has blocks of tool use, whole and streamed."""
     asked = {**MESSAGE, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
     asked["extra_body"] = SEEDED | {"return_depths": True}
     whole = anthropic.messages.create(**asked)
     (block,) = whole.content
     assert (block.type, whole.stop_reason) == ("tool_use", "tool_use")
-    assert block.name == "count"  # type: ignore[union-attr]
-    assert_is_count(block.input)  # type: ignore[union-attr]
+    assert block.name == "count"
+    assert_is_count(block.input)
     with anthropic.messages.stream(**asked) as stream:
         events = list(stream)
         streamed = stream.get_final_message()
-    assert streamed.content[0].input == block.input  # type: ignore[union-attr]
+    assert streamed.content[0].input == block.input
     assert (streamed.content[0].type, streamed.stop_reason, len(streamed.content)) == ("tool_use", "tool_use", 1)
     raw = [event for event in events if event.type == "content_block_delta"]
     assert raw  # how many pieces there are depends on how soon they are read
     assert {event.delta.type for event in raw} == {"input_json_delta"}
     told = [depth for event in raw for depth in ((event.model_extra or {}).get("d3ext") or {"depths": []})["depths"]]
-    assert block.model_extra is not None
     assert told == block.model_extra["d3ext"]["depths"]
     assert len(told) == whole.usage.output_tokens
 
 
-def test_uses_and_results_of_tools_are_part_of_a_conversation(anthropic: Anthropic, openai: OpenAI) -> None:
+def test_uses_and_results_of_tools_are_part_of_a_conversation(anthropic: Any, openai: Any) -> None:
     uses = {"type": "tool_use", "id": "toolu_1", "name": "count", "input": {"many": 5}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "5"}]}
     turns = [
@@ -175,26 +151,25 @@ def test_uses_and_results_of_tools_are_part_of_a_conversation(anthropic: Anthrop
         {"role": "tool", "tool_call_id": "toolu_1", "content": [{"type": "text", "text": "5"}]},
         {"role": "user", "content": [{"type": "text", "text": "And now?"}]},
     ]
-    found = anthropic.messages.create(model="demo", messages=turns, max_tokens=8)  # type: ignore[arg-type]
+    found = anthropic.messages.create(model="demo", messages=turns, max_tokens=8)
     said = openai.chat.completions.create(model="demo", messages=chat, max_tokens=8)
-    assert found.content[0].text == said.choices[0].message.content  # type: ignore[union-attr]
-    assert said.usage is not None
-    assert anthropic.messages.count_tokens(model="demo", messages=turns).input_tokens == said.usage.prompt_tokens  # type: ignore[arg-type]
+    assert found.content[0].text == said.choices[0].message.content
+    assert anthropic.messages.count_tokens(model="demo", messages=turns).input_tokens == said.usage.prompt_tokens
     none: Any = {"tools": [TOOL], "tool_choice": {"type": "none"}}
     plain = anthropic.messages.create(model="demo", messages=TURNS, max_tokens=8)
     assert anthropic.messages.create(model="demo", messages=TURNS, max_tokens=8, **none).content == plain.content
 
 
-def test_a_call_that_is_cut_is_no_block_of_a_whole_message(anthropic: Anthropic) -> None:
+def test_a_call_that_is_cut_is_no_block_of_a_whole_message(anthropic: Any) -> None:
     found = anthropic.messages.create(**MESSAGE | {"max_tokens": 3, "tool_choice": {"type": "tool", "name": "count"}})
     assert (found.content, found.stop_reason) == ([], "max_tokens")
 
 
-def test_a_message_keeps_to_the_form_of_its_output(anthropic: Anthropic) -> None:
+def test_a_message_keeps_to_the_form_of_its_output(anthropic: Any) -> None:
     config: Any = {"format": {"type": "json_schema", "schema": COUNT}}
     asked: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 99}
     found = anthropic.messages.create(**asked, output_config=config, extra_body=SEEDED)
-    assert_is_count(json.loads(found.content[0].text))  # type: ignore[union-attr]
+    assert_is_count(json.loads(found.content[0].text))
 
 
 # -- calls that a model makes by itself --------------------------------------------------------------------------------
@@ -203,30 +178,20 @@ def test_a_message_keeps_to_the_form_of_its_output(anthropic: Anthropic) -> None
 @pytest.fixture
 def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server whose model calls a function wherever it may, until it has a result."""
-    from dataclasses import replace
-
-    from d3engine.server.app import create_app
-    from d3engine.server.requests.formats import ToolFormat
-    from d3engine.server.settings import ServerSettings
-
-    made = ToolFormat.grammar
-    monkeypatch.setattr(ToolFormat, "grammar", lambda own, asked: made(own, replace(asked, is_auto=False)))
-    app = create_app(cast(Any, InHermesFormat(client)), ServerSettings(model_names=("demo",)))
-    with serving(app) as url:
-        yield url
+    call_at_once(monkeypatch)
+    with serving_demo(InHermesFormat(client)) as address:
+        yield address
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_messages_call_without_a_tool_choice_and_read_the_result(hermes: str, stream: bool) -> None:
-    from anthropic import Anthropic
-
     turns: list[Any] = list(TURNS)
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 400, "tools": [TOOL], "extra_body": SEEDED}
     asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
-    with Anthropic(base_url=hermes, api_key="none", max_retries=0) as client:
+    with anthropic_of(hermes) as client:
         if stream:
             with client.messages.stream(**asked, messages=turns) as events:
-                found: Any = events.get_final_message()
+                found = events.get_final_message()
         else:
             found = client.messages.create(**asked, messages=turns)
         (use,) = found.content
@@ -234,24 +199,23 @@ def test_messages_call_without_a_tool_choice_and_read_the_result(hermes: str, st
         assert_is_count(use.input)
         result = {"type": "tool_result", "tool_use_id": use.id, "content": "5"}
         turns += [{"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
-        answer: Any = client.messages.create(
-            **asked | {"tool_choice": {"type": "none"}, "max_tokens": 4}, messages=turns
-        )
+        answer = client.messages.create(**asked | {"tool_choice": {"type": "none"}, "max_tokens": 4}, messages=turns)
         assert [block.type for block in answer.content] == ["text"]
 
 
-def test_responses_call_without_a_tool_choice_and_read_the_result(hermes: str) -> None:
+def test_responses_call_without_a_choice_and_read_the_result(hermes: str) -> None:
+    """Responses call without a tool choice, and read the result."""
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     asked: dict[str, Any] = {"model": "demo", "tools": [FUNCTION], "parallel_tool_calls": False, "temperature": 1.0}
     asked["extra_body"] = {"seed": 2}
-    with OpenAI(base_url=f"{hermes}/v1", api_key="none", max_retries=0) as client:
+    with openai_of(hermes) as client:
         found = client.responses.create(**asked, input=items)
         (call,) = found.output
         assert call.type == "function_call"
         assert_is_count(json.loads(call.arguments))
         last = list(client.responses.create(**asked, input=items, stream=True))[-1]
         assert last.type == "response.completed"
-        assert last.response.output[0].arguments == call.arguments  # type: ignore[union-attr]
+        assert last.response.output[0].arguments == call.arguments
         items += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
         answer = client.responses.create(**asked | {"tool_choice": "none", "max_output_tokens": 4}, input=items)
         assert [item.type for item in answer.output] == ["message"]

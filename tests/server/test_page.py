@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from pathlib import Path
 
 import httpx
 import pytest
+from page_programs import DOCS, curls
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
-SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
-CURLS = [
-    line
-    for block in SHELL.findall(PAGE)
-    for line in block.replace("\\\n", "").splitlines()
-    if line.startswith("curl ") and ("/v1/" in line or "tokenize" in line)
-]
+PAGE = (DOCS / "reference" / "server.md").read_text()
+CURLS = [words for words in curls("reference/server.md") if "/v1/" in words[1] or "tokenize" in words[1]]
 
 
 def test_the_page_has_a_command_for_each_route() -> None:
     from d3engine.server.app import ROUTES
 
-    paths = {httpx.URL(shlex.split(line)[1]).path for line in CURLS}
+    paths = {httpx.URL(address).path for _, address, *_ in CURLS}
     expected = {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/models", "/tokenize", "/detokenize"}
     assert expected <= paths
     assert [route.path for route in ROUTES if f"`{route.path.replace('name:path', 'id')}`" not in PAGE] == []
 
 
-@pytest.mark.parametrize("line", CURLS)
-def test_a_command_of_the_page_is_answered(http: httpx.Client, line: str) -> None:
-    _, address, *words = shlex.split(line)
+@pytest.mark.parametrize("command", CURLS, ids=lambda words: words[1])
+def test_a_command_of_the_page_is_answered(http: httpx.Client, command: list[str]) -> None:
+    _, address, *words = command
     path = httpx.URL(address).path
     options = dict(zip(words[::2], words[1::2], strict=True))
     headers = dict(word.split(": ") for flag, word in zip(words[::2], words[1::2], strict=True) if flag == "-H")
@@ -45,7 +37,8 @@ def test_a_command_of_the_page_is_answered(http: httpx.Client, line: str) -> Non
     assert answer.content
 
 
-def test_the_page_has_every_field_that_is_honoured_refused_or_taken() -> None:
+def test_server_page_lists_every_field() -> None:
+    """The page has every field that is honoured, refused or taken."""
     from d3engine.server.requests.refused import ANTHROPICS_ASK_NOTHING, ASK_NOTHING, refused_of
     from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
     from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, StreamOptions

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 
 import httpx
 import pytest
-from page_programs import DOCS, printed, program_with
+from page_programs import curls, program_with, run_program
 
-SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 PAGES = ("how-to/embeddings.md", "how-to/from-ollama.md")
-
-
-def curls(page: str) -> list[list[str]]:
-    """The words of a page's curl commands."""
-    text = "\n".join(SHELL.findall((DOCS / page).read_text())).replace("\\\n", "")
-    return [shlex.split(line) for line in text.splitlines() if line.startswith("curl ")]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -37,9 +28,4 @@ def test_commands_of_the_page_are_answered(http: httpx.Client, page: str) -> Non
 def test_the_program_with_ollamas_client_prints_what_it_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ollama", reason="ollama is not installed: make test-with-clients does it")
     program = program_with("ollama", {"http://127.0.0.1:11434": url}, page="how-to/from-ollama.md")
-    exec(compile(program, "ollama.md", "exec", dont_inherit=True), {})
-    shown = capsys.readouterr().out
-    said = printed(program)
-    assert len(said) == 2
-    for pattern in said:
-        assert pattern.search(shown), shown
+    run_program(program, 2, capsys)

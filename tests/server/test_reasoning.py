@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from demo_server import WithTools
-from openai import BadRequestError, OpenAI
-from serving import serving
+from demo_server import WithTools, anthropic_of, openai_of, serving_demo
+from openai import BadRequestError
 
 if TYPE_CHECKING:
-    from anthropic import Anthropic
-
     from d3engine import AsyncEngine
 
 QUESTION = "Tom has 5 pens."
@@ -37,43 +34,26 @@ BUDGET = 6
 
 
 class Thinks(WithTools):
-    async def chat_prompt(self, messages: Any, **more: Any) -> Any:
-        return await self._client.chat_prompt(messages, **more | {"chat_template": TEMPLATE})
+    template = TEMPLATE
 
     async def chat_template(self) -> str:
         return TEMPLATE
 
 
 @pytest.fixture(scope="module")
-def address(client: AsyncEngine) -> Iterator[str]:
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    with serving(create_app(cast(Any, Thinks(client)), ServerSettings(model_names=("demo",)))) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def openai(address: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def anthropic(address: str) -> Iterator[Anthropic]:
-    from anthropic import Anthropic
-
-    with Anthropic(base_url=address, api_key="none", max_retries=0) as made:
-        yield made
+def url(client: AsyncEngine) -> Iterator[str]:
+    with serving_demo(Thinks(client)) as address:
+        yield address
 
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60}
 
 
-def test_a_reasoning_is_apart_from_the_answer_and_ends_at_its_budget(openai: OpenAI) -> None:
+def test_reasoning_is_apart_from_the_answer_within_its_budget(openai: Any) -> None:
+    """Reasoning is apart from the answer, and ends at its budget."""
     asked = CHAT | {"extra_body": {"thinking_token_budget": BUDGET, "return_token_ids": True}}
     choice = openai.chat.completions.create(**asked).choices[0]
-    reasoning = choice.message.reasoning_content  # type: ignore[attr-defined]
+    reasoning = choice.message.reasoning_content
     assert reasoning
     assert choice.message.content
     assert "think>" not in reasoning + choice.message.content
@@ -84,12 +64,12 @@ def test_a_reasoning_is_apart_from_the_answer_and_ends_at_its_budget(openai: Ope
     assert ("".join(pieces), "".join(texts)) == (reasoning, choice.message.content)
     # Within the budget the reasoning is what the model writes of itself.
     free = openai.chat.completions.create(**CHAT | {"max_tokens": BUDGET}).choices[0]
-    assert free.message.reasoning_content.startswith(reasoning)  # type: ignore[attr-defined]
+    assert free.message.reasoning_content.startswith(reasoning)
     assert free.message.content is None
 
 
 @pytest.mark.parametrize("field", [{"enable_thinking": False}, {"reasoning_effort": "none"}])
-def test_a_reasoning_can_be_switched_off(openai: OpenAI, field: dict[str, Any]) -> None:
+def test_a_reasoning_can_be_switched_off(openai: Any, field: dict[str, Any]) -> None:
     message = openai.chat.completions.create(**CHAT, extra_body=field).choices[0].message
     assert message.content
     assert not hasattr(message, "reasoning_content")
@@ -97,28 +77,28 @@ def test_a_reasoning_can_be_switched_off(openai: OpenAI, field: dict[str, Any]) 
     assert openai.chat.completions.create(**CHAT, extra_body=same).choices[0].message.content == message.content
 
 
-def test_a_call_and_a_form_come_behind_the_reasoning(openai: OpenAI) -> None:
+def test_a_call_and_a_form_come_behind_the_reasoning(openai: Any) -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "count", "parameters": COUNT}}]
     budget: Any = {"extra_body": {"thinking_token_budget": BUDGET}}
     asked = CHAT | budget | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
     message = openai.chat.completions.create(**asked).choices[0].message
-    assert message.reasoning_content  # type: ignore[attr-defined]
+    assert message.reasoning_content
     (call,) = message.tool_calls or []
-    assert json.loads(call.function.arguments)["many"] in (5, 6)  # type: ignore[union-attr]
+    assert json.loads(call.function.arguments)["many"] in (5, 6)
     form: Any = {"type": "json_schema", "json_schema": {"name": "count", "schema": COUNT}}
     message = openai.chat.completions.create(**CHAT | budget, response_format=form).choices[0].message
-    assert message.reasoning_content  # type: ignore[attr-defined]
+    assert message.reasoning_content
     assert json.loads(message.content or "")["many"] in (5, 6)
 
 
-def test_a_response_has_an_item_of_reasoning_whole_and_streamed(openai: OpenAI) -> None:
+def test_a_response_has_an_item_of_reasoning_whole_and_streamed(openai: Any) -> None:
     asked: dict[str, Any] = {"model": "demo", "input": QUESTION, "max_output_tokens": 40}
     asked["extra_body"] = {"thinking_token_budget": BUDGET}
     whole: Any = openai.responses.create(**asked)
     said = openai.chat.completions.create(**CHAT | {"max_tokens": 40}, **{"extra_body": asked["extra_body"]})
     reasoning, message = whole.output
     assert (reasoning.type, message.type) == ("reasoning", "message")
-    assert reasoning.content[0].text == said.choices[0].message.reasoning_content  # type: ignore[attr-defined]
+    assert reasoning.content[0].text == said.choices[0].message.reasoning_content
     assert whole.output_text == said.choices[0].message.content
     used = whole.usage.output_tokens_details.reasoning_tokens
     assert BUDGET < used < whole.usage.output_tokens
@@ -142,7 +122,7 @@ def test_a_response_has_an_item_of_reasoning_whole_and_streamed(openai: OpenAI) 
     assert [item.type for item in off.output] == ["message"]
 
 
-def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Anthropic, openai: OpenAI) -> None:
+def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Any, openai: Any) -> None:
     asked: dict[str, Any] = {"model": "demo", "messages": CHAT["messages"], "max_tokens": 40}
     asked["thinking"] = {"type": "enabled", "budget_tokens": BUDGET}
     whole: Any = anthropic.messages.create(**asked)
@@ -150,7 +130,7 @@ def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Anthrop
         **CHAT | {"max_tokens": 40}, extra_body={"thinking_token_budget": BUDGET}
     ).choices[0]
     reasoning, text = whole.content
-    assert (reasoning.type, reasoning.thinking) == ("thinking", said.message.reasoning_content)  # type: ignore[attr-defined]
+    assert (reasoning.type, reasoning.thinking) == ("thinking", said.message.reasoning_content)
     assert (text.type, text.text) == ("text", said.message.content)
     with anthropic.messages.stream(**asked) as stream:
         streamed: Any = stream.get_final_message()
@@ -160,12 +140,12 @@ def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Anthrop
     assert [block.type for block in off.content] == ["text"]
 
 
-def test_an_earlier_reasoning_reaches_the_template_in_each_interface(openai: OpenAI, anthropic: Anthropic) -> None:
+def test_earlier_reasoning_reaches_the_template_of_each_api(openai: Any, anthropic: Any) -> None:
+    """Earlier reasoning reaches the chat template in each interface."""
     call = {"id": "a", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
     earlier = {"role": "assistant", "content": "", "reasoning_content": "Pens.", "tool_calls": [call]}
     chat: list[Any] = [*CHAT["messages"], earlier, {"role": "tool", "tool_call_id": "a", "content": "5"}]
     said = openai.chat.completions.create(**CHAT | {"messages": chat, "max_tokens": 2})
-    assert said.usage is not None
     wanted = said.usage.prompt_tokens
     items: list[Any] = [
         {"role": "user", "content": QUESTION},
@@ -174,7 +154,6 @@ def test_an_earlier_reasoning_reaches_the_template_in_each_interface(openai: Ope
         {"type": "function_call_output", "call_id": "a", "output": "5"},
     ]
     found = openai.responses.create(model="demo", input=items, max_output_tokens=2)
-    assert found.usage is not None
     assert found.usage.input_tokens == wanted
     blocks = [
         {"type": "thinking", "thinking": "Pens.", "signature": ""},
@@ -189,14 +168,10 @@ def test_an_earlier_reasoning_reaches_the_template_in_each_interface(openai: Ope
 
 
 def test_a_model_that_does_not_think_refuses_to_by_name(client: AsyncEngine) -> None:
-    from anthropic import Anthropic
     from anthropic import BadRequestError as Refused
 
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    with serving(create_app(cast(Any, WithTools(client)), ServerSettings(model_names=("demo",)))) as url:
-        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai:
+    with serving_demo(WithTools(client)) as url:
+        with openai_of(url) as openai:
             for field, value in (("enable_thinking", True), ("reasoning_effort", "low"), ("thinking_token_budget", 9)):
                 with pytest.raises(BadRequestError, match="does not think") as caught:
                     openai.chat.completions.create(**CHAT, extra_body={field: value})
@@ -206,7 +181,7 @@ def test_a_model_that_does_not_think_refuses_to_by_name(client: AsyncEngine) -> 
             assert caught.value.param == "reasoning"
             quiet = {"reasoning_effort": "none", "enable_thinking": False}
             assert openai.chat.completions.create(**CHAT, extra_body=quiet).choices[0].message.content
-        with Anthropic(base_url=url, api_key="none", max_retries=0) as anthropic:
+        with anthropic_of(url) as anthropic:
             asked: dict[str, Any] = {"model": "demo", "messages": CHAT["messages"], "max_tokens": 4}
             with pytest.raises(Refused, match="thinking"):
                 anthropic.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 9})
@@ -228,10 +203,8 @@ class Marked(WithTools):
 def test_special_marks_of_reasoning_are_read_and_have_no_budget(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server.app import create_app
     from d3engine.server.requests.formats import reasoning_format_named
     from d3engine.server.requests.tools import ChatStyle, ChatStyles
-    from d3engine.server.settings import ServerSettings
 
     style = ChatStyle(reasoning=reasoning_format_named("mistral"), special_ids={"[THINK]": 3, "[/THINK]": 4})
 
@@ -240,10 +213,7 @@ def test_special_marks_of_reasoning_are_read_and_have_no_budget(
 
     monkeypatch.setattr(ChatStyles, "of", found)
     marked = Marked(client)
-    with (
-        serving(create_app(cast(Any, marked), ServerSettings(model_names=("demo",)))) as url,
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai,
-    ):
+    with serving_demo(marked) as url, openai_of(url) as openai:
         openai.chat.completions.create(**CHAT | {"max_tokens": 2})
         openai.chat.completions.create(**CHAT, extra_body={"structured_outputs": {"choice": ["5", "6"]}})
         with pytest.raises(BadRequestError, match="thinking_token_budget must be absent, since special tokens"):

@@ -120,7 +120,8 @@ def test_a_mistake_deep_inside_is_named_by_its_place(
     assert (status, error["param"], error["message"]) == (400, param, message)
 
 
-def test_a_stream_that_cannot_begin_is_an_error_status_and_no_event(refusal: Refusal) -> None:
+def test_stream_that_cannot_begin_is_an_error_status(refusal: Refusal) -> None:
+    """A stream that cannot begin is an error status and no event."""
     status, error = refusal("/v1/completions", COMPLETION | {"stream": True, "max_tokens": 5000})
     assert (status, error["code"]) == (400, "context_length_exceeded")
 
@@ -137,13 +138,6 @@ def test_what_a_client_sent_is_not_sent_back_at_length(http: httpx.Client) -> No
 # -- fields ----------------------------------------------------------------------------------------------------------
 
 
-def test_fields_that_ask_nothing_of_the_model_are_taken(http: httpx.Client) -> None:
-    nothing = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "best_of": 1, "suffix": None, "n": None}
-    answer = http.post("/v1/completions", json=COMPLETION | nothing | {"response_format": {"type": "text"}})
-    assert answer.status_code == 200
-    assert "x-d3-ignored-fields" not in answer.headers
-
-
 def test_fields_that_nobody_knows_are_taken_and_named(http: httpx.Client) -> None:
     unknown = {"later_one": 2, "later_two": 1.0, "stream": True, "stream_options": {"later": True}, "a\r\nb: c": 1}
     answer = http.post("/v1/completions", json=COMPLETION | unknown)
@@ -155,9 +149,8 @@ def test_fields_that_nobody_knows_are_taken_and_named(http: httpx.Client) -> Non
     assert many.headers["x-d3-ignored-fields"].endswith("and 4984 more")
 
 
-def test_a_long_body_is_read_beside_the_loop_that_serves_everybody(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_body_is_read_off_the_event_loop(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long body is read in another thread than the event loop's."""
     from d3engine.server.requests import bodies
 
     threads = []

@@ -32,7 +32,8 @@ def test_requests_of_one_id_at_once_have_each_its_own_answer(http: httpx.Client)
     assert len({answer.json()["id"] for answer in together}) == len(prompts)
 
 
-def test_an_id_that_is_repeated_in_flight_ends_with_its_own_request_alone(http: httpx.Client) -> None:
+def test_repeated_id_in_flight_ends_its_request_alone(http: httpx.Client) -> None:
+    """An id that is repeated in flight ends with its own request alone."""
     body = asked("Tom has 5 pens.", max_tokens=80)
     whole = text_of(http.post("/v1/completions", json=body))
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=ID) as first:

@@ -10,31 +10,24 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from demo_server import LEAST, TURNS, demo_engine
+from loops import on_a_loop
 
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import SamplingParams
+from d3engine.server.in_process import post, scope_of, whole
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
 
 MOST = 4096
-TURNS = [{"role": "user", "content": "Tom has 5 pens."}]
 WORDS = ["w" * 100] * 20
-ROUTES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "Tom", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": TURNS, "max_tokens": 1},
-    "/v1/responses": {"input": "Tom", "max_output_tokens": 1},
-    "/v1/messages": {"messages": TURNS, "max_tokens": 1},
-}
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncEngine]:
-    from d3engine import AsyncEngine
-
-    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**23)
-    yield engine
-    asyncio.run(engine.close())
+    with demo_engine(kv_cache_memory_bytes=2**23) as engine:
+        yield engine
 
 
 class Asked:
@@ -63,9 +56,7 @@ class Asked:
         monkeypatch.setattr(engine, "generate", begun)
 
     def post(self, path: str = "/v1/completions", **body: Any) -> tuple[int, dict[str, Any]]:
-        from d3engine.server.in_process import post
-
-        answered = asyncio.run(post(self.app, path, json.dumps(ROUTES.get(path, {}) | body).encode()))
+        answered = asyncio.run(post(self.app, path, json.dumps(LEAST.get(path, {}) | body).encode()))
         return answered.status, json.loads(answered.body)
 
 
@@ -90,9 +81,10 @@ def asked(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         ("stop_token_ids", {"stop_token_ids": [7] * 256, "prompt": ["a"] * 17}),
     ],
 )
-def test_more_work_than_a_request_may_ask_for_is_refused_by_its_field(
+def test_request_work_beyond_the_bound_is_refused_by_field(
     asked: Callable[..., Asked], field: str, body: dict[str, Any]
 ) -> None:
+    """More work than a request may ask for is refused by its field."""
     app = asked()
     status, answer = app.post(**body)
     if "stop" in body and field == "prompt":
@@ -128,7 +120,7 @@ def test_a_body_is_the_bound_unless_another_is_set(asked: Callable[..., Asked]) 
     assert (status, answer["error"]["param"]) == (400, "bad_words")
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", LEAST)
 def test_priority_takes_permission(asked: Callable[..., Asked], path: str) -> None:
     app = asked()
     status, answer = app.post(path, priority=-1)
@@ -173,52 +165,45 @@ def test_prompts_behind_one_that_is_refused_are_not_read(asked: Callable[..., As
     assert [prompt[:1] for prompt in app.prepared] == ["a", "b"]
 
 
-def test_nothing_more_is_read_for_a_client_that_has_left(
+@on_a_loop
+async def test_nothing_more_is_read_for_a_client_that_has_left(
     asked: Callable[..., Asked], engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server.in_process import scope_of
-
     app = asked()
     body = json.dumps({"prompt": ["a", "b", "c"], "max_tokens": 1}).encode()
+    begun, left, prepare = asyncio.Event(), asyncio.Event(), engine.prepare
 
-    async def main() -> list[Any]:
-        begun, left, prepare = asyncio.Event(), asyncio.Event(), engine.prepare
+    async def slow(prompt: Any, *arguments: Any, **named: Any) -> Any:
+        found = await prepare(prompt, *arguments, **named)
+        if prompt == "b":
+            begun.set()
+            await asyncio.Event().wait()
+        return found
 
-        async def slow(prompt: Any, *arguments: Any, **named: Any) -> Any:
-            found = await prepare(prompt, *arguments, **named)
-            if prompt == "b":
-                begun.set()
-                await asyncio.Event().wait()
-            return found
+    monkeypatch.setattr(engine, "prepare", slow)
+    unread, sent = [{"type": "http.request", "body": body, "more_body": False}], []
 
-        monkeypatch.setattr(engine, "prepare", slow)
-        unread, sent = [{"type": "http.request", "body": body, "more_body": False}], []
+    async def receive() -> Any:
+        if not unread:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        return unread.pop()
 
-        async def receive() -> Any:
-            if not unread:
-                await left.wait()
-                return {"type": "http.disconnect"}
-            return unread.pop()
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        running = asyncio.create_task(app.app(scope_of("/v1/completions", len(body)), receive, send))
-        await begun.wait()
-        left.set()
-        await running
-        assert app.app.state.traffic.taken == 0
-        return sent
-
-    sent = asyncio.run(main())
+    running = asyncio.create_task(app.app(scope_of("/v1/completions", len(body)), receive, send))
+    await begun.wait()
+    left.set()
+    await running
+    assert app.app.state.traffic.taken == 0
     assert sent[0]["status"] == 499
     assert app.prepared == ["a", "b"]
     assert app.generated == []
 
 
-def test_prompts_of_a_request_take_turns_as_one_and_requests_of_a_key_too(asked: Callable[..., Asked]) -> None:
-    from d3engine.server.in_process import scope_of, whole
-
+def test_prompts_of_a_request_and_requests_of_a_key_take_turns(asked: Callable[..., Asked]) -> None:
+    """Prompts of a request take turns as one, and so do requests of a key."""
     app = asked()
     for _ in range(2):
         assert app.post(prompt=["a", "b"])[0] == 200
@@ -229,7 +214,7 @@ def test_prompts_of_a_request_take_turns_as_one_and_requests_of_a_key_too(asked:
     keyed = asked(guards={"api_keys": ("first-key", "second-key")})
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 
-    async def post(key: bytes) -> None:
+    async def post_with(key: bytes) -> None:
         scope = scope_of("/v1/completions", len(body))
         scope["headers"].append((b"authorization", b"Bearer " + key))
 
@@ -239,7 +224,7 @@ def test_prompts_of_a_request_take_turns_as_one_and_requests_of_a_key_too(asked:
         await keyed.app(scope, whole(body), send)
 
     for key in (b"first-key", b"first-key", b"second-key"):
-        asyncio.run(post(key))
+        asyncio.run(post_with(key))
     first, again, other = [prepared.flow for prepared in keyed.generated]
     assert first[0] == again[0] != other[0]
     assert len({first[1], again[1], other[1]}) == 3
@@ -266,7 +251,7 @@ def test_no_file_is_opened_for_a_request(asked: Callable[..., Asked], engine: As
     """A process that may open no further one (EMFILE) goes on to answer its clients."""
     app = asked()
     asyncio.run(engine.chat_template())
-    for path in ROUTES:
+    for path in LEAST:
         assert app.post(path)[0] == 200
     sys.addaudithook(_watch)
     OPENS.clear()
@@ -275,7 +260,7 @@ def test_no_file_is_opened_for_a_request(asked: Callable[..., Asked], engine: As
         with open(__file__, encoding="utf-8"):
             assert len(OPENS) == 1, "opened files are seen"
         OPENS.clear()
-        for path in ROUTES:
+        for path in LEAST:
             assert app.post(path)[0] == 200
         assert app.post("/tokenize", messages=TURNS)[0] == 200
         assert app.post("/tokenize", prompt="Tom")[0] == 200

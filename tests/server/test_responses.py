@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from openai import BadRequestError, OpenAI
-from serving import serving
+from demo_server import Dying, serving_demo
+from openai import BadRequestError
 from untimed import untimed
-
-from d3engine.errors import EngineDeadError
-from d3engine.server.app import create_app
-from d3engine.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
@@ -25,13 +20,13 @@ PATH = "/v1/responses"
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "top_p": 0.95, "seed": 3, "top_k": 40}], ids=str)
-def test_a_response_whole_and_streamed_is_what_the_chat_says(openai: OpenAI, sampled: dict[str, Any]) -> None:
+def test_a_response_whole_and_streamed_is_what_the_chat_says(openai: Any, sampled: dict[str, Any]) -> None:
     said = openai.chat.completions.create(model="demo", messages=MESSAGES, extra_body=sampled)
     whole = openai.responses.create(**ASKED, metadata={"a": "b"}, store=False, extra_body=sampled)
     assert whole.output_text == said.choices[0].message.content
     assert (whole.object, whole.status, whole.error, whole.incomplete_details) == ("response", "completed", None, None)
     assert (whole.metadata, whole.model, whole.id[:5]) == ({"a": "b"}, "demo", "resp_")
-    assert (whole.output[0].type, whole.output[0].status) == ("message", "completed")  # type: ignore[union-attr]
+    assert (whole.output[0].type, whole.output[0].status) == ("message", "completed")
     with openai.responses.stream(**ASKED, extra_body=sampled) as stream:
         events = list(stream)
         streamed = stream.get_final_response()
@@ -40,14 +35,13 @@ def test_a_response_whole_and_streamed_is_what_the_chat_says(openai: OpenAI, sam
     assert deltas  # how many tokens each has depends on how soon they are read
     assert "".join(deltas) == whole.output_text
     for response in (whole, streamed):
-        assert said.usage is not None
-        assert response.usage is not None
         assert response.usage.input_tokens == said.usage.prompt_tokens
         assert response.usage.output_tokens == said.usage.completion_tokens
         assert response.usage.total_tokens == said.usage.total_tokens
 
 
-def test_the_events_of_a_response_come_in_their_order_and_numbered(openai: OpenAI) -> None:
+def test_response_events_are_in_order_and_numbered(openai: Any) -> None:
+    """The events of a response come in their order, and are numbered."""
     events = list(openai.responses.create(**ASKED, max_output_tokens=3, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -58,16 +52,14 @@ def test_the_events_of_a_response_come_in_their_order_and_numbered(openai: OpenA
     assert first.type == "response.created"
     assert last.type == "response.incomplete"
     assert (first.response.status, first.response.usage, first.response.output) == ("in_progress", None, [])
-    assert last.response.incomplete_details is not None
     assert (last.response.status, last.response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert last.response.usage is not None
     assert last.response.usage.output_tokens == 3
-    assert text.text == part.part.text == last.response.output_text  # type: ignore[union-attr]
-    assert item.item == last.response.output[0]  # type: ignore[union-attr]
+    assert text.text == part.part.text == last.response.output_text
+    assert item.item == last.response.output[0]
     assert first.response.id == last.response.id
 
 
-def test_messages_and_instructions_are_read_as_a_chats(openai: OpenAI) -> None:
+def test_messages_and_instructions_are_read_as_a_chats(openai: Any) -> None:
     items: list[Any] = [
         {"role": "developer", "content": "Be right."},
         {"role": "user", "content": [{"type": "input_text", "text": "Ann has 4 cups."}]},
@@ -93,13 +85,11 @@ def test_messages_and_instructions_are_read_as_a_chats(openai: OpenAI) -> None:
     assert found.instructions == "Be brief."
 
 
-def test_depth_is_told_in_a_response_as_in_a_chat(openai: OpenAI) -> None:
+def test_depth_is_told_in_a_response_as_in_a_chat(openai: Any) -> None:
     extra = {"return_depths": True, "depth": {"policy": "d3", "alpha": 0.6, "start": 0.5}}
     said = openai.chat.completions.create(model="demo", messages=MESSAGES, extra_body=extra)
     whole = openai.responses.create(**ASKED, extra_body=extra).model_dump()
     events = [event.model_dump() for event in openai.responses.create(**ASKED, extra_body=extra, stream=True)]
-    assert said.model_extra is not None
-    assert said.choices[0].model_extra is not None
     summary, tokens = said.model_extra["d3ext"], said.choices[0].model_extra["d3ext"]
     assert untimed(whole["d3ext"]) == untimed(events[-1]["response"]["d3ext"]) == untimed(summary)
     assert whole["output"][0]["content"][0]["d3ext"] == tokens
@@ -149,50 +139,25 @@ def test_a_response_that_cannot_be_honoured_names_the_field(refusal: Any, change
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
 
 
-def test_what_asks_for_nothing_more_than_a_response_has_is_taken(http: httpx.Client) -> None:
-    nothing = {
-        "max_output_tokens": 1,
-        "store": False,
-        "background": False,
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "include": [],
-        "text": {"format": {"type": "text"}},
-        "truncation": "disabled",
-        "stream_options": {"include_obfuscation": False},
-        "previous_response_id": None,
-        "user": "me",
-    }
-    answer = http.post(PATH, json=ASKED | nothing)
-    assert answer.status_code == 200, answer.text
-    assert "x-d3-ignored-fields" not in answer.headers
+def test_fields_that_a_response_does_not_know_are_named(http: httpx.Client) -> None:
     part = {"type": "input_text", "text": "Tom", "later": 1}
     answer = http.post(PATH, json={"input": [{"role": "user", "content": [part]}], "later_one": 2})
     assert answer.headers["x-d3-ignored-fields"] == "later_one, input.content.later"
 
 
-def test_a_response_that_fails_after_its_first_byte_ends_as_failed(client: AsyncEngine, openai: OpenAI) -> None:
-    class Dying:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(client, name)
+def test_response_that_fails_after_its_first_byte_is_failed(client: AsyncEngine, openai: Any) -> None:
+    """A response that fails after its first byte ends as failed."""
 
-        async def generate(self, *asked: Any, **more: Any) -> AsyncIterator[Any]:
-            async for output in client.generate(*asked, **more):
-                yield output
-                raise EngineDeadError("a secret")
-
-    with serving(create_app(Dying(), ServerSettings(model_names=("demo",)))) as address:  # type: ignore[arg-type]
+    with serving_demo(Dying(client)) as address:
         events = list(openai.with_options(base_url=f"{address}/v1").responses.create(**ASKED, stream=True))
     last = events[-1]
     assert last.type == "response.failed"
     assert last.sequence_number == len(events) - 1
-    assert last.response.error is not None
     assert (last.response.status, last.response.error.code) == ("failed", "server_error")
     assert "secret" not in str(last)
 
 
-def test_what_is_not_kept_cannot_be_asked_for(openai: OpenAI, http: httpx.Client) -> None:
+def test_what_is_not_kept_cannot_be_asked_for(openai: Any, http: httpx.Client) -> None:
     with pytest.raises(BadRequestError, match="previous_response_id must be absent"):
         openai.responses.create(**ASKED, previous_response_id="resp_1")
     assert http.get(f"{PATH}/resp_1").status_code == 404

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from demo_server import demo_engine
+from serving import serving
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -21,11 +22,8 @@ CHAT = {"messages": [{"role": "user", "content": "Tom has 5 pens."}], **SAMPLED}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncEngine]:
-    from d3engine import AsyncEngine
-
-    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**22, max_num_seqs=2)
-    yield engine
-    asyncio.run(engine.close())
+    with demo_engine(kv_cache_memory_bytes=2**22, max_num_seqs=2) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +39,6 @@ def app(engine: AsyncEngine) -> Starlette:
 @pytest.fixture(scope="module")
 def small(app: Starlette) -> Iterator[httpx.Client]:
     """A client of that app."""
-    from serving import serving
-
     with serving(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
@@ -121,9 +117,10 @@ def test_nothing_is_read_of_a_request_that_finds_no_room(
     ],
     ids=str,
 )
-def test_what_is_larger_than_all_of_the_room_is_told_so_by_its_field_and_not_to_come_back(
+def test_request_larger_than_the_room_is_refused_by_its_field(
     small: httpx.Client, path: str, body: dict[str, Any], message: str
 ) -> None:
+    """A request larger than all of the room is refused by its field, without Retry-After."""
     answer = small.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "too_many_sequences", message.split()[0])

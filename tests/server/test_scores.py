@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import pytest
-from demo_server import TEMPLATE, WithTools
-from serving import serving
+from demo_server import TEMPLATE, WithTools, serving_demo
 
 from d3engine.request.scoring import judgement
 
@@ -22,13 +21,10 @@ DOCUMENTS = ["Tom has 5 pens.", "Ann has 3 cats.", "How many?"]
 
 @pytest.fixture
 def scores(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    from d3engine.server.app import create_app
     from d3engine.server.routes import scores as routes
-    from d3engine.server.settings import ServerSettings
 
     monkeypatch.setattr(routes, "ANSWERS", ANSWERS)
-    app = create_app(cast(Any, WithTools(client)), ServerSettings(model_names=("demo",)))
-    with serving(app) as url, httpx.Client(base_url=url, timeout=60) as found:
+    with serving_demo(WithTools(client)) as url, httpx.Client(base_url=url, timeout=60) as found:
         yield found
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from serving import serving
+from demo_server import LEAST, TURNS, serving_demo
 
 from d3engine.text.limited_process import ProcessLimits
 from d3engine.text.structured import forms
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from d3engine import AsyncEngine
 
 ROOT = Path(__file__).parents[2]
-TURNS = [{"role": "user", "content": "Tom has 5 pens."}]
 GOOD: dict[str, Any] = {"prompt": "Tom has 5 pens.", "max_tokens": 60, "temperature": 1, "seed": 7, "ignore_eos": True}
 BAD: list[dict[str, Any]] = [
     {"prompt": [5, 768]},
@@ -32,8 +31,11 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-def test_a_request_that_is_refused_changes_nothing_of_its_neighbours(http: httpx.Client) -> None:
-    """Rows 6 and 7 of the security list: ids beyond the embedding's rows, and faults of one request."""
+def test_refused_request_changes_nothing_of_its_neighbours(http: httpx.Client) -> None:
+    """A request that is refused changes nothing of its neighbours.
+
+    Rows 6 and 7 of the security list: ids beyond the embedding's rows, and faults of one request.
+    """
     alone = http.post("/v1/completions", json=GOOD).json()["choices"]
     with ThreadPoolExecutor(4) as pool:
         good = [pool.submit(http.post, "/v1/completions", json=GOOD) for _ in range(2)]
@@ -42,19 +44,17 @@ def test_a_request_that_is_refused_changes_nothing_of_its_neighbours(http: httpx
     assert [answer.result().json()["choices"] for answer in good] == [alone, alone]
 
 
-def test_templates_of_requests_are_not_taken_and_where_they_are_they_are_bounded(
-    http: httpx.Client, client: AsyncEngine
-) -> None:
-    """Row 8 of the security list."""
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
+def test_request_templates_are_refused_or_bounded_if_trusted(http: httpx.Client, client: AsyncEngine) -> None:
+    """Templates of requests are refused, and bounded where they are trusted.
 
+    Row 8 of the security list.
+    """
     body = {"messages": TURNS, "max_tokens": 1, "chat_template": "{{ messages }}"}
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = http.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template")
-    trusting = ServerSettings(model_names=("demo",), trust_request_chat_template=True)
-    with serving(create_app(client, trusting)) as url, httpx.Client(base_url=url, timeout=120) as there:
+    trusting = serving_demo(client, trust_request_chat_template=True)
+    with trusting as url, httpx.Client(base_url=url, timeout=120) as there:
         for source in (
             "{{ 'x' * 9000000 }}",
             "{{ ''.__class__.__mro__ }}",
@@ -94,18 +94,10 @@ def test_a_form_that_would_take_too_much_is_refused_by_its_field(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": TURNS}),
-        ("/v1/responses", {"input": "a"}),
-        ("/v1/messages", {"messages": TURNS, "max_tokens": 1}),
-    ],
-)
-def test_no_route_takes_tensors_of_a_prompt(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("path", LEAST)
+def test_no_route_takes_tensors_of_a_prompt(http: httpx.Client, path: str) -> None:
     """Row 10 of the security list."""
-    answer = http.post(path, json=body | {"prompt_embeds": "gASVCAAAAAAAAACMBHRlc3SULg=="})
+    answer = http.post(path, json=LEAST[path] | {"prompt_embeds": "gASVCAAAAAAAAACMBHRlc3SULg=="})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("prompt_embeds must be absent")
 

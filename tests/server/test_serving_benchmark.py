@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from demo_server import serving_demo
 from tqdm import tqdm
 
 from benchmarks.gguf_tokenizer import add_tokenizer
@@ -46,23 +47,21 @@ def test_streams_and_arrivals_bring_every_token_in_time(url: str) -> None:
     assert arrived[0].sent < arrived[1].sent
 
 
-def test_requests_under_d3_have_the_setting_that_the_bundled_model_comes_with() -> None:
+def test_d3_requests_have_the_bundled_models_setting() -> None:
+    """Requests under D3 have the setting that the bundled model comes with."""
     assert policy_from_dict(DEPTHS["d3"]) == policy_from_directory(model_directory("demo"))
     assert isinstance(policy_from_dict(DEPTHS["d3"]), D3)
 
 
-def test_a_server_is_asked_for_its_model_by_the_name_that_it_lists(client: AsyncEngine) -> None:
-    from serving import serving
-
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    with serving(create_app(client, ServerSettings(model_names=("of-a-directory",)))) as url:
+def test_server_is_asked_for_its_model_by_the_listed_name(client: AsyncEngine) -> None:
+    """A server is asked for its model by the name that it lists."""
+    with serving_demo(client, model_names=("of-a-directory",)) as url:
         measured = Measured.of(OURS, Server(url, os.getpid()), tokens=5)
         assert measured.streams(2, 0.0, "full")["tokens"] == 10
 
 
-def test_what_the_server_refuses_ends_the_benchmark_with_its_words(url: str) -> None:
+def test_refusal_by_the_server_ends_the_benchmark(url: str) -> None:
+    """A refusal by the server ends the benchmark with the server's words."""
     with pytest.raises(SystemExit, match=r"the server answered 400.*max_tokens"):
         Client(Asking(url, "demo", tokens=10**6)).streams(1, 0.0, "full")
 
@@ -87,7 +86,8 @@ def test_bursts_bring_as_many_requests_in_a_time_as_single_ones() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_engine_without_a_server_answers_as_many_prompts_in_each_way(way: str) -> None:
+def test_engine_alone_answers_every_prompt_in_each_way(way: str) -> None:
+    """The engine without a server answers as many prompts in each way."""
     from d3engine import FullDepth, RequestOutputKind, SamplingParams
 
     kind = RequestOutputKind.CUMULATIVE if way == LOCKSTEP else RequestOutputKind.DELTA
@@ -102,9 +102,8 @@ def test_the_engine_without_a_server_answers_as_many_prompts_in_each_way(way: st
         assert load.num_steps >= 7  # the third prompt came two steps after the others
 
 
-def test_the_engine_alone_is_given_what_came_to_the_servers_engine_step_by_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_record_counts_the_arrivals_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests that reach the server's engine are recorded step by step."""
     from d3engine import Engine, SamplingParams
 
     monkeypatch.setattr(Engine, "add", Engine.add)  # as they were, when the test has ended
@@ -124,7 +123,9 @@ def test_the_engine_alone_is_given_what_came_to_the_servers_engine_step_by_step(
     assert arrivals.take() == []
 
 
-def test_the_engine_alone_takes_steps_one_by_one_where_somebody_is_to_come_soon() -> None:
+def test_by_arrivals_takes_single_steps_before_an_arrival() -> None:
+    """The engine alone takes steps one by one where a request is to arrive soon."""
+
     class Stepped:
         """Takes as many steps at once as it may, and says what came to it before each."""
 
@@ -147,7 +148,8 @@ def test_the_engine_alone_takes_steps_one_by_one_where_somebody_is_to_come_soon(
     assert engine.came == {0: 3, 501: 1, 503: 2}
 
 
-def test_the_interval_of_a_median_misses_it_in_one_of_twenty_cases_at_most() -> None:
+def test_interval_of_median_misses_it_in_one_of_twenty() -> None:
+    """The interval of a median misses it in one of twenty cases at most."""
     assert interval_of_median([3.0, 1.0]) == (1.0, 3.0)
     drawn = random.Random(0)
     for count, bounds in {6: (0, 5), 9: (1, 7), 20: (5, 14)}.items():
@@ -156,7 +158,9 @@ def test_the_interval_of_a_median_misses_it_in_one_of_twenty_cases_at_most() -> 
         assert 0.94 < statistics.mean(low <= math.log(2) <= high for low, high in found) <= 0.985
 
 
-def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_depth() -> None:
+def test_rows_are_compared_with_engine_peer_and_full_depth() -> None:
+    """A row is compared with the engine alone, with llama.cpp and with full depth."""
+
     def rounds(*rates: float) -> list[dict[str, float]]:
         return [{"tokens_per_second": rate, "cpu_per_token": 1 / rate} for rate in rates]
 
@@ -189,7 +193,8 @@ def test_a_row_is_compared_with_the_engine_alone_with_llama_cpp_and_with_full_de
     assert [row["over_immediate"], row["over_immediate_cpu"]] == pytest.approx([0.5, 0.5])
 
 
-def test_a_second_client_is_read_in_our_units_and_what_it_could_not_do_is_told(tmp_path: Path) -> None:
+def test_vllm_client_is_read_in_our_units_with_its_failures(tmp_path: Path) -> None:
+    """A second client is read in this benchmark's units, with the requests that got no answer."""
     command = tmp_path / "vllm"
     command.write_text(
         f"""#!{sys.executable}
@@ -209,7 +214,9 @@ found |= dict(median_ttft_ms=20.0, p99_ttft_ms=30.0, median_itl_ms=1.5, p99_itl_
     assert client.streams("http://127.0.0.1:1", "demo", 2, 9, 16)["unanswered"] == 1
 
 
-def test_what_the_peer_left_unanswered_is_told_and_ours_may_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswered_requests_are_allowed_to_the_peer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that the peer left unanswered are reported, and ours end the benchmark."""
+
     class Named(Server):
         def model_name(self) -> str:
             return self.url
@@ -241,10 +248,9 @@ def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
     import gguf
     from sentencepiece import SentencePieceProcessor
 
-    from d3engine.engine.model_directory import model_directory
     from d3engine.model.gguf_file import open_gguf
 
-    def written(name: str, directory: Path) -> dict[str, object]:
+    def written(name: str, directory: Path) -> dict[str, Any]:
         file = tmp_path / name / "of.gguf"
         file.parent.mkdir()
         writer = gguf.GGUFWriter(file, "llama")
@@ -257,7 +263,7 @@ def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
     demo = model_directory("demo")
     pieces = SentencePieceProcessor(model_file=str(demo / "tokenizer.model"))
     found = written("of-pieces", demo)
-    assert found["tokenizer.ggml.tokens"][:768] == [pieces.id_to_piece(i) for i in range(768)]  # type: ignore[index]
-    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 4]  # type: ignore[index]
-    assert found["tokenizer.ggml.token_type"][768:] == [5, 5]  # type: ignore[index]
+    assert found["tokenizer.ggml.tokens"][:768] == [pieces.id_to_piece(i) for i in range(768)]
+    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 4]
+    assert found["tokenizer.ggml.token_type"][768:] == [5, 5]
     assert written("copied", tmp_path / "of-pieces") == found

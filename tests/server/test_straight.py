@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import on_a_loop
 from starlette.types import Message
 
 if TYPE_CHECKING:
@@ -101,18 +102,17 @@ async def stream(engine: AsyncEngine, path: str, outlet: FreeNowAndThen | None) 
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_a_stream_is_the_same_whichever_way_its_pieces_go(engine: AsyncEngine, in_step: InStep, path: str) -> None:
+@on_a_loop
+async def test_a_stream_is_the_same_whichever_way_its_pieces_go(
+    engine: AsyncEngine, in_step: InStep, path: str
+) -> None:
     ways: dict[str, Callable[[], FreeNowAndThen | None]] = {
         "none": lambda: None,
         "free": lambda: FreeNowAndThen(itertools.repeat(True)),
         "now and then": lambda: FreeNowAndThen(itertools.cycle([True, True, False])),
     }
-
-    async def main() -> dict[str, list[tuple[str, bytes]]]:
-        in_step.loop = asyncio.get_running_loop()
-        return {name: await stream(engine, path, outlet()) for name, outlet in ways.items()}
-
-    found = asyncio.run(main())
+    in_step.loop = asyncio.get_running_loop()
+    found = {name: await stream(engine, path, outlet()) for name, outlet in ways.items()}
     by_way = {name: [way for way, _ in pieces] for name, pieces in found.items()}
     assert set(by_way["none"]) == {"send"}
     assert by_way["free"][0] == by_way["free"][-1] == "send"
@@ -138,41 +138,35 @@ def taking_whole_runs(engine: Engine) -> Engine:
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_tokens_that_are_ready_together_are_one_piece_and_still_an_event_each(
-    engine: AsyncEngine, in_step: InStep, path: str
-) -> None:
+@on_a_loop
+async def test_ready_tokens_are_one_write_and_an_event_each(engine: AsyncEngine, in_step: InStep, path: str) -> None:
+    """Tokens that are ready together are one write, and still an event each."""
     from d3engine import AsyncEngine, Engine
 
-    async def main() -> tuple[list[tuple[str, bytes]], list[tuple[str, bytes]]]:
-        in_step.loop = asyncio.get_running_loop()
-        one_by_one = await stream(engine, path, FreeNowAndThen(itertools.repeat(True)))
-        made = Engine("demo", **SIZES)
-        is_native = made.stats().executor.startswith("native")
-        async with AsyncEngine.from_engine(taking_whole_runs(made), before_step=in_step) as running_ahead:
-            together = await stream(running_ahead, path, FreeNowAndThen(itertools.repeat(True)))
-        assert not is_native or len(together) < len(one_by_one) // 2
-        return one_by_one, together
-
-    one_by_one, together = (PASSING.sub(rb"", b"".join(piece for _, piece in way)) for way in asyncio.run(main()))
-    assert together == one_by_one
+    in_step.loop = asyncio.get_running_loop()
+    one_by_one = await stream(engine, path, FreeNowAndThen(itertools.repeat(True)))
+    made = Engine("demo", **SIZES)
+    is_native = made.stats().executor.startswith("native")
+    async with AsyncEngine.from_engine(taking_whole_runs(made), before_step=in_step) as running_ahead:
+        together = await stream(running_ahead, path, FreeNowAndThen(itertools.repeat(True)))
+    assert not is_native or len(together) < len(one_by_one) // 2
+    texts = [PASSING.sub(rb"", b"".join(piece for _, piece in way)) for way in (one_by_one, together)]
+    assert texts[0] == texts[1]
 
 
-def test_a_fault_on_the_straight_way_ends_the_stream_with_its_error(
-    engine: AsyncEngine, in_step: InStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_a_loop
+async def test_fault_of_a_direct_write_ends_the_stream_with_an_error(engine: AsyncEngine, in_step: InStep) -> None:
+    """A fault of a direct write ends the stream with its error."""
+
     class Broken(FreeNowAndThen):
         def write(self, content: bytes) -> None:
             raise RuntimeError("/a/secret/path")
 
-    async def main() -> list[tuple[str, bytes]]:
-        in_step.loop = asyncio.get_running_loop()
-        pieces = await stream(engine, "/v1/completions", Broken(itertools.repeat(True)))
-        async with asyncio.timeout(120):
-            while (await engine.stats()).num_running:
-                await asyncio.sleep(0)
-        return pieces
-
-    *_, (way, last) = asyncio.run(main())
+    in_step.loop = asyncio.get_running_loop()
+    *_, (way, last) = await stream(engine, "/v1/completions", Broken(itertools.repeat(True)))
+    async with asyncio.timeout(120):
+        while (await engine.stats()).num_running:
+            await asyncio.sleep(0)
     assert way == "send"
     assert b'"error"' in last
     assert b"secret" not in last

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tom has 5 pens."}]}
 TEXT: dict[str, Any] = {"model": "demo", "prompt": "Tom has 5 pens."}
@@ -28,7 +27,7 @@ def assert_fits(text: str | None) -> None:
     assert found["of"] in ("Tom", "Zoë")
 
 
-def test_a_schema_holds_whole_answers_and_streams(openai: OpenAI) -> None:
+def test_a_schema_holds_whole_answers_and_streams(openai: Any) -> None:
     asked = {**CHAT, "response_format": BY_SCHEMA, "temperature": 1.0, "seed": 4}
     whole = openai.chat.completions.create(**asked, n=3)
     for choice in whole.choices:
@@ -42,7 +41,7 @@ def test_a_schema_holds_whole_answers_and_streams(openai: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("depth", ["full", {"policy": "d3", "alpha": 0.9, "start": 0.6}], ids=str)
-def test_forms_of_vllms_field_hold_at_every_depth(openai: OpenAI, depth: Any) -> None:
+def test_forms_of_vllms_field_hold_at_every_depth(openai: Any, depth: Any) -> None:
     for form, fits in (
         ({"json": SCHEMA}, lambda text: assert_fits(text) is None),
         ({"regex": "[a-c]{3}", "json": None}, re.compile("[a-c]{3}").fullmatch),
@@ -54,7 +53,7 @@ def test_forms_of_vllms_field_hold_at_every_depth(openai: OpenAI, depth: Any) ->
         assert fits(openai.completions.create(**TEXT, max_tokens=99, extra_body=body).choices[0].text)
 
 
-def test_any_object_is_the_older_way_of_asking(openai: OpenAI) -> None:
+def test_any_object_is_the_older_way_of_asking(openai: Any) -> None:
     asked: dict[str, Any] = {**CHAT, "response_format": {"type": "json_object"}, "max_tokens": 60}
     choice = openai.chat.completions.create(**asked, temperature=0).choices[0]
     assert (choice.message.content or "").startswith("{")
@@ -102,7 +101,8 @@ def test_a_form_that_says_text_is_none(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_meets_its_limit_is_the_requests_own_fault(http: httpx.Client, stream: bool) -> None:
+def test_grammar_beyond_its_limit_is_the_requests_error(http: httpx.Client, stream: bool) -> None:
+    """A grammar that meets its limit is the error of its request."""
     heavy = "start: " + " | ".join(f'"a{nth}"' for nth in range(2500))  # too many to follow at once
     body = {**TEXT, "max_tokens": 12, "stream": stream, "structured_outputs": {"grammar": heavy}}
     answer = http.post("/v1/completions", json=body)
@@ -113,7 +113,8 @@ def test_a_grammar_that_meets_its_limit_is_the_requests_own_fault(http: httpx.Cl
     assert answer.status_code == 400 or stream
 
 
-def test_tokens_that_exclude_all_of_a_form_are_the_requests_own_fault(http: httpx.Client) -> None:
+def test_tokens_that_exclude_a_grammar_are_the_requests_error(http: httpx.Client) -> None:
+    """Allowed tokens that exclude all of a grammar are the error of their request."""
     body = {**TEXT, "structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [5]}
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 400

@@ -37,11 +37,7 @@ def test_a_conversation_becomes_the_prompt_that_a_chat_has(http: httpx.Client, d
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        (
-            "/tokenize",
-            {"messages": MESSAGES, "add_special_tokens": True},
-            "add_special_tokens",
-        ),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [768]}, "tokens"),

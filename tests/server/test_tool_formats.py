@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from tool_calls import accepts, read
 
+from d3engine import InvalidValueError, StructuredOutputsParams
 from d3engine.server.requests.formats import (
     TOOL_FORMATS,
     AskedCalls,
@@ -16,8 +18,9 @@ from d3engine.server.requests.formats import (
     tool_format_named,
     tool_format_of,
 )
-from d3engine.server.requests.tools import Calling, ChatStyle
-from d3engine.server.responses.reading import CallReader, ReasoningReader
+from d3engine.server.requests.tools import Calling, ChatStyle, _variables, thinking_variables
+from d3engine.server.responses.reading import ReasoningReader
+from d3engine.server.settings import ServerSettings
 
 COUNT: dict[str, Any] = {
     "type": "object",
@@ -56,10 +59,7 @@ WRITTEN: dict[str, tuple[str, str]] = {
     ),
     "pythonic": ('[count(what="{book}", many=5)]', '[count(what="{book}", many=5), stop-it()]'),
     "mistral": (f"[TOOL_CALLS] [{ONE}]", f"[TOOL_CALLS] [{ONE}, {TWO}]"),
-    "mistral_v11": (
-        f"[TOOL_CALLS]count[ARGS]{GOOD}",
-        f"[TOOL_CALLS]count[ARGS]{GOOD}[TOOL_CALLS]stop-it[ARGS]{{}}",
-    ),
+    "mistral_v11": (f"[TOOL_CALLS]count[ARGS]{GOOD}", f"[TOOL_CALLS]count[ARGS]{GOOD}[TOOL_CALLS]stop-it[ARGS]{{}}"),
     "granite": (f"<|tool_call|>[{ONE}]", f"<|tool_call|>[{ONE}, {TWO}]"),
     "phi4_mini_json": (f"functools[{ONE}]", f"functools[{ONE}, {TWO}]"),
     "deepseek_v3": (
@@ -80,29 +80,11 @@ def asked(**changes: Any) -> AskedCalls:
     return replace(made, **changes)
 
 
-def accepts(params: Any, text: str) -> bool:
-    """Whether a grammar takes a whole text, byte by byte."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    from d3engine.text.structured.source import grammar_of
-
-    matcher = LLMatcher(LLTokenizer("byte"), grammar_of(params), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    taken = matcher.try_consume_tokens(list(text.encode()))
-    return taken == len(text.encode()) and matcher.is_accepting()
-
-
-def read(name: str, text: str, size: int, kind: str = "auto") -> tuple[str, list[tuple[str, Any]]]:
-    """What comes of a text that arrives `size` characters at a time: the text, and the calls."""
+def parsed(name: str, text: str, size: int, kind: Any = "auto") -> tuple[str, list[tuple[str, Any]]]:
+    """What comes of a text in this format: the text, and the calls with their arguments."""
     written = tool_format_named(name)
-    reader = CallReader(Calling(kind, NAMES, written, written.grammar(asked()), schemas=[COUNT, NONE]))  # type: ignore[arg-type]
-    parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
-    pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
-    calls = []
-    for index in range(reader.num_calls):
-        own = [piece for piece in pieces if piece.index == index]
-        calls.append((own[0].name or "", json.loads("".join(piece.text for piece in own))))
-    return "".join(piece.text for piece in pieces if piece.index is None), calls
+    said, calls, _ = read(Calling(kind, NAMES, written, written.grammar(asked()), schemas=[COUNT, NONE]), text, size)
+    return said, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def test_every_format_is_tried_here() -> None:
@@ -137,11 +119,11 @@ def test_calls_are_read_back_however_they_are_cut(name: str, size: int) -> None:
     one, two = WRITTEN[name]
     called = [("count", {"what": "{book}", "many": 5}), ("stop-it", {})]
     for kind in ("auto", "required"):
-        assert read(name, one, size, kind) == ("", called[:1])
-        assert read(name, two, size, kind) == ("", called)
-    assert read(name, "Tom has 5 pens: {5} < [6].\n", size) == ("Tom has 5 pens: {5} < [6].\n", [])
+        assert parsed(name, one, size, kind) == ("", called[:1])
+        assert parsed(name, two, size, kind) == ("", called)
+    assert parsed(name, "Tom has 5 pens: {5} < [6].\n", size) == ("Tom has 5 pens: {5} < [6].\n", [])
     if tool_format_named(name).openings:
-        assert read(name, f"I count.\n\n{two}", size) == ("I count.", called)
+        assert parsed(name, f"I count.\n\n{two}", size) == ("I count.", called)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +137,12 @@ def test_calls_are_read_back_however_they_are_cut(name: str, size: int) -> None:
         ("", False),
     ],
 )
-def test_python_arguments_are_held_to_the_schema_and_read_as_json(arguments: str, fits: bool) -> None:
+def test_python_arguments_fit_the_schema_and_read_as_json(arguments: str, fits: bool) -> None:
+    """Python arguments are held to the schema and read as JSON."""
     text = f"[count({arguments})]"
     assert accepts(tool_format_named("pythonic").grammar(asked(is_auto=False)), text) is fits
     if fits:
-        validate(read("pythonic", text, 1)[1][0][1])
+        validate(parsed("pythonic", text, 1)[1][0][1])
 
 
 NOTE: dict[str, Any] = {
@@ -200,9 +183,8 @@ def test_elements_of_arguments_are_held_to_the_schema(arguments: str, found: Any
     text = f"<tool_call>\n<function=note>\n{arguments}</function>\n</tool_call>"
     assert accepts(form, text) is (found is not None)
     if found is not None:
-        reader = CallReader(Calling("required", ("note",), written, form, schemas=[NOTE]))
-        pieces = [piece for i in range(0, len(text), size) for piece in reader.read(text[i : i + size], is_last=False)]
-        assert json.loads("".join(piece.text for piece in pieces)) == found
+        said, ((name, read_back),), _ = read(Calling("required", ("note",), written, form, schemas=[NOTE]), text, size)
+        assert (said, name, json.loads(read_back)) == ("", "note", found)
 
 
 def validate(found: Any) -> None:
@@ -226,7 +208,7 @@ def validate(found: Any) -> None:
 )
 def test_what_models_write_instead_is_a_call_too(name: str, text: str, size: int) -> None:
     assert accepts(tool_format_named(name).grammar(asked()), text)
-    assert read(name, text, size) == ("", [("count", {"what": "{book}", "many": 5})])
+    assert parsed(name, text, size) == ("", [("count", {"what": "{book}", "many": 5})])
 
 
 def test_ids_have_the_length_that_templates_ask_for() -> None:
@@ -264,7 +246,8 @@ def with_specials(name: str) -> tuple[Any, dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", ["mistral", "deepseek_v3", "llama3_json", "granite"])
-def test_marks_that_are_special_tokens_are_taken_as_such_and_others_never(name: str) -> None:
+def test_special_tokens_of_a_format_are_taken_and_no_others(name: str) -> None:
+    """Marks that are special tokens are taken as such, and others never."""
     from llguidance import LLMatcher
 
     from d3engine.server.requests.formats import _Marks
@@ -315,12 +298,11 @@ SPECIALS = {"<|python_tag|>": 7}
     ],
 )
 def test_the_format_is_that_of_a_rendered_call(name: str, rendered: str) -> None:
-    found = tool_format_of(rendered, "", {})
-    assert found is not None
-    assert found.name == name
+    assert getattr(tool_format_of(rendered, "", {}), "name", None) == name
 
 
-def test_without_a_rendered_call_the_source_or_a_special_token_shows_it() -> None:
+def test_format_without_a_rendered_call_is_found_by_source() -> None:
+    """Without a rendered call, the source or a special token shows the format."""
     qwen = '{{- \'\\n<tool_call>\\n{"name": "\' }}{{- tool_call.name }}'
     assert getattr(tool_format_of("", qwen, {}), "name", None) == "hermes"
     assert getattr(tool_format_of("", "", SPECIALS), "name", None) == "llama3_json"
@@ -328,19 +310,8 @@ def test_without_a_rendered_call_the_source_or_a_special_token_shows_it() -> Non
 
 
 def test_a_parser_is_named_as_in_vllm_and_others_are_refused() -> None:
-    from d3engine import InvalidValueError
-    from d3engine.server.settings import ServerSettings
-
-    for name in (
-        "hermes",
-        "qwen3_coder",
-        "llama3_json",
-        "pythonic",
-        "mistral",
-        "granite",
-        "phi4_mini_json",
-        "deepseek_v3",
-    ):
+    formats = ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "granite")
+    for name in (*formats, "phi4_mini_json", "deepseek_v3"):
         assert ServerSettings(model_names=("m",), tool_call_parser=name).tool_call_parser == name
     for name in ("qwen3", "deepseek_r1", "mistral", "granite", "none"):
         assert ServerSettings(model_names=("m",), reasoning_parser=name).reasoning_parser == name
@@ -417,8 +388,6 @@ def test_what_stands_in_a_reasoning_opens_no_call(name: str) -> None:
     ],
 )
 def test_every_form_may_begin_behind_a_reasoning(form: dict[str, Any]) -> None:
-    from d3engine import StructuredOutputsParams
-
     may = StructuredOutputsParams(**form, reasoning=("<think>", "</think>"))
     must = StructuredOutputsParams(**form, reasoning=("", "</think>"))
     assert accepts(may, '{"start": 1}')
@@ -445,8 +414,6 @@ class Sources:
 
 
 def style_of(source: str) -> ChatStyle:
-    from d3engine.server.requests.tools import _variables
-
     return ChatStyle(reasoning=reasoning_format_of(source), variables=_variables(source))
 
 
@@ -466,12 +433,10 @@ def style_of(source: str) -> ChatStyle:
         ("qwen3", True, "none", "reasoning_effort"),
     ],
 )
-def test_reasonings_are_switched_by_the_template_or_refused_by_name(
+def test_reasoning_is_switched_by_template_or_refused_by_name(
     source: str, enabled: bool | None, effort: str | None, found: Any
 ) -> None:
-    from d3engine import InvalidValueError
-    from d3engine.server.requests.tools import thinking_variables
-
+    """Reasoning is switched by the template, or refused by name."""
     style = style_of(getattr(Sources(), source))
     if isinstance(found, dict):
         assert thinking_variables(enabled, effort, style) == found
@@ -482,7 +447,5 @@ def test_reasonings_are_switched_by_the_template_or_refused_by_name(
 
 
 def test_an_effort_reaches_a_template_that_reads_it() -> None:
-    from d3engine.server.requests.tools import thinking_variables
-
     style = style_of("{{ 'Reasoning: ' + reasoning_effort }}")
     assert thinking_variables(None, "low", style) == {"reasoning_effort": "low"}

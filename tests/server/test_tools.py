@@ -6,8 +6,17 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
-from openai import BadRequestError, OpenAI
+from demo_server import HERMES as TEMPLATE_OF_HERMES
+from demo_server import call_at_once, serving_demo
+from openai import BadRequestError
+from tool_calls import accepts, read
+
+from d3engine import StructuredOutputsParams
+from d3engine.server.requests.formats import UNKNOWN_FORMAT, tool_format_named
+from d3engine.server.requests.tools import Calling, ChatStyle, tool_use_of
+from d3engine.server.schemas.requests import ChatRequest
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
@@ -31,20 +40,15 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "count", "description": "How many", "parameters": COUNT}},
     {"type": "function", "function": {"name": "stop-it"}},
 ]
+NEVER = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "not": {}}}}
 NAMED = {"type": "function", "function": {"name": "count"}}
 
 
 @pytest.fixture(scope="module")
-def openai(client: AsyncEngine) -> Iterator[OpenAI]:
-    """OpenAI's own client of a server that takes a request's template."""
-    from serving import serving
-
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
-    app = create_app(client, ServerSettings(model_names=("demo",), trust_request_chat_template=True))
-    with serving(app) as address, OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
-        yield made
+def url(client: AsyncEngine) -> Iterator[str]:
+    """A server that takes a request's template."""
+    with serving_demo(client, trust_request_chat_template=True) as address:
+        yield address
 
 
 def assert_is_call(name: str, arguments: str) -> None:
@@ -75,7 +79,8 @@ def joined(chunks: list[Any], index: int = 0) -> tuple[list[tuple[str, str, str]
     return [(a, b, c) for a, b, c in calls.values()], text, reasons
 
 
-def test_a_named_function_is_called_and_its_arguments_come_in_pieces(openai: OpenAI) -> None:
+def test_named_function_is_called_and_arguments_come_in_deltas(openai: Any) -> None:
+    """A named function is called, and its arguments come in deltas."""
     asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "tool_choice": NAMED, "temperature": 1.0, "seed": 2, "n": 2}
     whole = openai.chat.completions.create(**asked)
     chunks = list(openai.chat.completions.create(**asked, stream=True))
@@ -91,7 +96,7 @@ def test_a_named_function_is_called_and_its_arguments_come_in_pieces(openai: Ope
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_required_call_comes_however_random_the_model_is(openai: OpenAI, client: AsyncEngine, seed: int) -> None:
+def test_a_required_call_comes_however_random_the_model_is(openai: Any, client: AsyncEngine, seed: int) -> None:
     assert client.tokenizer is not None
     ending = {str(client.tokenizer.encode("]")[-1]): 4.0}  # or a list of calls would go on
     asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "tool_choice": "required", "temperature": 1.5, "seed": seed}
@@ -110,20 +115,21 @@ def test_a_required_call_comes_however_random_the_model_is(openai: OpenAI, clien
         assert [(name, args) for _, name, args in found] == [(c.function.name, c.function.arguments) for c in calls]
 
 
-def test_a_call_that_is_cut_says_so(openai: OpenAI) -> None:
+def test_a_call_that_is_cut_says_so(openai: Any) -> None:
     answer = openai.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED, max_tokens=3).choices[0]
     assert answer.finish_reason == "length"
     (call,) = answer.message.tool_calls or []
     assert call.function.arguments.startswith("{")
 
 
-def test_without_calls_tools_change_nothing(openai: OpenAI) -> None:
+def test_without_calls_tools_change_nothing(openai: Any) -> None:
     plain = openai.chat.completions.create(**CHAT, max_tokens=9).choices[0].message
     with_tools = openai.chat.completions.create(**CHAT, max_tokens=9, tools=TOOLS, tool_choice="none")
     assert with_tools.choices[0].message == plain
 
 
-def test_earlier_calls_and_their_results_are_part_of_a_conversation(openai: OpenAI) -> None:
+def test_earlier_calls_and_results_are_part_of_a_conversation(openai: Any) -> None:
+    """Earlier calls and their results are part of a conversation."""
     call = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
     told: list[Any] = [
         *MESSAGES,
@@ -149,18 +155,12 @@ def test_earlier_calls_and_their_results_are_part_of_a_conversation(openai: Open
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"functions": [{"name": "a"}]}, "functions"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "not": {}}}}],
-                "tool_choice": "required",
-            },
-            "tools",
-        ),
+        ({"tools": [NEVER], "tool_choice": "required"}, "tools"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
     ],
     ids=lambda value: str(value)[:70],
 )
-def test_what_cannot_be_called_is_refused_by_name(openai: OpenAI, changes: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_called_is_refused_by_name(openai: Any, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
         openai.chat.completions.create(**CHAT | {"extra_body": {"chat_template": TEMPLATE} | changes})
     assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
@@ -173,56 +173,58 @@ def test_a_template_that_knows_of_no_tools_refuses_them(refusal: Any) -> None:
     assert "knows nothing of tools" in error["message"]
 
 
-# -- calls that a model makes by itself, in Llama 3's words ------------------------------------------------------------
+# -- calls that a model makes by itself -------------------------------------------------------------------------------
 
-
-def read(
-    text: str, size: int, kind: str = "auto", style: str | None = "llama3_json"
-) -> tuple[str, list[tuple[str, str]], int]:
-    """What comes of a text that arrives `size` characters at a time: the text, the calls, and how many pieces."""
-    from d3engine import StructuredOutputsParams
-    from d3engine.server.requests.formats import UNKNOWN_FORMAT, tool_format_named
-    from d3engine.server.requests.tools import Calling
-    from d3engine.server.responses.reading import CallReader
-
-    written = UNKNOWN_FORMAT if style is None else tool_format_named(style)
-    form = StructuredOutputsParams(json_object=True)  # is not read
-    reader = CallReader(Calling(kind, ("count", "stop-it"), written, form))  # type: ignore[arg-type]
-    parts = [text[i : i + size] for i in range(0, len(text), size)] + [""]
-    pieces = [piece for nth, part in enumerate(parts) for piece in reader.read(part, is_last=nth == len(parts) - 1)]
-    calls = []
-    for index in range(reader.num_calls):
-        own = [piece for piece in pieces if piece.index == index]
-        calls.append((own[0].name or "", "".join(piece.text for piece in own)))
-    return "".join(piece.text for piece in pieces if piece.index is None), calls, len(pieces)
+HERMES = '<tool_call>\n{"name": "count", "arguments": {"many": 5}}\n</tool_call>'
+STOP_IT = '<tool_call>\n{"name": "stop-it", "arguments": {}}\n</tool_call>'
+LLAMA_3: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("Tom has 5 pens.", "Tom has 5 pens.", []),
+    ('{"name": "count", "parameters": {"many": 5}}', "", [("count", '{"many": 5}')]),
+    ('{"type": "function", "name": "count", "arguments": {}}', "", [("count", "{}")]),
+    (
+        ' {"name":"count","parameters":{"a":"}\\"{","b":[{}]}}; {"name": "stop-it", "parameters": {}}',
+        "",
+        [("count", '{"a":"}\\"{","b":[{}]}'), ("stop-it", "{}")],
+    ),
+    ('{"name": "another", "parameters": {}}', '{"name": "another", "parameters": {}}', []),
+    ('{"answer": 5}', '{"answer": 5}', []),
+    ("{" + "x" * 400, "{" + "x" * 400, []),
+    ("", "", []),
+]
+IN_HERMES: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("Tom has 5 pens.\n", "Tom has 5 pens.\n", []),
+    (HERMES, "", [("count", '{"many": 5}')]),
+    (f"I count.\n\n{HERMES}\n{STOP_IT}", "I count.", [("count", '{"many": 5}'), ("stop-it", "{}")]),
+    ('{"name": "count", "arguments": {"a": "}"}}', "", [("count", '{"a": "}"}')]),
+    ('```json\n{\n "name": "count",\n "arguments": {"a": 1}\n}\n```', "", [("count", '{"a": 1}')]),
+    ('{"name": "another", "arguments": {}}', '{"name": "another", "arguments": {}}', []),
+    ("```python\nx\n```", "```python\nx\n```", []),
+    ("a <tool b", "a <tool b", []),
+    ("1 <", "1 <", []),
+    # Cut by a limit: nothing of the form is text.
+    ("I count. <tool_ca", "I count.", []),
+    ('I count.\n<tool_call>\n{"name": "cou', "I count.", []),
+    ("", "", []),
+]
+UNREAD = StructuredOutputsParams(json_object=True)
+"""The form of calls whose reader does not look at it."""
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
 @pytest.mark.parametrize(
-    ("text", "said", "calls"),
-    [
-        ("Tom has 5 pens.", "Tom has 5 pens.", []),
-        ('{"name": "count", "parameters": {"many": 5}}', "", [("count", '{"many": 5}')]),
-        ('{"type": "function", "name": "count", "arguments": {}}', "", [("count", "{}")]),
-        (
-            ' {"name":"count","parameters":{"a":"}\\"{","b":[{}]}}; {"name": "stop-it", "parameters": {}}',
-            "",
-            [("count", '{"a":"}\\"{","b":[{}]}'), ("stop-it", "{}")],
-        ),
-        ('{"name": "another", "parameters": {}}', '{"name": "another", "parameters": {}}', []),
-        ('{"answer": 5}', '{"answer": 5}', []),
-        ("{" + "x" * 400, "{" + "x" * 400, []),
-        ("", "", []),
-    ],
+    ("style", "text", "said", "calls"),
+    [*(("llama3_json", *one) for one in LLAMA_3), *(("hermes", *one) for one in IN_HERMES)],
 )
-def test_calls_are_read_from_llama_3s_words_however_they_are_cut(
-    text: str, said: str, calls: list[tuple[str, str]], size: int
+def test_calls_are_read_from_a_text_however_it_is_cut(
+    style: str, text: str, said: str, calls: list[tuple[str, str]], size: int
 ) -> None:
-    assert read(text, size)[:2] == (said, calls)
+    calling = Calling("auto", ("count", "stop-it"), tool_format_named(style), UNREAD)
+    assert read(calling, text, size)[:2] == (said, calls)
 
 
 def test_arguments_are_passed_on_while_they_come() -> None:
-    assert read('[{"name": "count", "parameters": {"many": 12345}}]', 1, "required", None)[2] > 10
+    calling = Calling("required", ("count", "stop-it"), UNKNOWN_FORMAT, UNREAD)
+    assert read(calling, '[{"name": "count", "parameters": {"many": 12345}}]', 1)[2] > 10
 
 
 @pytest.fixture
@@ -236,7 +238,7 @@ def knows_calls(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_model_that_may_call_says_text_or_calls(openai: OpenAI, knows_calls: None) -> None:
+def test_a_model_that_may_call_says_text_or_calls(openai: Any, knows_calls: None) -> None:
     asked: dict[str, Any] = {**CHAT, "tools": TOOLS, "max_tokens": 12}
     asked["extra_body"] = {"chat_template": TEMPLATE + " "}  # whose style is not known yet
     whole = openai.chat.completions.create(**asked).choices[0]
@@ -247,66 +249,14 @@ def test_a_model_that_may_call_says_text_or_calls(openai: OpenAI, knows_calls: N
     assert (text, reasons) == (whole.message.content, [whole.finish_reason])
 
 
-HERMES = '<tool_call>\n{"name": "count", "arguments": {"many": 5}}\n</tool_call>'
-STOP_IT = '<tool_call>\n{"name": "stop-it", "arguments": {}}\n</tool_call>'
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
-@pytest.mark.parametrize(
-    ("text", "said", "calls"),
-    [
-        ("Tom has 5 pens.\n", "Tom has 5 pens.\n", []),
-        (HERMES, "", [("count", '{"many": 5}')]),
-        (f"I count.\n\n{HERMES}\n{STOP_IT}", "I count.", [("count", '{"many": 5}'), ("stop-it", "{}")]),
-        ('{"name": "count", "arguments": {"a": "}"}}', "", [("count", '{"a": "}"}')]),
-        ('```json\n{\n "name": "count",\n "arguments": {"a": 1}\n}\n```', "", [("count", '{"a": 1}')]),
-        ('{"name": "another", "arguments": {}}', '{"name": "another", "arguments": {}}', []),
-        ("```python\nx\n```", "```python\nx\n```", []),
-        ("a <tool b", "a <tool b", []),
-        ("1 <", "1 <", []),
-        # Cut by a limit: nothing of the form is text.
-        ("I count. <tool_ca", "I count.", []),
-        ('I count.\n<tool_call>\n{"name": "cou', "I count.", []),
-        ("", "", []),
-    ],
-)
-def test_calls_are_read_from_hermes_syntax_however_they_are_cut(
-    text: str, said: str, calls: list[tuple[str, str]], size: int
-) -> None:
-    assert read(text, size, style="hermes")[:2] == (said, calls)
-
-
 # -- calls held by grammar -------------------------------------------------------------------------------------------
 
-HERMES_TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: "
-    "{{ message.content }}{% for call in message.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>"
-    "{% endfor %}\n{% endfor %}Answer:"
-)
-HERMES_CHAT: dict[str, Any] = CHAT | {"extra_body": {"chat_template": HERMES_TEMPLATE}}
+HERMES_CHAT: dict[str, Any] = CHAT | {"extra_body": {"chat_template": TEMPLATE_OF_HERMES}}
 
 
-def accepts(form: Any, text: str) -> bool:
-    """Whether a form takes a whole text, byte by byte."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    from d3engine.text.structured.source import grammar_of
-
-    matcher = LLMatcher(LLTokenizer("byte"), grammar_of(form), log_level=0)
-    taken = matcher.try_consume_tokens(list(text.encode()))
-    assert not matcher.is_error(), matcher.get_error()
-    return taken == len(text.encode()) and matcher.is_accepting()
-
-
-def form_of(choice: Any = None, tools: Any = TOOLS, **more: Any) -> Any:
-    from d3engine.server.requests.formats import tool_format_named
-    from d3engine.server.requests.tools import ChatStyle, tool_use_of
-    from d3engine.server.schemas.requests import ChatRequest
-
+def form_of(choice: Any = None, tools: Any = TOOLS, style: str | None = "hermes", **more: Any) -> Any:
     asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice, **more)
-    calling = tool_use_of(asked, ChatStyle(True, tool_format_named("hermes"))).calling
+    calling = tool_use_of(asked, ChatStyle(True, tool_format_named(style) if style else None)).calling
     assert calling is not None
     return calling.form
 
@@ -346,48 +296,32 @@ def test_without_parallel_calls_one_alone_may_come() -> None:
     assert not accepts(form_of(NAMED), STOP_IT)
 
 
-def parameters_of(**more: Any) -> dict[str, Any]:
-    return {"type": "object", "required": ["p"], "additionalProperties": False, **more}
+def parameters_of(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"p": schema}, "required": ["p"], "additionalProperties": False, **more}
 
 
 @pytest.mark.parametrize(
     ("parameters", "good", "bad"),
     [
-        (parameters_of(properties={"p": {"const": {"$ref": "#/a"}}}), {"p": {"$ref": "#/a"}}, {"p": {"$ref": "#/b"}}),
-        (parameters_of(properties={"p": {"enum": [{"$ref": "#/a"}]}}), {"p": {"$ref": "#/a"}}, {"p": 1}),
-        (parameters_of(properties={"p": {"type": "null", "default": {"$ref": "#/a"}}}), {"p": None}, {"p": 1}),
-        (parameters_of(properties={"p": {"type": "null", "examples": [{"$ref": "#"}]}}), {"p": None}, {"p": 1}),
+        (parameters_of({"const": {"$ref": "#/a"}}), {"p": {"$ref": "#/a"}}, {"p": {"$ref": "#/b"}}),
+        (parameters_of({"enum": [{"$ref": "#/a"}]}), {"p": {"$ref": "#/a"}}, {"p": 1}),
+        (parameters_of({"type": "null", "default": {"$ref": "#/a"}}), {"p": None}, {"p": 1}),
+        (parameters_of({"type": "null", "examples": [{"$ref": "#"}]}), {"p": None}, {"p": 1}),
+        (parameters_of({"$ref": "#a"}, **{"$defs": {"s": {"$anchor": "a", "enum": ["x"]}}}), {"p": "x"}, {"p": "y"}),
+        (parameters_of({"$ref": "#/$defs/s"}, **{"$defs": {"s": {"enum": ["x"]}}}), {"p": "x"}, {"p": "y"}),
         (
-            parameters_of(properties={"p": {"$ref": "#a"}}, **{"$defs": {"s": {"$anchor": "a", "enum": ["x"]}}}),
+            parameters_of({"$ref": "s"}, **{"$id": "http://a/b", "$defs": {"s": {"$id": "s", "enum": ["x"]}}}),
             {"p": "x"},
             {"p": "y"},
         ),
+        (parameters_of({"$ref": "#"}, required=[]), {"p": {"p": {}}}, {"p": 1}),
         (
-            parameters_of(properties={"p": {"$ref": "#/$defs/s"}}, **{"$defs": {"s": {"enum": ["x"]}}}),
-            {"p": "x"},
-            {"p": "y"},
-        ),
-        (
-            parameters_of(
-                properties={"p": {"$ref": "s"}}, **{"$id": "http://a/b", "$defs": {"s": {"$id": "s", "enum": ["x"]}}}
-            ),
-            {"p": "x"},
-            {"p": "y"},
-        ),
-        (parameters_of(required=[], properties={"p": {"$ref": "#"}}), {"p": {"p": {}}}, {"p": 1}),
-        (
-            parameters_of(
-                properties={"p": {"$ref": "#/$defs/s", "maxLength": 1}}, **{"$defs": {"s": {"type": "string"}}}
-            ),
+            parameters_of({"$ref": "#/$defs/s", "maxLength": 1}, **{"$defs": {"s": {"type": "string"}}}),
             {"p": "x"},
             {"p": "xx"},
         ),
-        (
-            {"$ref": "#/$defs/s", "$defs": {"s": parameters_of(properties={"p": {"type": "null"}})}},
-            {"p": None},
-            {"p": 1},
-        ),
-        ({"anyOf": [{"type": "string"}, parameters_of(properties={"p": {"type": "null"}})]}, {"p": None}, "x"),
+        ({"$ref": "#/$defs/s", "$defs": {"s": parameters_of({"type": "null"})}}, {"p": None}, {"p": 1}),
+        ({"anyOf": [{"type": "string"}, parameters_of({"type": "null"})]}, {"p": None}, "x"),
         ({"type": ["object", "null"]}, {}, None),
         ({"enum": [{"a": 1}, "x"]}, {"a": 1}, "x"),
         ({"description": "%llguidance {}"}, {"a": [1]}, "x"),
@@ -396,42 +330,38 @@ def parameters_of(**more: Any) -> dict[str, Any]:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_arguments_are_objects_and_their_schemas_keep_their_references(parameters: Any, good: Any, bad: Any) -> None:
-    from d3engine.server.requests.tools import ChatStyle, tool_use_of
-    from d3engine.server.schemas.requests import ChatRequest
-
+def test_arguments_are_objects_and_schemas_keep_references(parameters: Any, good: Any, bad: Any) -> None:
+    """Arguments are objects, and their schemas keep their references."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     named = {"type": "function", "function": {"name": "f"}}
     for choice, frame in (("required", '[{{"name": "f", "parameters": {}}}]'), (named, "{}")):
-        asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice)  # type: ignore[arg-type]
-        calling = tool_use_of(asked, ChatStyle(True, None)).calling
-        assert calling is not None
-        assert accepts(calling.form, frame.format(json.dumps(good)))
-        assert not accepts(calling.form, frame.format(json.dumps(bad)))
+        form = form_of(choice, tools, None)
+        assert accepts(form, frame.format(json.dumps(good)))
+        assert not accepts(form, frame.format(json.dumps(bad)))
 
 
 @pytest.mark.parametrize("choice", ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
 @pytest.mark.parametrize("parameters", [{"type": "string"}, {"type": ["string", "null"]}, {"type": None}, True, []])
-def test_parameters_that_are_no_object_are_refused(openai: OpenAI, parameters: Any, choice: Any) -> None:
+def test_parameters_that_are_no_object_are_refused(openai: Any, parameters: Any, choice: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(BadRequestError) as caught:
-        openai.chat.completions.create(**CHAT, tools=tools, tool_choice=choice)  # type: ignore[call-overload]
+        openai.chat.completions.create(**CHAT, tools=tools, tool_choice=choice)
     assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("parameters", [{"const": "x"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}])
-def test_parameters_that_allow_no_object_are_refused(openai: OpenAI, parameters: Any) -> None:
+def test_parameters_that_allow_no_object_are_refused(openai: Any, parameters: Any) -> None:
     functions = [{"name": "a", "parameters": {}}, {"name": "f", "parameters": parameters}]
     tools = [{"type": "function", "function": function} for function in functions]
     with pytest.raises(BadRequestError) as caught:
-        openai.chat.completions.create(**CHAT, tools=tools, tool_choice="required")  # type: ignore[call-overload]
+        openai.chat.completions.create(**CHAT, tools=tools, tool_choice="required")
     assert caught.value.param == "tools"
     assert "'f'" in caught.value.message
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, HERMES_TEMPLATE])
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE_OF_HERMES])
 @pytest.mark.parametrize("max_tokens", [1, 5, 12])
-def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: OpenAI, template: str, max_tokens: int) -> None:
+def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: Any, template: str, max_tokens: int) -> None:
     asked = CHAT | {"extra_body": {"chat_template": template}, "tools": TOOLS, "tool_choice": "required"}
     answer = openai.chat.completions.create(**asked, max_tokens=max_tokens).choices[0]
     assert (answer.message.content, answer.finish_reason) == (None, "length")
@@ -439,19 +369,11 @@ def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: OpenAI, templ
     assert (text, reasons) == ("", ["length"])
 
 
-@pytest.fixture
-def calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that may call does, as no text comes of the bundled model that begins a call."""
-    from dataclasses import replace
-
-    from d3engine.server.requests.formats import ToolFormat
-
-    made = ToolFormat.grammar
-    monkeypatch.setattr(ToolFormat, "grammar", lambda own, asked: made(own, replace(asked, is_auto=False)))
-
-
 @pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])
-def test_calls_in_hermes_syntax_are_whole_and_streamed(openai: OpenAI, calls_at_once: None, choice: Any) -> None:
+def test_calls_in_hermes_syntax_are_whole_and_streamed(
+    openai: Any, monkeypatch: pytest.MonkeyPatch, choice: Any
+) -> None:
+    call_at_once(monkeypatch)
     asked: dict[str, Any] = {**HERMES_CHAT, "tools": TOOLS, "temperature": 1.2, "seed": 4, "max_tokens": 500}
     asked |= {"parallel_tool_calls": False} | ({} if choice is None else {"tool_choice": choice})
     whole = openai.chat.completions.create(**asked).choices[0]
@@ -464,7 +386,8 @@ def test_calls_in_hermes_syntax_are_whole_and_streamed(openai: OpenAI, calls_at_
     assert (text, reasons) == ("", [reason])
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_if_strict_and_named_otherwise(openai: OpenAI) -> None:
+def test_unenforceable_schema_is_refused_if_strict_else_named(openai: Any) -> None:
+    """A schema that cannot be enforced is refused if strict, and named otherwise."""
     function: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "not": {"minProperties": 3}}}
     asked: dict[str, Any] = HERMES_CHAT | {"max_tokens": 3}
     answer = openai.chat.completions.with_raw_response.create(
@@ -477,33 +400,28 @@ def test_a_schema_that_cannot_be_enforced_is_refused_if_strict_and_named_otherwi
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
-def test_a_model_whose_calls_are_unknown_answers_with_text(openai: OpenAI, choice: Any) -> None:
-    asked: dict[str, Any] = (
-        CHAT | {"max_tokens": 9, "tools": TOOLS} | ({} if choice is None else {"tool_choice": choice})
-    )
+def test_a_model_whose_calls_are_unknown_answers_with_text(openai: Any, choice: Any) -> None:
+    asked = CHAT | {"max_tokens": 9, "tools": TOOLS} | ({} if choice is None else {"tool_choice": choice})
     shown = openai.chat.completions.with_raw_response.create(**asked)
     hidden = openai.chat.completions.with_raw_response.create(**asked | {"extra_body": {}})
     for answer in (shown, hidden):  # the bundled model's own template refuses tools
         assert answer.headers["x-d3-ignored-fields"] == "tools"
         assert answer.parse().choices[0].message.content
-    prompts = [answer.parse().usage.prompt_tokens for answer in (shown, hidden)]  # type: ignore[union-attr]
+    prompts = [answer.parse().usage.prompt_tokens for answer in (shown, hidden)]
     assert prompts[0] > prompts[1] + 50
 
 
-def test_tokenize_counts_the_tools_that_a_chat_shows(openai: OpenAI) -> None:
-    import httpx
-
+def test_tokenize_counts_the_tools_that_a_chat_shows(openai: Any) -> None:
     answer = openai.chat.completions.create(**HERMES_CHAT, tools=TOOLS, max_tokens=1)
-    asked = {"messages": MESSAGES, "chat_template": HERMES_TEMPLATE}
+    asked = {"messages": MESSAGES, "chat_template": TEMPLATE_OF_HERMES}
     url = str(openai.base_url).removesuffix("v1/") + "tokenize"
-    assert answer.usage is not None
     assert httpx.post(url, json=asked | {"tools": TOOLS}).json()["count"] == answer.usage.prompt_tokens
     assert httpx.post(url, json=asked).json()["count"] < answer.usage.prompt_tokens
     assert httpx.post(url, json={"prompt": "a", "tools": TOOLS}).status_code == 400
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "5", "null", "{"])
-def test_arguments_of_earlier_calls_are_objects(openai: OpenAI, arguments: str) -> None:
+def test_arguments_of_earlier_calls_are_objects(openai: Any, arguments: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "count", "arguments": arguments}}
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(BadRequestError, match="JSON object"):
@@ -511,7 +429,7 @@ def test_arguments_of_earlier_calls_are_objects(openai: OpenAI, arguments: str) 
 
 
 @pytest.mark.parametrize("field", ["function_call", "audio"])
-def test_fields_of_messages_that_no_template_reads_are_refused(openai: OpenAI, field: str) -> None:
+def test_fields_of_messages_that_no_template_reads_are_refused(openai: Any, field: str) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "a", field: {"name": "count", "arguments": "{}"}}]
     with pytest.raises(BadRequestError, match=field):
         openai.chat.completions.create(**CHAT | {"messages": messages})

@@ -8,15 +8,18 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from demo_server import Around
+from invoking import refused
 from otlp_receiver import Receiver, receiving, values_of
-from typer.testing import CliRunner
+from serving import serving
 
-from d3engine.cli import app as command
 from d3engine.errors import InvalidValueError, MissingExtraError
+from d3engine.server.app import create_app
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 
@@ -34,12 +37,8 @@ SERVER = 2
 
 
 @contextmanager
-def traced(client: AsyncEngine, endpoint: str, **more: Any) -> Iterator[httpx.Client]:
+def traced(client: Any, endpoint: str, **more: Any) -> Iterator[httpx.Client]:
     """A client of a server whose traces go there; all have been sent when the block has ended."""
-    from serving import serving
-
-    from d3engine.server.app import create_app
-
     app = create_app(client, ServerSettings(model_names=("demo",), otlp_traces_endpoint=endpoint, **more))
     with serving(app) as url, httpx.Client(base_url=url, timeout=120) as http:
         yield http
@@ -105,7 +104,8 @@ def test_a_span_says_whose_child_it_is_and_what_the_answer_was(client: AsyncEngi
     assert not [body for body in receiver.raw if SECRET.encode() in body]
 
 
-def test_a_request_of_several_answers_and_a_stream_have_one_span_each(client: AsyncEngine) -> None:
+def test_several_answers_and_a_stream_have_one_span_each(client: AsyncEngine) -> None:
+    """A request of several answers and a stream have one span each."""
     several = {"prompt": ["Tom has", "Ann has"], "n": 2, "temperature": 1, "max_tokens": 3, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 3, "ignore_eos": True, "stream": True}
 
@@ -143,7 +143,8 @@ def test_a_stream_that_is_left_ends_its_span_with_what_had_come(client: AsyncEng
     assert 0 < found["gen_ai.usage.output_tokens"] < 900
 
 
-def test_a_refused_request_has_an_error_without_a_word_of_its_prompt(client: AsyncEngine) -> None:
+def test_span_of_a_refused_request_has_no_word_of_its_prompt(client: AsyncEngine) -> None:
+    """The span of a refused request has an error, and no word of its prompt."""
     chat = [{"role": SECRET, "content": SECRET}]
 
     def ask(http: httpx.Client) -> None:
@@ -168,32 +169,26 @@ def test_a_refused_request_has_an_error_without_a_word_of_its_prompt(client: Asy
     assert not [body for body in receiver.raw if SECRET.encode() in body]
 
 
-def test_a_stream_that_fails_after_its_first_byte_has_the_errors_code(client: AsyncEngine) -> None:
+def test_span_of_a_stream_that_fails_late_has_the_errors_code(client: AsyncEngine) -> None:
+    """The span of a stream that fails after its first byte has the error's code."""
+
     def ask(http: httpx.Client) -> None:
         body = BODY | {"stream": True, "max_tokens": 400}
         events = [line for line in http.post("/v1/completions", json=body).iter_lines() if line.startswith("data: {")]
         assert json.loads(events[-1][6:])["error"]["code"] == "request_failed"
 
     with receiving() as receiver:
-        with traced(_Failing(client), receiver.url) as http:  # type: ignore[arg-type]
+        with traced(_Failing(client), receiver.url) as http:
             ask(http)
         (span,) = receiver.spans
     found = values_of(span)
     assert (span.status.code, found["error.type"], found["http.response.status_code"]) == (ERROR, "request_failed", 200)
 
 
-class _Failing:
+class _Failing(Around):
     """An engine that gives each request up after its first output."""
 
-    def __init__(self, client: AsyncEngine) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
     async def generate(self, prepared: Any) -> Any:
-        from dataclasses import replace
-
         async for output in self._client.generate(prepared):
             yield output
             (answer,) = output.outputs
@@ -201,9 +196,10 @@ class _Failing:
             return
 
 
-def test_a_receiver_that_is_down_costs_no_request_and_is_told_once(
+def test_receiver_that_is_down_costs_no_request(
     client: AsyncEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A receiver that is down costs no request, and is reported once."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.5")  # less than the pause before it tries again
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
@@ -234,14 +230,11 @@ def test_a_receiver_that_hangs_holds_no_server_back(
 
 
 def test_without_the_extra_it_is_named(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.server.app import create_app
-
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     endpoint = "http://127.0.0.1:4318/v1/traces"
-    result = CliRunner().invoke(command, ["serve", "demo", "--otlp-traces-endpoint", endpoint])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: --otlp-traces-endpoint needs the package 'opentelemetry-sdk': ")
-    assert "[otel]" in result.stderr
+    stderr = refused(["serve", "demo", "--otlp-traces-endpoint", endpoint])
+    assert stderr.startswith("error: --otlp-traces-endpoint needs the package 'opentelemetry-sdk': ")
+    assert "[otel]" in stderr
     with pytest.raises(MissingExtraError, match=r"otlp_traces_endpoint needs .*\[otel\]"):
         create_app(client, ServerSettings(model_names=("demo",), otlp_traces_endpoint=endpoint))
 
@@ -253,6 +246,6 @@ def test_an_endpoint_that_is_no_whole_url_is_refused(endpoint: str) -> None:
 
 
 def test_a_password_in_an_endpoint_is_refused_and_not_shown() -> None:
-    with pytest.raises(InvalidValueError, match="without a name or a password") as refused:
+    with pytest.raises(InvalidValueError, match="without a name or a password") as caught:
         ServerSettings(model_names=("demo",), otlp_traces_endpoint="http://me:s3cret@a/v1/traces")
-    assert "s3cret" not in str(refused.value)
+    assert "s3cret" not in str(caught.value)

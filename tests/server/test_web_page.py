@@ -21,7 +21,8 @@ SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_a_page_is_under_a_policy_that_lets_it_load_its_own_files_alone(http: httpx.Client, path: str) -> None:
+def test_page_policy_lets_it_load_its_own_files_alone(http: httpx.Client, path: str) -> None:
+    """A page is under a policy that lets it load its own files alone."""
     answer = http.get(path)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -106,7 +107,8 @@ def test_its_colours_are_those_of_the_terminal_and_the_pictures() -> None:
     assert tuple(re.findall(r'"(#\w+)"', found[1])) == RAMP
 
 
-def test_depth_on_the_dark_page_gets_ever_lighter_and_stands_out_from_its_ground_and_from_skipped_layers() -> None:
+def test_dark_depth_colours_get_lighter_and_stand_out() -> None:
+    """Depth on the dark page gets ever lighter, and stands out from its ground and skipped layers."""
     found = re.search(r"RAMP_ON_DARK = \[(.*?)\]", (FOLDER / "colours.js").read_text())
     assert found is not None
     ramp = re.findall(r'"(#\w+)"', found[1])

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from demo_server import InHermesFormat
-from serving import serving
+from demo_server import InHermesFormat, serving_demo
 
 MODEL = os.environ.get("AGENT_MODEL", "demo")
 NUM_CALLS = 3
@@ -42,10 +41,8 @@ def agent_server() -> Iterator[str]:
     from msgspec import structs
 
     from d3engine import AsyncEngine
-    from d3engine.server.app import create_app
     from d3engine.server.requests import chat
     from d3engine.server.requests.formats import ToolFormat
-    from d3engine.server.settings import ServerSettings
 
     made, plain = ToolFormat.grammar, chat.tool_use_of
 
@@ -60,8 +57,7 @@ def agent_server() -> Iterator[str]:
     engine = AsyncEngine(MODEL, device="cpu", kv_cache_memory_bytes=2**25 if MODEL == "demo" else 2**28)
     try:
         client: Any = InHermesFormat(engine) if MODEL == "demo" else engine
-        app = create_app(client, ServerSettings(model_names=("demo",)))
-        with patch.object(chat, "tool_use_of", tool_use_of), serving(app) as url:
+        with patch.object(chat, "tool_use_of", tool_use_of), serving_demo(client) as url:
             yield url
     finally:
         asyncio.run(engine.close())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from written_streams import Script, delta
+
 
 def ask(page: Any, question: str) -> None:
     page.fill("#prompt", question)
@@ -14,6 +16,13 @@ def ask_whole(page: Any, question: str) -> None:
     """Ask, until the answer has ended."""
     ask(page, question)
     ended(page)
+
+
+def ask_half(page: Any, script: Script, question: str, text: str = "Half") -> None:
+    """Ask, and see the beginning of an answer that goes on."""
+    script.pieces, script.waits_at_the_end = [delta(content=text)], True
+    ask(page, question)
+    page.wait_for_selector(f"text={text.strip()}")
 
 
 def ended(page: Any) -> None:

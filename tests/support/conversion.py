@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from d3engine.cli.weights import app
+from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -50,6 +53,18 @@ def logits(model: LlamaForCausalLM) -> Tensor:
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refuses(
+    message: str,
+    convert: Callable[..., Any],
+    *arguments: Path,
+    error: type[Exception] = ModelFormatError,
+    **options: Any,
+) -> None:
+    """A conversion must be refused with this message."""
+    with pytest.raises(error, match=message):
+        convert(*arguments, show_progress=False, **options)
 
 
 def layers(state: dict[str, Tensor], name: str) -> list[Tensor]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import logits, make_model, run, save_bin
+from conversion import logits, make_model, refuses, run, save_bin
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import load_weights
 from d3engine.weights_tools.convert import convert_bin
@@ -65,8 +64,7 @@ class Exploit:
 def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
     save_bin(tmp_path / "bin", make_model())
     torch.save({"weight": Exploit(tmp_path / "pwned")}, tmp_path / "bin" / "pytorch_model.bin")
-    with pytest.raises(ModelFormatError, match=r"pytorch_model\.bin cannot be read as a torch checkpoint"):
-        convert_bin(tmp_path / "bin", tmp_path / "out", show_progress=False)
+    refuses(r"pytorch_model\.bin cannot be read as a torch checkpoint", convert_bin, tmp_path / "bin", tmp_path / "out")
     assert not (tmp_path / "pwned").exists()
     assert not (tmp_path / "out").exists()
 
@@ -83,8 +81,7 @@ def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any, message: str) -> None:
     save_bin(tmp_path / "bin", make_model())
     torch.save(content, tmp_path / "bin" / "pytorch_model.bin")
-    with pytest.raises(ModelFormatError, match=message):
-        convert_bin(tmp_path / "bin", tmp_path / "out", show_progress=False)
+    refuses(message, convert_bin, tmp_path / "bin", tmp_path / "out")
 
 
 def test_wrong_tensors_are_refused_before_writing(tmp_path: Path) -> None:
@@ -99,8 +96,7 @@ def test_wrong_tensors_are_refused_before_writing(tmp_path: Path) -> None:
         ({"lm_head.weight": torch.ones(40, 32)}, r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"),
     ):
         torch.save(state | changes, file)
-        with pytest.raises(ModelFormatError, match=message):
-            convert_bin(tmp_path / "bin", tmp_path / "out", show_progress=False)
+        refuses(message, convert_bin, tmp_path / "bin", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
 
@@ -112,23 +108,17 @@ def test_a_broken_set_of_pickled_shards_is_refused(tmp_path: Path) -> None:
     original = index.read_text()
 
     index.write_text(original.replace(second.name, "../other.bin"))
-    with pytest.raises(ModelFormatError, match=r"a shard must be a plain .*; got '\.\./other\.bin'"):
-        convert_bin(source, tmp_path / "out", show_progress=False)
+    refuses(r"a shard must be a plain .*; got '\.\./other\.bin'", convert_bin, source, tmp_path / "out")
     index.write_text('{"weight_map": {}}')
-    with pytest.raises(ModelFormatError, match="weight_map must be an object"):
-        convert_bin(source, tmp_path / "out", show_progress=False)
+    refuses("weight_map must be an object", convert_bin, source, tmp_path / "out")
     index.write_text(original)
     content = second.read_bytes()
     second.unlink()
-    with pytest.raises(ModelFormatError, match=f"{second.name} is missing"):
-        convert_bin(source, tmp_path / "out", show_progress=False)
+    refuses(f"{second.name} is missing", convert_bin, source, tmp_path / "out")
     second.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ModelFormatError, match=f"{second.name} cannot be read as a torch checkpoint"):
-        convert_bin(source, tmp_path / "out", show_progress=False)
+    refuses(f"{second.name} cannot be read as a torch checkpoint", convert_bin, source, tmp_path / "out")
     second.write_bytes(first.read_bytes())
-    with pytest.raises(ModelFormatError, match=f"is in both .*{first.name} and .*{second.name}"):
-        convert_bin(source, tmp_path / "out", show_progress=False)
+    refuses(f"is in both .*{first.name} and .*{second.name}", convert_bin, source, tmp_path / "out")
     for file in (first, second, index):
         file.unlink()
-    with pytest.raises(ModelFormatError, match=r"has no pytorch_model\*\.bin"):
-        convert_bin(source, tmp_path / "out", show_progress=False)
+    refuses(r"has no pytorch_model\*\.bin", convert_bin, source, tmp_path / "out")

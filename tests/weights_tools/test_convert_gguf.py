@@ -11,21 +11,28 @@ import torch
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
+from conversion import refuses, run
 from gguf_files import SIZES, SMALL, TEMPLATE, bpe_keys, write_gguf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers_oracle import greedy
-from typer.testing import CliRunner
 
 from d3engine import Engine, FullDepth, SamplingParams
-from d3engine.cli.weights import app
-from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import TENSOR_TYPES, open_gguf
 from d3engine.model.llama import inverse_frequencies
 from d3engine.text.chat_template import load_chat_template
 from d3engine.weights_tools.convert import convert_gguf
+
+PROMPT = [5, 300, 17, 42, 99]
+
+
+def tokens_of(model: Path) -> list[int]:
+    """Twelve greedy tokens of an engine."""
+    with Engine(str(model), depth=FullDepth(), device="cpu", dtype="float32") as engine:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        return engine.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +54,8 @@ def oracle(made: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(made, gguf_file="model.gguf", dtype=torch.float32).eval()
 
 
-def test_every_type_of_tensor_is_dequantized_to_the_bits_that_transformers_has(made: Path, oracle: Any) -> None:
+def test_gguf_tensors_of_each_type_have_transformers_bits(made: Path, oracle: Any) -> None:
+    """Every type of tensor is dequantized to the bits that transformers has."""
     types = {tensor.type_name for tensor in open_gguf(made / "model.gguf").tensors.values()}
     assert types == set(TENSOR_TYPES)
     weights = load_file(made / "model" / "model.safetensors")
@@ -58,15 +66,9 @@ def test_every_type_of_tensor_is_dequantized_to_the_bits_that_transformers_has(m
         assert torch.equal(weight, expected[name]), name
 
 
-def test_the_converted_model_generates_what_transformers_generates(made: Path, oracle: Any) -> None:
-    prompt = [5, 300, 17, 42, 99]
-    with Engine(str(made / "model"), depth=FullDepth(), device="cpu", dtype="float32") as engine:
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        ours = engine.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids
-    with torch.inference_mode():
-        config = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        theirs = oracle.generate(torch.tensor([prompt]), **config)[0, len(prompt) :]
-    assert list(ours) == theirs.tolist()
+def test_converted_gguf_generates_what_transformers_does(made: Path, oracle: Any) -> None:
+    """The converted model generates what transformers generates."""
+    assert tokens_of(made / "model") == greedy(oracle, PROMPT, 12).token_ids
 
 
 def test_metadata_becomes_config_and_generation_config(made: Path, bpe: dict[str, Any], oracle: Any) -> None:
@@ -81,7 +83,8 @@ def test_metadata_becomes_config_and_generation_config(made: Path, bpe: dict[str
     assert (made / "model" / "chat_template.jinja").read_text() == TEMPLATE
 
 
-def test_a_qwen3_has_norms_of_heads_and_its_rows_in_transformers_own_order(tmp_path: Path, bpe: dict[str, Any]) -> None:
+def test_qwen3_gguf_has_head_norms_and_transformers_row_order(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    """A Qwen3 has norms of heads, and its rows in transformers' own order."""
     # Heads of 128: what transformers takes them for, whatever the file says.
     sizes = {"types": ("F16", "Q8_0"), "hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 1, "head_dim": 128}
     lengths = {"llama.attention.key_length": 128, "llama.attention.value_length": 128}
@@ -91,21 +94,15 @@ def test_a_qwen3_has_norms_of_heads_and_its_rows_in_transformers_own_order(tmp_p
     weights, expected = load_file(tmp_path / "model" / "model.safetensors"), oracle.state_dict()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
-    prompt = [5, 300, 17, 42, 99]
     for model in (file, tmp_path / "model"):
-        with Engine(str(model), depth=FullDepth(), device="cpu", dtype="float32") as engine:
-            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            ours = engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids
-        assert ours == greedy(oracle, prompt, 12).token_ids
+        assert tokens_of(model) == greedy(oracle, PROMPT, 12).token_ids
 
 
-def test_without_an_output_matrix_embeddings_are_tied_and_bfloat16_is_the_float32_rounded(
-    tmp_path: Path, bpe: dict[str, Any]
-) -> None:
+def test_gguf_without_an_output_matrix_ties_its_embedding(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    """Without an output matrix the embedding is tied, and bfloat16 is the float32 rounded."""
     source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, tied=True, **SMALL)
     for dtype in ("float32", "bfloat16"):
-        command = ["convert", "gguf", str(source), str(tmp_path / dtype), "--dtype", dtype]
-        assert CliRunner().invoke(app, command).exit_code == 0
+        assert run("convert", "gguf", source, tmp_path / dtype, "--dtype", dtype).exit_code == 0
     assert ModelConfig.from_directory(tmp_path / "bfloat16").tie_word_embeddings
     wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
     assert "lm_head.weight" not in wide
@@ -171,22 +168,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, bpe: dict[str, Any], name: str
-) -> None:
+def test_unsupported_gguf_is_refused_by_name_and_unwritten(tmp_path: Path, bpe: dict[str, Any], name: str) -> None:
+    """What is not supported is refused by name, and nothing is written."""
     changes, message = REFUSED[name]
     leave = ("general.architecture",) if name == "architecture" else ()
     source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, changes=changes, leave=leave, **SMALL)
     if name == "architecture":
         source.write_bytes(source.read_bytes().replace(b"\x05" + bytes(7) + b"llama", b"\x05" + bytes(7) + b"mamba", 1))
-    with pytest.raises(ModelFormatError, match=message):
-        convert_gguf(source, tmp_path / "model", show_progress=False)
+    refuses(message, convert_gguf, source, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
-def test_freq_factors_other_than_llama_3s_and_unknown_tensors_are_refused(tmp_path: Path, bpe: dict[str, Any]) -> None:
+def test_gguf_unknown_freq_factors_and_tensors_are_refused(tmp_path: Path, bpe: dict[str, Any]) -> None:
+    """Frequency factors other than Llama 3's and unknown tensors are refused."""
     for name in ("rope_freqs.weight", "blk.0.attn_sinks.weight"):
         extra = {name: np.linspace(1, 9, SIZES["head_dim"] // 4, dtype=np.float32)}
         source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, extra=extra, **SMALL)
-        with pytest.raises(ModelFormatError, match=name):
-            convert_gguf(source, tmp_path / "model", show_progress=False)
+        refuses(name, convert_gguf, source, tmp_path / "model")

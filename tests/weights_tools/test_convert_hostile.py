@@ -49,7 +49,8 @@ def write_bin(directory: Path, tensor: Callable[[tuple[int, ...]], Tensor], **ch
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_a_damaged_pickle_is_read_or_refused_by_name_and_raises_nothing_else(tmp_path: Path, is_zip: bool) -> None:
+def test_damaged_pickle_is_read_or_refused_by_name(tmp_path: Path, is_zip: bool) -> None:
+    """A damaged pickle is read or refused by name, and raises nothing else."""
     file = tmp_path / "pytorch_model.bin"
     state = {"a": torch.zeros(3, 4), "b": torch.ones(5)}
     torch.save(state, file, _use_new_zipfile_serialization=is_zip)
@@ -189,9 +190,8 @@ def test_an_overwrite_that_is_cut_short_leaves_the_old_directory(
     assert contents(destination) == AFTER
 
 
-def test_where_a_killed_overwrite_stops_nothing_can_be_loaded_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_overwrite_leaves_no_model_and_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a killed overwrite stops, nothing can be loaded and nothing is lost."""
     for move in range(2, MOVES + 1):
         destination = tmp_path / str(move)
         destination.mkdir()
@@ -219,7 +219,8 @@ def test_a_new_directory_appears_with_all_its_files_or_not(tmp_path: Path, monke
     assert destination.stat().st_mode == plain.stat().st_mode
 
 
-def test_weights_in_use_survive_being_overwritten_by_our_own_tools(tmp_path: Path) -> None:
+def test_weights_in_use_survive_an_overwrite(tmp_path: Path) -> None:
+    """Weights in use survive an overwrite by this project's tools."""
     write_bin(tmp_path / "bin", torch.rand)
     convert_bin(tmp_path / "bin", tmp_path / "out", show_progress=False)
     config = ModelConfig.from_directory(tmp_path / "out")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion import STORIES, logits, make_model, run, write_llama2c
+from conversion import STORIES, logits, make_model, refuses, run, write_llama2c
 from transformers import LlamaForCausalLM
 
-from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.errors import InvalidValueError
 from d3engine.model.config import ModelConfig
 from d3engine.weights_tools.convert import convert_llama2c
 
@@ -55,8 +55,7 @@ def test_a_llama2c_file_becomes_the_model_it_was_made_from(tmp_path: Path, tied:
 )
 def test_a_wrong_llama2c_header_is_refused(tmp_path: Path, header: dict[str, int], message: str) -> None:
     write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True), header=header)
-    with pytest.raises(ModelFormatError, match=message):
-        convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
+    refuses(message, convert_llama2c, tmp_path / "model.bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -75,13 +74,11 @@ def test_a_llama2c_file_of_another_size_is_refused(
     file = tmp_path / "model.bin"
     write_llama2c(file, make_model(tie_word_embeddings=True))
     file.write_bytes(edit(file.read_bytes()))
-    with pytest.raises(ModelFormatError, match=message):
-        convert_llama2c(file, tmp_path / "out", show_progress=False)
+    refuses(message, convert_llama2c, file, tmp_path / "out")
 
 
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match="absent is missing"):
-        convert_llama2c(tmp_path / "absent", tmp_path / "out", show_progress=False)
+    refuses("absent is missing", convert_llama2c, tmp_path / "absent", tmp_path / "out")
 
 
 def test_a_tokenizer_must_be_readable_and_fit_the_embedding(tmp_path: Path) -> None:
@@ -102,10 +99,9 @@ def test_a_tokenizer_must_be_readable_and_fit_the_embedding(tmp_path: Path) -> N
         (source, "must be a tokenizer.json or a .model file; got .*model.bin'"),
         (tmp_path / "absent.json", "must be a tokenizer.json or .*; got .*absent.json'"),
     ):
-        with pytest.raises(InvalidValueError, match=message):
-            convert_llama2c(source, tmp_path / "no", tokenizer=tokenizer, show_progress=False)
+        refuses(message, convert_llama2c, source, tmp_path / "no", tokenizer=tokenizer, error=InvalidValueError)
     for name in ("broken.json", "broken.model"):
         (tmp_path / name).write_bytes(b"\x00 not a tokenizer")
-        with pytest.raises(InvalidValueError, match=f"must be a readable tokenizer.json or .*; got .*{name}'"):
-            convert_llama2c(source, tmp_path / "no", tokenizer=tmp_path / name, show_progress=False)
+        message = f"must be a readable tokenizer.json or .*; got .*{name}'"
+        refuses(message, convert_llama2c, source, tmp_path / "no", tokenizer=tmp_path / name, error=InvalidValueError)
     assert not (tmp_path / "no").exists()

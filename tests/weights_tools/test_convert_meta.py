@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import LLAMA2_TOKENIZER, logits, make_model, save_meta
+from conversion import LLAMA2_TOKENIZER, logits, make_model, refuses, save_meta
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.errors import InvalidValueError
 from d3engine.model.config import ModelConfig
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.weights_tools.convert import convert_meta
@@ -40,7 +40,8 @@ def test_metas_checkpoint_becomes_the_model_it_was_made_from(
     assert torch.equal(logits(back), logits(model))
 
 
-def test_metas_scaled_rope_becomes_llama3_rope_once_its_factor_is_given(tmp_path: Path) -> None:
+def test_metas_scaled_rope_becomes_llama3_rope_by_its_factor(tmp_path: Path) -> None:
+    """Meta's scaled RoPE becomes llama3 RoPE once its factor is given."""
     rope = {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -51,8 +52,8 @@ def test_metas_scaled_rope_becomes_llama3_rope_once_its_factor_is_given(tmp_path
     }
     model = make_model(tie_word_embeddings=True, rope_parameters=rope, max_position_embeddings=131_072)
     save_meta(tmp_path / "meta", model, rope_theta=500_000.0, use_scaled_rope=True)
-    with pytest.raises(InvalidValueError, match=r"rope_factor must be given, .*8 for Llama 3\.1"):
-        convert_meta(tmp_path / "meta", tmp_path / "out", show_progress=False)
+    given = r"rope_factor must be given, .*8 for Llama 3\.1"
+    refuses(given, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError)
     convert_meta(tmp_path / "meta", tmp_path / "out", rope_factor=32.0, show_progress=False)
     config = ModelConfig.from_directory(tmp_path / "out")
     assert config.max_position_embeddings == 131_072
@@ -69,7 +70,8 @@ def test_metas_llama_3_has_a_context_of_8192(tmp_path: Path) -> None:
     assert ModelConfig.from_directory(tmp_path / "out").max_position_embeddings == 8192
 
 
-def test_metas_tokenizer_of_llama_3_becomes_a_tokenizer_json_that_transformers_reads(tmp_path: Path) -> None:
+def test_metas_llama_3_tokenizer_becomes_tokenizer_json(tmp_path: Path) -> None:
+    """Meta's tokenizer of Llama 3 becomes a tokenizer.json that transformers reads."""
     ranks = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)) + b"aGE= 256\n"
     source = tmp_path / "meta"
     save_meta(source, make_model(vocab_size=513))
@@ -109,19 +111,17 @@ def test_a_tokenizer_of_another_kind_is_left_out_with_a_note(tmp_path: Path) -> 
 )
 def test_wrong_params_are_refused(tmp_path: Path, params: dict[str, Any], message: str) -> None:
     save_meta(tmp_path / "meta", make_model(), 2, **params)
-    with pytest.raises(ModelFormatError, match=message):
-        convert_meta(tmp_path / "meta", tmp_path / "out", max_position_embeddings=64, show_progress=False)
+    refuses(message, convert_meta, tmp_path / "meta", tmp_path / "out", max_position_embeddings=64)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_params_json_does_not_say_must_be_given(tmp_path: Path) -> None:
     save_meta(tmp_path / "meta", make_model())
-    with pytest.raises(InvalidValueError, match=r"max_position_embeddings must be given, .*2048 for Llama 1, 4096"):
-        convert_meta(tmp_path / "meta", tmp_path / "out", show_progress=False)
-    with pytest.raises(InvalidValueError, match=r"rope_factor must be absent.*; got 8\.0"):
-        convert_meta(
-            tmp_path / "meta", tmp_path / "out", max_position_embeddings=64, rope_factor=8.0, show_progress=False
-        )
+    given = r"max_position_embeddings must be given, .*2048 for Llama 1, 4096"
+    refuses(given, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError)
+    options = {"max_position_embeddings": 64, "rope_factor": 8.0}
+    absent = r"rope_factor must be absent.*; got 8\.0"
+    refuses(absent, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError, **options)
 
 
 def test_damaged_meta_shards_are_refused(tmp_path: Path) -> None:
@@ -137,12 +137,10 @@ def test_damaged_meta_shards_are_refused(tmp_path: Path) -> None:
         ({"layers.x.attention.wq.weight": torch.ones(1)}, r"'layers\.x\.attention\.wq\.weight' is unexpected"),
     ):
         torch.save(original | changes, second)
-        with pytest.raises(ModelFormatError, match=message):
-            convert_meta(source, tmp_path / "out", max_position_embeddings=64, show_progress=False)
+        refuses(message, convert_meta, source, tmp_path / "out", max_position_embeddings=64)
     torch.save({name: tensor for name, tensor in original.items() if name != down}, second)
-    with pytest.raises(ModelFormatError, match=rf"consolidated\.01\.pth: tensor '{down}' is missing"):
-        convert_meta(source, tmp_path / "out", max_position_embeddings=64, show_progress=False)
+    missing = rf"consolidated\.01\.pth: tensor '{down}' is missing"
+    refuses(missing, convert_meta, source, tmp_path / "out", max_position_embeddings=64)
     for file in source.glob("*.pth"):
         file.unlink()
-    with pytest.raises(ModelFormatError, match=r"has no consolidated\.\*\.pth"):
-        convert_meta(source, tmp_path / "out", max_position_embeddings=64, show_progress=False)
+    refuses(r"has no consolidated\.\*\.pth", convert_meta, source, tmp_path / "out", max_position_embeddings=64)

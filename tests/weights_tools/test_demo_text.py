@@ -58,9 +58,8 @@ def texts() -> Iterator[str]:
         yield random_.choice(("", " ")).join(random_.choices(parts, k=random_.randrange(12)))
 
 
-def test_tokenizer_json_gives_the_ids_of_tokenizer_model_and_reads_any_ids_as_it_does(
-    trained: SentencePieceTokenizer,
-) -> None:
+def test_demo_tokenizer_json_equals_its_tokenizer_model(trained: SentencePieceTokenizer) -> None:
+    """tokenizer.json gives the ids of tokenizer.model, and decodes any ids as it does."""
     ours = load_tokenizer(DEMO)
     assert isinstance(ours, FastTokenizer), "tokenizer.json comes first, as everywhere"
     assert ours.vocab_size == trained.vocab_size
@@ -91,7 +90,8 @@ def test_transformers_gives_the_same_ids_and_texts() -> None:
     assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == template.render(messages)
 
 
-def test_the_files_are_those_that_the_trainer_writes_and_the_calibration_is_of_these_weights() -> None:
+def test_demo_files_are_the_trainers_and_calibration_fits_them() -> None:
+    """The files are those that the trainer writes, and the calibration is of these weights."""
     for name, content in text_files((DEMO / "tokenizer.model").read_bytes(), 1024).items():
         if name != "tokenizer.json":  # another version of `tokenizers` may write the same otherwise
             assert (DEMO / name).read_text(encoding="utf-8") == content, name
@@ -104,7 +104,8 @@ def prompt_of(*turns: tuple[str, str], **arguments: Any) -> str:
     return template.render([{"role": role, "content": content} for role, content in turns], **arguments)
 
 
-def test_a_question_of_a_chat_is_asked_in_the_form_that_the_model_was_trained_in() -> None:
+def test_demo_chat_question_has_the_form_of_training() -> None:
+    """A question of a chat is asked in the form that the model was trained in."""
     question, tokenizer, form = (
         "Tom has 5 pens. Tom finds 3. How many?",
         load_tokenizer(DEMO),

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -88,7 +89,8 @@ def test_an_exit_answers_as_a_model_of_so_many_layers(model: DemoModel) -> None:
             assert torch.equal(hidden, short(tokens, 9)), depth
 
 
-def test_a_prompts_tail_is_learnt_at_the_depths_of_generated_tokens(model: DemoModel) -> None:
+def test_prompt_tail_is_learnt_at_the_depths_of_generation(model: DemoModel) -> None:
+    """A prompt's tail is learnt at the depths of generated tokens."""
     batch = make_batch([([1, 7, 8, 9, 5], [4, 3, 1]), ([1, 2, 8, 6, 5], [4, 1])])
     shorter = replace(batch, prompt=3)
     cutoff = [100, 100, 3, 1]
@@ -119,21 +121,8 @@ def test_tails_are_drawn_as_often_as_asked_and_are_mostly_short() -> None:
     assert {draw_tail(rng, 2, 1.0) for _ in range(50)} == {1}
 
 
-@pytest.mark.parametrize("text", ["16", "0", "9,,11", "nine", "-1"])
-def test_an_exit_is_a_depth_below_the_models_own(text: str) -> None:
-    assert exit_depths("11,9,9") == [9, 11]
-    with pytest.raises(ArgumentTypeError, match="must be depths from 1 to 15, such as 9,11"):
-        exit_depths(text)
-
-
-@pytest.mark.parametrize("text", ["1.1", "-0.1", "nan", "half"])
-def test_a_share_is_from_0_to_1(text: str) -> None:
-    assert share("0.25") == 0.25
-    with pytest.raises(ArgumentTypeError, match="must be a number from 0 to 1"):
-        share(text)
-
-
-def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: Path) -> None:
+def test_record_holds_the_whole_recipe_of_resumed_training(tmp_path: Path) -> None:
+    """A record holds the whole recipe, also where training went on."""
     shipped = model_directory("demo")
     words = ["--out", str(tmp_path), "--start-from", str(shipped), "--exits", "9,11", "--tail-share", "0.6"]
     run = DemoRun(parse([*words, "--rate", "0.5", "--threads", "1", "--steps", "1800"]))
@@ -149,7 +138,8 @@ def test_a_record_holds_the_whole_recipe_also_where_training_went_on(tmp_path: P
     )
 
 
-def test_a_run_that_was_told_to_end_early_ends_there_also_after_an_interruption(tmp_path: Path) -> None:
+def test_run_to_end_early_ends_there_after_an_interruption(tmp_path: Path) -> None:
+    """A run that is to end early ends there after an interruption too."""
     words = ["--out", str(tmp_path), "--threads", "1", "--steps", "1800", "--refine-steps", "0"]
     run = DemoRun(parse(words))
     run.progress.step = 900
@@ -171,7 +161,8 @@ def test_layers_are_moved_above_all_others_in_their_order(model: DemoModel) -> N
         assert torch.equal(now, was[[1, 3, 0, 2]] if len(was) == model.config.layers else was)
 
 
-def test_a_run_begins_with_the_layers_where_it_was_told_to_put_them(tmp_path: Path) -> None:
+def test_run_begins_with_its_layers_in_the_order_asked_for(tmp_path: Path) -> None:
+    """A run begins with the layers where it was asked to put them."""
     words = ["--out", str(tmp_path), "--start-from", str(model_directory("demo")), "--threads", "1"]
     run, usual = DemoRun(parse([*words, "--move-to-the-end", "8,5"])), DemoRun(parse(words))
     order = [0, 1, 2, 3, 4, 6, 7, 9, 10, 11, 12, 13, 14, 15, 5, 8]
@@ -180,12 +171,6 @@ def test_a_run_begins_with_the_layers_where_it_was_told_to_put_them(tmp_path: Pa
     recipe = run.record()["recipe"]
     assert isinstance(recipe, dict)
     assert recipe["layers_moved_to_the_end"] == [5, 8]
-
-
-@pytest.mark.parametrize("text", ["16", "-1", "5;8", "", "5,x"])
-def test_a_layer_to_move_is_one_of_the_models(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="must be layers from 0 to 15"):
-        layers_to_move(text)
 
 
 def test_a_share_of_the_start_is_kept_in_the_mean(tmp_path: Path) -> None:
@@ -217,7 +202,8 @@ def test_training_goes_on_from_what_was_exported(model: DemoModel, tmp_path: Pat
         assert parameter.requires_grad
 
 
-def test_a_mix_has_each_task_as_often_and_one_task_is_its_own_stream() -> None:
+def test_mixed_problems_have_each_task_as_often_and_in_order() -> None:
+    """A mix has each task as often, and one task is its own stream."""
     names = ["word-problems", "word-sorting", "dyck-languages"]
     mixed = [problem.question for problem in islice(mixed_problems(names, "train", 0), 300)]
     streams = [iter([problem.question for problem in islice(all_problems(name, "train", 0), 300)]) for name in names]
@@ -233,7 +219,9 @@ def test_a_mix_has_each_task_as_often_and_one_task_is_its_own_stream() -> None:
     )
 
 
-def test_a_share_of_a_mix_is_problems_of_a_single_step_which_no_measured_task_has() -> None:
+def test_mixed_problems_have_the_share_of_single_steps() -> None:
+    """A share of a mix is problems of a single step, which no measured task has."""
+
     def steps(single_step_share: float) -> list[int]:
         mix = mixed_problems(["word-problems"], "train", 3, single_step_share)
         return [problem.solution.count("=") for problem in islice(mix, 400)]
@@ -258,11 +246,29 @@ def test_a_share_of_gains_and_losses_is_told_by_who_gives_alone() -> None:
     assert share_of_giving(gains_and_losses) == 1
 
 
-def test_tasks_that_do_not_exist_are_named() -> None:
+@pytest.mark.parametrize(
+    ("read", "texts", "message"),
+    [
+        (exit_depths, ("16", "0", "9,,11", "nine", "-1"), "must be depths from 1 to 15, such as 9,11"),
+        (layers_to_move, ("16", "-1", "5;8", "", "5,x"), "must be layers from 0 to 15"),
+        (share, ("1.1", "-0.1", "nan", "half"), "must be a number from 0 to 1"),
+        (task_names, ("word-sorting,sorting",), r"must be all, or some of word-problems, .*; got 'sorting'"),
+    ],
+)
+def test_option_that_cannot_be_read_is_refused_by_its_bounds(
+    read: Callable[[str], Any], texts: tuple[str, ...], message: str
+) -> None:
+    """Depths, layers, shares and tasks that do not exist are refused with what is allowed."""
+    for text in texts:
+        with pytest.raises(ArgumentTypeError, match=message):
+            read(text)
+
+
+def test_options_of_the_trainer_are_read() -> None:
+    assert exit_depths("11,9,9") == [9, 11]
+    assert share("0.25") == 0.25
     assert task_names("all") == list(NAMES)
     assert task_names("word-sorting,word-problems") == ["word-sorting", "word-problems"]
-    with pytest.raises(ArgumentTypeError, match=r"must be all, or some of word-problems, .*; got 'sorting'"):
-        task_names("word-sorting,sorting")
 
 
 def test_a_model_to_start_from_is_one_that_the_trainer_made(model: DemoModel, tmp_path: Path) -> None:

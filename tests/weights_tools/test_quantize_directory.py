@@ -26,9 +26,10 @@ from d3engine.weights_tools.quantize import quantize_model
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_quantized_directory_loads_as_the_quantized_float_weights(
+def test_quantized_directory_loads_as_quantized_in_memory(
     quantized_directory: QuantizedDirectory, scheme: str, layout: str
 ) -> None:
+    """A quantized directory loads as the quantized float weights."""
     source, target = quantized_directory(scheme, layout)
     original, loaded = load(source), load(target)
     expected = quantize_weights(original, scheme)
@@ -49,12 +50,10 @@ def test_a_quantized_directory_loads_as_the_quantized_float_weights(
     assert run("verify", target).stdout == "OK\n"
 
 
-def test_shards_are_written_one_by_one_and_every_matrix_quantized_once(
-    tiny_llama: MakeTiny,
-    quantized_directory: QuantizedDirectory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_quantize_writes_shards_in_turn_and_each_matrix_once(
+    tiny_llama: MakeTiny, quantized_directory: QuantizedDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Shards are written one by one, and every matrix is quantized once."""
     quantized_names: list[tuple[int, ...]] = []
 
     def counted(matrix: Tensor, scheme: str) -> QuantizedWeight:

@@ -41,9 +41,10 @@ def tokens_of(engine: Engine, prompts: list[list[int]], *, together: bool = True
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_engine_answers_as_with_the_dequantized_weights_alone_and_in_a_batch(
+def test_quantized_engine_answers_as_with_dequantized_weights(
     quantized_directory: QuantizedDirectory, make_prompts: Callable[..., list[list[int]]], scheme: str, layout: str
 ) -> None:
+    """The engine answers as with the dequantized weights, alone and in a batch."""
     source, target = quantized_directory(scheme, layout)
     prompts = make_prompts([3, 17, 9])
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
@@ -57,9 +58,10 @@ def test_the_engine_answers_as_with_the_dequantized_weights_alone_and_in_a_batch
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_dtype_of_an_engine_is_that_of_activations_and_floats(
+def test_engine_dtype_is_that_of_activations_and_floats(
     quantized_directory: QuantizedDirectory, make_prompts: Callable[..., list[list[int]]], scheme: str
 ) -> None:
+    """The dtype of an engine is that of activations and float weights."""
     directory = quantized_directory(scheme, "biases")[1]
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, config, dtype=torch.bfloat16, device="cpu", show_progress=False)

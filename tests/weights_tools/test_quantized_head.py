@@ -28,9 +28,10 @@ def source_of(tiny_llama: MakeTiny, layout: str) -> Path:
 
 
 @pytest.mark.parametrize(("layout", "form"), PAIRS)
-def test_a_head_has_the_form_that_is_asked_for_in_files_as_in_memory(
+def test_lm_head_has_the_scheme_asked_for_in_file_and_memory(
     tiny_llama: MakeTiny, tmp_path: Path, layout: str, form: str
 ) -> None:
+    """An LM head has the scheme that is asked for, in files as in memory."""
     source, target = source_of(tiny_llama, layout), tmp_path / "out"
     assert run("quantize", "--scheme", "int4", "--rtn", "--lm-head", form, source, target).exit_code == 0
     found = load(target)
@@ -57,9 +58,10 @@ def test_a_head_that_is_the_embedding_too_is_not_of_four_bits(tiny_llama: MakeTi
 
 
 @pytest.mark.parametrize(("layout", "form"), [("grouped heads", "int4"), ("tied", "float")])
-def test_a_directory_that_does_not_say_what_its_head_is_loads_as_when_there_was_no_choice(
+def test_directory_without_an_lm_head_scheme_loads_as_before(
     tiny_llama: MakeTiny, tmp_path: Path, layout: str, form: str
 ) -> None:
+    """A directory that does not name the scheme of its LM head loads as before there was a choice."""
     quantize_model(source_of(tiny_llama, layout), tmp_path / "out", "int4", lm_head=form, show_progress=False)
     before = all_tensors(load(tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -68,7 +70,8 @@ def test_a_directory_that_does_not_say_what_its_head_is_loads_as_when_there_was_
     assert all(map(torch.equal, all_tensors(load(tmp_path / "out")), before))
 
 
-def test_a_float_head_beside_an_embedding_of_eight_bits_is_unexpected(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_float_head_of_a_tied_int8_embedding_is_unexpected(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+    """A float LM head in a file whose embedding is tied and int8 is unexpected."""
     quantize_model(source_of(tiny_llama, "tied"), tmp_path / "out", "int8", show_progress=False)
     file = tmp_path / "out" / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
@@ -78,6 +81,7 @@ def test_a_float_head_beside_an_embedding_of_eight_bits_is_unexpected(tiny_llama
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_an_int8_table_are_those_of_the_matrix_it_stands_for(dtype: torch.dtype) -> None:
+def test_rows_of_an_int8_table_are_those_of_its_matrix(dtype: torch.dtype) -> None:
+    """Rows of an int8 table are those of the matrix that it stands for."""
     table, places = quantize_int8(torch.randn(11, 7)), torch.tensor([3, 0, 3, 10])
     assert torch.equal(looked_up(table, places, dtype), table.dequantize(dtype)[places])

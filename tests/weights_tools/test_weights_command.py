@@ -14,6 +14,13 @@ from d3engine.errors import InvalidValueError
 from d3engine.weights_tools.convert import convert_llama2c
 
 
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
+    convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
+    return tmp_path / "out"
+
+
 def test_a_destination_in_use_is_kept_unless_overwrite_is_given(tmp_path: Path) -> None:
     source, destination = tmp_path / "model.bin", tmp_path / "out"
     write_llama2c(source, make_model(tie_word_embeddings=True))
@@ -36,10 +43,9 @@ def test_a_destination_in_use_is_kept_unless_overwrite_is_given(tmp_path: Path) 
         convert_llama2c(source, source, overwrite=True, show_progress=False)
 
 
-def test_written_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path) -> None:
-    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
-    convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
-    modes = {(tmp_path / "out" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+def test_written_weights_are_as_readable_as_their_companions(converted: Path) -> None:
+    """Written weights are as readable as the other files of their directory."""
+    modes = {(converted / name).stat().st_mode for name in ("config.json", "model.safetensors")}
     assert len(modes) == 1
 
 
@@ -62,7 +68,8 @@ def test_what_can_be_converted_is_said_where_a_source_is_none(kind: str, wanted:
         assert (refused.exit_code, refused.stderr) == (2, f"error: SRC must be {wanted}; got '{source}'\n")
 
 
-def test_a_directory_of_safetensors_is_told_that_it_needs_no_conversion(tmp_path: Path) -> None:
+def test_convert_of_safetensors_says_that_none_is_needed(tmp_path: Path) -> None:
+    """A directory of safetensors is refused, since it needs no conversion."""
     save_bin(tmp_path / "bin", make_model())
     assert run("convert", "bin", tmp_path / "bin", tmp_path / "out").exit_code == 0
     refused = run("convert", "bin", tmp_path / "out", tmp_path / "again")
@@ -110,35 +117,31 @@ def test_errors_are_one_line_and_the_exit_code_of_wrong_input(tmp_path: Path) ->
         assert result.stderr.count("\n") == 1
 
 
-def test_inspect_shows_even_what_verify_refuses(tmp_path: Path) -> None:
-    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
-    convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
-    save_file({"odd [red]name": torch.ones(0)}, tmp_path / "out" / "model.safetensors")
-    shown = run("inspect", tmp_path / "out")
+def test_inspect_shows_even_what_verify_refuses(converted: Path) -> None:
+    save_file({"odd [red]name": torch.ones(0)}, converted / "model.safetensors")
+    shown = run("inspect", converted)
     assert shown.exit_code == 0
     assert "odd [red]name" in shown.stdout
-    assert "is missing in" in run("verify", tmp_path / "out").stderr
+    assert "is missing in" in run("verify", converted).stderr
 
 
-def test_verify_finds_what_the_loader_would(tmp_path: Path) -> None:
-    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
-    convert_llama2c(tmp_path / "model.bin", tmp_path / "out", show_progress=False)
-    file = tmp_path / "out" / "model.safetensors"
+def test_verify_finds_what_the_loader_would(converted: Path) -> None:
+    file = converted / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"][5] = torch.nan
     save_file(tensors, file)
-    result = run("verify", tmp_path / "out")
+    result = run("verify", converted)
     assert result.exit_code == 1
     assert "tensor 'model.norm.weight' holds NaN or infinity" in result.stderr
 
     tensors["model.norm.weight"][5] = 1e6
     save_file(tensors, file)
-    assert run("verify", tmp_path / "out").exit_code == 0
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
-    assert "has values too large for torch.float16" in run("verify", tmp_path / "out").stderr
-    (tmp_path / "out" / "generation_config.json").write_text('{"top_p": "x"}')
+    assert run("verify", converted).exit_code == 0
+    config = json.loads((converted / "config.json").read_text())
+    (converted / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
+    assert "has values too large for torch.float16" in run("verify", converted).stderr
+    (converted / "generation_config.json").write_text('{"top_p": "x"}')
     assert (
         "generation_config.json: top_p must be a finite number of at least 0; got 'x'"
-        in run("verify", tmp_path / "out").stderr
+        in run("verify", converted).stderr
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from browsed_page import compare
+from demo_server import serving_demo
 from serving import serving
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -32,11 +33,8 @@ def browser() -> Iterator[Any]:
 def full_depth_url() -> Iterator[str]:
     """Where a server answers whose own depth is full."""
     from d3engine import AsyncEngine, FullDepth
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
 
-    engine = AsyncEngine("demo", depth=FullDepth(), device="cpu", kv_cache_memory_bytes=2**25)
-    with serving(create_app(engine, ServerSettings(model_names=("demo",)))) as address:
+    with serving_demo(AsyncEngine("demo", depth=FullDepth(), device="cpu", kv_cache_memory_bytes=2**25)) as address:
         yield address  # the engine ends with its last reader: playwright's loop leaves none to close it in
 
 
@@ -110,3 +108,15 @@ def scripted(scripted_address: tuple[str, list[Script]]) -> tuple[str, Script]:
     address, holder = scripted_address
     holder[0] = Script()
     return address, holder[0]
+
+
+@pytest.fixture
+def chat(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> tuple[Any, Script]:
+    """The chat in a browser, and what its server says."""
+    return open_chat(scripted[0]), scripted[1]
+
+
+@pytest.fixture
+def panes(open_page: Callable[..., Any], scripted: tuple[str, Script]) -> tuple[Any, Script]:
+    """The page of depths with two panes, and what its server says."""
+    return open_page(scripted[0], compares=True), scripted[1]

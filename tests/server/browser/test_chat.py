@@ -1,24 +1,23 @@
-"""The chat: conversations, branches, settings, files and keys, over the bundled model or streams that a test writes."""
+"""The chat: answers and their branches, over the bundled model or streams that a test writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from axe import check_with_axe
-from browsed_chat import answers, ask, ask_whole, ended, press, questions, said, titles
-from serving import HANG_SECONDS, serving
+from browsed_chat import answers, ask, ask_half, ask_whole, ended, press, questions, said, titles
+from demo_server import serving_demo
+from serving import HANG_SECONDS
 from written_streams import DONE, HOSTILE, Script, chunk, delta, whole
 
 QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
 
 
-def test_a_question_is_answered_at_the_servers_own_depth_as_the_engine_answers_it(
-    open_chat: Callable[..., Any], url: str, demo: Any
-) -> None:
+def test_chat_answer_is_the_engines_at_the_servers_depth(open_chat: Callable[..., Any], url: str, demo: Any) -> None:
+    """A question is answered at the server's own depth, as the engine answers it."""
     page = open_chat(url)
     assert page.locator("#depth").text_content() == "D3, alpha 0.8, start 0.6"
     ask_whole(page, QUESTION)
@@ -33,153 +32,9 @@ def test_a_question_is_answered_at_the_servers_own_depth_as_the_engine_answers_i
     assert page.locator("#context").text_content() == f"{used} of 1,024 tokens of context"
 
 
-def test_a_request_has_what_was_chosen_and_no_more(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    ask_whole(page, "One?")
-    assert {*script.bodies[0]} == {"model", "messages", "stream", "stream_options", "return_depths", "return_progress"}
-    page.click("#open-settings")
-    page.fill("#system", "Be brief.")
-    for name, value in (("temperature", "0.5"), ("max_tokens", "7"), ("stop", "END\nSTOP")):
-        page.fill(f"#sampling-{name}", value)
-    page.click("text=Other fields")
-    page.fill("#sampling-json", '{"ignore_eos": true}')
-    page.keyboard.press("Escape")
-    ask_whole(page, "Two?")
-    body = script.bodies[1]
-    assert (body["temperature"], body["max_tokens"], body["stop"], body["ignore_eos"]) == (
-        0.5,
-        7,
-        ["END", "STOP"],
-        True,
-    )
-    assert said(body) == [("system", "Be brief."), ("user", "One?"), ("assistant", "Yes"), ("user", "Two?")]
-    page.reload()
-    page.wait_for_selector("#model option", state="attached")
-    page.click("#open-settings")
-    assert page.input_value("#sampling-temperature") == "0.5"
-    page.click("#reset")
-    page.keyboard.press("Escape")
-    ask_whole(page, "Three?")
-    assert "temperature" not in script.bodies[2]
-
-
-def test_a_model_whose_files_name_no_sampling_is_asked_as_by_the_command_chat(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    plain, chats = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"temperature": 0.7, "top_p": 0.9}
-    props = {"default_generation_settings": {"params": plain}, "d3ext": {"chat_defaults": chats}}
-    page = open_chat(address)
-    page.route("**/props", lambda route: route.fulfill(json=props))
-    page.reload()
-    page.click("#open-settings")
-    page.wait_for_selector("#sampling-temperature[placeholder='0.7']")
-    page.keyboard.press("Escape")
-    ask_whole(page, "One?")
-    page.click("#open-settings")
-    page.fill("#sampling-temperature", "0.2")
-    page.keyboard.press("Escape")
-    ask_whole(page, "Two?")
-    assert [(body["temperature"], body["top_p"]) for body in script.bodies] == [(0.7, 0.9), (0.2, 0.9)]
-
-
-def test_empty_fields_show_the_servers_defaults_and_take_its_bounds(open_chat: Callable[..., Any], url: str) -> None:
-    page = open_chat(url)
-    page.click("#open-settings")
-    page.wait_for_selector("#sampling-temperature[max='2']")
-    assert page.get_attribute("#sampling-temperature", "placeholder") == "0"  # the bundled model's generation_config
-    assert page.get_attribute("#sampling-max_tokens", "placeholder") == "no limit"
-    assert page.input_value("#sampling-max_tokens") == ""
-    assert page.get_attribute("#sampling-top_k", "step") == "1"
-
-
-@pytest.mark.parametrize("bad", ["[1]", "{", '{"n": 2}'])
-def test_what_cannot_be_sent_is_said_and_the_question_stays(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], bad: str
-) -> None:
-    page = open_chat(scripted[0])
-    page.click("#open-settings")
-    page.click("text=Other fields")
-    page.fill("#sampling-json", bad)
-    page.keyboard.press("Escape")
-    page.fill("#prompt", "Anything")
-    page.press("#prompt", "Enter")
-    assert page.text_content("#problem").startswith("Fields as JSON must be an object")
-    assert page.input_value("#prompt") == "Anything"
-    assert scripted[1].bodies == []
-
-
-def test_conversations_are_kept_searched_renamed_and_deleted(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    page = open_chat(address)
-    for question, answer in (("About apples", "Red fruit"), ("About boats", "They float")):
-        script.pieces = whole(answer)
-        page.click("#new")
-        ask_whole(page, question)
-    assert titles(page) == ["About boats", "About apples"]
-    page.reload()
-    page.wait_for_selector("#conversations .open")
-    assert titles(page) == ["About boats", "About apples"]
-    page.keyboard.press("Control+k")
-    page.keyboard.type("FRUIT")
-    assert titles(page) == ["About apples"]
-    page.click("#conversations .open")
-    assert (questions(page), answers(page)) == (["About apples"], ["Red fruit"])
-    page.click("[aria-label='Rename About apples']")
-    page.keyboard.type("Fruit")
-    page.keyboard.press("Enter")
-    page.fill("#search", "")
-    assert titles(page) == ["About boats", "Fruit"]
-    page.on("dialog", lambda asked: asked.accept())
-    page.click("[aria-label='Delete Fruit']")
-    page.wait_for_selector("#welcome:visible")
-    assert titles(page) == ["About boats"]
-    page.reload()
-    page.wait_for_selector("#conversations .open")
-    assert titles(page) == ["About boats"]
-
-
-def test_all_conversations_are_deleted_at_once(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    for question in ("One?", "Two?"):
-        page.click("#new")
-        ask_whole(page, question)
-    page.once("dialog", lambda asked: asked.dismiss())
-    page.click("#open-settings")
-    page.click("#remove-all")
-    assert titles(page) == ["Two?", "One?"]
-    page.once("dialog", lambda asked: asked.accept())
-    page.click("#remove-all")
-    page.wait_for_selector("#welcome:visible")
-    assert titles(page) == []
-    page.reload()
-    page.wait_for_selector("#none-found:visible")
-    assert titles(page) == []
-
-
-def test_what_one_tab_writes_another_shows(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    other = page.context.new_page()
-    other.goto(address)
-    ask_whole(page, "One?")
-    other.wait_for_selector("#conversations .open")
-    assert titles(other) == ["One?"]
-
-
-def test_an_edited_question_and_a_regenerated_answer_are_branches(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    page = open_chat(address)
+def test_chat_edit_and_regenerate_make_branches(chat: tuple[Any, Script]) -> None:
+    """An edited question and a regenerated answer are branches."""
+    page, script = chat
     script.pieces = whole("First")
     ask_whole(page, "One?")
     script.pieces = whole("Second")
@@ -206,14 +61,9 @@ def test_an_edited_question_and_a_regenerated_answer_are_branches(
     assert (questions(page), answers(page)) == (["One?", "More?"], ["Second", "Second"])
 
 
-def test_stop_keeps_what_has_come_and_continue_goes_on_behind_it(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.pieces, script.waits_at_the_end = [delta(content="Half of ")], True
-    page = open_chat(address)
-    ask(page, "Anything")
-    page.wait_for_selector("text=Half of")
+def test_stop_keeps_what_has_come_and_continue_goes_on_behind_it(chat: tuple[Any, Script]) -> None:
+    page, script = chat
+    ask_half(page, script, "Anything", "Half of ")
     page.keyboard.press("Escape")
     ended(page)
     assert script.left.wait(HANG_SECONDS)
@@ -227,14 +77,9 @@ def test_stop_keeps_what_has_come_and_continue_goes_on_behind_it(
     assert page.get_by_role("button", name="Continue").count() == 0
 
 
-def test_an_answer_goes_on_while_another_conversation_is_shown(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.pieces, script.waits_at_the_end = [delta(content="Half")], True
-    page = open_chat(address)
-    ask(page, "Long?")
-    page.wait_for_selector("text=Half")
+def test_an_answer_goes_on_while_another_conversation_is_shown(chat: tuple[Any, Script]) -> None:
+    page, script = chat
+    ask_half(page, script, "Long?")
     page.click("#new")
     script.waits_at_the_end = False
     script.pieces = whole("Short")
@@ -247,17 +92,12 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(
     ended(page)
 
 
-def test_reasoning_and_calls_stand_in_folds(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
+def test_reasoning_and_calls_stand_in_folds(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     call = {"index": 0, "id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
     rest = {"index": 0, "function": {"arguments": '"Bern"}'}}
-    script.pieces = [
-        delta(reasoning_content="Let me "),
-        delta(reasoning_content="see."),
-        delta(content="I look."),
-    ]
+    script.pieces = [delta(reasoning_content="Let me "), delta(reasoning_content="see."), delta(content="I look.")]
     script.pieces += [delta(tool_calls=[call]), delta(tool_calls=[rest]), delta("tool_calls"), DONE]
-    page = open_chat(address)
     ask_whole(page, "Weather?")
     assert page.locator(".reasoning").get_attribute("open") is None
     assert page.locator(".reasoning > div").text_content() == "Let me see."
@@ -270,28 +110,23 @@ def test_reasoning_and_calls_stand_in_folds(open_chat: Callable[..., Any], scrip
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
-def test_an_error_is_the_servers_sentence_and_is_kept_with_the_answer(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], when: str
-) -> None:
-    address, script = scripted
+def test_chat_error_is_shown_and_kept_with_the_answer(chat: tuple[Any, Script], when: str) -> None:
+    """An error is shown in the server's sentence, and kept with the answer."""
+    page, script = chat
     sentence = "The engine failed on this <b>request</b>."
     if when == "before":
         script.error = (400, sentence)
     script.pieces = [delta(content="Half"), f"data: {json.dumps({'error': {'message': sentence}})}\n\n".encode(), DONE]
-    page = open_chat(address)
     ask_whole(page, "Anything")
     assert page.locator(".message .error").text_content() == sentence
     assert answers(page) == (["Half"] if when == "within" else [""])
 
 
-def test_what_a_model_or_a_person_writes_is_never_markup(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_what_a_model_or_a_person_writes_is_never_markup(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     evil = "[x](javascript:alert(1)) ![y](http://127.0.0.1:9/pixel.png) <style>*{}</style> [z](http://example.org/)"
     script.pieces = whole(f"{HOSTILE}\n\n{evil}\n\n```html\n{HOSTILE}\n```")
     asked = []
-    page = open_chat(address)
     page.on("request", lambda request: asked.append(request.url))
     ask_whole(page, HOSTILE)
     assert page.locator("#messages :is(img, script, style, iframe)").count() == 0
@@ -301,68 +136,14 @@ def test_what_a_model_or_a_person_writes_is_never_markup(
     assert "broken" not in page.title().removesuffix("d3engine").replace("document.title='broken'", "")
 
 
-def test_files_go_along_as_text_and_what_is_no_text_is_refused(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
-    script.pieces = whole("Read")
-    (tmp_path / "notes.md").write_text("Use ```fences```.\n")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
-    page = open_chat(address)
-    page.set_input_files("#choose-files", [tmp_path / "picture.png", tmp_path / "notes.md"])
-    page.wait_for_selector("#files li")
-    assert page.text_content("#problem") == "picture.png is not a text file in UTF-8."
-    ask_whole(page, "What is it?")
-    expected = "File `notes.md`:\n````\nUse ```fences```.\n````\n\nWhat is it?"
-    assert said(script.bodies[0]) == [("user", expected)]
-    assert page.locator(".file summary").text_content() == "notes.md"
-    assert not page.locator("#files").is_visible()
-
-
-def test_a_refused_file_is_said_where_it_is_seen(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
-    script.pieces = whole("\n\n".join(["Long"] * 100))
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
-    page = open_chat(address)
-    ask_whole(page, "Anything")
-    page.set_input_files("#choose-files", tmp_path / "picture.png")
-    page.wait_for_selector("#problem:visible")
-    place, height = page.locator("#problem").bounding_box(), page.evaluate("innerHeight")
-    assert 0 < place["y"] < place["y"] + place["height"] < height
-
-
-def test_a_pasted_picture_is_refused_and_a_text_is_pasted(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    page = open_chat(scripted[0])
-    paste = """(kind) => {
-        const data = new DataTransfer();
-        if (kind === "file") data.items.add(new File([new Uint8Array([0, 255])], "image.png", { type: "image/png" }));
-        else data.setData("text/plain", "words");
-        const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
-        return document.getElementById("prompt").dispatchEvent(event);
-    }"""
-    assert page.evaluate(paste, "text") is True  # the browser's own matter
-    assert page.evaluate(paste, "file") is False
-    page.wait_for_selector("#problem:visible")
-    assert page.text_content("#problem") == "image.png is not a text file in UTF-8."
-
-
-def test_an_edited_question_that_cannot_be_sent_is_not_lost(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_an_edited_question_that_cannot_be_sent_is_not_lost(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     ask_whole(page, "One?")
     press(page, "user", "Edit")
     field = "[aria-label='Edit the question']"
     page.fill(field, "Changed?")
-    script.pieces, script.waits_at_the_end = [delta(content="Half")], True
-    ask(page, "Two?")
-    page.wait_for_selector("text=Half")
+    ask_half(page, script, "Two?")
     page.press(field, "Enter")
     assert page.text_content("#problem").startswith("An answer is being written")
     assert page.input_value(field) == "Changed?"
@@ -376,10 +157,9 @@ def test_an_edited_question_that_cannot_be_sent_is_not_lost(
     assert (questions(page), page.locator("#problem").is_visible()) == (["Changed?"], False)
 
 
-def test_an_edited_answer_is_a_branch_that_goes_on(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
+def test_an_edited_answer_is_a_branch_that_goes_on(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = whole("It is red.")
-    page = open_chat(address)
     ask_whole(page, "Colour?")
     press(page, "assistant", "Edit")
     page.fill("[aria-label='Edit the answer']", "It is")
@@ -396,14 +176,11 @@ def test_an_edited_answer_is_a_branch_that_goes_on(open_chat: Callable[..., Any]
     assert answers(page) == ["It is red."]
 
 
-def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     progress = {"total": 5000, "cache": 0, "processed": 2048}
     chunk = f"data: {json.dumps({'choices': [], 'prompt_progress': progress})}\n\n".encode()
     script.pieces, script.waits_at_the_end = [chunk], True
-    page = open_chat(address)
     ask(page, "Long?")
     page.wait_for_selector("text=Reading the prompt: 2,048 of 5,000 tokens")
     bar = page.locator(".waits progress")
@@ -418,86 +195,10 @@ def test_how_far_a_long_prompt_is_read_is_shown_until_the_answer(
     assert not bar.last.is_visible()
 
 
-def test_what_is_exported_is_imported_again_with_its_branches(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
-) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    ask_whole(page, "One?")
-    script.pieces = whole("**No**")
-    press(page, "assistant", "Regenerate")
-    page.wait_for_selector("text=2/2")
-    ended(page)
-    with page.expect_download() as begun:
-        page.click("#export summary")
-        page.click("#export-markdown")
-    assert begun.value.suggested_filename == "One.md"
-    assert Path(begun.value.path()).read_text() == "# One?\n\n## Question\n\nOne?\n\n## Answer\n\n**No**\n"
-    with page.expect_download() as begun:
-        page.click("#export-all")
-    begun.value.save_as(tmp_path / "conversations.json")
-    with page.expect_download() as begun:
-        page.click("#export summary")
-        page.click("#export-json")
-    assert Path(begun.value.path()).read_text() == (tmp_path / "conversations.json").read_text()
-    other = open_chat(address)
-    other.set_input_files("#choose-import", tmp_path / "conversations.json")
-    other.wait_for_selector("#conversations .open")
-    assert (titles(other), answers(other)) == (["One?"], ["No"] if other.locator(".plain").count() == 0 else ["**No**"])
-    other.get_by_role("button", name="Earlier branch").click()
-    assert answers(other) == ["Yes"]
-    for text, problem in (("{", "not JSON"), ("{}", "no conversations"), (LOOP, "damaged")):
-        (tmp_path / "bad.json").write_text(text)
-        other.set_input_files("#choose-import", tmp_path / "bad.json")
-        other.wait_for_selector(f"#problem:has-text('{problem}')")
-    assert titles(other) == ["One?"]
-
-
-LOOP = json.dumps(
-    {
-        "format": "d3engine conversations",
-        "version": 1,
-        "conversations": [
-            {
-                "id": "a",
-                "title": "",
-                "system": "",
-                "created": 0,
-                "updated": 0,
-                "current": "b",
-                "messages": [{"id": "b", "parent": "b", "role": "user", "content": ""}],
-            }
-        ],
-    }
-)
-
-
-def test_colours_are_the_systems_until_others_are_chosen(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    page = open_chat(scripted[0], color_scheme="dark")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(ground)
-    page.click("#open-settings")
-    page.select_option("#theme", "light")
-    light = page.evaluate(ground)
-    assert light != dark
-    page.emulate_media(color_scheme="light")
-    assert page.evaluate(ground) == light
-    page.goto(f"{scripted[0]}/compare")
-    page.emulate_media(color_scheme="dark")
-    assert page.evaluate("getComputedStyle(document.querySelector('.pane')).backgroundColor") == light
-
-
-def test_a_question_whose_answer_was_cut_by_closing_the_page_is_answered_again(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.pieces, script.waits_at_the_end = [delta(content="Half of ")], True
-    page = open_chat(address)
-    ask(page, "Anything")
-    page.wait_for_selector("text=Half of")
+def test_chat_question_cut_by_closing_can_be_answered_again(chat: tuple[Any, Script]) -> None:
+    """A question whose answer was cut by closing the page can be answered again."""
+    page, script = chat
+    ask_half(page, script, "Anything", "Half of ")
     page.reload()
     page.click("#conversations .open")
     assert questions(page) == ["Anything"]
@@ -505,56 +206,6 @@ def test_a_question_whose_answer_was_cut_by_closing_the_page_is_answered_again(
     press(page, "assistant", "Regenerate")
     page.wait_for_selector(".answer:has-text('it')")
     ended(page)
-
-
-def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.model_ids, script.pieces = ["small", "large"], whole("Yes")
-    page = open_chat(address)
-    page.select_option("#model", "large")
-    ask_whole(page, "One?")
-    assert script.bodies[0]["model"] == "large"
-    assert page.locator(".by:visible").text_content() == " · large"
-    page.reload()
-    page.wait_for_selector("#model option", state="attached")
-    assert page.input_value("#model") == "large"
-
-
-def test_keys_begin_edit_and_explain(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    address, script = scripted
-    script.pieces = whole("Yes")
-    page = open_chat(address)
-    page.fill("#prompt", "One")
-    page.press("#prompt", "Shift+Enter")
-    page.keyboard.type("more")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("text=Yes")
-    ended(page)
-    assert questions(page) == ["One\nmore"]
-    page.press("#prompt", "ArrowUp")
-    assert page.input_value("[aria-label='Edit the question']") == "One\nmore"
-    page.keyboard.press("Escape")
-    assert questions(page) == ["One\nmore"]
-    page.keyboard.press("Control+Shift+O")
-    assert page.locator("#welcome").is_visible()
-    page.locator("#prompt").blur()
-    page.keyboard.press("?")
-    assert page.locator("#help").is_visible()
-
-
-def test_the_page_asks_for_a_key_where_there_must_be_one(
-    open_tab: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
-    script.key = "a-key-of-mine"
-    page = open_tab()
-    page.goto(address)
-    page.fill("#key", script.key)
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#model option", state="attached")
-    assert not page.locator("#key-form").is_visible()
-    kept = page.evaluate("JSON.stringify(localStorage) + document.cookie")
-    assert script.key not in kept
 
 
 def test_compare_depths_opens_the_panes_with_the_last_question(open_chat: Callable[..., Any], url: str) -> None:
@@ -569,16 +220,13 @@ def test_compare_depths_opens_the_panes_with_the_last_question(open_chat: Callab
     assert titles(page) == [f"{QUESTION[:57].rstrip()}…"]
 
 
-def test_each_word_is_underlined_in_the_colour_of_its_layers(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
-    address, script = scripted
+def test_each_word_is_underlined_in_the_colour_of_its_layers(chat: tuple[Any, Script]) -> None:
+    page, script = chat
     script.pieces = [
         chunk("A **bold", [8, 7], [0, 2], [1, 2]),
         chunk(" word** 😀\n\n- it", [7, 6, 5], [8, 15, 19], [3, 4, 5], "stop"),
         DONE,
     ]
-    page = open_chat(address)
     page.click("#underline")
     ask_whole(page, "Anything")
     page.wait_for_function("CSS.highlights.get('depth-5')?.size > 0")
@@ -596,9 +244,10 @@ def test_each_word_is_underlined_in_the_colour_of_its_layers(
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_markdown_is_shown_as_such_or_as_plain_text_where_the_server_has_no_libraries(
+def test_chat_markdown_is_rendered_or_plain_without_libraries(
     open_tab: Callable[..., Any], scripted: tuple[str, Script], *, is_there: bool
 ) -> None:
+    """Markdown is rendered, or shown as plain text where the server has no libraries."""
     from d3engine.server.page_libraries import is_fetched
 
     if is_there and not is_fetched():
@@ -631,9 +280,10 @@ def test_markdown_is_shown_as_such_or_as_plain_text_where_the_server_has_no_libr
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 900, 1440])
-def test_nothing_is_wider_than_the_screen_and_axe_finds_no_violation(
+def test_chat_fits_every_screen_without_axe_violations(
     open_chat: Callable[..., Any], scripted: tuple[str, Script], width: int, scheme: str
 ) -> None:
+    """Nothing is wider than the screen, and axe finds no violation."""
     address, script = scripted
     script.model_ids = ["a-model-with-a-rather-long-name-as-files-have-them.gguf"]
     text = f"# Title\n\n{'long' * 90}\n\n| {' | '.join('abcdefghijklmn' * 2)} |\n{'|---' * 28}|\n\n"
@@ -665,21 +315,18 @@ def real_url() -> Iterator[str]:
     """Where Qwen2.5-Coder-0.5B-Instruct answers, greedily unless it is asked otherwise."""
     from d3engine import AsyncEngine
     from d3engine.engine.model_directory import fetched_model
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
 
     pytest.importorskip("gguf", reason="the extra gguf is not installed")
     if not fetched_model("qwen2.5-coder-0.5b").exists():
         pytest.skip("the model is not there: d3engine weights fetch qwen2.5-coder-0.5b")
     engine = AsyncEngine("qwen2.5-coder-0.5b", device="cpu", max_model_len=1024, kv_cache_memory_bytes=2**26)
-    with serving(create_app(engine, ServerSettings(model_names=("qwen",)))) as address:
+    with serving_demo(engine, model_names=("qwen",)) as address:
         yield address
 
 
 @pytest.mark.usefixtures("native_library")
-def test_a_real_model_writes_code_is_stopped_by_its_limit_and_goes_on(
-    open_chat: Callable[..., Any], real_url: str
-) -> None:
+def test_chat_with_a_real_model_stops_at_its_limit_and_goes_on(open_chat: Callable[..., Any], real_url: str) -> None:
+    """A real model writes code, stops at its token limit and goes on."""
     page = open_chat(real_url)
     assert page.locator("#depth").text_content() == "full depth"
     page.click("#open-settings")

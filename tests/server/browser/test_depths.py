@@ -9,9 +9,10 @@ from browsed_page import at_once, compare, depths, letters, pane, run_whole, sty
 from written_streams import Script
 
 
-def test_a_prompt_runs_at_the_servers_own_depth_and_at_full_depth_at_once_each_token_coloured_by_its_layers(
+def test_panes_show_the_engines_tokens_and_depths(
     open_page: Callable[..., Any], url: str, demo: Any, question: str
 ) -> None:
+    """A prompt runs at the server's own and at full depth at once, tokens coloured by their layers."""
     from d3engine import FullDepth, SamplingParams
 
     page = open_page(url)
@@ -34,9 +35,8 @@ def test_a_prompt_runs_at_the_servers_own_depth_and_at_full_depth_at_once_each_t
     assert style(page, "#difference", "borderLeftColor") == style(page, "header", "borderBottomColor")
 
 
-def test_sliders_draw_the_engines_schedule_before_anything_runs_and_the_run_keeps_to_it(
-    open_page: Callable[..., Any], url: str
-) -> None:
+def test_sliders_draw_the_schedule_that_the_run_keeps(open_page: Callable[..., Any], url: str) -> None:
+    """Sliders draw the engine's schedule before anything runs, and the run keeps to it."""
     from d3engine import D3
 
     page = open_page(url)
@@ -60,7 +60,8 @@ def test_sliders_draw_the_engines_schedule_before_anything_runs_and_the_run_keep
     assert style(page, "#difference", "borderLeftColor") in style(page, ".differs", "boxShadow")
 
 
-def test_the_pages_schedule_is_the_engines_for_any_alpha_and_start(open_page: Callable[..., Any], url: str) -> None:
+def test_page_schedule_equals_the_engines(open_page: Callable[..., Any], url: str) -> None:
+    """The page's schedule is the engine's for any alpha and start."""
     from d3engine import D3
 
     page = open_page(url)
@@ -83,9 +84,8 @@ def test_the_pages_schedule_is_the_engines_for_any_alpha_and_start(open_page: Ca
         assert of_page == policy.schedule(layers).depths(64).tolist()
 
 
-def test_the_page_opens_with_the_servers_own_depth_beside_another_and_one_pane_may_stand_alone(
-    open_page: Callable[..., Any], url: str
-) -> None:
+def test_page_opens_with_two_depths_and_can_show_one_pane(open_page: Callable[..., Any], url: str) -> None:
+    """The page opens with the server's own depth and another, and one pane may stand alone."""
     page = open_page(url, compares=True)
     assert page.locator(".pane:visible").count() == 2
     assert pane(page, 0).locator(".depth").input_value() == "auto"
@@ -101,9 +101,8 @@ def test_the_page_opens_with_the_servers_own_depth_beside_another_and_one_pane_m
     assert pane(page, 0).locator(".turn").count() == 1
 
 
-def test_speed_is_shown_where_depths_run_in_turn_and_not_where_they_run_at_once(
-    open_page: Callable[..., Any], url: str
-) -> None:
+def test_speed_is_shown_where_depths_run_in_turn_alone(open_page: Callable[..., Any], url: str) -> None:
+    """Speed is shown where depths run in turn, and not where they run at once."""
     page = open_page(url, compares=True)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     assert [page.locator(".rate").nth(number).is_visible() for number in (0, 1)] == [True, True]
@@ -128,9 +127,10 @@ def test_a_pane_says_that_its_depth_was_never_certified(open_page: Callable[...,
         assert other.is_visible() == is_told, alpha
 
 
-def test_beside_a_server_of_full_depth_the_sliders_begin_at_what_is_certified(
+def test_sliders_begin_at_what_is_certified_under_full_depth(
     open_page: Callable[..., Any], full_depth_url: str
 ) -> None:
+    """On a server of full depth the sliders begin at the certified setting."""
     page = open_page(full_depth_url)
     compare(page)
     right = pane(page, 1)
@@ -142,9 +142,10 @@ def test_beside_a_server_of_full_depth_the_sliders_begin_at_what_is_certified(
     assert right.locator(".uncertified").is_visible()
 
 
-def test_where_nothing_is_certified_the_sliders_skip_nothing_yet_and_say_that_no_setting_is_known(
+def test_sliders_skip_nothing_where_no_setting_is_certified(
     open_page: Callable[..., Any], scripted: tuple[str, Script]
 ) -> None:
+    """Where no setting is certified, the sliders skip no layer and say that none is known."""
     address, script = scripted
     script.d3ext = {"num_layers": 8, "depth": {"policy": "full"}, "certified": True, "certified_depth": None}
     page = open_page(address, compares=True)
@@ -157,9 +158,8 @@ def test_where_nothing_is_certified_the_sliders_skip_nothing_yet_and_say_that_no
     assert right.locator(".uncertified").is_visible()
 
 
-def test_focus_on_a_token_shows_its_layers_probability_and_alternatives_and_arrows_move_on(
-    open_page: Callable[..., Any], url: str
-) -> None:
+def test_token_focus_shows_layers_probability_and_alternatives(open_page: Callable[..., Any], url: str) -> None:
+    """Focus on a token shows its layers, probability and alternatives, and arrow keys move on."""
     page = open_page(url)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     tokens = pane(page, 0).locator(".token")

@@ -11,9 +11,8 @@ from browsed_page import depths, pane, run_whole, style
 from contrast import contrast, luminance
 
 
-def test_every_depth_stands_out_from_a_dark_pane_also_where_the_scheme_changes_under_the_answers(
-    open_page: Callable[..., Any], url: str
-) -> None:
+def test_dark_pane_depths_stand_out_after_a_change_of_scheme(open_page: Callable[..., Any], url: str) -> None:
+    """Every depth stands out from a dark pane, also where the scheme changes under the answers."""
     page = open_page(url, compares=True, color_scheme="light")
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     deepest, shallowest = (f".depth-{depth}" for depth in (max(depths(page, 0)), min(depths(page, 0))))
@@ -55,7 +54,8 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., An
     assert right["y"] >= left["y"] + left["height"]
 
 
-def test_on_a_phone_panes_without_answers_follow_each_other_closely(open_page: Callable[..., Any], url: str) -> None:
+def test_phone_panes_without_answers_follow_closely(open_page: Callable[..., Any], url: str) -> None:
+    """On a phone, panes without answers follow each other closely."""
     page = open_page(url, compares=True, viewport={"width": 390, "height": 1200})
     upper, lower = (pane(page, number).bounding_box() for number in (0, 1))
     assert 0 < lower["y"] - (upper["y"] + upper["height"]) < 32

@@ -32,7 +32,8 @@ def url() -> Iterator[str]:
         yield address
 
 
-def test_two_thousand_cases_meet_no_fault_and_get_what_is_described(url: str, tmp_path: Path) -> None:
+def test_schemathesis_cases_meet_no_fault(url: str, tmp_path: Path) -> None:
+    """Two thousand cases meet no fault, and get the answers that are described."""
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--url", url, "--seed", "1"]
     command += ["--phases", "coverage,fuzzing", "--max-examples", "40", "--continue-on-failure", "--no-shrink"]

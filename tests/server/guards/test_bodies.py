@@ -10,6 +10,7 @@ import pytest
 from guarded_apps import JSON, GuardedApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import on_a_loop
 
 from d3engine.server.errors import RequestError
 from d3engine.server.middleware.bodies import (
@@ -37,7 +38,8 @@ def app() -> GuardedApp:
     return GuardedApp(SMALL)
 
 
-def test_a_body_reaches_its_route_whole_in_however_many_pieces_it_came(app: GuardedApp) -> None:
+def test_body_reaches_its_route_whole_in_any_chunks(app: GuardedApp) -> None:
+    """A body reaches its route whole, in however many chunks it comes."""
     text = json.dumps({"prompt": "größer " * 50}).encode()
     for size in (1, 7, 4096):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -54,36 +56,31 @@ async def _never() -> AsyncIterator[bytes]:
     yield b""
 
 
-@pytest.mark.parametrize("length", ["2049", "9" * 30])
-def test_a_length_that_is_too_much_is_refused_unread(app: GuardedApp, length: str) -> None:
-    """Row 15 of the security list, by what the head says."""
-    answer = app.call("POST", "/echo", JSON | {"Content-Length": length}, _never())
-    assert (answer.status, answer.code) == (413, "body_too_long")
-
-
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("headers", "status", "code"),
     [
-        ({"Transfer-Encoding": "gzip, chunked"}, 501),
-        ({"Transfer-Encoding": "chunked, identity"}, 400),
-        ({"Transfer-Encoding": "chunked", "Content-Length": "2"}, 400),
+        ({"Content-Length": "2049"}, 413, "body_too_long"),
+        ({"Content-Length": "9" * 30}, 413, "body_too_long"),
+        *(({"Content-Length": no}, 400, "invalid_content_length") for no in ("-1", "1e3", "", "0x10", "12 12")),
+        ({"Transfer-Encoding": "gzip, chunked"}, 501, "invalid_framing"),
+        ({"Transfer-Encoding": "chunked, identity"}, 400, "invalid_framing"),
+        ({"Transfer-Encoding": "chunked", "Content-Length": "2"}, 400, "invalid_framing"),
     ],
 )
-def test_a_body_of_another_coding_is_refused_unread_behind_any_server(
-    app: GuardedApp, headers: dict[str, str], status: int
+def test_body_that_its_head_forbids_is_refused_unread(
+    app: GuardedApp, headers: dict[str, str], status: int, code: str
 ) -> None:
+    """A body that is too long, or of no length or coding that is read, is refused behind any server.
+
+    Row 15 of the security list, by what the head says.
+    """
     answer = app.call("POST", "/echo", JSON | headers, _never())
-    assert (answer.status, answer.code) == (status, "invalid_framing")
+    assert (answer.status, answer.code) == (status, code)
 
 
 @pytest.mark.parametrize("coding", ["chunked", "Chunked "])
 def test_a_chunked_body_is_read(app: GuardedApp, coding: str) -> None:
     assert app.call("POST", "/echo", JSON | {"Transfer-Encoding": coding}, [b"1"]).status == 200
-
-
-@pytest.mark.parametrize("length", ["-1", "1e3", "", "0x10", "12 12"])
-def test_a_length_that_is_no_number_is_refused(app: GuardedApp, length: str) -> None:
-    assert app.call("POST", "/echo", JSON | {"Content-Length": length}, _never()).status == 400
 
 
 def test_a_body_without_a_length_is_counted_while_it_comes() -> None:
@@ -113,7 +110,8 @@ def test_a_type_may_have_parameters_and_a_packed_body_is_refused(app: GuardedApp
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET"])
-def test_a_method_that_no_route_has_is_refused_as_such_and_its_body_unread(app: GuardedApp, method: str) -> None:
+def test_method_that_no_route_has_is_refused_unread(app: GuardedApp, method: str) -> None:
+    """A method that no route has is refused as such, and its body is not read."""
     assert app.call(method, "/echo", {"content-type": "text/plain"}, _never()).status == 405
 
 
@@ -126,7 +124,8 @@ def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
     assert (answer.status, answer.code) == (408, "body_timeout")
 
 
-def test_a_client_that_leaves_within_its_body_is_not_answered_and_runs_nothing() -> None:
+def test_client_that_leaves_within_its_body_runs_nothing() -> None:
+    """A client that leaves within its body gets no answer, and runs nothing."""
     app = GuardedApp(SMALL)
     assert app.call("POST", "/echo", JSON, []).messages == []
     assert app.exchanges[0].status == 499
@@ -208,9 +207,8 @@ PIECES = st.sampled_from(["[", "{", "]", "}", "9", '"a[\\\\"', '"\\"{"', '"[\\\\
 
 @settings(max_examples=100)
 @given(st.lists(PIECES), st.sampled_from(["", '"[[', '"[\\']), st.integers(1, 9))
-def test_brackets_in_strings_do_not_count_however_quotes_are_escaped_and_texts_are_cut(
-    pieces: list[str], end: str, size: int
-) -> None:
+def test_json_bounds_ignore_brackets_in_strings_at_any_cut(pieces: list[str], end: str, size: int) -> None:
+    """Brackets in strings do not count, however quotes are escaped and texts are cut."""
     text = "[" * (MAX_DEPTH - 1) + "".join(pieces) + end
     bounds = JsonBounds()
     try:
@@ -244,14 +242,16 @@ def test_a_long_number_is_found_however_it_is_cut(size: int) -> None:
     ],
     ids=["values", "containers", "members"],
 )
-def test_a_body_holds_no_more_than_a_parser_is_done_with_in_a_moment(text: bytes, most: str) -> None:
+def test_json_bounds_limit_values_containers_and_members(text: bytes, most: str) -> None:
+    """A body holds no more than a parser reads in a moment."""
     with pytest.raises(RequestError, match=most):
         check_json_bounds(text)
     check_json_bounds(text.replace(b"1,", b"1 ", 1).replace(b"[],", b"1, ", 1).replace(b'"a":1 ', b"", 1))
     check_json_bounds(b'"' + text.replace(b'"', b"'") + b'"')
 
 
-def test_a_hostile_text_is_refused_at_the_piece_that_goes_too_far(app: GuardedApp) -> None:
+def test_hostile_body_is_refused_at_the_first_excess_chunk(app: GuardedApp) -> None:
+    """A hostile text is refused at the chunk that exceeds the bound."""
     taken = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -264,22 +264,21 @@ def test_a_hostile_text_is_refused_at_the_piece_that_goes_too_far(app: GuardedAp
     assert (answer.status, answer.code, taken) == (400, "json_out_of_bounds", 3)
 
 
-def test_others_have_their_turns_while_a_long_body_is_looked_through() -> None:
+@on_a_loop
+async def test_long_body_check_lets_other_tasks_run() -> None:
+    """Other tasks have their turns while a long body is checked."""
     turns = 0
 
-    async def main() -> int:
-        async def wait_for_turns() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    async def wait_for_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        other = asyncio.create_task(wait_for_turns())
-        answer = await GuardedApp().answer("POST", "/echo", JSON, [json.dumps("x" * 10 * SLICE_BYTES).encode()])
-        other.cancel()
-        return answer.status
-
-    assert asyncio.run(main()) == 200
+    other = asyncio.create_task(wait_for_turns())
+    answer = await GuardedApp().answer("POST", "/echo", JSON, [json.dumps("x" * 10 * SLICE_BYTES).encode()])
+    other.cancel()
+    assert answer.status == 200
     assert turns > 10
 
 

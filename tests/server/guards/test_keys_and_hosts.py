@@ -70,7 +70,8 @@ def test_health_and_readiness_need_no_key(locked: GuardedApp, path: str) -> None
     assert locked.call("GET", path).status == 200
 
 
-def test_the_metrics_have_a_key_of_their_own_that_opens_nothing_else(locked: GuardedApp) -> None:
+def test_metrics_key_opens_the_metrics_alone(locked: GuardedApp) -> None:
+    """The metrics have a separate key, which opens no other route."""
     assert locked.call("GET", "/metrics", {"x-api-key": METRICS}).status == 200
     assert locked.call("GET", "/metrics", {"x-api-key": KEY}).status == 200
     assert locked.call("GET", "/hello", {"x-api-key": METRICS}).status == 401
@@ -79,8 +80,11 @@ def test_the_metrics_have_a_key_of_their_own_that_opens_nothing_else(locked: Gua
     assert alone.call("GET", "/metrics").status == 401
 
 
-def test_keys_are_compared_as_hashes_of_one_length_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 3 of the security list: the time of a comparison says nothing of the key."""
+def test_keys_are_compared_as_hashes_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are compared as hashes of one length, all of them each time.
+
+    Row 3 of the security list: the time of a comparison says nothing of the key.
+    """
     compared: list[tuple[bytes, bytes]] = []
 
     def note(given: bytes, known: bytes) -> bool:
@@ -126,7 +130,8 @@ def test_further_names_are_answered_to_where_they_are_allowed() -> None:
     assert anyone.call("GET", "/hello", {"Host": "evil.example"}).status == 200
 
 
-def test_pages_of_other_origins_are_told_nothing_unless_their_origin_is_allowed() -> None:
+def test_pages_of_other_origins_need_an_allowed_origin() -> None:
+    """Pages of other origins read nothing unless their origin is allowed."""
     asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     closed = GuardedApp().call("GET", "/hello", asked)
     assert not [name for name in closed.headers if name.startswith("access-control")]

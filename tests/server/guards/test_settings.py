@@ -53,6 +53,7 @@ def test_without_a_key_only_this_machine_is_served(host: str) -> None:
     assert not GuardSettings(host=host, allow_no_key=True).is_local
 
 
-def test_whoever_starts_the_server_can_decide_all_that_there_is_to_decide() -> None:
+def test_command_line_options_are_the_servers_settings() -> None:
+    """The options of the command line are the settings of the server, one for one."""
     decided = {field.name for settings in (GuardSettings, ServerSettings) for field in fields(settings)} - {"guards"}
     assert {*WHO, *WHAT, *LIMITS, *TIMEOUTS.values()} - {"api_key_file", "timeouts"} == decided

@@ -37,7 +37,8 @@ async def _hold(places: int, calls: int) -> tuple[GuardedApp, list[Answer]]:
     return app, await asyncio.gather(*asked)
 
 
-def test_as_many_requests_as_there_are_places_are_taken_and_the_next_is_told_when_to_come_again() -> None:
+def test_request_beyond_the_queue_gets_429_with_retry_after() -> None:
+    """As many requests as there are places are taken, and the next gets 429 with Retry-After."""
     app, answers = asyncio.run(_hold(places=3, calls=5))
     assert sorted(answer.status for answer in answers) == [200, 200, 200, 429, 429]
     refused = [answer for answer in answers if answer.status == 429]
@@ -63,7 +64,8 @@ def test_a_request_of_many_sequences_takes_as_many_places() -> None:
 # -- drain -----------------------------------------------------------------------------------------------------------
 
 
-def test_while_it_drains_only_health_readiness_and_metrics_are_answered() -> None:
+def test_drain_answers_health_readiness_and_metrics_alone() -> None:
+    """While the server drains, only health, readiness and metrics are answered."""
     app = GuardedApp()
     app.traffic.is_draining = True
     for method, path in (("POST", "/echo"), ("GET", "/hello"), ("GET", "/v1/models")):
@@ -87,7 +89,8 @@ def test_an_answer_that_takes_too_long_is_a_504() -> None:
     assert app.traffic.taken == 0
 
 
-def test_a_stream_that_takes_too_long_ends_with_an_error_and_done() -> None:
+def test_stream_timeout_ends_with_an_error_and_done() -> None:
+    """A stream that takes too long ends with an error and [DONE]."""
     left = []
 
     async def stream(request: Request) -> Response:
@@ -150,7 +153,9 @@ def test_a_client_that_does_not_read_is_left_and_its_stream_ends() -> None:
     assert (ended, aborted, app.traffic.taken) == ([True], [True], 0)
 
 
-def test_a_slow_model_is_not_taken_for_a_client_that_does_not_read() -> None:
+def test_slow_model_is_not_taken_for_a_stalled_client() -> None:
+    """A slow model is not taken for a client that does not read."""
+
     async def slow(request: Request) -> Response:
         await asyncio.sleep(0.05)  # many times the limit of a write
         return PlainTextResponse("done")
@@ -176,7 +181,8 @@ def test_an_id_that_could_do_harm_is_replaced(given: str) -> None:
     assert int(found, 16)
 
 
-def test_refusals_have_an_id_too_and_answers_say_that_their_type_is_what_it_is() -> None:
+def test_refusals_have_an_id_and_a_content_type_not_guessed() -> None:
+    """Refusals have an id too, and forbid browsers to guess a content type."""
     app = GuardedApp(GuardSettings(api_keys=("a-key-of-1234",)))
     answer = app.call("GET", "/hello", {"X-Request-Id": "mine"})
     assert (answer.status, answer.headers["x-request-id"]) == (401, "mine")
@@ -191,10 +197,11 @@ def test_a_fault_of_the_server_says_nothing_of_its_insides() -> None:
     assert app.call("GET", "/hello").status == 200
 
 
-def test_a_request_has_one_line_in_the_log_and_nothing_in_it_steers_a_terminal(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Row 22 of the security list: what a client sends is escaped where a terminal shows it."""
+def test_request_log_is_one_line_of_printable_characters(caplog: pytest.LogCaptureFixture) -> None:
+    """A request has one line in the log, and nothing in it steers a terminal.
+
+    Row 22 of the security list: what a client sends is escaped where a terminal shows it.
+    """
     caplog.set_level(logging.INFO, "d3engine")
     log_exchange(RequestLog("an-id", "POST", "/v1/\x1b[2Jclear\n" + "x" * 999, status=404, code="not_found"))
     (record,) = caplog.records
@@ -206,7 +213,8 @@ def test_a_request_has_one_line_in_the_log_and_nothing_in_it_steers_a_terminal(
     assert len(line) < 400
 
 
-def test_what_machines_ask_every_few_seconds_is_not_logged_unless_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_log_leaves_out_probes_unless_they_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """What machines ask every few seconds is not logged unless it fails."""
     caplog.set_level(logging.INFO, "d3engine")
     log_exchange(RequestLog("an-id", "GET", "/health", status=200))
     assert not caplog.records
