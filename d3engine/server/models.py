@@ -20,7 +20,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState, ModelCard, no_such_model
-from d3engine.utils.garbage import collect_now
+from d3engine.utils.garbage import collect_now, freeze_loaded, unfreeze_loaded
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
@@ -327,11 +327,13 @@ async def _close(client: AsyncEngine) -> None:
 
 
 async def _put_to_sleep(client: AsyncEngine) -> None:
+    unfreeze_loaded()
     await client.sleep()
 
 
 async def _woken(served: AppState) -> AppState:
     await served.client.wake_up()
+    await asyncio.to_thread(freeze_loaded)
     return served
 
 

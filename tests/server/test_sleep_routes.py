@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ import pytest
 from serving import serving
 
 from d3engine.errors import FailedError
+from d3engine.utils.garbage import freeze_loaded
 
 if TYPE_CHECKING:
     from d3engine import AsyncEngine
@@ -48,6 +51,7 @@ def engine() -> Iterator[AsyncEngine]:
     engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=CACHE_BYTES)
     yield engine
     asyncio.run(engine.close())
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +87,17 @@ def is_sleeping(http: httpx.Client) -> bool:
     return found
 
 
-def test_sleep_frees_memory_and_a_request_wakes(http: httpx.Client, starts: Starts) -> None:
-    """The KV cache leaves the address space; the next answer is to the bit what it was."""
+def test_sleep_frees_memory_and_a_request_wakes(engine: AsyncEngine, http: httpx.Client, starts: Starts) -> None:
+    """Weights and KV cache are gone, though frozen as loaded; the next answer is to the bit what it was."""
     asked = BODY | {"logprobs": 3, "return_token_ids": True}
     before = http.post("/v1/completions", json=asked).json()
     held = psutil.Process().memory_info().vms
+    executor = weakref.ref(engine._front.executor)  # type: ignore[union-attr]
+    freeze_loaded()
     slept = http.post("/sleep?level=1")
     assert (slept.status_code, slept.json()) == (200, {"is_sleeping": True})
     assert held - psutil.Process().memory_info().vms > CACHE_BYTES // 2
+    assert executor() is None
     assert is_sleeping(http)
     after = http.post("/v1/completions", json=asked).json()
     assert after["choices"] == before["choices"]
