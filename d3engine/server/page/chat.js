@@ -391,6 +391,7 @@ function note(text) {
 // -- controls ---------------------------------------------------------------------------------------------------------
 
 async function attach(chosen, isPasted = false) {
+  const isAtEnd = $("to-end").hidden;
   const problems = [];
   for (const file of chosen) {
     try {
@@ -401,6 +402,7 @@ async function attach(chosen, isPasted = false) {
   }
   tell(problems.join(" ") || null);
   drawControls();
+  if (isAtEnd) window.scrollTo(0, document.documentElement.scrollHeight); // the field has grown over it
   $("prompt").focus();
 }
 

@@ -21,7 +21,7 @@ export async function titleOf(conversation, shown, model, signal) {
       isWhole ||= end === "stop";
     }
   }
-  const title = text.trim().replace(/^title: */i, "").replace(/^["'“*#_ ]+|["'”*_. ]+$/g, "");
+  const title = text.trim().replace(/^(["“*# ]*)(conversation )?title: */i, "$1").replace(/^["'“*#_ ]+|["'”*_. ]+$/g, "");
   const isTitle = isWhole && title && !title.includes("\n") && title.length <= LONGEST;
   return isTitle && title.split(/\s+/).length <= MOST_WORDS ? title : null;
 }

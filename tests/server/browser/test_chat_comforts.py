@@ -94,7 +94,7 @@ def test_a_paste_beyond_the_largest_file_is_refused(
 def test_the_model_writes_a_title_after_its_answer(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
     """One short request behind all others, once for a conversation; the title is kept."""
     address, script = scripted
-    script.title = whole('"Pens of Tom."')
+    script.title = whole('"Conversation title: Pens of Tom."')
     script.pieces = whole("Eight")
     page = open_chat(address, titles=True)
     ask_whole(page, "Tom has 5 pens. He finds 3.")
