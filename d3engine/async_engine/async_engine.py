@@ -354,6 +354,7 @@ class AsyncEngine(EngineProperties):
                 raise self._dispatcher.end
             self._dispatcher.end = EngineClosedError("the engine sleeps: wake_up loads its weights again")
         collect_now()
+        torch.cuda.empty_cache()  # what an engine on a thread has had of a GPU
 
     def _wake_up(self) -> bool:
         """Start the engine again; returns whether it slept."""
