@@ -70,7 +70,7 @@ def metrics() -> Iterator[str]:
         exposition = Exposition("d3engine")
         exposition._stats = engine.stats()
         meters = Meters(FullDepth(), engine.config.num_layers)
-    client: Any = SimpleNamespace(heartbeat=lambda: SimpleNamespace(error=None))
+    client: Any = SimpleNamespace(heartbeat=lambda: SimpleNamespace(error=None, is_sleeping=False))
     yield from ("| metric | kind | meaning |", "|---|---|---|")
     for family in exposition._families(client, SimpleNamespace(taken=0), meters):  # type: ignore[arg-type]
         name = family.name + ("_total" if family.type == "counter" else "")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,13 @@ from d3engine.engine.engine_config import RENAMED, EngineConfig
 from d3engine.engine.new_requests import refuse_others
 from d3engine.engine.settings import EngineProperties
 from d3engine.engine.stats import EngineStats
-from d3engine.errors import EngineClosedError, MissingExtraError, require
+from d3engine.errors import EngineClosedError, EngineDeadError, FailedError, MissingExtraError, require
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.text.chat_template import Messages
 from d3engine.text.prompts import Prompt
 from d3engine.utils.arguments import KW_ONLY, OneOf, accepts, argument
+from d3engine.utils.garbage import collect_now
 
 if TYPE_CHECKING:
     from d3engine.async_engine.engine_process import EngineProcess, ProcessFront
@@ -85,16 +87,13 @@ class AsyncEngine(EngineProperties):
         InvalidValueError, ModelFormatError, MissingExtraError, FailedError: as `Engine` does.
     """
 
+    _restart: Callable[[], tuple[Front, Transport]] | None = None  # none where a caller holds the weights
+
     @accepts(AsyncEngineConfig, RENAMED)
     def __init__(self, config: AsyncEngineConfig) -> None:
-        transport = config.transport
-        if transport == "auto":
-            transport = "process" if _suits_process(config) else "thread"
-        if transport == "thread":
-            engine = Engine(config.model, **config.given())
-            self._begin(engine, EngineThread(engine))
-        else:
-            self._begin(*start_process(config.model, config.given()))
+        if config.weights is None:
+            self._restart = partial(_started, config)
+        self._begin(*_started(config))
 
     @classmethod
     def from_engine(cls, engine: Engine, *, before_step: Callable[[], object] | None = None) -> Self:
@@ -107,16 +106,21 @@ class AsyncEngine(EngineProperties):
         return self
 
     def _begin(self, front: Front, transport: Transport) -> None:
+        self._pools = {
+            kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}") for kind in ("short", "long", "form")
+        }
+        self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()
+        self._last_stats: EngineStats | None = None  # while it sleeps
+        self._changing = threading.Lock()  # held while it falls asleep or wakes
+        self._attach(front, transport)
+
+    def _attach(self, front: Front, transport: Transport) -> None:
         self.settings = front.settings
         self.tokenizer = front.tokenizer
         self.default_sampling_params = front.default_sampling_params
         self._front = front
-        self._pools = {
-            kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}") for kind in ("short", "long", "form")
-        }
         self._transport = transport
         self._dispatcher = transport.dispatcher
-        self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()
         self._end = weakref.finalize(self, _end, transport, list(self._pools.values()), STOP_SECONDS)
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -223,9 +227,45 @@ class AsyncEngine(EngineProperties):
         return not isinstance(self._transport, EngineThread)
 
     async def stats(self) -> EngineStats:
-        """What the engine holds now, and what it has done since it began; asked between two steps."""
-        stats: EngineStats = await self._ask("stats")
+        """What the engine holds now, and what it has done since it began; asked between two steps.
+
+        While it sleeps, what it held before. After `wake_up` it begins at 0 again.
+        """
+        stats: EngineStats = self._last_stats or await self._ask("stats")
         return stats
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights and KV cache are freed: see `sleep`."""
+        return self._last_stats is not None
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free weights and KV cache after the requests in progress; `wake_up` loads the weights again.
+
+        Settings, tokenizer, chat template and adapters stay, and the prefix cache file is written. Requests that begin
+        before `wake_up` raise `EngineClosedError`, as a `sync()` from before does ever after. Idempotent.
+
+        Raises `InvalidValueError` for another level than vLLM's 1, and `FailedError` where the weights are no files.
+        """
+        require(level == 1, "level", level, "1: weights and KV cache are freed")
+        if self._restart is None:
+            raise FailedError("the engine cannot sleep: its weights are no files that could be loaded again")
+        if self._last_stats is None:
+            transport = self._transport
+            await self.drain()
+            last = await self.stats()
+            await asyncio.get_running_loop().run_in_executor(None, self._fall_asleep, transport, last)
+
+    async def wake_up(self) -> None:
+        """Load weights again, and adapters as they were before `sleep`. Idempotent; raises as `Engine` does."""
+        before = dict(self.lora_adapters)
+        if not await asyncio.get_running_loop().run_in_executor(None, self._wake_up):
+            return
+        for name, path in dict(self.lora_adapters).items():
+            if before.get(name) != path:
+                await self.unload_lora_adapter(name)
+        for name, path in before.items():
+            if name not in self.lora_adapters:
+                await self.load_lora_adapter(name, path)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all shared prompt blocks; running requests keep theirs."""
@@ -258,9 +298,10 @@ class AsyncEngine(EngineProperties):
 
     def heartbeat(self) -> Heartbeat:
         """Whether the engine still works, without asking it."""
-        dispatcher = self._dispatcher
+        dispatcher, is_asleep = self._dispatcher, self._last_stats is not None
         last_turn = max(self._transport.last_turn, dispatcher.busy_since)
-        return Heartbeat(last_turn, dispatcher.is_working, None if dispatcher.end is None else str(dispatcher.end))
+        error = None if dispatcher.end is None or is_asleep else str(dispatcher.end)
+        return Heartbeat(last_turn, dispatcher.is_working, error, is_asleep)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until all have been read to their end or left.
@@ -302,14 +343,45 @@ class AsyncEngine(EngineProperties):
         finally:
             self._dispatcher.leave(slot.key)
 
+    def _fall_asleep(self, transport: Transport, last: EngineStats) -> None:
+        with self._changing:
+            if self._last_stats is not None or transport is not self._transport:
+                return  # another call was first
+            self._last_stats = last
+            transport.stop(STOP_SECONDS)
+            if isinstance(self._dispatcher.end, EngineDeadError):
+                self._last_stats = None
+                raise self._dispatcher.end
+            self._dispatcher.end = EngineClosedError("the engine sleeps: wake_up loads its weights again")
+        collect_now()
+        torch.cuda.empty_cache()  # what an engine on a thread has had of a GPU
+
+    def _wake_up(self) -> bool:
+        """Start the engine again; returns whether it slept."""
+        with self._changing:
+            if self._last_stats is None or self._restart is None:
+                return False
+            if not self._end.alive:
+                raise EngineClosedError("the engine is closed")
+            started = self._restart()
+            self._end.detach()
+            self._attach(*started)
+            self._last_stats = None
+            return True
+
+    def _check(self) -> None:
+        """Raise what has ended the engine; one that sleeps still reads texts and templates."""
+        if self._last_stats is None:
+            self._dispatcher.check()
+
     async def _in_pool(self, kind: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        self._dispatcher.check()
+        self._check()
         read = partial(self._read, function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._pools[kind], read)
 
     def _read(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """What the engine reads of a request; why it has ended, if it has."""
-        self._dispatcher.check()
+        self._check()
         try:
             return function(*arguments, **named)
         except EngineClosedError:  # which it also is after a fault
@@ -360,6 +432,17 @@ def _suits_process(config: EngineConfig) -> bool:
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     has_extra = all(find_spec(package) is not None for package in ("zmq", "msgspec"))
     return on_gpu and has_extra and config.weights is None and sys.platform != "win32"
+
+
+def _started(config: AsyncEngineConfig) -> tuple[Front, Transport]:
+    """An engine on a thread or in a process, and how to reach it. Raises as `Engine` does."""
+    transport = config.transport
+    if transport == "auto":
+        transport = "process" if _suits_process(config) else "thread"
+    if transport == "process":
+        return start_process(config.model, config.given())
+    engine = Engine(config.model, **config.given())
+    return engine, EngineThread(engine)
 
 
 def start_process(model: str | os.PathLike[str], arguments: Mapping[str, Any]) -> tuple[Front, Transport]:

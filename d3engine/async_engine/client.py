@@ -29,11 +29,13 @@ class Heartbeat:
             that it has now. While `is_working`, its age is how long the running step has taken.
         is_working: whether anybody waits for it.
         error: why it has ended, in words; None while it lives.
+        is_sleeping: whether its weights are freed until it is woken.
     """
 
     last_turn: float
     is_working: bool
     error: str | None
+    is_sleeping: bool = False
 
 
 class _LeftError(Exception):

@@ -152,7 +152,7 @@ UNLISTED = frozenset(
     {
         *("block_size", "max_num_batched_tokens", "weight_compression", "weight_dtype"),
         *("allow_lora_loading", "metrics_prefix", "sse_keep_alive_seconds", "health_stall_seconds", "max_logprobs"),
-        *("admission", "max_lora_rank", "ttl", "prefix_cache_file_bytes", "warm_up"),
+        *("admission", "max_lora_rank", "ttl", "enable_sleep_mode", "prefix_cache_file_bytes", "warm_up"),
     }
 )
 """Options that are taken and not listed: helps have room for fifty, and few ever change these."""

@@ -108,11 +108,11 @@ def serve(
                 arguments.pop("prefix_cache_file", None)
             return AsyncEngine(name, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
 
-        models, room = _further_models(model, further.get("models", []), settings, engine_options, load)
+        models, taken, room = _further_models(model, further.get("models", []), settings, engine_options, load)
         engine = load(model, engine_options.get("max_model_len"))
         if depth == "auto":
             tell_own_setting(engine, model)
-        make = partial(FurtherModels, models, room_bytes=room, ttl=further.get("ttl"))
+        make = partial(FurtherModels, models, first_bytes=taken, room_bytes=room, ttl=further.get("ttl"))
         raise typer.Exit(_run(engine, settings, bound, model, make))
 
 
@@ -122,8 +122,10 @@ def _further_models(
     settings: ServerSettings,
     engine_options: Options,
     load: Callable[[str, int | None], AsyncEngine],
-) -> tuple[list[FurtherModel], int | None]:
-    """The models beside the first, and the bytes that they may take together, None where nothing says it.
+) -> tuple[list[FurtherModel], int, int | None]:
+    """The models beside the first, the bytes that the first takes, and those that the others may take together.
+
+    The last is None where nothing says it.
 
     Raises `InvalidValueError` for one that is not there, or does not fit beside the first.
     """
@@ -141,7 +143,8 @@ def _further_models(
     machine = machine_bytes()
     taken = [*settings.model_names, *settings.depth_aliases]
     found: list[FurtherModel] = []
-    room = None if machine is None else int(CPU_MEMORY_SHARE * machine) - file_bytes(model_directory(first)) - cache
+    first_bytes = file_bytes(model_directory(first)) + cache
+    room = None if machine is None else int(CPU_MEMORY_SHARE * machine) - first_bytes
     for name in names:
         directory, own = model_directory(name), own_name(name)
         require(own not in taken, "--model", name, "a model of another name than those that are served")
@@ -154,7 +157,7 @@ def _further_models(
         most = engine_options.get("max_model_len")
         own_length = None if most is None else min(most, config.max_position_embeddings)
         found.append(FurtherModel(own, partial(load, name, own_length), needed, directory, config))
-    return found, room
+    return found, first_bytes, room
 
 
 def _run(
@@ -180,6 +183,7 @@ def _run(
                 await engine.chat_template()
             freeze_loaded()
             server.when_started(lambda: _introduce(engine, settings, bound, model, stats, models))
+            models.begin()
             await server.serve([bound])
         finally:
             await models.close()

@@ -51,8 +51,9 @@ WHAT: OptionTable = {
     "max_depth_policies": ("--max-depth-policies", int, "Maximum distinct depth policies in flight [default: 16]."),
     "max_prompts": ("--max-prompts", int, "Maximum prompts of a request [default: 256]."),
     "max_logprobs": ("--max-logprobs", int, "Maximum log-probabilities of a token [default: 20]."),
-    "allow_priority": ("--allow-priority", bool, "Let requests choose their priority."),
+    "allow_priority": ("--allow-priority", bool, "Let requests choose a priority below 0."),
     "allow_lora_loading": ("--allow-lora-loading", bool, "Let requests load LoRA adapters by path."),
+    "enable_sleep_mode": ("--enable-sleep-mode", bool, "Serve /sleep and /wake_up; --model-ttl holds for all models."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
     "tool_call_parser": (
         "--tool-call-parser",
@@ -117,7 +118,11 @@ TIMEOUTS = {
 """Name of `--timeout` -> field of `GuardSettings`."""
 FURTHER: OptionTable = {
     "models": ("--model", list[str], "Additional model, loaded when a request names it; repeatable."),
-    "ttl": ("--model-ttl", float, "Idle seconds until an additional model is unloaded [default: never]."),
+    "ttl": (
+        "--model-ttl",
+        float,
+        "Idle seconds until an additional model is unloaded, with --enable-sleep-mode any [default: never].",
+    ),
 }
 ADAPTERS: OptionTable = {
     "lora_modules": ("--lora-modules", list[str], "LoRA adapter to serve, NAME=PATH; repeatable."),

@@ -58,6 +58,7 @@ from d3engine.server.routes.ollama import (
 )
 from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
 from d3engine.server.routes.scores import create_ranking, create_scores
+from d3engine.server.routes.sleep import is_sleeping, sleep, wake_up
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
 from d3engine.server.tracing import Tracer
@@ -80,6 +81,9 @@ ROUTES = (
     Route("/v1/models/{name:path}", show_model, methods=["GET"]),
     Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
     Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
+    Route("/sleep", sleep, methods=["POST"]),
+    Route("/wake_up", wake_up, methods=["POST"]),
+    Route("/is_sleeping", is_sleeping, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
@@ -104,7 +108,7 @@ ROUTES = (
     Route("/openapi.json", show_openapi, methods=["GET"]),
 )
 
-BODY_PATHS = frozenset(route.path for route in ROUTES if "POST" in (route.methods or ()))
+BODY_PATHS = frozenset(route.path for route in ROUTES if "POST" in (route.methods or ())) - {"/sleep", "/wake_up"}
 
 
 def create_app(
@@ -129,7 +133,7 @@ def create_app(
         served.meters.count_exchange(exchange)
 
     stack = guards(settings.guards, served.traffic, note, OPEN_PATHS | PAGE_PATHS, BODY_PATHS, tracer=served.tracer)
-    if models.models:
+    if models.models or settings.enable_sleep_mode:
         stack.append(Middleware(ModelRouter, models=models))
     app = _App(routes=[*ROUTES, *PAGE_ROUTES], middleware=stack)
     app.state.served, app.state.traffic, app.state.further = served, served.traffic, models

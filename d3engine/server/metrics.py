@@ -236,6 +236,7 @@ class Exposition:
 
     def _families(self, client: AsyncEngine, traffic: AdmissionControl, meters: Meters) -> Iterable[Metric]:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
+        yield self._sleep_state(is_sleeping=client.heartbeat().is_sleeping)
         yield self._gauge("num_requests_in_flight", "Places taken, running or waiting.", traffic.taken)
         yield self._counts(
             "request_success", "Sequences that ended.", "finished_reason", FINISH_REASONS, meters.finished
@@ -270,6 +271,15 @@ class Exposition:
         bounds = tuple(float(layers) for layers in range(len(stats.token_layers)))
         known = Histogram(bounds, (*stats.token_layers, 0), float(stats.layers_run))
         return self._histogram("token_layers", "Layers run for a token.", known)
+
+    def _sleep_state(self, *, is_sleeping: bool) -> Metric:
+        """vLLM's: of its three states the second, weights in the host's memory, is none of this engine's."""
+        family = GaugeMetricFamily(
+            f"{self._prefix}engine_sleep_state", "1 for the state that is.", labels=["sleep_state"]
+        )
+        for state, is_so in (("awake", not is_sleeping), ("weights_offloaded", False), ("discard_all", is_sleeping)):
+            family.add_metric((state,), is_so)
+        return family
 
     def _answered(self, meters: Meters) -> Metric:
         name, what = self._prefix + "http_requests", "Requests over HTTP that have ended."

@@ -1,13 +1,14 @@
-"""Further models of one server: loaded when a request names one, unloaded for another's sake or after a silence."""
+"""Models of one server: further ones are loaded on demand and unloaded when idle, and the first may sleep."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ from d3engine.errors import D3EngineError
 from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
 from d3engine.server.settings import ServerSettings
-from d3engine.server.state import AppState, ModelCard
-from d3engine.utils.garbage import collect_now
+from d3engine.server.state import AppState, ModelCard, no_such_model
+from d3engine.utils.garbage import collect_now, freeze_loaded, unfreeze_loaded
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
@@ -50,24 +51,47 @@ class FurtherModel:
 
 
 class _Place:
-    """One model, and who uses it. Times are of the monotonic clock."""
+    """One model, and the requests that use it. Times are of the monotonic clock.
 
-    def __init__(self, model: FurtherModel) -> None:
-        self.model = model
-        self.served: AppState | None = None
+    Args:
+        name: its id.
+        num_bytes: what it takes while it is loaded, about.
+        load: loads it.
+        unload: frees what it takes.
+        served: its app state where it is loaded already.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_bytes: int,
+        load: Callable[[], Awaitable[AppState]],
+        unload: Callable[[AsyncEngine], Awaitable[None]],
+        served: AppState | None = None,
+    ) -> None:
+        self.name = name
+        self.num_bytes = num_bytes
+        self.load = load
+        self.unload = unload
+        self.served = served
         self.loading: asyncio.Task[AppState] | None = None
+        self.draining: asyncio.Task[None] | None = None
         self.num_users = 0
         self.last_used = 0.0
 
 
 class FurtherModels:
-    """The models of one server beside its first, which is always loaded.
+    """The models of one server that are not always loaded.
+
+    The first is loaded, but where `enable_sleep_mode` is set: there it may sleep, and a request wakes it. It is never
+    unloaded for the sake of another.
 
     Args:
-        models: what may be loaded.
+        models: what may be loaded beside the first.
         first: the app state of the first model, whose settings and queue the others share.
+        first_bytes: what the first takes, about.
         room_bytes: what all that are loaded may take beside the first; None: no bound.
-        ttl: seconds without a request after which a model is unloaded; None: it stays until room is needed.
+        ttl: seconds without a request after which a model is unloaded or sleeps; None: it stays until room is needed.
     """
 
     def __init__(
@@ -75,17 +99,24 @@ class FurtherModels:
         models: Sequence[FurtherModel],
         first: AppState,
         *,
+        first_bytes: int = 0,
         room_bytes: int | None = None,
         ttl: float | None = None,
     ) -> None:
-        self._places: Mapping[str, _Place] = {model.name: _Place(model) for model in models}
+        self._models: Mapping[str, FurtherModel] = {model.name: model for model in models}
+        self._places = {one.name: _Place(one.name, one.num_bytes, partial(self._new, one), _close) for one in models}
         self._first = first
-        self._room_bytes = room_bytes
+        self._sleeper: _Place | None = None
+        if first.settings.enable_sleep_mode:
+            wake, sleep = partial(_woken, first), _put_to_sleep
+            self._sleeper = _Place(first.models.default, first_bytes, wake, sleep, first)
+        self._room_bytes = None if room_bytes is None else room_bytes + first_bytes
+        self._first_bytes = first_bytes
         self._ttl = ttl
         self._created = int(time.time())
         self._turn = asyncio.Lock()  # one model is loaded at a time
         self._left = asyncio.Event()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[D3EngineError | None]] = set()
 
     def name_of(self, given: object) -> str | None:
         """The name of a further model, with or without ":latest"; None for any other."""
@@ -94,12 +125,12 @@ class FurtherModels:
 
     @property
     def models(self) -> list[FurtherModel]:
-        """All of them, loaded or not."""
-        return [place.model for place in self._places.values()]
+        """All of them but the first, loaded or not."""
+        return list(self._models.values())
 
     def loaded(self) -> list[tuple[FurtherModel, AppState]]:
         """Those that are loaded now."""
-        return [(place.model, place.served) for place in self._places.values() if place.served is not None]
+        return [(self._models[name], one.served) for name, one in self._places.items() if one.served is not None]
 
     def cards(self) -> list[ModelCard]:
         """Their entries of GET /v1/models; what a model says of its depth is known when it is loaded."""
@@ -110,7 +141,7 @@ class FurtherModels:
         place = self._places[name]
         if place.served is not None:
             return place.served.models.card(name)
-        length = place.model.config.max_position_embeddings
+        length = self._models[name].config.max_position_embeddings
         return {
             "id": name,
             "object": "model",
@@ -121,30 +152,94 @@ class FurtherModels:
             "max_model_len": length,
         }
 
+    def place_of(self, given: object) -> _Place | None:
+        """Where a model has its place, None standing for the first; None for one that is always loaded or unknown."""
+        name = self.name_of(given)
+        if name is not None:
+            return self._places[name]
+        first = self._first.models
+        is_first = given is None or (isinstance(given, str) and (given in first or given.removesuffix(LATEST) in first))
+        return self._sleeper if is_first else None
+
+    def begin(self) -> None:
+        """Count the first model's idle seconds from now on."""
+        if self._sleeper is not None:
+            self._left_idle(self._sleeper)
+
+    def is_sleeping(self, given: str | None) -> bool:
+        """Whether a model is not loaded. Raises `RequestError` for an unknown one."""
+        place = self._known(given)
+        return place is not None and place.served is None
+
+    async def sleep(self, given: str | None) -> None:
+        """Unload a model after its requests in progress; later ones wait, and load it again.
+
+        Raises `RequestError` for an unknown one, and as `AsyncEngine.sleep` does.
+        """
+        place = self._known(given)
+        assert place is not None, "the route asks whether models may sleep"
+        if place.draining is None:
+            place.draining = asyncio.create_task(self._drain(place))
+        await asyncio.shield(place.draining)  # a client that leaves ends nothing: requests wait for it
+
+    async def wake_up(self, given: str | None) -> None:
+        """Load a model where it is not. Raises `RequestError` for an unknown one, and where it cannot be loaded."""
+        place = self._known(given)
+        assert place is not None, "the route asks whether models may sleep"
+        async with self.use(place):
+            pass
+
+    def _known(self, given: str | None) -> _Place | None:
+        place = self.place_of(given)
+        if place is None and given is not None and given not in self._first.models:
+            raise no_such_model(given)
+        return place
+
     @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[AppState]:
+    async def use(self, place: _Place) -> AsyncIterator[AppState]:
         """A model, loaded, for as long as the block lasts. Raises `RequestError` where it cannot be loaded."""
-        place = self._places[name]
+        while place.draining is not None:
+            await asyncio.wait([place.draining])
         place.num_users += 1
         try:
             yield await self._loaded(place)
         finally:
             place.num_users -= 1
-            place.last_used = time.monotonic()
             self._left.set()
-            if self._ttl is not None:
-                asyncio.get_running_loop().call_later(self._ttl, self._unload_if_idle, place)
+            self._left_idle(place)
+
+    def _left_idle(self, place: _Place) -> None:
+        place.last_used = time.monotonic()
+        if self._ttl is not None:
+            asyncio.get_running_loop().call_later(self._ttl, self._unload_if_idle, place)
 
     async def close(self) -> None:
-        """Unload all."""
-        for place in self._places.values():
+        """Unload all but the first, whose engine the caller closes."""
+        for place in (*self._places.values(), *filter(None, [self._sleeper])):
             if place.loading is not None:
                 await asyncio.gather(place.loading, return_exceptions=True)
-            self._unload(place)
-        await asyncio.gather(*self._closing)
+            if place is not self._sleeper:
+                self._unload(place)
+        await self._closed()
+
+    async def _drain(self, place: _Place) -> None:
+        """Wait for the requests that use a model, and unload it."""
+        try:
+            while place.num_users:
+                self._left.clear()
+                await self._left.wait()
+            task = self._unload(place)
+            if task is not None and (error := await task) is not None:
+                raise error
+        finally:
+            place.draining = None
 
     async def _loaded(self, place: _Place) -> AppState:
-        if place.served is not None and place.served.client.heartbeat().error is not None:
+        if (
+            place is not self._sleeper  # what has ended it, its health tells
+            and place.served is not None
+            and place.served.client.heartbeat().error is not None
+        ):
             self._unload(place)  # its engine has ended by a fault: the next request gets a new one
         if place.served is not None:
             return place.served
@@ -153,36 +248,41 @@ class FurtherModels:
         return await asyncio.shield(place.loading)  # a client that leaves ends no loading: others may wait for it
 
     async def _load(self, place: _Place) -> AppState:
-        model = place.model
         try:
             async with self._turn:
-                await self._make_room(model)
-                _log.info("loading the model %s", model.name)
-                client = await asyncio.to_thread(model.load)
-            served = AppState(client, self._settings_of(model))
-            served.traffic = self._first.traffic
-            place.served = served
+                await self._closed()
+                await self._make_room(place)
+                _log.info("loading the model %s", place.name)
+                served = place.served = await place.load()
             return served
-        except D3EngineError as error:
-            _log.error("the model %s cannot be loaded: %s", model.name, error)
-            message = f"The model {model.name!r} cannot be loaded; the server's log says why."
+        except (D3EngineError, MemoryError, RuntimeError) as error:  # PyTorch's own where a GPU has no memory left
+            _log.error("the model %s cannot be loaded: %s", place.name, error)
+            message = f"The model {place.name!r} cannot be loaded; the server's log says why."
             raise RequestError(503, message, param="model", code="model_not_loaded") from None
         finally:
             place.loading = None
 
+    async def _new(self, model: FurtherModel) -> AppState:
+        client = await asyncio.to_thread(model.load)
+        served = AppState(client, self._settings_of(model))
+        served.traffic = self._first.traffic
+        return served
+
     def _settings_of(self, model: FurtherModel) -> ServerSettings:
         return replace(self._first.settings, model_names=(model.name,), depth_aliases={}, otlp_traces_endpoint=None)
 
-    async def _make_room(self, model: FurtherModel) -> None:
+    async def _make_room(self, place: _Place) -> None:
         """Unload the models that were used least recently, and wait while those that are left are in use."""
         while self._room_bytes is not None:
-            there = [place for place in self._places.values() if place.served is not None]
-            if model.num_bytes + sum(place.model.num_bytes for place in there) <= self._room_bytes or not there:
+            there = [one for one in self._places.values() if one.served is not None]
+            is_first_there = place is not self._sleeper and (self._sleeper is None or self._sleeper.served is not None)
+            taken = sum(one.num_bytes for one in there) + (self._first_bytes if is_first_there else 0)
+            if place.num_bytes + taken <= self._room_bytes or not there:
                 return
-            idle = [place for place in there if not place.num_users]
+            idle = [one for one in there if not one.num_users]
             if idle:
-                self._unload(min(idle, key=lambda place: place.last_used))
-                await asyncio.gather(*self._closing)
+                self._unload(min(idle, key=lambda one: one.last_used))
+                await self._closed()
             else:
                 self._left.clear()
                 await self._left.wait()
@@ -190,24 +290,51 @@ class FurtherModels:
     def _unload_if_idle(self, place: _Place) -> None:
         assert self._ttl is not None
         is_over = time.monotonic() - place.last_used >= self._ttl * 0.99
-        if is_over and not place.num_users and place.loading is None:
+        if is_over and not place.num_users and place.loading is None and place.draining is None:
             self._unload(place)
 
-    def _unload(self, place: _Place) -> None:
-        """Forget it at once, and close its engine in a task."""
+    def _unload(self, place: _Place) -> asyncio.Task[D3EngineError | None] | None:
+        """Forget it at once, and free what it takes in a task."""
         served, place.served = place.served, None
-        if served is not None:
-            _log.info("unloading the model %s", place.model.name)
-            task = asyncio.get_running_loop().create_task(_close(served.client))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        if served is None:
+            return None
+        _log.info("unloading the model %s", place.name)
+        task = asyncio.get_running_loop().create_task(_freed(place, served))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+    async def _closed(self) -> None:
+        """Wait until what was unloaded has given its memory back."""
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+
+async def _freed(place: _Place, served: AppState) -> D3EngineError | None:
+    """End an engine, and give its memory back: a server looks for garbage seldom. What has failed, if something has."""
+    try:
+        await place.unload(served.client)
+    except D3EngineError as error:
+        _log.error("the model %s cannot be unloaded: %s", place.name, error)
+        return error
+    del served
+    await asyncio.to_thread(collect_now)
+    return None
 
 
 async def _close(client: AsyncEngine) -> None:
-    """End an engine, and give its memory back: a server looks for garbage seldom."""
     await client.close()
-    del client
-    await asyncio.to_thread(collect_now)
+
+
+async def _put_to_sleep(client: AsyncEngine) -> None:
+    unfreeze_loaded()
+    await client.sleep()
+
+
+async def _woken(served: AppState) -> AppState:
+    await served.client.wake_up()
+    await asyncio.to_thread(freeze_loaded)
+    return served
 
 
 class _Named(msgspec.Struct):
@@ -217,18 +344,19 @@ class _Named(msgspec.Struct):
 
 
 class ModelRouter:
-    """Gives each request whose body names a further model that model's state, for as long as it is answered."""
+    """Gives each request with a body the state of the model that it names, loaded for as long as it is answered."""
 
     def __init__(self, app: ASGIApp, models: FurtherModels) -> None:
         self.app = app
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = self._models.name_of(_model_of(scope.get("state", {}).get("body")))
-        if name is None:
+        body = scope.get("state", {}).get("body")
+        place = None if body is None else self._models.place_of(_model_of(body))
+        if place is None:
             await self.app(scope, receive, send)
             return
-        async with self._models.use(name) as served:
+        async with self._models.use(place) as served:
             scope["state"]["served"] = served
             await self.app(scope, receive, send)
 

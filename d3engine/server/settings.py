@@ -29,8 +29,9 @@ class ServerSettings:
         max_depth_policies: different policies of requests that may be unfinished at once.
         max_prompts: of one request.
         max_logprobs: of one token, at most, that a request may ask for.
-        allow_priority: let requests choose theirs.
+        allow_priority: let requests choose one below 0, which puts them before others.
         allow_lora_loading: let requests load and unload LoRA adapters, which they name by paths of this machine.
+        enable_sleep_mode: let requests free the memory of models, which the next request for one loads again.
         trust_request_chat_template: let a request bring a chat template of its own.
         tool_call_parser: the format of the model's calls, in vLLM's names; "auto": as the chat template has it; "none".
         reasoning_parser: the format of its reasoning, likewise.
@@ -48,6 +49,7 @@ class ServerSettings:
     max_logprobs: int = 20
     allow_priority: bool = False
     allow_lora_loading: bool = False
+    enable_sleep_mode: bool = False
     trust_request_chat_template: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

@@ -23,6 +23,11 @@ def freeze_loaded() -> None:
     gc.freeze()
 
 
+def unfreeze_loaded() -> None:
+    """Before a process lets go of what it had loaded to stay: a collection looks through all of it again."""
+    gc.unfreeze()
+
+
 def collect_now() -> None:
     """For a process that has let go of something large: its memory goes back to the system."""
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class Loads:
 
 @contextmanager
 def several(
-    client: AsyncEngine, loads: Loads, *, room: int | None = None, ttl: float | None = None
+    client: AsyncEngine, loads: Loads, *, room: int | None = None, ttl: float | None = None, sleeps: bool = False
 ) -> Iterator[tuple[httpx.Client, FurtherModels]]:
     """A server of the bundled model, and of it again as "b" and "c"."""
     from serving import serving
@@ -55,7 +56,9 @@ def several(
 
     models = [FurtherModel(name, loads.of(name), SIZE, client.directory, client.config) for name in ("b", "c")]
     app = create_app(
-        client, ServerSettings(model_names=("a",)), lambda first: FurtherModels(models, first, room_bytes=room, ttl=ttl)
+        client,
+        ServerSettings(model_names=("a",), enable_sleep_mode=sleeps),
+        lambda first: FurtherModels(models, first, first_bytes=SIZE, room_bytes=room, ttl=ttl),
     )
     further: FurtherModels = app.state.further
     with serving(app) as url, httpx.Client(base_url=url, timeout=120) as http:
@@ -143,6 +146,54 @@ def test_a_model_without_requests_is_unloaded(client: AsyncEngine) -> None:
             while further.loaded():
                 http.get("/health")
     assert loads.seen == ["b", "b"]
+
+
+def test_a_further_model_sleeps_and_wakes_by_its_name(client: AsyncEngine) -> None:
+    """Asleep it is unloaded, and the first model is not asked."""
+    loads = Loads()
+    with several(client, loads, sleeps=True) as (http, further):
+        expected = http.post("/v1/completions", json={"model": "b", **BODY}).json()["choices"]
+        assert http.post("/sleep?model=b").json() == {"is_sleeping": True}
+        assert further.loaded() == []
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert http.post("/wake_up?model=b").json() == {"is_sleeping": False}
+        assert http.post("/v1/completions", json={"model": "b", **BODY}).json()["choices"] == expected
+    assert loads.seen == ["b", "b"]
+
+
+def test_a_further_model_sleeps_after_its_requests(client: AsyncEngine) -> None:
+    """A stream in progress is not cut off."""
+    loads = Loads()
+    body = {"model": "b", **BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with several(client, loads, sleeps=True) as (http, further), ThreadPoolExecutor(1) as pool:
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            asleep = pool.submit(http.post, "/sleep?model=b")
+            while "num_requests_in_flight 2.0" not in http.get("/metrics").text:
+                pass
+            events = [line for line in lines if line]
+        assert '"finish_reason":"length"' in events[-2]
+        assert asleep.result().json() == {"is_sleeping": True}
+        assert further.loaded() == []
+
+
+def test_a_first_model_that_sleeps_leaves_its_room(client: AsyncEngine) -> None:
+    """Both others fit while it sleeps; waking it unloads the one that was used least recently."""
+    from d3engine import AsyncEngine
+
+    loads = Loads()
+    first = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**24)
+    try:
+        with several(first, loads, room=SIZE, sleeps=True) as (http, further):
+            assert http.post("/sleep").json() == {"is_sleeping": True}
+            for name in ("b", "c"):
+                assert http.post("/v1/completions", json={"model": name, **BODY}).json()["model"] == name
+            assert [one.name for one, _ in further.loaded()] == ["b", "c"]
+            assert http.post("/v1/completions", json={"model": "a", **BODY}).json()["model"] == "a"
+            assert [one.name for one, _ in further.loaded()] == ["c"]
+    finally:
+        asyncio.run(first.close())
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,10 @@ def test_priority_takes_permission(asked: Callable[..., Asked], path: str) -> No
     status, answer = app.post(path, priority=-1)
     message = answer["error"]["message"]
     assert status == 400
-    assert message == "priority must be absent or 0, since this server does not let requests choose it; got -1."
+    assert message == "priority must be 0 or more, since this server lets no request run before others; got -1."
     assert app.prepared == []
-    assert app.post(path, priority=0)[0] == 200
+    assert app.post(path, priority=2)[0] == 200
+    assert app.generated[-1].priority == 2
     allowing = asked(allow_priority=True)
     assert allowing.post(path, priority=-1)[0] == 200
     assert allowing.generated[-1].priority == -1
@@ -137,7 +138,7 @@ def test_priority_takes_permission(asked: Callable[..., Asked], path: str) -> No
 def test_openapi_says_which_priorities_there_are(asked: Callable[..., Asked]) -> None:
     from d3engine.server.routes.openapi import _schemas
 
-    for allow, bounds in ((False, (0, 0)), (True, (-(2**31), 2**31 - 1))):
+    for allow, bounds in ((False, (0, 2**31 - 1)), (True, (-(2**31), 2**31 - 1))):
         schemas = _schemas(asked(allow_priority=allow).app.state.served)
         for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest"):
             integer = next(kind for kind in schemas[name]["properties"]["priority"]["anyOf"] if "minimum" in kind)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "d3engine" / "server" / "page"
 FILES = sorted(file.name for file in FOLDER.iterdir() if file.is_file())
 PAGES = {"/": "index.html", "/compare": "compare.html"}
+PREVIEW = "preview.html"
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
 
@@ -38,15 +39,27 @@ def test_all_that_the_page_and_its_scripts_name_is_there(http: httpx.Client) -> 
     pages = "".join((FOLDER / name).read_text() for name in PAGES.values())
     named = set(re.findall(r'(?:href|src)="(page/[^"]+)"', pages))
     for name in SCRIPTS:
-        named |= {f"page/{other}" for other in re.findall(r'from "\./([^"]+)"', (FOLDER / name).read_text())}
+        text = (FOLDER / name).read_text()
+        named |= {f"page/{other}" for other in re.findall(r'from "\./([^"]+)"', text)}
+        named |= set(re.findall(r'\.src = "(page/[^"]+)"', text))
+    named |= {f"page/{other}" for other in re.findall(r'src="([^"/]+)"', (FOLDER / PREVIEW).read_text())}
     assert named == {f"page/{name}" for name in FILES if name not in PAGES.values()}
-    types = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    types = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".html": "text/html"}
     for path in named:
         answer = http.get(f"/{path}")
         assert answer.status_code == 200
         assert answer.headers["content-type"].partition(";")[0] == types[Path(path).suffix]
-        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        source = "'none'" if path.endswith(PREVIEW) else "'self'"
+        assert f"default-src {source}" in answer.headers["content-security-policy"]
         assert answer.content == (FOLDER / Path(path).name).read_bytes()
+
+
+def test_a_preview_is_of_another_origin_and_loads_nothing(http: httpx.Client) -> None:
+    """Its own policy holds wherever it is framed: no origin of the server's, no request, no script but its own."""
+    policy = http.get(f"/page/{PREVIEW}").headers["content-security-policy"].split("; ")
+    assert {"default-src 'none'", "script-src 'self'", "sandbox allow-scripts", "frame-ancestors 'self'"} <= set(policy)
+    remote = [rule for rule in policy if rule.startswith(("img", "font", "media", "connect", "frame-src", "style"))]
+    assert remote == ["style-src 'unsafe-inline'", "img-src data:", "font-src data:"]
 
 
 def test_a_file_that_a_browser_has_is_not_sent_again(http: httpx.Client) -> None:
@@ -95,7 +108,7 @@ def test_no_file_names_another_host_or_makes_markup_of_text(name: str) -> None:
     assert re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z.]+", text.replace("http://www.w3.org/2000/svg", "")) == []
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc|\beval\(|new Function|javascript:"
     assert re.findall(sinks, text) == []
-    if name in PAGES.values():
+    if name.endswith(".html"):
         assert re.findall(r"<style|style=|\son\w+=|<script(?![^>]*\ssrc=)", text) == []
 
 

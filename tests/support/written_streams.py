@@ -31,6 +31,10 @@ class Script:
         self.d3ext: dict[str, Any] = D3_CARD
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
+        self.title: list[bytes] = []
+        self.titles_wait = False
+        self.title_begins = threading.Semaphore(0)
+        self.title_ends = threading.Semaphore(0)
 
     async def models(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -42,10 +46,12 @@ class Script:
         return JSONResponse({"chat_template": "{{ messages }}"})
 
     async def completions(self, request: Request) -> Response:
-        self.bodies.append(await request.json())
+        body = await request.json()
+        self.bodies.append(body)
         if self.error is not None:
             return _error(*self.error)
-        return StreamingResponse(self._stream(), media_type="text/event-stream")
+        pieces = self._title() if is_for_title(body) else self._stream()
+        return StreamingResponse(pieces, media_type="text/event-stream")
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
@@ -57,6 +63,21 @@ class Script:
                 await asyncio.sleep(HANG_SECONDS)
         finally:
             self.left.set()
+
+    async def _title(self) -> AsyncIterator[bytes]:
+        self.title_begins.release()
+        try:
+            for piece in self.title:
+                yield piece
+            if self.titles_wait:
+                await asyncio.sleep(HANG_SECONDS)
+        finally:
+            self.title_ends.release()
+
+
+def is_for_title(body: dict[str, Any]) -> bool:
+    """Whether a request of the page is for a title."""
+    return body.get("priority") == 1
 
 
 def _error(status: int, message: str) -> Response:

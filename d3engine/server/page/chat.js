@@ -13,12 +13,14 @@ import { MessageView } from "./message.js";
 import { words } from "./schedule.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { kept, Store } from "./store.js";
+import { kept, keptInTab, Store } from "./store.js";
 import { drawLegend } from "./strip.js";
 import { theme } from "./theme.js";
+import { titleOf, watchComparisons } from "./titles.js";
 import { canUnderline, Underlines } from "./underline.js";
 
 const SAVE_EVERY_MS = 2000;
+const LONGEST_PASTE = 2000; // characters that stay text; longer ones become a file
 
 const $ = (id) => document.getElementById(id);
 const store = new Store(changedElsewhere);
@@ -33,7 +35,9 @@ let conversations = [];
 let conversation = tree.newConversation(kept.get("system", ""));
 let views = [];
 const viewsOfMessages = new WeakMap(); // message -> its view
-let files = [];
+let files = keptInTab.get("draft", {}).files ?? [];
+let titling = null; // what ends the request for a title
+let isComparing = false;
 let isUnderlined = canUnderline && kept.get("underline", false);
 
 const run = () => runs.get(conversation.id);
@@ -89,7 +93,7 @@ function send() {
   const sampling = run() || $("send").disabled || !(content || files.length) ? null : chosenSampling();
   if (sampling === null) return;
   $("prompt").value = "";
-  ask(conversation.current, { content, files: files.splice(0) }, sampling);
+  ask(conversation.current, { content, files: files.splice(0).map(({ name, text }) => ({ name, text })) }, sampling);
 }
 
 /** The fields of sampling; null where they cannot be sent, which is said. */
@@ -112,6 +116,7 @@ function ask(parent, { content, files: attached }, sampling) {
 
 /** Have the model answer a question; or go on with an answer that is there. */
 async function answer(question, sampling, given = null) {
+  titling?.abort(); // nothing of the page's own runs beside an answer
   const asked = conversation;
   const message = given ?? tree.addMessage(asked, question.id, { role: "assistant", content: "", model: $("model").value });
   const messages = tree.requestMessages(asked, tree.path(asked).filter(({ id }) => given || id !== message.id));
@@ -139,6 +144,24 @@ async function answer(question, sampling, given = null) {
   else drawList();
   say(message.problem ?? `Answer: ${message.content}`);
   if (!model()?.d3ext) loadModels().catch(() => {});
+  if (message.content && !message.problem) giveTitle(asked, message);
+}
+
+/** Have the model that has answered name a conversation, unless it has a name, or there is something else to do. */
+async function giveTitle(asked, { model: by }) {
+  if (asked.named !== false || isComparing || runs.size || !$("titles").checked) return;
+  const controller = (titling = new AbortController());
+  let title = null;
+  try {
+    title = await titleOf(asked, tree.path(asked), by, controller.signal);
+  } catch (error) {
+    if (error.name === "AbortError") return; // the next answer asks again
+  }
+  if (asked.named || !conversations.includes(asked)) return;
+  Object.assign(asked, { title: title ?? asked.title, named: true });
+  save(asked);
+  if (asked === conversation) document.title = `${asked.title} – d3engine`;
+  drawList();
 }
 
 /** Write what has come at the next frame, if its conversation is shown. */
@@ -202,8 +225,8 @@ function begin() {
 
 async function actOnConversation(name, one, value) {
   if (name === "open") return open(one);
-  if (name === "rename") {
-    one.title = value;
+  if (name === "rename" || name === "pin") {
+    Object.assign(one, name === "pin" ? { pinned: !one.pinned } : { title: value, named: true });
     save(one);
     return drawList();
   }
@@ -301,11 +324,19 @@ function drawContext() {
 
 function drawFiles() {
   const chips = files.map((file) => {
-    const remove = iconButton("close", `Remove ${file.name}`, () => {
+    const leave = () => {
       files = files.filter((other) => other !== file);
       drawControls();
+    };
+    const remove = iconButton("close", `Remove ${file.name}`, leave);
+    if (!file.isPasted) return made("li", "", icon("file"), file.name, remove);
+    const expand = iconButton("expand", `Put ${file.name} into the message`, () => {
+      $("prompt").setRangeText(file.text, $("prompt").selectionStart, $("prompt").selectionEnd, "end");
+      leave();
+      $("prompt").focus();
     });
-    return made("li", "", icon("file"), file.name, remove);
+    const size = made("span", "hint", `${file.text.length.toLocaleString("en")} characters`);
+    return made("li", "", icon("file"), file.name, size, expand, remove);
   });
   $("files").replaceChildren(...chips);
   $("files").hidden = !chips.length;
@@ -359,17 +390,19 @@ function note(text) {
 
 // -- controls ---------------------------------------------------------------------------------------------------------
 
-async function attach(chosen) {
+async function attach(chosen, isPasted = false) {
+  const isAtEnd = $("to-end").hidden;
   const problems = [];
   for (const file of chosen) {
     try {
-      files.push(await readText(file));
+      files.push({ ...(await readText(file)), isPasted });
     } catch (error) {
       problems.push(error.message);
     }
   }
   tell(problems.join(" ") || null);
   drawControls();
+  if (isAtEnd) window.scrollTo(0, document.documentElement.scrollHeight); // the field has grown over it
   $("prompt").focus();
 }
 
@@ -377,6 +410,17 @@ function takeFiles(event, given) {
   if (!given.length) return;
   event.preventDefault();
   attach([...given]);
+}
+
+/** A long text that is pasted becomes a file, which can be put into the message after all. */
+function paste(event) {
+  const text = event.clipboardData.getData("text/plain");
+  if (event.clipboardData.files.length || text.length <= LONGEST_PASTE) return takeFiles(event, event.clipboardData.files);
+  event.preventDefault();
+  const names = new Set(files.map(({ name }) => name));
+  let number = 1;
+  while (names.has(`pasted-${number}.txt`)) number += 1;
+  return attach([new File([text], `pasted-${number}.txt`)], true);
 }
 
 function choose(input, take) {
@@ -470,10 +514,10 @@ $("key-form").addEventListener("submit", (event) => {
   $("key").value = "";
   connect();
 });
-// A text that is dropped or pasted stays the browser's matter.
+// A text that is dropped, and a short one that is pasted, stays the browser's matter.
 document.addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
 document.addEventListener("drop", (event) => takeFiles(event, event.dataTransfer.files));
-$("prompt").addEventListener("paste", (event) => takeFiles(event, event.clipboardData.files));
+$("prompt").addEventListener("paste", paste);
 document.addEventListener("keydown", (event) => {
   const isPlain = !event.target.closest("input, textarea, select, dialog[open]");
   const name = `${event.ctrlKey || event.metaKey ? "Ctrl+" : ""}${event.shiftKey ? "Shift+" : ""}${event.key}`;
@@ -489,8 +533,18 @@ $("theme").value = theme.chosen;
 $("theme").addEventListener("change", () => theme.choose($("theme").value));
 theme.watch(drawDepths);
 addEventListener("pagehide", () => conversations.forEach((one) => runs.has(one.id) && save(one)));
+for (const [target, name] of [[window, "pagehide"], [document, "visibilitychange"]]) {
+  target.addEventListener(name, () => keptInTab.set("draft", { text: $("prompt").value, files }));
+}
+watchComparisons((is) => {
+  isComparing = is;
+  if (is) titling?.abort();
+});
+$("titles").checked = kept.get("titles", true);
+$("titles").addEventListener("change", () => kept.set("titles", $("titles").checked));
 
 drawIcons();
+$("prompt").value = keptInTab.get("draft", {}).text ?? "";
 draw();
 connect();
 isReady.then((isThere) => {

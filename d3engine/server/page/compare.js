@@ -6,6 +6,7 @@ import { Follower } from "./follow.js";
 import { Pane } from "./pane.js";
 import { drawLegend } from "./strip.js";
 import { theme } from "./theme.js";
+import { tellComparing } from "./titles.js";
 import { firstDifference } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
@@ -118,6 +119,7 @@ function tell(problem) {
 
 async function run(question) {
   running = new AbortController();
+  tellComparing(true);
   follower.begin();
   setButtons();
   $("status").textContent = "Generating.";
@@ -127,6 +129,7 @@ async function run(question) {
   if ($("in-turn").checked) for (const pane of shown) turns.push(await pane.run(question, ask));
   else turns.push(...(await Promise.all(shown.map((pane) => pane.run(question, ask)))));
   running = null;
+  tellComparing(false);
   setButtons();
   draw();
   $("status").textContent = turns.map((turn, i) => spoken(shown[i].name, turn)).join(" ") + ` ${difference().sentence}`;
@@ -196,6 +199,7 @@ for (const name of ["compare", "in-turn"]) $(name).addEventListener("change", dr
 $("max-tokens").addEventListener("input", draw);
 $("mode").addEventListener("change", changeMode);
 theme.watch(draw);
+addEventListener("pagehide", () => running && tellComparing(false));
 let width = 0;
 new ResizeObserver(([{ contentRect }]) => {
   if (contentRect.width !== width) draw(); // its height changes with each line of an answer

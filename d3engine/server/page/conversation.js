@@ -2,9 +2,11 @@
 
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
-/** A new conversation; `messages` are {id, parent, role, content, ...}, in the order in which they were made. */
+/** A new conversation; `messages` are {id, parent, role, content, ...}, in the order in which they were made. Until a
+ * person or the model has `named` it, its first question is its title. */
 export function newConversation(system = "") {
-  return { id: newId(), title: "", system, created: Date.now(), updated: Date.now(), current: null, messages: [] };
+  const now = Date.now();
+  return { id: newId(), title: "", named: false, system, created: now, updated: now, current: null, messages: [] };
 }
 
 /** Add a message behind `parent` (an id, or null for a first one) and show the path to it. */

@@ -23,6 +23,9 @@ const LINES = {
   columns: "M4 5h7v14H4zM14 5h6v14h-6z",
   sliders: "M4 8h8M16 8h4M14 6v4M4 16h3M11 16h9M9 14v4",
   file: "M6 3h8l4 4v14H6zM14 3v4h4",
+  expand: "M14 4h6v6M20 4l-7 7M10 20H4v-6M4 20l7-7",
+  eye: "M2 12c3-5 6.5-7 10-7s7 2 10 7c-3 5-6.5 7-10 7s-7-2-10-7zM12 9a3 3 0 1 0 .01 0z",
+  pin: "M9 4h6l-.5 6 3.5 4H6l3.5-4zM12 14v7",
 };
 
 export function icon(name) {

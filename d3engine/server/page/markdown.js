@@ -3,6 +3,7 @@
 
 import { copied } from "./clipboard.js";
 import { iconButton, made } from "./icons.js";
+import { canPreview, preview } from "./preview.js";
 
 const LONGEST_COLOURED = 50_000;
 const CLEAN = { RETURN_DOM_FRAGMENT: true, USE_PROFILES: { html: true }, FORBID_TAGS: ["img", "style", "form", "input"], FORBID_ATTR: ["style"] };
@@ -85,7 +86,9 @@ function finished(block) {
     const language = /language-(\S+)/.exec(code?.className)?.[1] ?? "";
     const copy = iconButton("copy", "Copy the code", () => showCopied(copy, pre.textContent));
     pre.tabIndex = 0;
-    const frame = made("div", "code", made("div", "code-head", made("span", "", language), copy));
+    const head = made("div", "code-head", made("span", "", language), copy);
+    if (canPreview(language.toLowerCase(), pre.textContent)) copy.before(iconButton("eye", "Preview", () => preview(pre.textContent)));
+    const frame = made("div", "code", head);
     pre.replaceWith(frame);
     frame.append(pre);
   }

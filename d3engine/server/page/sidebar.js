@@ -1,4 +1,4 @@
-// The list of conversations: search, rename, delete.
+// The list of conversations: search, pin, rename, delete.
 
 import { iconButton, made } from "./icons.js";
 
@@ -6,7 +6,7 @@ export class Sidebar {
   #conversations = [];
   #current = null;
 
-  /** `act(name, conversation, value)` is called for "open", "rename" and "remove". */
+  /** `act(name, conversation, value)` is called for "open", "pin", "rename" and "remove". */
   constructor(act) {
     this.act = act;
     this.list = document.getElementById("conversations");
@@ -23,7 +23,8 @@ export class Sidebar {
   #draw() {
     const wanted = this.search.value.trim().toLowerCase();
     const found = this.#conversations.filter((one) => !wanted || textOf(one).includes(wanted));
-    found.sort((one, other) => other.updated - one.updated);
+    const isPinned = ({ pinned }) => Number(pinned ?? false);
+    found.sort((one, other) => isPinned(other) - isPinned(one) || other.updated - one.updated);
     this.list.replaceChildren(...found.map((one) => this.#item(one)));
     const none = document.getElementById("none-found");
     none.hidden = found.length > 0;
@@ -37,11 +38,17 @@ export class Sidebar {
     open.addEventListener("click", () => this.act("open", conversation));
     if (conversation.id === this.#current?.id) open.setAttribute("aria-current", "true");
     const item = made("li", "", open);
+    item.dataset.id = conversation.id;
+    const pin = iconButton("pin", `Pin ${open.textContent}`, () => {
+      this.act("pin", conversation);
+      this.list.querySelector(`[data-id="${CSS.escape(conversation.id)}"] [aria-pressed]`)?.focus(); // the list is new
+    });
+    pin.setAttribute("aria-pressed", String(Boolean(conversation.pinned)));
     const rename = iconButton("edit", `Rename ${open.textContent}`, () => this.#rename(item, conversation));
     const remove = iconButton("remove", `Delete ${open.textContent}`, () => {
       if (confirm(`Delete the conversation “${open.textContent}”?`)) this.act("remove", conversation);
     });
-    item.append(rename, remove);
+    item.append(pin, rename, remove);
     return item;
   }
 

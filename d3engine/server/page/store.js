@@ -50,20 +50,25 @@ export class Store {
   }
 }
 
-/** What is kept of the page itself, as JSON. */
-export const kept = {
+const keptBy = (storage) => ({
   get(name, otherwise) {
     try {
-      return JSON.parse(localStorage.getItem(`d3engine-${name}`)) ?? otherwise;
+      return JSON.parse(storage().getItem(`d3engine-${name}`)) ?? otherwise;
     } catch {
       return otherwise;
     }
   },
   set(name, value) {
     try {
-      localStorage.setItem(`d3engine-${name}`, JSON.stringify(value));
+      storage().setItem(`d3engine-${name}`, JSON.stringify(value));
     } catch {
-      // Without storage it holds for as long as the page is open.
+      // Without storage, or with too little, it holds for as long as the page is open.
     }
   },
-};
+});
+
+/** What is kept of the page itself, as JSON. */
+export const kept = keptBy(() => localStorage);
+
+/** What is kept for as long as the tab lives. */
+export const keptInTab = keptBy(() => sessionStorage);

@@ -131,13 +131,13 @@ def most_work(served: AppState) -> int:
 
 def priority_bounds(settings: ServerSettings) -> Integers:
     """The priorities that a request may have."""
-    return PRIORITIES if settings.allow_priority else Integers(0, 0)
+    return PRIORITIES if settings.allow_priority else Integers(0, PRIORITIES.high)
 
 
 def check_priority(served: AppState, priority: int | None) -> None:
-    """Refuse a priority that a request may not choose. Raises `RequestError`."""
-    if priority and not served.settings.allow_priority:
-        message = f"priority must be absent or 0, since this server does not let requests choose it; got {priority}."
+    """Refuse a priority that puts a request before others, unless it may. Raises `RequestError`."""
+    if priority is not None and priority < 0 and not served.settings.allow_priority:
+        message = f"priority must be 0 or more, since this server lets no request run before others; got {priority}."
         raise invalid("priority", message, "priority_not_allowed")
 
 

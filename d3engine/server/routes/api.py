@@ -225,8 +225,19 @@ POLICY = (
     "require-trusted-types-for 'script'",  # no markup is made of text but by DOMPurify
     "trusted-types dompurify",
 )
+PREVIEW = "preview.html"
+PREVIEW_POLICY = (  # a model's own markup is shown there: styles within it, and nothing from anywhere
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'unsafe-inline'",
+    "img-src data:",
+    "font-src data:",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'self'",
+    "sandbox allow-scripts",
+)
 HEADERS = {
-    "Content-Security-Policy": "; ".join(POLICY),
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # kept, and asked for by its ETag before each use
 }
@@ -242,7 +253,8 @@ def _files() -> dict[str, Path]:
 def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
     content = file.read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = HEADERS | {"ETag": tag}
+    policy = "; ".join(PREVIEW_POLICY if file.name == PREVIEW else POLICY)
+    headers = HEADERS | {"Content-Security-Policy": policy, "ETag": tag}
 
     async def show(request: Request) -> Response:
         known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]

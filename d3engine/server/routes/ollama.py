@@ -140,7 +140,9 @@ async def ollama_show(request: Request) -> Response:
 
 
 async def ollama_ps(request: Request) -> Response:
-    states = [served_by(request), *(state for _, state in further_models(request).loaded())]
+    first = served_by(request)
+    states = [] if first.client.heartbeat().is_sleeping else [first]
+    states += [state for _, state in further_models(request).loaded()]
     return json_response({"models": [await _running(state) for state in states]})
 
 

@@ -6,8 +6,8 @@ made of that; nothing is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, get_origin
 
@@ -26,6 +26,7 @@ from d3engine.server.schemas.answers import (
     ChatChunk,
     ChatCompletion,
     Completion,
+    SleepState,
     Text,
     TokenizerInfo,
     Tokens,
@@ -223,6 +224,7 @@ class Described:
         error: the body of every error.
         unwell: the body of a 503 where that is no error but the answer.
         loads: whether it is forbidden unless the server's owner allows it.
+        queries: name of a query parameter -> what its schema says beyond being a text.
     """
 
     says: str
@@ -236,6 +238,7 @@ class Described:
     error: Any = Error
     unwell: Any = None
     loads: bool = False
+    queries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _COMPLETION = Described(
@@ -294,6 +297,16 @@ DESCRIBED = {
     "/v1/unload_lora_adapter": Described(
         "Unload a LoRA adapter, where the server allows it.", UnloadAdapterRequest, Unloaded, loads=True
     ),
+    "/sleep": Described(
+        "Free weights and KV cache of a model after its requests in progress, where the server allows it.",
+        answer=SleepState,
+        queries={"model": {}, "level": {"enum": ["1"]}, "mode": {"enum": ["wait"]}},
+        loads=True,
+    ),
+    "/wake_up": Described(
+        "Load a model that sleeps, where the server allows it.", answer=SleepState, queries={"model": {}}, loads=True
+    ),
+    "/is_sleeping": Described("Whether a model sleeps.", answer=SleepState, queries={"model": {}}),
     "/tokenize": Described("The token ids of a text or a conversation.", TokenizeRequest, Tokens),
     "/detokenize": Described("The text of token ids.", DetokenizeRequest, Text),
     "/tokenizer_info": Described("Special tokens and chat template.", answer=TokenizerInfo),
@@ -417,8 +430,8 @@ def _schemas(served: AppState) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(shapes, schema_hook=_schema, ref_template=REFERENCE)
     schemas["CompletionRequest"]["properties"]["prompt"] = prompt_schema(served)
     for name in ("CompletionRequest", "ChatRequest"):
-        for field in ("logprobs", "top_logprobs", "prompt_logprobs"):
-            for kind in schemas[name]["properties"].get(field, {}).get("anyOf", ()):
+        for one in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            for kind in schemas[name]["properties"].get(one, {}).get("anyOf", ()):
                 if kind["type"] == "integer":
                     kind |= logprob_bounds(served.settings).schema
     for schema in schemas.values():
@@ -460,6 +473,8 @@ def _parameters(path: str, known: Described) -> Iterator[dict[str, Any]]:
     if "{name}" in path:
         yield {"name": "name", "in": "path", "required": True, "schema": {**text, "minLength": 1}}
     yield {"name": "X-Request-Id", "in": "header", "required": False, "schema": text}
+    for name, more in known.queries.items():
+        yield {"name": name, "in": "query", "required": False, "schema": {**text, **more}}
     if known.takes_depth:
         says = "As the field `depth`, for clients that cannot add one: a name, or an object as JSON."
         schema = {**text, "maxLength": LONGEST_HEADER}

@@ -247,6 +247,12 @@ class Unloaded(TypedDict):
     deleted: bool
 
 
+class SleepState(TypedDict):
+    """GET /is_sleeping, and what /sleep and /wake_up leave behind."""
+
+    is_sleeping: bool
+
+
 class TokenizerInfo(TypedDict):
     """GET /tokenizer_info, which lm-eval's remote tokenizer reads."""
 

@@ -77,10 +77,12 @@ def open_page(open_tab: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def open_chat(open_tab: Callable[..., Any]) -> Callable[..., Any]:
-    """`open_chat(address, **context)`: the chat, which has loaded."""
+    """`open_chat(address, **context)`: the chat, which has loaded; it asks for `titles` only where a test says so."""
 
-    def opened(address: str, **options: Any) -> Any:
+    def opened(address: str, titles: bool = False, **options: Any) -> Any:
         page = open_tab(**options)
+        if not titles:
+            page.add_init_script("try { localStorage.setItem('d3engine-titles', 'false') } catch {}")  # in frames too
         page.goto(address)
         page.wait_for_selector("#model option", state="attached")
         return page
