@@ -95,7 +95,7 @@ def test_every_policy_and_sampling_answers_alike_over_ranks(
     wanted = run_mixed(engine_of(directory, **options), seed)
     if graphs:
         monkeypatch.setattr(resolve, "executor_for", lambda *_: "graphs")
-        options["enforce_eager"] = False
+        options |= {"enforce_eager": False, "num_scheduler_steps": 5}  # so that runs become longer
     engine = over_threads(engine_of(directory, **options), size)
     found = run_mixed(engine, seed)
     assert found.keys() == wanted.keys()
