@@ -266,7 +266,7 @@ class ActiveRun:
             self._num_left -= plan.multi_step.num_taken - 1
 
     def prolong(self, num_steps: int) -> None:
-        """Let the run that goes on have so many more steps."""
+        """Give the run that goes on `num_steps` more steps."""
         assert self.plan.multi_step is not None
         longer = replace(self.plan.multi_step, num_steps=self.plan.multi_step.num_steps + num_steps)
         self.plan, self._num_left = replace(self.plan, multi_step=longer), self._num_left + num_steps
