@@ -119,7 +119,7 @@ def limit_us(kernels: list[Kernel], device: Device, layers: int) -> float:
 
 def kernels_of_step(step: Step, arch: int) -> list[Kernel]:
     """The kernels of a step, compiled for one architecture."""
-    found = [Kernel("ends of a step", False)] * 3  # begin, embedding, end
+    found = [Kernel("ends of a step", False)] * 4  # begin, embedding, the list of attention's splits, end
     return found + [_kernel(work, arch) for work in step_work(step)]
 
 

@@ -24,6 +24,7 @@ from d3engine.kernels.machine_code import (
     instructions_a_byte,
     programs_a_processor,
     read_once,
+    waits_before_streaming,
 )
 from d3engine.kernels.target import PROCESSORS, TARGETS
 
@@ -54,7 +55,7 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
     total = sum(width * count for width, count in widths.items())
     resources = _resources(compiled.asm["cubin"])
     in_flight = per_byte = 0.0
-    barriers = 0
+    barriers = waits = barriers_before = 0
     if launch.streams:
         sass = _cuobjdump("--dump-sass", compiled.asm["cubin"])  # takes as long as compiling, so for nothing else
         fit = programs_a_processor(resources["REG"], shared, launch.num_warps, target.shared_kib * 1024)
@@ -64,8 +65,10 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
             32 * launch.num_warps * programs * bytes_in_flight(sass, LATENCY, launch.rounds, launch.loads_before) * once
         )
         per_byte = instructions_a_byte(sass) / once
-        barriers = barriers_of_the_last(sass, launch.turns) if launch.turns else 0
-    waits = bool(launch.for_target(target)[0].get("PDL"))
+        if launch.turns:
+            barriers = barriers_of_the_last(sass, launch.turns)
+            waits, barriers_before = waits_before_streaming(sass)
+    has_wait = bool(launch.for_target(target)[0].get("PDL"))
     return {
         "registers": resources["REG"],
         "stack": resources["STACK"],
@@ -75,7 +78,9 @@ def needs(launch: Launch, arch: int | str) -> dict[str, Any]:
         "in_flight": int(in_flight),
         "instructions": round(per_byte, 3),
         "barriers": barriers,
-        "too_early": tuple(before_the_wait(ptx)) if waits else (),
+        "waits": waits,
+        "barriers_before": barriers_before,
+        "too_early": tuple(before_the_wait(ptx)) if has_wait else (),
         "widest_load": max(widths, default=0),
         "wide_loads": 16 * widths.get(16, 0) / total if total else 0.0,
     }

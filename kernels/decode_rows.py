@@ -17,7 +17,7 @@ class DecodeRows:
     """B rows, of which the first `num_rows` live; each is one sequence that decodes one token per step.
 
     Rows are ordered so that those which run a layer come first, at every step of the run. L layers, D channels per
-    head, S steps of a run at most. All tensors stay where they are: a captured graph knows their addresses.
+    head, S steps. All tensors stay where they are: a captured graph knows their addresses.
     """
 
     num_rows: Tensor  # int32 [1]
@@ -25,7 +25,7 @@ class DecodeRows:
     tokens: Tensor  # int64 [B] the token to feed
     positions: Tensor  # int64 [B] its position
     steps: Tensor  # int64 [B] its generation step
-    taken: Tensor  # int32 [1] steps that the run has taken
+    taken: Tensor  # int32 [1] steps that the run has taken, which may be more than S
     # The same for a whole run.
     cutoffs: Tensor  # int32 [B, L] layer l runs for row r while steps[r] < cutoffs[r, l]
     block_tables: Tensor  # int32 [L, B, blocks]
@@ -34,7 +34,8 @@ class DecodeRows:
     active_rows: Tensor  # int32 [L] how many rows run each layer
     entries: Tensor  # int64 [L, B, 2] where the keys and values of the rows go
     rotations: Tensor  # complex64 [B, D / 2]; those of every rope side by side
-    # What the steps have yielded: chosen and scores are views of it, so that one copy brings both to the host.
+    # What the last S steps have yielded, step t at t mod S: chosen and scores are views of it, so that one copy brings
+    # both to the host.
     yielded: Tensor  # int32 [S, 3 B or more]
     chosen: Tensor  # int64 [S, B]
     scores: Tensor  # float32 [S, B]; a row without a finite one has met a fault

@@ -9,7 +9,8 @@ Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with
 would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
 kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
 program may have; if one that streams weights or the cache keeps too little of them in flight (see `machine_code.py`);
-if the last program of a row waits at too many barriers until the parts of its splits are one; and if one loads more
+if the last program of a row waits at too many barriers until the parts of its splits are one; if attention waits too
+long before each split (the column `waits`: loads one behind another, and barriers); and if one loads more
 than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet unless `--no-pdl` says
 so. Of AMD's targets only shared memory is judged. It is 2 if something is asked for that is not known. The
 interpreter's flag must be off: the two cannot share a process.
@@ -42,6 +43,8 @@ can give. With less, waiting is the limit and not the memory."""
 MOST_BARRIERS = 128
 """Behind which the last program of a row may wait, one after another: all other programs have ended by then. A turn of
 one load and its barriers takes about half a microsecond."""
+MOST_WAITS, MOST_BARRIERS_BEFORE = 2, 4
+"""Loads, one behind another, and barriers for which attention may wait before each split: it has nothing under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Usage:
     in_flight: int = 0  # bytes that a processor has under way in the mean
     instructions: float = 0.0  # that a warp takes for a byte that is read once, in the loop that loads most
     barriers: int = 0  # of the last program of a row, where it puts the parts of 64 splits together
+    waits: int = 0  # loads, one behind another, before each split's first wide load
+    barriers_before: int = 0  # before it
     too_early: tuple[str, ...] = ()  # what it does before it waits for the kernel in front of it, and may not
 
     @property
@@ -96,6 +101,7 @@ class Usage:
             "STARVES": self.starves,
             "TOO EARLY": bool(self.too_early),
             "MEETS SLOWLY": self.barriers > MOST_BARRIERS,
+            "BEGINS SLOWLY": self.waits > MOST_WAITS or self.barriers_before > MOST_BARRIERS_BEFORE,
         }
         return [name for name, is_so in found.items() if is_so]
 
@@ -230,7 +236,7 @@ def _needs(number: int) -> dict[str, Any]:
 
 def _table(usages: list[Usage]) -> str:
     header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
-    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "barriers", "in flight"]
+    header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "barriers", "waits", "in flight"]
     rows = [
         (
             str(usage.arch),
@@ -248,6 +254,7 @@ def _table(usages: list[Usage]) -> str:
             f"{usage.wide_loads:.0%}",
             f"{usage.instructions:.2f}" if usage.streams else "",
             str(usage.barriers or ""),
+            f"{usage.waits}+{usage.barriers_before}" if usage.barriers else "",
             " ".join([f"{usage.in_flight / 1024:.0f} KB" if usage.streams else "", *usage.faults]),
         )
         for usage in usages

@@ -143,6 +143,32 @@ def barriers_of_the_last(sass: str, turns: int) -> int:
     return sum(int(turns ** sum(begin <= barrier <= end for begin, end in loops)) for barrier in barriers)
 
 
+def waits_before_streaming(sass: str) -> tuple[int, int]:
+    """Loads for which a warp waits, one behind another, and barriers, before each time that its hottest loop is run.
+
+    They are those between the beginning of the loop around that one, or of the code where there is none, and the first
+    wide load: nothing is under way there.
+    """
+    code = instructions(sass)
+    hottest = hottest_loop(code)[0].address
+    around = [(begin, end) for begin, end in _loops(code) if begin < hottest < end]
+    begin = max(around, default=(0, 0))[0]
+    waits = barriers = 0
+    pending: set[int] = set()  # registers that loads will fill; -1: shared memory
+    for one in code:
+        if one.address < begin:
+            continue
+        if one.is_streamed:
+            break
+        barriers += one.operation.startswith("BAR")
+        waited = {-1} if one.operation.startswith("DEPBAR") else {*one.reads}
+        if pending & waited:
+            waits, pending = waits + 1, set()
+        if one.memory_bytes:
+            pending |= {-1} if one.operation.startswith("LDGSTS") else {*one.writes}
+    return waits, barriers
+
+
 def _loops(code: list[Instruction]) -> list[tuple[int, int]]:
     """Where loops begin and end."""
     found = []

@@ -443,7 +443,7 @@ def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> Non
 
 def end_step(rows: DecodeRows, tokens: Tensor, scores: Tensor) -> None:
     """Keep the chosen `tokens` int64 [B] and `scores` float32 [B] of the rows that live, and advance these by one."""
-    live, taken = live_rows(rows.num_rows), int(rows.taken)
+    live, taken = live_rows(rows.num_rows), int(rows.taken) % len(rows.chosen)
     rows.chosen[taken, live] = tokens[live]
     rows.scores[taken, live] = scores[live]
     rows.tokens[live] = tokens[live]

@@ -123,5 +123,5 @@ def _attention(step: Step) -> Iterator[Work]:
     tables = meta(batch, -(-context // shape.block_size), dtype=torch.int32)
     inputs = AttentionInputs(integers, integers[:batch], tables, integers[:1], context, 1, True)
     out = meta(batch, shape.num_heads * shape.head_dim, dtype=torch.bfloat16)
-    for launch in attention_launches(out, queries, pool, inputs, shape.head_dim**-0.5):
+    for launch in attention_launches(out, queries, pool, inputs, shape.head_dim**-0.5)[1:]:  # the first is a step's
         yield Work("attention", launch, batch * context * entry if launch.streams else 0.0)

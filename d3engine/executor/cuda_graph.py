@@ -36,8 +36,8 @@ from d3engine.executor.graph_shapes import (
     crossed_at,
     expected_shapes,
 )
-from d3engine.executor.interface import Computed, DeviceBlockTables
-from d3engine.executor.streaming import HostTokens, StreamingRun
+from d3engine.executor.interface import Computed, DeviceBlockTables, to_device
+from d3engine.executor.streaming import LAUNCHED_AHEAD, HostTokens, StreamingRun
 from d3engine.kernels.decode_rows import DecodeRows, tokens_and_scores
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.adapters import RowAdapters, matrices_of
@@ -89,7 +89,7 @@ class GraphExecutor:
         self.max_steps = max_steps
         self._bridges = GraphBridges(eager.bridges, eager.kernels, self._sizes[-1], eager.device)
         self._adapters = torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=eager.device)
-        self.capabilities = ExecutorCapabilities(bridges=True, ends_runs=True)
+        self.capabilities = ExecutorCapabilities(bridges=True, launched_ahead=LAUNCHED_AHEAD)
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
 
@@ -115,26 +115,33 @@ class GraphExecutor:
         return Computed(self._run_ahead(plan, plan.multi_step))
 
     def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Chosen:
-        control = multi_step.control
-        if self._followed is None or self._followed.control is not control:
-            self._followed = None  # it is over, and holds its graphs
-            adapted = self._write_adapters(plan)
-            shapes = self._shapes(multi_step, adapted)
-            steps = [self._graph(shape) for shape in shapes]  # all before the rows are there
-            self._upload(plan, multi_step)
+        control, run = multi_step.control, self._followed
+        is_new = run is None or run.control is not control
+        if is_new:
+            self._followed = run = None  # it is over, and holds its graphs
+        num_given = 0 if run is None else run.num_steps
+        if num_given < multi_step.num_steps:
+            shapes = self._shapes(multi_step, self._write_adapters(plan), num_given)
+            steps = [self._graph(shape) for shape in shapes]
+            self._write_tables(plan, multi_step)  # all else of a run that becomes longer stands on the device
+            if is_new:
+                self._upload(plan, multi_step)
             if control is None:
                 for step in steps:
                     step()
                 return self._download(multi_step)
-            self._followed = StreamingRun(control, steps, plan.num_rows, self._host_tokens)
-        return self._followed.next_step()
+            if run is None:
+                self._followed = run = StreamingRun(control, plan.num_rows, self._host_tokens)
+            run.add(steps)
+        assert run is not None
+        return run.next_step()
 
     def _write_adapters(self, plan: Plan) -> tuple[str, ...]:
         """Put the adapters of a plan's rows where graphs read them; the matrices that they have maps for."""
         slots, own = self._eager.slots, adapters_of(plan.sequences)
         if slots is None or own is None:
             return ()
-        self._adapters[: len(own)] = torch.tensor(slots.numbers_of(own), dtype=torch.int32)
+        self._adapters[: len(own)] = to_device(np.array(slots.numbers_of(own), dtype=np.int32), self._device)
         return matrices_of(own)
 
     def take_largest(self) -> None:
@@ -169,14 +176,14 @@ class GraphExecutor:
 
     # -- graphs ------------------------------------------------------------------------------------------------
 
-    def _shapes(self, multi_step: MultiStep, adapted: tuple[str, ...] = ()) -> list[GraphShape]:
-        """Rows and layers of each step of a run; its first row is the one that runs most."""
+    def _shapes(self, multi_step: MultiStep, adapted: tuple[str, ...], first: int) -> list[GraphShape]:
+        """Rows and layers of each step of a run from `first` on; its first row is the one that runs most."""
         rows = next(size for size in self._sizes if size >= multi_step.steps.size)
-        runs = (multi_step.steps[0] + np.arange(multi_step.num_steps))[:, None] < multi_step.cutoffs[0]
+        runs = (multi_step.steps[0] + np.arange(first, multi_step.num_steps))[:, None] < multi_step.cutoffs[0]
         layers = [tuple(active.nonzero()[0].tolist()) for active in runs]
         return [
             GraphShape(rows, those, multi_step.choice, crossed_at(multi_step, taken), adapted)
-            for taken, those in enumerate(layers)
+            for taken, those in enumerate(layers, first)
         ]
 
     def _graph(self, shape: GraphShape) -> Step:
@@ -210,11 +217,15 @@ class GraphExecutor:
 
     def _capture(self, shape: GraphShape) -> None:
         begun = time.perf_counter()
-        self._rows.num_rows.zero_()  # recording runs a step: on no rows
-        self._rows.taken.zero_()
         rows = self._rows.first(shape.rows)
+        num_rows, taken = rows.num_rows.clone(), rows.taken.clone()  # a run may be under way
+        rows.num_rows.zero_()  # recording runs a step: on no rows
         self._bridges.prepare(shape.crossed)
-        self._keep(shape, self._recorder.record(lambda: self._step(rows, shape)))
+        try:
+            self._keep(shape, self._recorder.record(lambda: self._step(rows, shape)))
+        finally:
+            rows.num_rows.copy_(num_rows)
+            rows.taken.copy_(taken)
         self.stats.graphs_captured += 1
         self.stats.graph_capture_seconds += time.perf_counter() - begun
 
@@ -257,11 +268,14 @@ class GraphExecutor:
 
     # -- what goes to the device, and comes from it --------------------------------------------------------------
 
+    def _write_tables(self, plan: Plan, multi_step: MultiStep) -> None:
+        """Put the blocks for all steps of the run where the graphs read them; the device may be at some of these."""
+        blocks = -(-(plan.stops + multi_step.num_steps - 1) // self._eager.block_size)
+        self._tables.write_rows(plan, blocks, self._rows.block_tables)
+
     def _upload(self, plan: Plan, multi_step: MultiStep) -> None:
         """Put the plan's rows where the graphs read them."""
         rows, count = self._rows, plan.num_rows
-        blocks = -(-(plan.stops + multi_step.num_steps - 1) // self._eager.block_size)
-        self._tables.write_rows(plan, blocks, rows.block_tables)
         numbers = np.concatenate((plan.token_ids, plan.positions, multi_step.steps, multi_step.cutoffs.ravel()))
         given = self._from_host[: numbers.size]
         given.numpy()[:] = numbers

@@ -37,6 +37,14 @@ class Computed:
         return plan.ended_after(self.logits.num_steps) if isinstance(self.logits, Chosen) else plan
 
 
+def to_device(array: IntArray, device: torch.device) -> Tensor:
+    """A copy of `array` on a device, for which the host does not wait: the device may be at earlier work."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # torch keeps this memory until it has been copied
+    return tensor.to(device, non_blocking=True)
+
+
 class DeviceBlockTables:
     """A copy of the cache's tables [slots, L, max_blocks] int32 on a device."""
 
@@ -54,7 +62,7 @@ class DeviceBlockTables:
         changed = self._update(plan, columns)
         if changed or not np.array_equal(self._order, plan.slots):
             self._order = plan.slots
-            rows[:, : plan.slots.size] = self._tensor[torch.from_numpy(plan.slots).to(rows.device)].transpose(0, 1)
+            rows[:, : plan.slots.size] = self._tensor[to_device(plan.slots, rows.device)].transpose(0, 1)
 
     def _update(self, plan: Plan, columns: IntArray) -> bool:
         """Bring the slots up to date; whether anything had to be."""
@@ -68,8 +76,8 @@ class DeviceBlockTables:
         if not grown.any():
             return False
         first, last = int(self._columns[slots[grown]].min()), int(columns[grown].max())
-        which = torch.from_numpy(slots[grown]).to(self._tensor.device)
-        fresh = torch.from_numpy(plan.tables[slots[grown], :, first:last]).to(self._tensor.device)
+        which = to_device(slots[grown], self._tensor.device)
+        fresh = to_device(plan.tables[slots[grown], :, first:last], self._tensor.device)
         self._tensor[which, :, first:last] = fresh
         self._columns[slots[grown]] = columns[grown]
         return True

@@ -4,7 +4,8 @@ steps more than the host waits for, since a launch cannot be taken back."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,18 +22,20 @@ LAUNCHED_AHEAD = 4
 
 
 class HostTokens:
-    """Memory of the host, [steps, rows], to which a device copies what its steps have chosen, in its own time."""
+    """Memory of the host to which a device copies what its steps have chosen, in its own time: a row for each step that
+    the host has not seen, used in turn."""
 
     def __init__(self, rows: DecodeRows) -> None:
         self._device = rows.yielded
         self._is_pinned = rows.yielded.is_cuda
-        self._host = torch.empty_like(rows.yielded, device="cpu", pin_memory=self._is_pinned)
+        shape = LAUNCHED_AHEAD + 1, rows.yielded.shape[1]
+        self._host = torch.empty(shape, dtype=rows.yielded.dtype, pin_memory=self._is_pinned)
         chosen, scores = tokens_and_scores(self._host, rows.tokens.shape[0])
         self._chosen, self._scores = chosen.numpy(), scores.numpy()
 
     def fetch(self, taken: int) -> Callable[[], None]:
         """Let the device copy a step's tokens when it has chosen them; the result waits until it has."""
-        self._host[taken].copy_(self._device[taken], non_blocking=True)
+        self._host[taken % len(self._host)].copy_(self._device[taken % len(self._device)], non_blocking=True)
         if not self._is_pinned:
             return _nothing
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -41,30 +44,36 @@ class HostTokens:
 
     def of_step(self, taken: int, count: int) -> Chosen:
         """What the first `count` rows have chosen in a step that was waited for."""
-        step = slice(taken, taken + 1)
-        return Chosen(self._chosen[step, :count].copy(), self._scores[step, :count].copy())
+        step = [taken % len(self._host)]
+        return Chosen(self._chosen[step, :count], self._scores[step, :count])  # copies, as every choice by a list is
 
 
 class StreamingRun:
-    """`launches`, one for each step, of a run of `count` rows that has this course."""
+    """A run of `count` rows; `add` gives it its steps, at first and whenever it becomes longer."""
 
-    def __init__(self, control: RunControl, launches: list[Callable[[], None]], count: int, tokens: HostTokens) -> None:
+    def __init__(self, control: RunControl, count: int, tokens: HostTokens) -> None:
         self.control = control
-        self._launches = launches
+        self.num_steps = 0
         self._count = count
         self._tokens = tokens
-        self._waits: list[Callable[[], None]] = []
+        self._launches: deque[Callable[[], None]] = deque()
+        self._waits: deque[Callable[[], None]] = deque()  # of steps that are launched
         self._num_taken = 0
+
+    def add(self, launches: Iterable[Callable[[], None]]) -> None:
+        """Go on with these steps behind the others."""
+        self._launches.extend(launches)
+        self.num_steps = self._num_taken + len(self._waits) + len(self._launches)
 
     def next_step(self) -> Chosen:
         """Wait for the next step's tokens, and launch what may be launched before."""
-        most = min(self._num_taken + 1 + LAUNCHED_AHEAD, len(self._launches))
-        while len(self._waits) < most and not self.control.is_ended:
-            self._launches[len(self._waits)]()
-            self._waits.append(self._tokens.fetch(len(self._waits)))
-            self.control.words[1] = len(self._waits)
+        while self._launches and len(self._waits) <= LAUNCHED_AHEAD and not self.control.is_ended:
+            self._launches.popleft()()
+            num_launched = self._num_taken + len(self._waits)
+            self._waits.append(self._tokens.fetch(num_launched))
+            self.control.words[1] = num_launched + 1
         taken, self._num_taken = self._num_taken, self._num_taken + 1
-        self._waits[taken]()
+        self._waits.popleft()()
         return self._tokens.of_step(taken, self._count)
 
 

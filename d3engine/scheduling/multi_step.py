@@ -180,7 +180,7 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     if not num_steps:
         return None
     num_steps += opens
-    is_taken_by_steps = capabilities.ends_runs or chunks.traits & Trait.STREAMS
+    is_taken_by_steps = capabilities.launched_ahead or chunks.traits & Trait.STREAMS
     control = RunControl() if num_steps > 1 and is_taken_by_steps else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
     return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
@@ -233,26 +233,52 @@ def reaching(chunks: Chunks, multi_step: MultiStep, table: RunningTable) -> Chun
     return replace(chunks, starts=chunks.stops, stops=stops, steps=multi_step.steps, active=active)
 
 
+def beyond(plan: Plan, table: RunningTable, limit: int) -> tuple[Chunks, int]:
+    """The steps, `limit` at most, that the rows of a run can take behind its last one in the same order, and the chunks
+    as they will be at the last of these."""
+    run = plan.multi_step
+    assert run is not None
+    steps = run.steps + run.num_steps
+    room = int((table.max_length[plan.slots] - plan.stops).min()) - run.num_steps
+    num_steps = _steps_in_order(steps, run.cutoffs, min(limit, room))
+    stops = plan.stops + run.num_steps + num_steps - 1
+    return Chunks(plan.slots, stops - num_steps, stops, steps, steps[:, None] < run.cutoffs, traits=0), num_steps
+
+
 class ActiveRun:
     """The run that is under way, if there is one."""
 
+    plan: Plan
+    """That of the run, as long as it goes on."""
+
     def __init__(self) -> None:
         self._control: RunControl | None = None
+        self._num_left = 0
 
     def begin(self, plan: Plan) -> None:
         """Take in a new plan; its run is under way if the steps are to be taken one by one."""
         if plan.multi_step is not None and plan.multi_step.control is not None:
-            self._control, self._plan, self._num_left = plan.multi_step.control, plan, plan.multi_step.num_steps - 1
+            self._control, self.plan, self._num_left = plan.multi_step.control, plan, plan.multi_step.num_steps - 1
 
     def took(self, plan: Plan) -> None:
         """Count the steps that were taken at once, beyond the one for which `next_step` has given the plan."""
         if self._control is not None and plan.multi_step is not None and plan.multi_step.control is self._control:
             self._num_left -= plan.multi_step.num_taken - 1
 
+    def prolong(self, num_steps: int) -> None:
+        """Give the run that goes on `num_steps` more steps."""
+        assert self.plan.multi_step is not None
+        longer = replace(self.plan.multi_step, num_steps=self.plan.multi_step.num_steps + num_steps)
+        self.plan, self._num_left = replace(self.plan, multi_step=longer), self._num_left + num_steps
+
     def end(self) -> None:
         """Let no further step begin."""
         if self._control is not None:
             self._control.end()
+
+    def is_within(self, num_steps: int) -> bool:
+        """Whether a run goes on that has no more steps left than these."""
+        return self._num_left <= num_steps and self.goes_on
 
     @property
     def goes_on(self) -> bool:
@@ -265,13 +291,13 @@ class ActiveRun:
             return None
         if self._num_left and (not self._control.is_ended or self._has_begun(self._control)):
             self._num_left -= 1
-            return self._plan
+            return self.plan
         self._control = None
         return None
 
     def _has_begun(self, control: RunControl) -> bool:
         """Whether the next step has begun, and for anybody who is still there."""
-        multi_step = self._plan.multi_step
+        multi_step = self.plan.multi_step
         assert multi_step is not None
         given = multi_step.num_steps - self._num_left
-        return control.num_begun > given and any(sequence.slot != NO_SLOT for sequence in self._plan.sequences)
+        return control.num_begun > given and any(sequence.slot != NO_SLOT for sequence in self.plan.sequences)

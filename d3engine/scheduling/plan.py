@@ -167,8 +167,8 @@ class ExecutorCapabilities:
     follow a step of prompts without the host. `text_drafts` says whether the drafts of such steps may also be those of
     a second model and of lookups: sequences that draft so then draft nowhere else. `students` says whether all rows may
     run the weights of one student. `hooks`: whether rows may have their hidden states captured, of which it keeps
-    `states` in one run, or changed. `ends_runs`: whether the host takes the steps of every run one by one, while the
-    device is at the next, and can end the run at each of them at no cost.
+    `states` in one run, or changed. `launched_ahead`: where the host takes the steps of every run one by one, the steps
+    that the device has been given beyond; the host can end the run at each of them at no cost, and make it longer.
     """
 
     choice: SamplingMode = SamplingMode.PENALISE
@@ -180,7 +180,7 @@ class ExecutorCapabilities:
     students: bool = False
     hooks: bool = False
     states: int = 0
-    ends_runs: bool = False
+    launched_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

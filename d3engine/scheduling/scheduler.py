@@ -22,6 +22,7 @@ from d3engine.scheduling.lookup import AnswerHistory
 from d3engine.scheduling.multi_step import (
     SHORT,
     ActiveRun,
+    beyond,
     longest_run,
     reaching,
     run_ahead,
@@ -214,6 +215,8 @@ class Scheduler:
         """The plan of the next step, its blocks allocated; None when there is nothing to do."""
         if self._may_join:
             self._under_way.end()  # waiting requests do not wait for a run
+        elif self._under_way.is_within(self.config.capabilities.launched_ahead):
+            self._prolong()  # while the device is at its last steps
         if (plan := self._under_way.next_step()) is not None:
             return plan
         self._admit()
@@ -227,6 +230,17 @@ class Scheduler:
         if self._second is None or (nested := self._second.plan(self._second_chunks())) is None:
             return plan
         return replace(plan, drafts=replace(plan.drafts or DraftWork(frozenset(), {}), model=nested))
+
+    def _prolong(self) -> None:
+        """Plan the run under way further, as far as its rows stay in order and there is memory."""
+        few = self.config.num_scheduler_steps
+        for limit in shorter_and_shorter(few, min(few, SHORT)):
+            chunks, num_steps = beyond(self._under_way.plan, self._table, limit)
+            missing, needed = self._allocator.missing(chunks)
+            if num_steps and self.prefix_cache.reserve(needed):
+                self._allocator.allocate(chunks, missing)
+                self._under_way.prolong(num_steps)
+                return
 
     def _second_chunks(self) -> Chunks:
         """The second model's rows of a step; none where it runs in multi-step plans alone."""

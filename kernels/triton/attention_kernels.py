@@ -1,8 +1,9 @@
-"""The device code of `paged_attention.py`: two kernels, and the loop over entries that they share.
+"""The device code of `paged_attention.py`: three kernels, and the loop over entries that two of them share.
 
 Chunks of one row ("single rows": decoded tokens) are a matter of bandwidth, so their entries are dealt out to all
-programs (`single_rows_kernel`; how, is in `attention_splits.py`); longer chunks go query tile by query tile
-(`long_chunks_kernel`). Both compute softmax online in float32 and base 2, so `scale` comes multiplied by log2(e).
+programs (`single_rows_kernel`, by a list that `list_splits_kernel` makes once a step); longer chunks go query tile by
+query tile (`long_chunks_kernel`). Both compute softmax online in float32 and base 2, so `scale` comes multiplied by
+log2(e).
 Letters are the reference's: T rows, C chunks, N query heads, M key/value heads, D channels per head. The state of an
 online softmax is called as in FlashAttention: the maximum `m_i`, the sum of weights `l_i`, the weighted values `acc`;
 of a split `acc / l_i` is its partial result, and `m_i + log2(l_i)` its `lse`.
@@ -31,6 +32,7 @@ PARTS_TOGETHER = 16
 
 _TOGETHER = tl.constexpr(PARTS_TOGETHER)
 _SEARCH = tl.constexpr(128)  # chunks that are looked at together
+_NO_ROW = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -49,40 +51,85 @@ def first_entry(kv_length, window, UNIT: tl.constexpr, WINDOWED: tl.constexpr):
     return first
 
 
-@triton.jit
-def find_split(
-    nth,
+@triton.jit(do_not_specialize=["turn", "most", "window"], do_not_specialize_on_alignment=["query_starts", "kv_lengths"])
+def list_splits_kernel(
+    listed,
+    counters,
     query_starts,
     kv_lengths,
-    num_chunks,
-    num_rows,
+    turn,
+    most,
     window,
+    KV_HEADS: tl.constexpr,
+    PADDED_KV_HEADS: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The `nth` split of all chunks of one row below `num_rows`: its chunk, its number there, and how many there are.
+    """List the splits of all chunks of one row, for all layers of a step: program c those of chunk c.
 
-    The last of the three counts the splits of all chunks; where it is not above `nth`, the others mean nothing.
+    `turn` chunks at a time are one launch of `single_rows_kernel`. In `listed` int32 [turns, 1 + turn * most, 4] each
+    turn begins with the number of its splits; then each has its chunk, counted from the turn's first, the chunk's row
+    and length, and its own number in the chunk. No chunk has more than `most`; where they are several they meet, and
+    the chunk's `counters` become zero.
     """
-    chunk = 0
-    begun = 0  # splits of the chunks before it
-    total = 0
-    for first in range(0, num_chunks, _SEARCH):
+    wait_for_previous(PDL)
+    chunk = tl.program_id(0)
+    nth_turn = chunk // turn
+    listed += nth_turn.to(tl.int64) * (1 + turn * most) * 4
+    begun = 0  # splits of the turn's chunks before this one
+    splits = 0
+    for first in range(nth_turn * turn, chunk + 1, _SEARCH):
         candidates = first + tl.arange(0, _SEARCH)
-        exists = candidates < num_chunks
+        exists = candidates <= chunk
         starts = tl.load(query_starts + candidates, mask=exists, other=0).to(tl.int32)
         stops = tl.load(query_starts + candidates + 1, mask=exists, other=0).to(tl.int32)
         lengths = tl.load(kv_lengths + candidates, mask=exists, other=0).to(tl.int32)
         lengths -= first_entry(lengths, window, SPLIT, WINDOWED)
-        single = (stops - starts == 1) & (starts < num_rows)
-        splits = tl.where(single, tl.cdiv(lengths, entries_a_split(lengths, SPLIT, MOST_SPLITS)), 0)
-        ends = total + tl.cumsum(splits, 0)
-        is_before = ends <= nth
-        chunk += tl.sum(is_before.to(tl.int32), 0)
-        begun = tl.maximum(begun, tl.max(tl.where(is_before, ends, 0), 0))
-        total += tl.sum(splits, 0)
-    return chunk, nth - begun, total
+        counts = tl.minimum(tl.cdiv(lengths, entries_a_split(lengths, SPLIT, MOST_SPLITS)), most)
+        counts = tl.where(stops - starts == 1, counts, 0)
+        begun += tl.sum(tl.where(candidates < chunk, counts, 0), 0)
+        splits += tl.sum(tl.where(candidates == chunk, counts, 0), 0)
+    numbers = tl.arange(0, PADDED_SPLITS)
+    entries = listed + (1 + begun + numbers) * 4
+    tl.store(entries, chunk - nth_turn * turn, mask=numbers < splits)
+    tl.store(entries + 1, tl.load(query_starts + chunk).to(tl.int32), mask=numbers < splits)
+    tl.store(entries + 2, tl.load(kv_lengths + chunk).to(tl.int32), mask=numbers < splits)
+    tl.store(entries + 3, numbers, mask=numbers < splits)
+    if ((chunk + 1) % turn == 0) | (chunk + 1 == tl.num_programs(0)):
+        tl.store(listed, begun + splits)
+    heads = tl.arange(0, PADDED_KV_HEADS)
+    if most > 1:
+        counter = counters + (chunk - nth_turn * turn) * KV_HEADS + heads
+        tl.store(counter, tl.zeros_like(heads), mask=heads < KV_HEADS)
+
+
+@triton.jit
+def listed_split(listed, nth, exists):
+    """The `nth` split's chunk, its row and length, and the split's number in it; row _NO_ROW where none `exists`."""
+    entry = listed + (1 + nth) * 4
+    chunk = tl.load(entry, mask=exists, other=0)
+    row = tl.load(entry + 1, mask=exists, other=_NO_ROW)
+    kv_length = tl.load(entry + 2, mask=exists, other=0)
+    split = tl.load(entry + 3, mask=exists, other=0)
+    return chunk, row, kv_length, split
+
+
+@triton.jit
+def first_rows_alone(kv_length, split, is_there):
+    """The length and the number of a split, both 0 where it is not there."""
+    return tl.where(is_there, kv_length, 0), tl.where(is_there, split, 0)
+
+
+@triton.jit
+def entries_of_split(kv_length, split, window, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, WINDOWED: tl.constexpr):
+    """The entries [begin, end) of a split, and how many splits its chunk has."""
+    first = first_entry(kv_length, window, SPLIT, WINDOWED)
+    size = entries_a_split(kv_length - first, SPLIT, MOST_SPLITS)
+    begin = first + split * size
+    return begin, tl.minimum(begin + size, kv_length), tl.cdiv(kv_length - first, size)
 
 
 @triton.jit
@@ -135,22 +182,24 @@ class Room:
 
     _parts: Tensor | None = field(default=None, repr=False)
     _arrived: Tensor | None = field(default=None, repr=False)
+    listed: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    """What `list_splits_kernel` has written, for each window."""
 
     def of(self, splits: int, heads: int, counters: int, channels: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Parts float32 [splits, heads, channels], their logarithms [splits, heads], and int32 counters, all zero.
+        """Parts float32 [splits, heads, channels], their logarithms [splits, heads], and int32 counters.
 
-        A kernel leaves the counters at zero for the next.
+        `list_splits_kernel` makes the counters zero, and each kernel leaves them at zero for the next.
         """
         states = splits * heads
         parts, arrived = self.take(states * (channels + 1), counters, device)
         return parts[: states * channels], parts[states * channels :], arrived
 
     def take(self, numbers: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`numbers` float32 numbers and `counters` counters."""
+        """`numbers` float32 numbers and `counters` counters, which are not zero yet."""
         if self._parts is None or self._parts.numel() < numbers:
             self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
         if self._arrived is None or self._arrived.numel() < counters:
-            self._arrived = torch.zeros(counters, dtype=torch.int32, device=device)
+            self._arrived = torch.empty(counters, dtype=torch.int32, device=device)
         return self._parts[:numbers], self._arrived[:counters]
 
 
@@ -330,8 +379,33 @@ def _attend_tiles(
 
 
 @triton.jit
+def _first_loads(
+    queries, block_tables, row, chunk, kv_head, begin, end, query_stride, table_stride,
+    GROUP: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What a split's first tile waits for, where no group shares it: the query [D], and the tile's `tile_blocks`.
+
+    Nothing is read of a split without entries, nor of a group: its loop's own pipeline has the query and the ids of two
+    tiles under way at once, and would have fewer stages of keys and values if it began with ids.
+    """
+    if GROUP == 1:
+        channels = tl.arange(0, PADDED_CHANNELS)
+        own = queries + row.to(tl.int64) * query_stride + kv_head * CHANNELS + channels
+        query = tl.load(own, mask=channels < tl.where(begin < end, CHANNELS, 0), other=0.0)
+        table = block_tables + chunk.to(tl.int64) * table_stride
+        blocks = tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
+    else:
+        query = begin
+        blocks = begin
+    return query, blocks
+
+
+@triton.jit
 def _attend_entries(
     queries,
+    query,
+    blocks,
     pool,
     scales,
     table,
@@ -350,23 +424,19 @@ def _attend_entries(
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One row's heads of a group over entries [begin, end): the result [PADDED_GROUP, D], and its weight.
+    """One row's heads of a group over entries [begin, end): the state of the softmax, see `_result_of`.
 
-    Where `first` is not None the row does not look at those before it.
-
-    `queries` points at the group's first head. The weight [PADDED_GROUP] is the base-2 logarithm of the sum of
-    exponentials.
+    Where `first` is not None the row does not look at those before it. `queries` points at the group's first head,
+    `query` and `blocks` are `_first_loads`.
     """
-    channels = tl.arange(0, PADDED_CHANNELS)
     if GROUP == 1:
         # No other head shares these entries, so a matrix product would fill one row of sixteen: multiply and sum.
         # Each lane of the tile keeps a softmax of its own over the entries it meets; the lanes meet once, at the end,
         # and the loop has no reduction that crosses warps.
-        query = tl.load(queries + channels, mask=channels < CHANNELS, other=0.0).to(tl.float32) * scale
+        query = query.to(tl.float32) * scale
         m_i = tl.full([TILE], _FLOOR, tl.float32)
         l_i = tl.zeros([TILE], tl.float32)
         acc = tl.zeros([TILE, PADDED_CHANNELS], tl.float32)
-        blocks = tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):  # the launch's own leave out what no dot reads
             next_blocks = tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
             keys = load_tile(
@@ -396,13 +466,9 @@ def _attend_entries(
             acc = acc * decay[:, None] + weights[:, None] * values.to(tl.float32)
             m_i = m_new
             blocks = next_blocks
-        top = tl.max(m_i, 0)
-        share = tl.exp2(m_i - top)
-        mass = tl.sum(l_i * share, 0)
-        result = (tl.sum(acc * share[:, None], 0) / tl.where(mass > 0.0, mass, 1.0))[None, :]
-        weight = tl.zeros([1], tl.float32) + top + tl.log2(mass)
     else:
         heads = tl.arange(0, PADDED_GROUP)
+        channels = tl.arange(0, PADDED_CHANNELS)
         valid = (heads < GROUP)[:, None] & (channels < CHANNELS)[None, :]
         packed = tl.load(queries + heads[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0)
         if UPCAST:
@@ -423,6 +489,20 @@ def _attend_entries(
             acc, m_i, l_i, packed, limits, firsts, pool, scales, table, begin, end, row_scales, cap,
             KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _result_of(acc, m_i, l_i, GROUP: tl.constexpr):
+    """The result [PADDED_GROUP, D] of a split, and its weight [PADDED_GROUP]: the base-2 logarithm of the sum of
+    exponentials."""
+    if GROUP == 1:
+        top = tl.max(m_i, 0)
+        share = tl.exp2(m_i - top)
+        mass = tl.sum(l_i * share, 0)
+        result = (tl.sum(acc * share[:, None], 0) / tl.where(mass > 0.0, mass, 1.0))[None, :]
+        weight = tl.zeros([1], tl.float32) + top + tl.log2(mass)
+    else:
         result = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
         weight = m_i + tl.log2(l_i)
     return result, weight
@@ -437,13 +517,11 @@ def single_rows_kernel(
     partial,
     lse,
     counters,
-    query_starts,
-    kv_lengths,
+    listed,
     block_tables,
     num_rows,
     query_stride,
     table_stride,
-    num_chunks,
     window,
     scale,
     cap,
@@ -462,63 +540,73 @@ def single_rows_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every chunk of one row: the splits of all of them, by key/value head, are dealt out to the programs there are.
+    """Every chunk of one row: the `listed` splits of all of them, by key/value head, are dealt out to the programs.
 
-    A row of one split goes to `out` [T, N D] at once. Of others each split leaves its part and its weight, in `partial`
-    float32 [splits, N, D] and `lse` float32 [splits, N], and counts itself in `counters` int32 [C, M]: who comes
-    last puts the parts together, and leaves a zero there.
+    Rows are listed in order, so those below `num_rows` come first. A row of one split goes to `out` [T, N D] at once.
+    Of others each split leaves its part and its weight, in `partial` float32 [splits, N, D] and `lse` float32 [splits,
+    N], and counts itself in `counters` int32 [C, M]: who comes last puts the parts together, and leaves a zero there.
+    What is known of a split, and the first ids of blocks where no group shares it, are loaded during the split before.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     wait_for_previous(PDL)
     active = tl.load(num_rows).to(tl.int32)
+    all_work = tl.load(listed) * KV_HEADS
     heads = tl.arange(0, PADDED_GROUP)
     channels = tl.arange(0, PADDED_CHANNELS)
     cells = heads[:, None] * CHANNELS + channels[None, :]
     valid = (heads < GROUP)[:, None] & (channels < CHANNELS)[None, :]
     work = tl.program_id(0)
-    all_work = work + 1  # at least; the first look tells
-    while work < all_work:
+    # There are no more programs than places in the list: this loads what the number of splits may then refute.
+    chunk, row, kv_length, split = listed_split(listed, work // KV_HEADS, work >= 0)
+    kv_length, split = first_rows_alone(kv_length, split, (work < all_work) & (row < active))
+    begin, end, splits = entries_of_split(kv_length, split, window, SPLIT, MOST_SPLITS, WINDOWED)
+    query, blocks = _first_loads(
+        queries, block_tables, row, chunk, work % KV_HEADS, begin, end, query_stride, table_stride,
+        GROUP, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE,
+    )  # fmt: skip
+    while kv_length > 0:
         nth = work // KV_HEADS
-        first_head = (work % KV_HEADS) * GROUP
-        chunk, split, all_splits = find_split(
-            nth, query_starts, kv_lengths, num_chunks, active, window, SPLIT, MOST_SPLITS, WINDOWED
+        kv_head = work % KV_HEADS
+        next_work = work + tl.num_programs(0)
+        next_chunk, next_row, next_length, next_split = listed_split(
+            listed, next_work // KV_HEADS, next_work < all_work
         )
-        all_work = all_splits * KV_HEADS
-        if work < all_work:
-            row = tl.load(query_starts + chunk).to(tl.int64)
-            kv_length = tl.load(kv_lengths + chunk).to(tl.int32)
-            begin = first_entry(kv_length, window, SPLIT, WINDOWED)
-            size = entries_a_split(kv_length - begin, SPLIT, MOST_SPLITS)
-            if WINDOWED:
-                seen_first = kv_length - window
-            else:
-                seen_first = None
-            result, weight = _attend_entries(
-                queries + row * query_stride + first_head * CHANNELS,
-                pool + (work % KV_HEADS) * CHANNELS,
-                None if scales is None else scales + (work % KV_HEADS) * BLOCK_SIZE,
-                block_tables + chunk.to(tl.int64) * table_stride,
-                begin + split * size, tl.minimum(begin + (split + 1) * size, kv_length), seen_first, scale, cap,
-                GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
-            )  # fmt: skip
-            target = out + (row * HEADS + first_head) * CHANNELS
-            if size >= kv_length - begin:
-                tl.store(target + cells, result.to(out.dtype.element_ty), mask=valid)
-            else:
-                states = nth.to(tl.int64) * HEADS + first_head
-                tl.store(partial + states * CHANNELS + cells, result, mask=valid)
-                tl.store(lse + states + heads, weight, mask=heads < GROUP)
-                tl.debug_barrier()  # all warps have stored, before one thread says so
-                splits = tl.cdiv(kv_length - begin, size)
-                counter = counters + chunk * KV_HEADS + work % KV_HEADS
-                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
-                    first = (nth - split).to(tl.int64) * HEADS + first_head
-                    combine(
-                        target, partial + first * CHANNELS, lse + first, splits,
-                        GROUP, HEADS, CHANNELS, PADDED_CHANNELS, HEADS_TOGETHER,
-                    )  # fmt: skip
-                    tl.store(counter, 0)
-        work += tl.num_programs(0)
+        if WINDOWED:
+            seen_first = kv_length - window
+        else:
+            seen_first = None
+        acc, m_i, l_i = _attend_entries(
+            queries + row.to(tl.int64) * query_stride + kv_head * GROUP * CHANNELS, query, blocks,
+            pool + kv_head * CHANNELS,
+            None if scales is None else scales + kv_head * BLOCK_SIZE,
+            block_tables + chunk.to(tl.int64) * table_stride, begin, end, seen_first, scale, cap,
+            GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
+        )  # fmt: skip
+        next_length, next_split = first_rows_alone(next_length, next_split, next_row < active)
+        begin, end, next_splits = entries_of_split(next_length, next_split, window, SPLIT, MOST_SPLITS, WINDOWED)
+        query, blocks = _first_loads(
+            queries, block_tables, next_row, next_chunk, next_work % KV_HEADS, begin, end, query_stride, table_stride,
+            GROUP, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+        result, weight = _result_of(acc, m_i, l_i, GROUP)
+        target = out + (row.to(tl.int64) * HEADS + kv_head * GROUP) * CHANNELS
+        if splits == 1:
+            tl.store(target + cells, result.to(out.dtype.element_ty), mask=valid)
+        else:
+            states = nth.to(tl.int64) * HEADS + kv_head * GROUP
+            tl.store(partial + states * CHANNELS + cells, result, mask=valid)
+            tl.store(lse + states + heads, weight, mask=heads < GROUP)
+            tl.debug_barrier()  # all warps have stored, before one thread says so
+            counter = counters + chunk * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                first = (nth - split).to(tl.int64) * HEADS + kv_head * GROUP
+                combine(
+                    target, partial + first * CHANNELS, lse + first, splits,
+                    GROUP, HEADS, CHANNELS, PADDED_CHANNELS, HEADS_TOGETHER,
+                )  # fmt: skip
+                tl.store(counter, 0)
+        work, chunk, row, kv_length = next_work, next_chunk, next_row, next_length
+        split, splits = next_split, next_splits
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)

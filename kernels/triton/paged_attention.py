@@ -27,6 +27,7 @@ from d3engine.kernels.triton.attention_kernels import (
     PARTS_TOGETHER,
     SPLIT,
     Room,
+    list_splits_kernel,
     long_chunks_kernel,
     single_rows_kernel,
 )
@@ -124,6 +125,12 @@ def paged_attention(
     heads, channels = queries.shape[1:]
     numbers = splits * chunks * heads * (channels + 1)
     partial, counters = inputs.room.take(numbers, chunks * pool.shape[3], queries.device)
+    listed = inputs.room.listed.get(window)
+    if listed is None and inputs.single_rows and queries.shape[0]:
+        listed = inputs.room.listed[window] = _listed_splits(
+            inputs.query_starts, inputs.kv_lengths, counters, _turn(inputs), _splits(inputs.max_kv_length),
+            pool.shape[3], window,
+        )  # fmt: skip
     return _attention(
         queries,
         pool,
@@ -132,6 +139,7 @@ def paged_attention(
         inputs.block_tables,
         inputs.num_rows if num_rows is None else num_rows,
         inputs.tiled_lengths,
+        listed,
         partial,
         counters,
         _splits(inputs.max_kv_length) * SPLIT,
@@ -152,6 +160,7 @@ def _attention(
     block_tables: Tensor,
     num_rows: Tensor,
     tiled_lengths: Tensor | None,
+    listed: Tensor | None,
     partial: Tensor,
     counters: Tensor,
     max_kv_length: int,
@@ -162,7 +171,7 @@ def _attention(
     cap: float | None,
 ) -> tuple[Tensor, Sequence[Step]]:
     bounds = max_kv_length, max_chunk_rows, single_rows
-    room = Room(partial, counters)
+    room = Room(partial, counters, {} if listed is None else {window: listed})
     inputs = AttentionInputs(query_starts, kv_lengths, block_tables, num_rows, *bounds, room, tiled_lengths)
     out = torch.empty(queries.shape[0], queries.shape[1] * queries.shape[2], dtype=queries.dtype, device=queries.device)
     return out, attention_launches(out, queries, pool, inputs, scale, window, cap)
@@ -177,7 +186,10 @@ def attention_launches(
     window: int = NO_WINDOW,
     cap: float | None = None,
 ) -> list[Launch]:
-    """What computes `paged_attention` into `out` [T, N D], in order; rows below `num_rows` alone are written."""
+    """What computes `paged_attention` into `out` [T, N D], in order; rows below `num_rows` alone are written.
+
+    The first lists the splits of single rows, where the inputs' `room` has no list: of a step, the first layer's alone.
+    """
     if not (pool.is_contiguous() and queries.stride()[1:] == (queries.shape[2], 1) and out.is_contiguous()):
         raise ValueError("pool and out must be contiguous, and so must each row of queries")
     if inputs.block_tables.stride(1) != 1 and inputs.block_tables.shape[1] > 1:
@@ -189,10 +201,59 @@ def attention_launches(
     if queries.shape[0] == 0 or inputs.kv_lengths.shape[0] == 0:
         return launches
     if inputs.single_rows:
-        launches += [_single_rows_launch(out, queries, pool, some, scale, window, cap) for some in _in_turn(inputs)]
+        listed = inputs.room.listed.get(window)
+        if listed is None:
+            most, kv_heads = _splits(inputs.max_kv_length), pool.shape[3]
+            counters = inputs.room.take(0, _meeting(inputs)[1] * kv_heads, queries.device)[1]
+            listed, launch = list_launch(
+                inputs.query_starts, inputs.kv_lengths, counters, _turn(inputs), most, kv_heads, window
+            )
+            launches.append(launch)
+        launches += [
+            _single_rows_launch(out, queries, pool, some, own, scale, window, cap)
+            for some, own in zip(_in_turn(inputs), listed, strict=True)
+        ]
     if inputs.max_chunk_rows > (1 if inputs.tiled_lengths is None else 0):
         launches.append(_long_chunks_launch(out, queries, pool, inputs, scale, window, cap))
     return launches
+
+
+@performed
+def _listed_splits(
+    query_starts: Tensor, kv_lengths: Tensor, counters: Tensor, turn: int, most: int, kv_heads: int, window: int
+) -> tuple[Tensor, Sequence[Step]]:
+    listed, launch = list_launch(query_starts, kv_lengths, counters, turn, most, kv_heads, window)
+    return listed, [launch]
+
+
+def list_launch(
+    query_starts: Tensor, kv_lengths: Tensor, counters: Tensor, turn: int, most: int, kv_heads: int, window: int
+) -> tuple[Tensor, Launch]:
+    """The list of all splits of single rows, int32 [turns, 1 + turn * most, 4], and what writes it; see the kernel."""
+    count = kv_lengths.shape[0]
+    listed = torch.empty(-(-count // turn), 1 + turn * most, 4, dtype=torch.int32, device=kv_lengths.device)
+    arguments = {
+        "listed": listed,
+        "counters": counters,
+        "query_starts": query_starts,
+        "kv_lengths": kv_lengths,
+        "turn": turn,
+        "most": most,
+        "window": window,
+        "KV_HEADS": kv_heads,
+        "PADDED_KV_HEADS": triton.next_power_of_2(kv_heads),
+        "SPLIT": SPLIT,
+        "MOST_SPLITS": MOST_SPLITS,
+        "PADDED_SPLITS": triton.next_power_of_2(MOST_SPLITS),
+        "WINDOWED": window < NO_WINDOW,
+    }
+    return listed, Launch(list_splits_kernel, (count,), arguments, num_warps=1)
+
+
+def _turn(inputs: AttentionInputs) -> int:
+    """Chunks that have room to meet at once: all, but of replays."""
+    count = inputs.kv_lengths.shape[0]
+    return count if inputs.tiled_lengths is None else min(count, ROWS_IN_TURN)
 
 
 def _splits(max_kv_length: int) -> int:
@@ -202,25 +263,20 @@ def _splits(max_kv_length: int) -> int:
 
 def _meeting(inputs: AttentionInputs) -> tuple[int, int]:
     """How many splits meet for each of how many chunks at once: none of one split, which is the result itself."""
-    splits, count = _splits(inputs.max_kv_length), inputs.kv_lengths.shape[0]
-    if not inputs.single_rows or splits <= 1:
-        return 0, 0
-    return splits, count if inputs.tiled_lengths is None else min(count, ROWS_IN_TURN)
+    splits = _splits(inputs.max_kv_length)
+    return (splits, _turn(inputs)) if inputs.single_rows and splits > 1 else (0, 0)
 
 
 def _in_turn(inputs: AttentionInputs) -> list[AttentionInputs]:
-    """The chunks for each launch of single rows: all, but of replays only as many as have room to meet."""
-    count = inputs.kv_lengths.shape[0]
-    if inputs.tiled_lengths is None or count <= ROWS_IN_TURN:
-        return [inputs]
+    """The chunks for each launch of single rows: their lengths and block tables."""
+    count, turn = inputs.kv_lengths.shape[0], _turn(inputs)
     return [
         replace(
             inputs,
-            query_starts=inputs.query_starts[first : first + ROWS_IN_TURN + 1],
-            kv_lengths=inputs.kv_lengths[first : first + ROWS_IN_TURN],
-            block_tables=inputs.block_tables[first : first + ROWS_IN_TURN],
+            kv_lengths=inputs.kv_lengths[first : first + turn],
+            block_tables=inputs.block_tables[first : first + turn],
         )
-        for first in range(0, count, ROWS_IN_TURN)
+        for first in range(0, count, turn)
     ]
 
 
@@ -229,6 +285,7 @@ def _single_rows_launch(
     queries: Tensor,
     pool: KVPool,
     inputs: AttentionInputs,
+    listed: Tensor,
     scale: float,
     window: int,
     cap: float | None,
@@ -246,6 +303,7 @@ def _single_rows_launch(
         {
             **_common_arguments(queries, pool, inputs, scale, window, cap),
             "out": out,
+            "listed": listed,
             "partial": partial,
             "lse": lse,
             "counters": counters,
@@ -262,7 +320,7 @@ def _single_rows_launch(
         least_capability=_least_capability(pool),
         turns=-(-MOST_SPLITS // PARTS_TOGETHER),
         rounds=max(1, SPLIT // tuning.tile),
-        loads_before=4,  # the lengths of all chunks, those of the split's own, the query, and the first ids of blocks
+        loads_before=1,  # the first ids of blocks: the split itself is known from the one before
         streams=True,
     )
 
@@ -288,8 +346,10 @@ def _long_chunks_launch(
         (num_tiles, kv_heads),
         {
             **_common_arguments(queries, pool, inputs, scale, window, cap),
-            **({"kv_lengths": inputs.tiled_lengths} if fixed else {}),
             "out": out,
+            "query_starts": inputs.query_starts,
+            "kv_lengths": inputs.kv_lengths if inputs.tiled_lengths is None else inputs.tiled_lengths,
+            "num_chunks": chunks,
             "PACKED_ROWS": tuning.packed_rows,
             "TILE": tuning.tile,
             "BATCH_INVARIANT": fixed,
@@ -309,13 +369,10 @@ def _common_arguments(
         "queries": queries,
         "pool": values,
         "scales": scales,
-        "query_starts": inputs.query_starts,
-        "kv_lengths": inputs.kv_lengths,
         "block_tables": inputs.block_tables,
         "num_rows": inputs.num_rows,
         "query_stride": queries.stride(0),
         "table_stride": inputs.block_tables.stride(0),
-        "num_chunks": inputs.kv_lengths.shape[0],
         "window": window,
         "scale": scale * _LOG2_E,  # the kernels take powers of two
         "cap": None if cap is None else cap * _LOG2_E,
@@ -430,14 +487,16 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
                 single_rows=rows == 1,
             )
             out = meta(chunks * rows, heads * channels, dtype=dtype)
-            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5, cap=cap):
-                yield f"{label}, blocks of {block_size}", launch
-            for launch in attention_launches(out, queries, pool, inputs, channels**-0.5, 1000, cap):
-                yield f"{label} in a window, blocks of {block_size}", launch
+            found = {"": attention_launches(out, queries, pool, inputs, channels**-0.5, cap=cap)}
+            found[" in a window"] = attention_launches(out, queries, pool, inputs, channels**-0.5, 1000, cap)
+            for name, launches in found.items():
+                for launch in launches:
+                    is_list = launch.kernel is list_splits_kernel
+                    yield f"{'splits of ' if is_list else ''}{label}{name}, blocks of {block_size}", launch
             if dtype != torch.float32 and channels >= 64:  # smaller heads starve, and are of toys
                 narrow = meta_fp8_pool(shape, block_size)
-                for launch in attention_launches(out, queries, narrow, inputs, channels**-0.5, cap=cap):
-                    yield f"{label}, blocks of {block_size} in 8 bits", launch
+                *_, launch = attention_launches(out, queries, narrow, inputs, channels**-0.5, cap=cap)
+                yield f"{label}, blocks of {block_size} in 8 bits", launch
         if block_size == shape.block_size:  # the last of these, where no bit may depend on how a prompt is cut
             fixed = replace(inputs, tiled_lengths=inputs.kv_lengths, single_rows=False)
             for launch in attention_launches(out, queries, pool, fixed, channels**-0.5, cap=cap):

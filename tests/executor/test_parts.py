@@ -95,12 +95,25 @@ def test_every_policy_and_sampling_answers_alike_over_ranks(
     wanted = run_mixed(engine_of(directory, **options), seed)
     if graphs:
         monkeypatch.setattr(resolve, "executor_for", lambda *_: "graphs")
-        options["enforce_eager"] = False
+        options |= {"enforce_eager": False, "num_scheduler_steps": 5}  # so that runs become longer
     engine = over_threads(engine_of(directory, **options), size)
     found = run_mixed(engine, seed)
     assert found.keys() == wanted.keys()
     for nth, output in found.items():
         assert_same(output, wanted[nth])
+
+
+def test_ranks_hear_of_runs_that_become_longer(
+    tiny_llama: MakeModel, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of 3 steps, made longer while they are under way, answer over ranks as steps of one process."""
+    directory, _ = tiny_llama(num_key_value_heads=2, num_hidden_layers=LAYERS)
+    prompts = make_prompts([3, 14])
+    params: dict[str, Any] = {"depth": D3(0.9, 0.3), "max_tokens": 30}
+    wanted = answers(engine_of(directory), prompts, **params)
+    monkeypatch.setattr(resolve, "executor_for", lambda *_: "graphs")
+    engine = over_threads(engine_of(directory, enforce_eager=False, num_scheduler_steps=3), 2)
+    assert answers(engine, prompts, **params) == wanted
 
 
 @pytest.mark.parametrize("graphs", [False, True])

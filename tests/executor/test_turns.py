@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from batches import LAYERS, block_bytes
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.engine import resolve
@@ -79,6 +80,79 @@ def test_a_device_waits_for_the_host_once_in_64_steps(clock: Clock, make_engine:
     streamed = list(engine.stream([1, 2], greedy(61)))
     assert streamed[-1].outputs[0].token_ids == outputs[0].outputs[0].token_ids
     assert (clock.num_launched, clock.num_idle) == (120, 2)
+
+
+@pytest.mark.parametrize("params", [greedy(61), greedy(61, presence_penalty=1.5)], ids=["greedy", "penalised"])
+def test_no_step_waits_for_a_plan_of_the_same_batch(
+    clock: Clock, make_engine: Callable[..., Engine], params: SamplingParams
+) -> None:
+    """60 steps in runs of 8, which are planned while the last steps of others are under way, wait for one turn."""
+    policies = {"max_num_seqs": 2, "depth": D3(0.97, 0.3)}  # whose layers fall asleep in runs that are under way
+    single = make_engine(num_scheduler_steps=1, **policies)
+    wanted = single.generate([[1, 2], [3, 4, 5]], params, use_tqdm=False)
+    assert (clock.num_launched, clock.num_idle) == (60, 60)
+    engine = make_engine(num_scheduler_steps=8, **policies)
+    outputs = engine.generate([[1, 2], [3, 4, 5]], params, use_tqdm=False)
+    assert (clock.num_launched, clock.num_idle) == (120, 61)
+    for found, one in zip(outputs, wanted, strict=True):
+        assert (found.outputs[0].token_ids, found.outputs[0].depths) == (
+            one.outputs[0].token_ids,
+            one.outputs[0].depths,
+        )
+
+
+def test_a_stop_anywhere_drops_what_was_planned_beyond(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+    """The other answers of the batch are the same, wherever in a run of 8 steps, or in the next, one ends."""
+    prompts, drawn = [[1, 2], [3, 4, 5]], replace(greedy(40), temperature=5.0, seed=3)
+    engine = make_engine(max_num_seqs=2, num_scheduler_steps=8)
+    wanted = [one.outputs[0].token_ids for one in engine.generate(prompts, drawn, use_tqdm=False)]
+    lengths = [n + 1 for n, token in enumerate(wanted[0][:24]) if n >= 8 and token not in wanted[0][:n]]
+    assert len({length % 8 for length in lengths}) == 8
+    for length in lengths:
+        clock.num_launched = 0
+        asked = [replace(drawn, stop_token_ids=[wanted[0][length - 1]]), drawn]
+        outputs = engine.generate(prompts, asked, use_tqdm=False)
+        assert [one.outputs[0].token_ids for one in outputs] == [wanted[0][:length], wanted[1]]
+        assert 39 <= clock.num_launched <= 39 + LAUNCHED_AHEAD
+        assert engine.stats().kv_blocks_in_use == 0
+
+
+def test_a_request_joins_before_what_was_planned_beyond(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+    """A request that comes while the next run is planned waits for the steps under way alone."""
+    engine = make_engine(max_num_seqs=2, num_scheduler_steps=8)
+    wanted = [engine.generate([prompt], greedy(40), use_tqdm=False)[0].outputs[0] for prompt in ([1, 2], [3, 4, 5])]
+    clock.num_launched = 0
+    engine.add_request("first", [1, 2], greedy(40))
+    for _ in range(8):
+        engine.step()
+    launched = clock.num_launched
+    assert launched > 8, "steps of the next run are under way"
+    engine.add_request("second", [3, 4, 5], greedy(40))
+    last: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        outputs = {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        if "second" in outputs and "second" not in last:
+            assert clock.num_launched <= launched
+        last |= outputs
+        engine.scheduler.check_integrity()
+    assert list(last.values()) == [one.token_ids for one in wanted]
+
+
+def test_without_memory_no_run_is_planned_beyond(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+    """Answers are the same where there is room for one of them alone, and the steps of a run are planned at its end."""
+    prompts = [[1, 2], [3, 4, 5]]
+    roomy = make_engine(max_num_seqs=2, enable_prefix_caching=False)
+    wanted = roomy.generate(prompts, greedy(36), use_tqdm=False)
+    before = clock.num_idle
+    memory = LAYERS * 12 * block_bytes()
+    engine = make_engine(
+        max_num_seqs=2, enable_prefix_caching=False, num_scheduler_steps=8, kv_cache_memory_bytes=memory
+    )
+    outputs = engine.generate(prompts, greedy(36), use_tqdm=False)
+    assert engine.stats().num_preemptions == 1
+    assert clock.num_idle - before > 2
+    for found, one in zip(outputs, wanted, strict=True):
+        assert found.outputs[0].token_ids == one.outputs[0].token_ids
 
 
 def test_an_answer_that_ends_in_a_run_ends_the_run(clock: Clock, make_engine: Callable[..., Engine]) -> None:

@@ -77,12 +77,16 @@ print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 9
 found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
 print(needs(next(launch for _, label, launch in found if label.endswith("16 in 8 bits")), 90)["instructions"])
 found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
-meeting = needs(next(launch for _, label, launch in found if label == "decode, blocks of 16"), 90)["barriers"]
+usage = needs(next(launch for _, label, launch in found if label == "decode, blocks of 16"), 90)
+meeting, beginning = usage["barriers"], [usage["waits"], usage["barriers_before"]]
+found = launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["paged_attention"])
+usage = needs(next(launch for _, label, launch in found if label == "decode, blocks of 16"), 90)
 launches.PROGRAMMATIC = True
 found = list(launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"]))
 print(needs(next(launch for _, label, launch in found if label == "rows=8"), 90)["stack"])
 print(needs(next(launch for _, label, launch in found if label == "rows=1"), 90)["in_flight"])
 print(meeting)
+print(*beginning, usage["waits"], usage["barriers_before"])
 
 print("\\nCHUNKS")
 launches.PROGRAMMATIC = False
@@ -181,6 +185,15 @@ def test_group_of_heads_is_combined_at_once(compiled: Compiled) -> None:
     Of 64 splits in four turns: head after head it waited at 136 barriers for a group of four.
     """
     assert 0 < int(compiled[3].split()[5]) <= 24 < inspect.MOST_BARRIERS
+
+
+@needs_triton
+def test_attention_finds_its_next_split_without_waiting(compiled: Compiled) -> None:
+    """A split that is searched for is behind 2 loads and 8 barriers for a group, and behind 4 and 11 for one head."""
+    waits, barriers, waits_alone, barriers_alone = map(int, compiled[3].split()[6:10])
+    assert (waits, barriers) == (0, 0)
+    assert waits_alone <= inspect.MOST_WAITS
+    assert barriers_alone < inspect.MOST_BARRIERS_BEFORE
 
 
 @needs_triton

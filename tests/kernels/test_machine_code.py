@@ -15,6 +15,7 @@ from d3engine.kernels.machine_code import (
     instructions_a_byte,
     programs_a_processor,
     read_once,
+    waits_before_streaming,
 )
 
 
@@ -170,6 +171,21 @@ def test_barriers_behind_a_counter_count_in_each_turn() -> None:
     assert barriers_of_the_last(sass(*before, *heads), 4) == 1 + 16 + 1
     assert barriers_of_the_last(sass(*before, "BAR.SYNC 0x0", "@P0 BRA 0x130"), 4) == 1 + 4
     assert barriers_of_the_last(sass("BAR.SYNC 0x0", *heads), 4) == 0
+
+
+def test_waits_before_a_loop_are_chains_of_loads_and_barriers() -> None:
+    """Loads that are used together are one wait, and what stands before the loop around does not count."""
+    chunks = ["LDG.E R8, desc[UR4][R2.64]", "LDG.E R9, desc[UR4][R2.64]", "IADD3 R10, R8, R9, RZ", "BAR.SYNC 0x0"]
+    length = ["LDG.E R11, desc[UR4][R10.64]", "IMAD R2, R11, R5, RZ"]
+    loop = [*loads(1), *uses(1)]
+    head = ["LDG.E R6, desc[UR4][R2.64]", "IADD3 R7, R6, 0x1, RZ", "BAR.SYNC 0x0"]
+    begin = 0x100 + 16 * (len(head) + len(chunks) + len(length))
+    code = sass(*head, *chunks, *length, *loop, f"@P0 BRA {begin:#x}", "@P1 BRA 0x130", "EXIT")
+    assert waits_before_streaming(code) == (2, 1)
+    ids = ["LDGSTS.E [R9], desc[UR4][R2.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x0"]
+    code = sass(*ids, *loop, "@P0 BRA 0x130", "@P1 BRA 0x100", "EXIT")
+    assert waits_before_streaming(code) == (1, 0)
+    assert waits_before_streaming(sass(*loop, "@P0 BRA 0x100", "EXIT")) == (0, 0)
 
 
 def test_loop_around_another_goes_round_as_often_as_said() -> None:

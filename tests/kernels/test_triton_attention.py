@@ -163,8 +163,9 @@ def test_heads_of_a_group_combined_at_once_keep_their_bits(
     paged = Paged([640], heads=heads, kv_heads=kv_heads)  # 40 splits: in three turns, the last of which is not full
     inputs = paged.inputs()
     out = torch.empty(1, heads * 32)
-    (launch,) = attention.attention_launches(out, paged.queries, paged.pool, inputs, paged.scale)
+    listing, launch = attention.attention_launches(out, paged.queries, paged.pool, inputs, paged.scale)
     assert launch.arguments["HEADS_TOGETHER"] == together
+    listing.run()
     launch.run()
     parts = launch.arguments["partial"].view(40, heads, 32).numpy()
     logs = launch.arguments["lse"].view(40, heads).numpy()
@@ -297,7 +298,7 @@ def test_one_launch_serves_changed_tables_and_lengths(device: torch.device) -> N
     queries = torch.full((4, 4, 32), torch.nan, device=device)
     out = torch.full((4, 4 * 32), POISON, device=device)
     launches = attention.attention_launches(out, queries, pool, inputs, first.scale)
-    parts, counters = launches[0].arguments["partial"], launches[0].arguments["counters"]
+    parts, counters = launches[1].arguments["partial"], launches[1].arguments["counters"]
     for paged in (first, second):
         count = len(paged.lengths)
         out.fill_(POISON)
@@ -334,9 +335,53 @@ def test_row_alone_and_among_others_has_the_same_bits(
         alone = attention.paged_attention(paged.queries[row : row + 1], paged.pool, inputs, paged.scale)
         assert torch.equal(alone[0], together[row])
     monkeypatch.setattr(attention, "processors_of", lambda _: 1)
-    (launch,) = attention.attention_launches(together, paged.queries, paged.pool, paged.inputs(), paged.scale)
+    _, launch = attention.attention_launches(together, paged.queries, paged.pool, paged.inputs(), paged.scale)
     assert launch.grid[0] in (2, 3)  # of 12 splits
     assert torch.equal(paged.attend(), together)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 40])
+@pytest.mark.parametrize("turn", [3, 200])
+def test_splits_are_listed_in_the_order_of_their_rows(
+    turn: int, window: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list has each split of each chunk of one row once, in turns that each begin with their number."""
+    split_by(monkeypatch, 16, most=4)
+    lengths = [1, 15, 16, 17, 0, 33, 900, 64, 65, 128] + [20] * 140
+    sizes = [1, 1, 2, 1, 1, 1, 1, 3, 1, 1] + [1] * 140
+    starts = [0, *accumulate(sizes)]
+    turn, most = min(turn, len(lengths)), 4
+    numbers = torch.tensor(starts + lengths, dtype=torch.int32, device=device)
+    counters = torch.full((turn * 3,), 7, dtype=torch.int32, device=device)
+    listed, launch = attention.list_launch(numbers[:151], numbers[151:], counters, turn, most, 3, window)
+    listed.fill_(-1)
+    launch.run()
+    assert not counters.any()
+    for nth, first in enumerate(range(0, len(lengths), turn)):
+        wanted = []
+        for chunk in range(first, min(first + turn, len(lengths))):
+            if sizes[chunk] != 1:
+                continue
+            read = lengths[chunk] - max(lengths[chunk] - window, 0) // 16 * 16
+            size = max(1, -(-read // (16 * most))) * 16
+            wanted += [[chunk - first, starts[chunk], lengths[chunk], split] for split in range(-(-read // size))]
+        assert listed[nth, 0, 0] == len(wanted)
+        assert listed[nth, 1 : 1 + len(wanted)].tolist() == wanted
+        assert bool((listed[nth, 1 + len(wanted) :] == -1).all())
+
+
+def test_layers_of_a_step_share_one_list_of_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer with a window lists the splits, and the others read the same memory."""
+    paged = Paged([300, 20, 129], heads=4, device=device)
+    both = attention.attention_inputs(paged.starts, paged.lengths, paged.tables.expand(2, *paged.tables.shape))
+    found = [attention.paged_attention(paged.queries, paged.pool, inputs, paged.scale) for inputs in both]
+    assert torch.equal(*found)
+    (listed,) = both[0].room.listed.values()
+    listed[0, 0] = 0  # no splits, for the layers behind
+    out = attention.paged_attention(paged.queries, paged.pool, both[1], paged.scale)
+    assert not torch.equal(out, found[0])
+    attention.paged_attention(paged.queries, paged.pool, both[1], paged.scale, window=50)
+    assert len(both[0].room.listed) == 2
 
 
 def test_two_tables_may_name_one_block(device: torch.device) -> None:
@@ -421,5 +466,5 @@ def test_programs_are_no_more_than_splits_or_places(chunks: int, longest: int, p
     queries, numbers = torch.empty(chunks, 2, 32, device="meta"), torch.empty(chunks + 1, device="meta")
     tables = torch.empty(chunks, 8, device="meta")
     inputs = attention.AttentionInputs(numbers, numbers[:chunks], tables, numbers[:1], longest, 1, True)
-    (launch,) = attention.attention_launches(queries.flatten(1), queries, pool, inputs, 1.0)
-    assert launch.grid == (programs,)
+    listing, launch = attention.attention_launches(queries.flatten(1), queries, pool, inputs, 1.0)
+    assert (listing.grid, launch.grid) == ((chunks,), (programs,))

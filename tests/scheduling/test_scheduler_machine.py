@@ -27,7 +27,7 @@ from d3engine.errors import InvalidValueError
 from d3engine.request.outputs import FinishReason
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.kv_cache import KVCache
-from d3engine.scheduling.plan import Plan, RunControl, Sampled
+from d3engine.scheduling.plan import ExecutorCapabilities, Plan, RunControl, Sampled
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.sequence import Draft, Sequence, Status
 from d3engine.scheduling.waiting import Immediate, IntervalAdmission
@@ -45,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         admission=st.sampled_from([Immediate(), Immediate(), IntervalAdmission(3)]),
         num_scheduler_steps=st.sampled_from([0, 1, 3, 8]),
+        launched_ahead=st.sampled_from([0, 0, 1, 4]),
         windows=st.one_of(st.just([None] * 8), st.lists(st.sampled_from([None, 1, 2, 5, 9]), min_size=8, max_size=8)),
         seed=st.integers(0, 2**16),
     )
@@ -58,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         admission: Immediate | IntervalAdmission,
         num_scheduler_steps: int,
+        launched_ahead: int,
         windows: list[int | None],
         seed: int,
     ) -> None:
@@ -76,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             admission=admission,
             enable_prefix_caching=caching,
             num_scheduler_steps=num_scheduler_steps,
+            capabilities=ExecutorCapabilities(launched_ahead=launched_ahead),
         )
         self.scheduler = Scheduler(config, self.cache)
         self.contents = Contents(self.cache)
@@ -284,7 +287,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         wanted = np.where(runs, -(-computed // self.cache.block_size), 0)
         most = wanted
         if self.control is not None:
-            last = min(computed + self.scheduler.config.num_scheduler_steps, sequence.max_length - 1)
+            config = self.scheduler.config
+            further = config.num_scheduler_steps + config.capabilities.launched_ahead
+            last = min(computed + further, sequence.max_length - 1)
             most = np.where(runs, -(-last // self.cache.block_size), 0)
         held = self.cache.num_blocks[sequence.slot]
         assert ((wanted <= held) & (held <= most)).all()

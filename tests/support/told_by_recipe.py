@@ -62,6 +62,7 @@ def beginning_of_a_layer() -> tuple[list[Tensor], Callable[[], Any]]:
     numbers = [inputs.query_starts, inputs.kv_lengths, inputs.block_tables, inputs.num_rows]
 
     def run() -> Any:
+        inputs.room.listed.clear()  # each time the first layer of a step
         queries = kernels.qkv(hidden, norm, 1e-5, weight, None, rotations, pool, entries, HEADS)
         return kernels.paged_attention(queries, pool, inputs, 0.25)
 

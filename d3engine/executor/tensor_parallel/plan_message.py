@@ -107,9 +107,11 @@ class _Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One plan. `plan` is None where it is the last one again, for its next step; `is_ended` as of its course."""
+    """One plan. `plan` is None where it is the last one again, for its next step, of whose run there may now be more;
+    `is_ended` as of its control."""
 
     plan: dict[str, Any] | None
+    num_steps: int
     num_preemptions: IntArray | None  # of each chunk's sequence
     facts: dict[int, dict[str, Any]]  # of sequences that are new, by chunk
     answers: dict[int, list[int]]  # by chunk, where penalties count their tokens
@@ -138,23 +140,27 @@ class PlanSender:
         self._block_size = block_size
         self._tables: IntArray | None = None  # as the others have them
         self._known: dict[int, Sequence] = {}  # who was told of, by slot
-        self._control: RunControl | None = None
+        self._run: tuple[RunControl | None, int] = None, 1  # the last plan's, and its steps
 
     def message(self, plan: Plan) -> bytes:
         """The plan as bytes; in a run whose steps the host takes one by one, it is sent once and then referred to."""
-        control = None if plan.multi_step is None else plan.multi_step.control
+        control, num_steps = None, 1
+        if plan.multi_step is not None:
+            control, num_steps = plan.multi_step.control, plan.multi_step.num_steps
         is_ended = control is not None and control.is_ended
-        if control is not None and control is self._control:
-            return pack(_Message(None, None, {}, {}, None, None, [], True, is_ended))
-        self._control = control
+        (last, last_num_steps), self._run = self._run, (control, num_steps)
+        if control is not None and control is last:
+            changes = self._changes(plan, num_steps) if num_steps > last_num_steps else None
+            return pack(_Message(None, num_steps, None, {}, {}, changes, None, [], True, is_ended))
         bare = replace(plan, multi_step=None if plan.multi_step is None else replace(plan.multi_step, control=None))
         return pack(
             _Message(
                 plan={name: getattr(bare, name) for name in _AS_THEY_ARE},
+                num_steps=num_steps,
                 num_preemptions=np.array([sequence.num_preemptions for sequence in plan.sequences]),
                 facts=self._facts_of_new(plan),
                 answers=_answers(plan),
-                changes=self._changes(plan),
+                changes=self._changes(plan, num_steps),
                 drafts=None if plan.drafts is None else replace(plan.drafts, model=None),
                 prompt_rows=[(prompt.position, prompt.rows) for prompt in plan.prompt_rows],
                 is_followed=control is not None,
@@ -170,12 +176,11 @@ class PlanSender:
                 found[chunk] = _facts(sequence)
         return found
 
-    def _changes(self, plan: Plan) -> _Changes:
+    def _changes(self, plan: Plan, num_steps: int) -> _Changes:
         tables, slots = plan.tables, plan.slots
         if self._tables is None:
             self._tables = np.zeros_like(tables)
-        steps = 1 if plan.multi_step is None else plan.multi_step.num_steps
-        columns = -(-int(plan.stops.max() + steps - 1) // self._block_size)
+        columns = -(-int(plan.stops.max() + num_steps - 1) // self._block_size)
         now = tables[slots, :, :columns]
         chunks, layers, places = (now != self._tables[slots, :, :columns]).nonzero()
         changed = slots[chunks], layers, places
@@ -195,19 +200,22 @@ class PlanReceiver:
     def plan(self, message: bytes) -> Plan:
         """The next plan; that of a run again where its next step is to be taken."""
         heard: _Message = unpack(message, _KINDS)
+        if heard.changes is not None:
+            if not self._tables.size:
+                self._tables = np.zeros(heard.changes.shape, np.int32)
+            self._tables.reshape(-1)[heard.changes.places] = heard.changes.blocks
         if heard.plan is not None:
             self._last = self._new_plan(heard.plan, heard)
         assert self._last is not None
-        control = None if self._last.multi_step is None else self._last.multi_step.control
-        if control is not None and heard.is_ended:
-            control.end()
+        run = self._last.multi_step
+        if run is not None and run.num_steps < heard.num_steps:
+            run = replace(run, num_steps=heard.num_steps)
+            self._last = replace(self._last, multi_step=run)
+        if run is not None and run.control is not None and heard.is_ended:
+            run.control.end()
         return self._last
 
     def _new_plan(self, given: dict[str, Any], heard: _Message) -> Plan:
-        assert heard.changes is not None
-        if not self._tables.size:
-            self._tables = np.zeros(heard.changes.shape, np.int32)
-        self._tables.reshape(-1)[heard.changes.places] = heard.changes.blocks
         sequences = [self._sequence(chunk, slot, heard) for chunk, slot in enumerate(given["slots"].tolist())]
         multi_step: MultiStep | None = given["multi_step"]
         if multi_step is not None:
