@@ -12,6 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d3engine.kernels.triton.small_values import has_ptx
+
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
 # In what follows 32 columns are a run, and 256 the largest block: in the interpreter Triton's own constants have no
 # remainders.
 BLOCK = 256
@@ -62,6 +66,35 @@ def _fifth_word(TYPE):
     return {"Q5_0": 0, "Q5_1": 1}.get(TYPE, -1)
 
 
+@triton.constexpr_function
+def _more_mask(TYPE):
+    """What more of a code lies in bytes of its own: one bit or two; 0 for none."""
+    return {"Q5_K": 1, "Q6_K": 3}.get(TYPE, 0)
+
+
+@triton.constexpr_function
+def _more_place(TYPE, of_block):
+    """The first bit of that in its byte, in the run `of_block` of a block."""
+    return of_block % 4 * 2 if TYPE == "Q6_K" else of_block
+
+
+@triton.constexpr_function
+def _to_floats(TYPE, nth, place):
+    """PTX that makes of four bytes of codes 2^23 + each; `place` is the first bit of what more there is of them."""
+    if TYPE == "Q8_0":
+        lines = ["xor.b32 a, $4, 0x80808080"]  # what is signed becomes what has an offset
+    elif runs_of(TYPE) == 1:
+        lines = ["mov.b32 a, $4"]
+    else:
+        lines = [f"shr.b32 a, $4, {4 * nth}", "and.b32 a, a, 0x0f0f0f0f"]
+    if _more_mask(TYPE):
+        mask = 0x10101010 * _more_mask(TYPE)
+        shift = f"shl.b32 b, $5, {4 - place}" if place <= 4 else f"shr.b32 b, $5, {place - 4}"
+        lines += [shift, f"and.b32 b, b, {mask}", "or.b32 a, a, b"]
+    lines += [f"prmt.b32 ${byte}, a, 0x4B000000, 0x744{byte}" for byte in range(4)]
+    return "{ .reg .b32 a, b; " + " ".join(f"{line};" for line in lines) + " }"
+
+
 @triton.jit
 def load_codes(code_rows, TYPE: tl.constexpr, start, TILE: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """uint8 [rows, 32]: a tile of the step that begins at column `start`, of rows at `code_rows` [rows]."""
@@ -85,24 +118,32 @@ def run_values(
     """float32 [rows, 32]: the run NTH of the tile whose bytes are `codes`."""
     # The number of a run in its block, of K-quants.
     OF_BLOCK: tl.constexpr = run_column(TYPE, TILE, NTH) % 256 // 32
+    PLACE: tl.constexpr = _more_place(TYPE, OF_BLOCK)
     scale, minimum = _run_scales(scale_rows, TYPE, start, TILE, NTH, K, BLOCK_K)
-    numbers = codes.to(tl.int32)
-    if runs_of(TYPE) == 2:
-        numbers = (numbers >> (4 * NTH)) & 15
+    more = codes
     if TYPE == "Q5_K":
-        fifth = _load_tile(code_rows, start // 256 * 160 + TILE // 4 * 160).to(tl.int32)
-        numbers |= ((fifth >> OF_BLOCK) & 1) << 4
+        more = _load_tile(code_rows, start // 256 * 160 + TILE // 4 * 160)
     elif TYPE == "Q6_K":
-        two = _load_tile(code_rows, start // 256 * 192 + (TILE // 4 * 192 + 128 + TILE % 4 // 2 * 32)).to(tl.int32)
-        numbers |= ((two >> (OF_BLOCK % 4 * 2)) & 3) << 4
-    elif _fifth_word(TYPE) >= 0:
-        WORD: tl.constexpr = _fifth_word(TYPE)
-        group = _at_most(start // 32 + (2 * TILE + NTH), K // 32 - 1, K, BLOCK_K)
-        fifth = tl.load(scale_rows + (group * (WORD + 1) + WORD))[:, None] >> tl.arange(0, 32)[None, :]
-        numbers |= (fifth & 1) << 4
-    elif TYPE == "Q8_0":
-        numbers ^= 128  # what is signed becomes what has an offset
-    values = _float_of(numbers, _offset(TYPE)) * scale
+        more = _load_tile(code_rows, start // 256 * 192 + (TILE // 4 * 192 + 128 + TILE % 4 // 2 * 32))
+    if (_fifth_word(TYPE) >= 0) or (_INTERPRETED or not has_ptx()):
+        numbers = codes.to(tl.int32)
+        if runs_of(TYPE) == 2:
+            numbers = (numbers >> (4 * NTH)) & 15
+        if _more_mask(TYPE) > 0:
+            numbers |= ((more.to(tl.int32) >> PLACE) & _more_mask(TYPE)) << 4
+        elif _fifth_word(TYPE) >= 0:
+            WORD: tl.constexpr = _fifth_word(TYPE)
+            group = _at_most(start // 32 + (2 * TILE + NTH), K // 32 - 1, K, BLOCK_K)
+            fifth = tl.load(scale_rows + (group * (WORD + 1) + WORD))[:, None] >> tl.arange(0, 32)[None, :]
+            numbers |= (fifth & 1) << 4
+        elif TYPE == "Q8_0":
+            numbers ^= 128  # what is signed becomes what has an offset
+        floats = (numbers | 0x4B000000).to(tl.float32, bitcast=True)
+    else:
+        floats = tl.inline_asm_elementwise(
+            _to_floats(TYPE, NTH, PLACE), "=r,=r,=r,=r,r,r", [codes, more], tl.float32, True, 4
+        )
+    values = (floats - (8388608.0 + _offset(TYPE))) * scale
     if _offset(TYPE) == 0:
         values += minimum
     return values

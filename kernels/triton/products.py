@@ -44,6 +44,7 @@ MIN_PROGRAMS: int | None = None
 """Programs that leave no processor without work; None: as many as the device has, see `_least_programs`."""
 
 MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
+MIN_BLOCK_STEPS = 2  # the same of blocks, whose steps are longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
     """For up to 16 rows, which are the right operand: of the left one tensor cores take 16 or 64 rows, of this 8."""
     (outputs, columns), enough, form = weight.shape, _least_programs(weight), form_of(weight)
     many, half = outputs >= 2 * 64 * enough, outputs >= 64 * enough
-    block_outputs = _enough_programs(64 if many else 32, outputs, enough, least=16)
+    block_outputs = _enough_programs(64 if many and form != "blocks" else 32, outputs, enough, least=16)
     if dtype == torch.float32 or isinstance(weight, Tensor):
         kernel = "few rows of float32" if dtype == torch.float32 else "few rows"
         return replace(_tile_of(line_of(kernel, form, rows)), outputs=block_outputs)
@@ -168,20 +169,18 @@ def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
 
 
 def _split(tile: Tile, weight: Weight) -> Tile:
-    """`tile` with parts, if that gives every processor two programs (four of int4) where there were fewer.
+    """`tile` with parts, if that gives a processor two programs (four of int4, six of blocks) where there were fewer.
 
     Then outputs are many a program, since each program reads the rows: these would be half of what it moves.
     """
     outputs, columns = weight.shape
     form = form_of(weight)
-    packed = form in ("int4", "blocks")
-    wide = replace(tile, outputs=32 if packed else 64, columns=GROUP if form == "int4" else tile.columns)
+    each, least = {"int4": (4, MIN_STEPS), "blocks": (6, MIN_BLOCK_STEPS)}.get(form, (2, MIN_STEPS))
+    wide = replace(tile, outputs=64 if each == 2 else 32, columns=GROUP if form == "int4" else tile.columns)
     if not isinstance(weight, Tensor) and tile.warps < 4:
         wide = replace(wide, warps=2)
     programs = triton.cdiv(outputs, wide.outputs)
-    parts = min(
-        (4 if packed else 2) * _least_programs(weight) // programs, triton.cdiv(columns, wide.columns) // MIN_STEPS
-    )
+    parts = min(each * _least_programs(weight) // programs, triton.cdiv(columns, wide.columns) // least)
     if parts < 2:
         return tile
     parts = triton.cdiv(columns, replace(wide, parts=parts).part_columns(columns))  # none is empty
@@ -238,14 +237,17 @@ def product_launch(
         arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     limits: dict[str, Any] = {}
-    if tile.warps == 2:
+    is_block = isinstance(weight, SplitBlockWeight)
+    if tile.warps == 2 and is_block:
+        limits = LIMITS["product of blocks, two warps"].options
+    elif tile.warps == 2:
         is_large = tile.rows > 8 and tile.outputs >= 64
         limits = LIMITS["product of two warps" + (", 64 outputs beside 16 rows" if is_large else "")].options
     if tile.rows == 1 and isinstance(weight, WeightFormat) and weight.least_capability:
         groups = " with scales of groups" if weight.row_scales is None else ""
         limits = LIMITS["one row, 8-bit floats" + groups].options
-    # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
-    streams = tile.rows <= 64 or isinstance(weight, Tensor)
+    # Beside 128 rows small weights wait for tensor cores, and for becoming floats; blocks do so beside more than a few.
+    streams = tile.rows <= (FEW_ROWS.value if is_block else 64) or isinstance(weight, Tensor)
     least = least_capability(weight)
     return Launch(kernel, grid, arguments, tile.warps, tile.stages, **limits, least_capability=least, streams=streams)
 

@@ -88,8 +88,8 @@ LINES = (
     Line("few rows", "bytes", 16, 16, 64, 128, 2, 6, True, _PAIRS),
     Line("few rows", "int4", 8, 8, 64, 2 * GROUP, 2, 3, True, _PAIRS),
     Line("few rows", "int4", 16, 16, 64, 2 * GROUP, 2, 3, True, _PAIRS),
-    Line("few rows", "blocks", 8, 8, 64, _STEP, 2, 3, True, _PAIRS),
-    Line("few rows", "blocks", 16, 16, 64, _STEP, 2, 3, True, _PAIRS),
+    Line("few rows", "blocks", 8, 8, 32, _STEP, 2, 3, True, _PAIRS + "; many programs hide what that takes"),
+    Line("few rows", "blocks", 16, 16, 32, _STEP, 2, 3, True, _PAIRS + "; many programs hide what that takes"),
     Line("few rows, few programs", "bytes", 16, 16, 32, 256, 2, 4, True, "shorter rounds have too little under way"),
     Line("few rows, few programs", "int4", 8, 8, 64, 2 * GROUP, 4, 3, True, "two warps have too few loads under way"),
     Line("few rows, few programs", "int4", 16, 16, 64, 2 * GROUP, 4, 3, True, "two warps have too few loads under way"),
@@ -103,6 +103,7 @@ LINES = (
 LIMITS = {
     "product of two warps": Limit(168, "six programs have room; left alone, ptxas saves registers and spills", 200),
     "product of two warps, 64 outputs beside 16 rows": Limit(168, "four have room by shared memory", 240),
+    "product of blocks, two warps": Limit(240, "four programs have room by shared memory; 200 spill beside 16 rows"),
     "one row, 8-bit floats": Limit(112, "four programs have room, or seven of half as many threads"),
     "one row, 8-bit floats with scales of groups": Limit(128, "as above, and the scales", 144),
     "attention of single rows, three programs": Limit(168, "three programs of four warps have room"),

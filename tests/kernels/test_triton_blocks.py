@@ -186,11 +186,8 @@ def test_qkv_of_matrices_of_several_types(
 
 
 @pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "Q8_0"])
-def test_columns_that_several_programs_share_are_added_up(
-    type_name: str, randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_that_several_programs_share_are_added_up(type_name: str, randn: Randn, device: torch.device) -> None:
     """Steps of a row are divided among programs, each from its own first column on."""
-    monkeypatch.setattr(products, "MIN_STEPS", 2)
     columns = 1024 if type_name in K_QUANTS else 1056
     weight, exact = random_weight(type_name, 21, columns, device)
     x, residual = randn(5, columns, dtype=torch.float16), randn(5, 21, dtype=torch.float16)
