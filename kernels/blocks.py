@@ -276,7 +276,7 @@ def in_eight_bits(x: Tensor) -> Tensor:
     return ((groups * by).round() * (largest / 127)).view(x.shape)
 
 
-def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | StackedWeight:
+def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | SplitBlockWeight | StackedWeight:
     """`weight` interleaved, in new memory, where it is in blocks; as it is where its rows are no multiple of 32.
 
     Of a stack, neighbours of one format become one matrix.

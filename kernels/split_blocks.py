@@ -113,7 +113,7 @@ class SplitBlockWeight(WeightFormat):
 
 
 def split_columns(type_name: str, columns: int) -> tuple[int, int]:
-    """Bytes of codes and words of scales of a row of so many columns."""
+    """Bytes of codes and words of scales of a row of `columns` columns."""
     parts, count = _PARTS[type_name], columns // BLOCK_FORMATS[type_name].columns
     codes = (count + count % 2 * parts.in_pairs) * (parts.codes.stop - parts.codes.start)
     words = count * (parts.words.stop - parts.words.start) // 4

@@ -30,7 +30,7 @@ def runs_of(TYPE):
 
 @triton.constexpr_function
 def tiles_of(TYPE, columns):
-    """Tiles of a step of so many columns."""
+    """Tiles of a step of `columns` columns."""
     return columns // (32 if TYPE in ("Q8_0", "U8_32", "U8_128") else 64)
 
 

@@ -29,7 +29,7 @@ def sums_launches(
     """
     rows, (outputs, columns) = x.shape[0], weight.shape
     sums = torch.empty(tile.parts, rows, outputs, dtype=torch.float32, device=x.device)
-    launches = []
+    launches: list[Launch] = []
     if tile.stack and tile.is_normed and norm is not None:  # once for all its matrices
         x, launches = normed_or_not(x, *norm, num_rows)
         norm = None

@@ -53,8 +53,9 @@ def answers(model: Path, backend: str, graphs: bool, **options: Any) -> tuple[An
         patch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
         given = OPTIONS | {"device": device, "dtype": "float32", "backend": backend} | options
         with Engine(model, depth=D3(0.8, 0.3), **given) as engine:
-            model = engine.executor._model if graphs else engine.executor.model
-            return model.weights, engine.generate(prompts, PARAMS, use_tqdm=False)
+            executor: Any = engine.executor
+            run = executor._model if graphs else executor.model
+            return run.weights, engine.generate(prompts, PARAMS, use_tqdm=False)
 
 
 def assert_as_on_torch(model: Path, *, graphs: bool = False) -> Any:
@@ -117,6 +118,6 @@ def test_groups_of_integers_answer_as_on_plain_torch(
 def test_named_weight_dtype_makes_floats(gguf_file: Callable[..., Path]) -> None:
     """With `weight_dtype` matrices are floats; with `dtype` alone they stay, for it is that of activations."""
     file = gguf_file(("Q8_0",), hidden=32, intermediate=32, heads=2, kv_heads=1, head_dim=16)
-    options = {"backend": "triton", "graphs": False}
+    options: dict[str, Any] = {"backend": "triton", "graphs": False}
     assert isinstance(answers(file, **options)[0].layers[0].down, SplitBlockWeight)
     assert isinstance(answers(file, **options, weight_dtype="float32")[0].layers[0].down, torch.Tensor)
