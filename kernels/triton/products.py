@@ -44,6 +44,8 @@ MIN_PROGRAMS: int | None = None
 """Programs that leave no processor without work; None: as many as the device has, see `_least_programs`."""
 
 MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
+FIVE_BITS = ("Q5_0", "Q5_1")
+FEW_FIVE_BIT_ROWS = 8  # of these: beside 16 rows, with their norm, ptxas spills what their bits take
 MIN_BLOCK_STEPS = 2  # the same of blocks, whose steps are longer
 
 
@@ -99,7 +101,8 @@ def product_tile(
     reads_small = not isinstance(weight, Tensor) and dtype != torch.float32
     if rows > (UNPACK_ROWS if reads_small else MATMUL_ROWS) and not batch_invariant:
         return None
-    if rows <= FEW_ROWS.value:
+    has_five_bits = isinstance(weight, SplitBlockWeight) and weight.type_name in FIVE_BITS
+    if rows <= (FEW_FIVE_BIT_ROWS if has_five_bits else FEW_ROWS.value):
         tile = _few_rows_tile(rows, weight, dtype, may_split)
         return _split(tile, weight) if may_split else tile
     if dtype == torch.float32:
