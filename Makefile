@@ -82,7 +82,10 @@ docs: $(VENV)/.installed-dev
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
 # flight, or reads what the kernel before it may not have written yet. The last two are for devices without programmatic launch, and AMD's.
+# Kernels that read blocks are bound by arithmetic: what they have in flight is not judged.
 # Grouped heads have so few queries, keys and values that of int4 too few warps make floats of them, and of bytes at 16 rows.
+OF_BLOCKS := --shapes llama3-8b --spills-only --operations
+OTHER_BLOCKS := Q4_0,Q4_1,Q5_0,Q5_1,Q8_0,Q5_K,U4_32,U4_128,U8_32,U8_128
 GROUPED := int4:1,int4:8,int4:16,int8:16,fp8:16
 inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --weights all
@@ -93,6 +96,8 @@ inspect: $(VENV)/.installed
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --operations qkv,linear_residual,gate_up,lm_head --weights all --rows 64 --batch-invariant
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --no-pdl --may-starve $(GROUPED)
 	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --arch gfx942,gfx950
+	$(BIN)/python -m d3engine.kernels.inspect --arch 80,90,100,gfx942 --weights Q4_K,Q6_K $(OF_BLOCKS) qkv,linear_residual,gate_up,lm_head,unpack
+	$(BIN)/python -m d3engine.kernels.inspect --arch 80,90,100,gfx942 --weights $(OTHER_BLOCKS) $(OF_BLOCKS) gate_up,unpack
 
 # The native library by other compilers than an installation's, for Arm and Windows under emulators, and with sanitizers.
 ports: $(VENV)/.installed-test $(VENV)/.native

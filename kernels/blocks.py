@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from d3engine.kernels.integer_groups import scales_of_integer_groups, unpack_integer_groups
 from d3engine.kernels.interleaved import LANES
 from d3engine.kernels.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from d3engine.kernels.split_blocks import SplitBlockWeight
 
 _Given = TypeVar("_Given")
 
@@ -87,6 +90,10 @@ class BlockWeight(WeightFormat):
     def at(self, places: Tensor) -> BlockWeight:
         """The rows at int64 `places` [T], copied."""
         return BlockWeight(self.type_name, self.blocks[places], self.num_columns)
+
+    def above(self, others: Sequence[Any]) -> BlockWeight:
+        """This matrix on top of others of its type, copied."""
+        return BlockWeight(self.type_name, torch.cat([self.blocks, *(o.blocks for o in others)]), self.num_columns)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         from d3engine.kernels.native.library import LibraryMissing, read_block_rows  # which knows this class
@@ -164,7 +171,14 @@ class StackedWeight(WeightFormat):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(part if isinstance(part, Tensor) else part.tensors[0] for part in self.parts)
+        return tuple(
+            tensor for part in self.parts for tensor in ((part,) if isinstance(part, Tensor) else part.tensors)
+        )
+
+    @property
+    def type_name(self) -> tuple[str | None, ...]:
+        """Those of the parts; None for floats."""
+        return tuple(None if isinstance(part, Tensor) else part.type_name for part in self.parts)
 
     def rows(self, start: int, stop: int) -> StackedWeight:
         """Output channels [start, stop) alone; of parts in lanes as float32."""
@@ -184,34 +198,27 @@ class StackedWeight(WeightFormat):
         )
 
 
-Stackable: TypeAlias = "BlockWeight | BlockLanesWeight | Tensor"
+Stackable: TypeAlias = "BlockWeight | BlockLanesWeight | SplitBlockWeight | Tensor"
 
 
 def stacked(parts: Sequence[Stackable]) -> Stackable | StackedWeight:
     """The matrices on top of each other: neighbours of one format become one matrix, copied."""
     found: list[Stackable] = []
-    for name, group in groupby(parts, key=_format_of):
+    for _, group in groupby(parts, key=_format_of):
         same = list(group)
-        if len(same) == 1 or name is None:
+        first, others = same[0], same[1:]
+        if not others or isinstance(first, BlockLanesWeight):
             found += same
-        elif name is Tensor:
+        elif isinstance(first, Tensor):
             found.append(torch.cat([part for part in same if isinstance(part, Tensor)]))
         else:
-            found.append(_as_one([part for part in same if isinstance(part, BlockWeight)]))
+            found.append(first.above(others))
     return found[0] if len(found) == 1 else StackedWeight(tuple(found))
 
 
 def _format_of(part: Stackable) -> object:
-    """What neighbours must have in common to become one matrix; None: nothing does."""
-    if isinstance(part, BlockLanesWeight):
-        return None
-    return part.type_name if isinstance(part, BlockWeight) else Tensor
-
-
-def _as_one(parts: Sequence[BlockWeight]) -> BlockWeight:
-    if len(parts) == 1:
-        return parts[0]
-    return BlockWeight(parts[0].type_name, torch.cat([part.blocks for part in parts]), parts[0].num_columns)
+    """What neighbours must have in common to become one matrix."""
+    return Tensor if isinstance(part, Tensor) else (type(part), part.type_name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +280,7 @@ def in_eight_bits(x: Tensor) -> Tensor:
     return ((groups * by).round() * (largest / 127)).view(x.shape)
 
 
-def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | StackedWeight:
+def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | SplitBlockWeight | StackedWeight:
     """`weight` interleaved, in new memory, where it is in blocks; as it is where its rows are no multiple of 32.
 
     Of a stack, neighbours of one format become one matrix.
@@ -293,7 +300,7 @@ def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight |
 def _in_lanes(parts: Sequence[BlockWeight]) -> BlockWeight | BlockLanesWeight:
     """Matrices of one format as one, read where they lie."""
     if any(part.shape[0] % (2 * LANES) for part in parts):
-        parts = [_as_one(parts)]
+        parts = [parts[0].above(parts[1:])] if len(parts) > 1 else parts
     first, rows = parts[0], sum(part.shape[0] for part in parts)
     if rows % (2 * LANES):
         return first

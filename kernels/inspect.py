@@ -147,12 +147,12 @@ def inspect(
 ) -> Iterator[Usage]:
     """Compile every registered launch of the named shapes (of `operations` only, if any) and yield what it needs.
 
-    `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8", "fp8", "fp8_groups" and "int4"; only
-    the first if there is none. What does not depend on them is compiled once, as is every specialization that several
-    launches share. Of launches for several row counts there are those for `rows` alone, if any. With `spills_only`
-    what a kernel has in flight is not inspected. With `batch_invariant` projections are those of `batch_invariant.py`;
-    with `matmul_rows` also those of up to this number of rows that torch would get. `programmatic`: launched so where
-    the device has it. `jobs` processes compile.
+    `weights` names the forms of the matrices: that of `dtype` ("bf16"), "int8", "fp8", "fp8_groups", "int4", and types
+    of blocks such as "Q4_K"; only the first if there is none. What does not depend on them is compiled once, as is
+    every specialization that several launches share. Of launches for several row counts there are those for `rows`
+    alone, if any. With `spills_only` what a kernel has in flight is not inspected. With `batch_invariant` projections
+    are those of `batch_invariant.py`; with `matmul_rows` also those of up to this number of rows that torch would get.
+    `programmatic`: launched so where the device has it. `jobs` processes compile.
     Raises `ValueError` for an unknown name or row count, and `RuntimeError` where kernels cannot be compiled.
     """
     # Imported late: `--help` needs no Triton, and nothing but this module may import it without a GPU.
@@ -165,7 +165,7 @@ def inspect(
     float_name, wanted, archs, rows = TRITON_NAMES[dtype], list(operations), list(archs), list(rows)
     forms = list(weights) or [float_name]
     _need_known("shapes", shapes := list(shapes), launches.SHAPES)
-    _need_known("weights", forms, (float_name, *launches.QUANTIZED))
+    _need_known("weights", forms, (float_name, *launches.QUANTIZED, *launches.BLOCKS))
     _need_known("operations", wanted, launches.MODULES)
     _need_known("arch", archs, TARGETS)
     _need_known("rows", rows, launches.ROW_COUNTS)
@@ -280,7 +280,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--weights",
         type=_names,
         default=[],
-        help="the dtype, int8, fp8, fp8_groups, int4; or all, but for fp8_groups; the dtype if left out",
+        help="the dtype, int8, fp8, fp8_groups, int4, types of blocks such as Q4_K; all: the dtype, int8, fp8, int4;"
+        " the dtype if left out",
     )
     parser.add_argument(
         "--may-starve",

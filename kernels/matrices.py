@@ -11,12 +11,14 @@ from torch import Tensor
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
 from d3engine.kernels.interleaved import Int8LanesWeight
 from d3engine.kernels.quantized import Int8Weight
+from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.kernels.weight_format import WeightFormat
 
 Weight: TypeAlias = Tensor | WeightFormat
-"""Floats, or a matrix of one of the formats: `quantized.py`, `interleaved.py`, `blocks.py` and `bf12.py` have them."""
+"""Floats, or a matrix of one of the formats: `quantized.py`, `interleaved.py`, `blocks.py`, `split_blocks.py` and
+`bf12.py` have them."""
 
-Table: TypeAlias = Tensor | Int8Weight | Int8LanesWeight | BlockWeight | BlockLanesWeight
+Table: TypeAlias = Tensor | Int8Weight | Int8LanesWeight | BlockWeight | BlockLanesWeight | SplitBlockWeight
 """A matrix [V, K] of which single rows are read: an embedding."""
 
 

@@ -30,7 +30,7 @@ from d3engine.kernels.blocks import StackedWeight, in_eight_bits
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.low_rank import RowMaps, add_maps_
-from d3engine.kernels.matrices import Weight, tensors_of
+from d3engine.kernels.matrices import Weight, looked_up, tensors_of
 from d3engine.kernels.reference_attention import attention_inputs as attention_inputs
 from d3engine.kernels.reference_attention import decode_attention_inputs as decode_attention_inputs
 from d3engine.kernels.reference_attention import live_rows, soft_capped, undefined_beyond
@@ -40,6 +40,8 @@ from d3engine.kernels.weight_format import WeightFormat
 
 TABLE_DTYPE = torch.int64
 """Of the block tables of a step."""
+
+embed = looked_up
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

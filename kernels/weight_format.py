@@ -16,7 +16,7 @@ class WeightFormat(ABC):
     """
 
     values_a_byte: ClassVar[int] = 0
-    """Of a format that Triton's kernels read as `values` and `scales`; 0: the native library alone reads it."""
+    """Of a format that Triton's kernels read as `values` and `scales`; 0 for others, and blocks."""
     least_capability: ClassVar[int] = 0
     """The first compute capability that reads it, without the point; 0 for any."""
     native_isas: ClassVar[frozenset[str]] = frozenset()

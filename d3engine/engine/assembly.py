@@ -98,6 +98,7 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
             device=settings.device,
             form=form,
             keeps_blocks=settings.keeps_blocks,
+            splits_blocks=settings.splits_blocks,
         )
     elif form is not None:
         weights = in_layout(weights, form)

@@ -105,6 +105,7 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         device=of_draft.device,
         form=_draft_form(of_draft) if of_draft.executor == "native" else None,
         keeps_blocks=of_draft.keeps_blocks,
+        splits_blocks=of_draft.splits_blocks,
     )
     return DraftWeights(given, own, weights, of_draft)
 
@@ -112,7 +113,7 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
 def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) -> EngineSettings:
     """The settings of a draft model beside those of its target: what makes it fast, since no answer depends on it."""
     if settings.executor != "native":
-        return replace(settings, directory=directory, config=own, keeps_blocks=False)
+        return replace(settings, directory=directory, config=own, keeps_blocks=settings.splits_blocks)
     kept = kept_by_default("auto", directory, own, "native") or settings.weight_dtype
     has_blocks = files_of(directory).packed_bytes() is not None
     return replace(

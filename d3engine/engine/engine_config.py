@@ -80,7 +80,7 @@ class EngineConfig:
         weight_dtype: Type of float matrices and the embedding alone: `dtype`, or on a CPU "bfloat16" or "float16"
             under float32 activations, with half the bytes. "auto" keeps a file's 16-bit floats, and the
             quantized matrices of a GGUF file or an AWQ, GPTQ or llm-compressor checkpoint, where the native library
-            decodes and no `dtype` is named.
+            decodes and no `dtype` is named, or where Triton's kernels do.
         activations: Type of activations for quantized matrices of GGUF, AWQ or GPTQ files on a CPU: "float32" is
             exact, "int8" has 8 bits and a scale for each 32 values, for x86 processors with AVX2. "auto" is the latter
             there from a hidden size of 896 on: narrower models lose more by it.

@@ -14,6 +14,7 @@ from d3engine.engine.host import check_length, machine_bytes, table_bytes
 from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, block_bytes
+from d3engine.kernels.split_blocks import SPLIT_TYPES
 from d3engine.kernels.target import target_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import SCALES, VALUES
@@ -83,9 +84,7 @@ def fitting_length(settings: EngineSettings, part: Part) -> int:
     config, given = settings.config, settings.kv_cache_memory_bytes
     cached = one.sequence_blocks * one.block_bytes if given is None else 0
     is_cpu, there = settings.device.type == "cpu", machine_bytes()
-    weights = weight_bytes(config, part, settings.weight_dtype)
-    if settings.keeps_blocks:
-        weights = files_of(settings.directory).packed_bytes() or weights
+    weights = _packed_bytes(settings) or weight_bytes(config, part, settings.weight_dtype)
     rooms = []
     if there is not None:
         beside = weights + (given or 0) if is_cpu else 0
@@ -97,6 +96,18 @@ def fitting_length(settings: EngineSettings, part: Part) -> int:
         rooms.append(left // cached)
     length = settings.block_size * min(rooms, default=MOST_LENGTH)
     return max(LEAST_LENGTH, min(length, MOST_LENGTH))
+
+
+def _packed_bytes(settings: EngineSettings) -> int | None:
+    """Bytes of weights whose matrices stay in blocks; None for all others."""
+    files = files_of(settings.directory)
+    packed = files.packed_bytes() if settings.keeps_blocks else None
+    if packed is None or not settings.splits_blocks:
+        return packed
+    each = settings.weight_dtype.itemsize
+    with files.open_checkpoint() as checkpoint:
+        entries = checkpoint.entries.values()
+        return sum(one.nbytes if one.type_name in SPLIT_TYPES else prod(one.shape) * each for one in entries)
 
 
 def num_blocks(settings: EngineSettings, workspace_bytes: Callable[[], int], draft: ModelConfig | None = None) -> int:

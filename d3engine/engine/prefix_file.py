@@ -51,7 +51,7 @@ class PrefixFile:
             "torch": torch.__version__,
         }
         types = ("dtype", "weight_dtype", "kv_dtype", "activations", "weight_compression")
-        for name in (*types, "block_size", "kernels", "batch_invariant"):
+        for name in (*types, "keeps_blocks", "block_size", "kernels", "batch_invariant"):
             depends_on[name] = str(getattr(settings, name))
         return cls(Path(settings.prefix_cache_file), settings.prefix_cache_file_bytes, json.dumps(depends_on))
 

@@ -269,8 +269,10 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     widens = backend != "triton"
     weight_dtype = resolve_weight_dtype(given.weight_dtype, dtype=computed, device=there, kept=kept, widens=widens)
     is_as_it_lies = (given.dtype, given.weight_dtype, given.weight_compression) == ("auto", "auto", "none")
-    keeps_blocks = executor == "native" and is_as_it_lies
-    has_blocks = keeps_blocks and files_of(directory).packed_bytes() is not None
+    is_native = executor == "native"
+    has_blocks = is_native and is_as_it_lies and files_of(directory).packed_bytes() is not None
+    is_triton = backend == "triton" or (backend == "auto" and there.type == "cuda")
+    splits_blocks = is_triton and given.weight_dtype == "auto" and given.tensor_parallel_size == 1
     resolved: dict[str, Any] = {
         "directory": directory,
         "config": config,
@@ -283,7 +285,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "admission": given.admission or Immediate(),
         "backend": backend,
         "executor": executor,
-        "keeps_blocks": keeps_blocks,
+        "keeps_blocks": (is_native and is_as_it_lies) or splits_blocks,
         "activations": resolve_activations(given.activations, has_blocks, config),
         "num_threads": given.num_threads or default_threads(),
         "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor),

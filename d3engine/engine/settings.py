@@ -52,6 +52,11 @@ class EngineSettings(EngineConfig):
     """Whether quantized matrices of a GGUF file stay in ggml's blocks."""
 
     @property
+    def splits_blocks(self) -> bool:
+        """Whether they do so as Triton's kernels read them."""
+        return self.keeps_blocks and self.kernels == "triton"
+
+    @property
     def kernels(self) -> Literal["torch", "triton"]:
         """The operations that the host calls: the native library's are not among them."""
         is_triton = self.backend == "triton" or (self.backend == "auto" and self.device.type == "cuda")

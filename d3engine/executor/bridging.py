@@ -19,7 +19,7 @@ from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.hidden_states import Due
 from d3engine.executor.interface import ExecutorStats
-from d3engine.kernels.weight_format import WeightFormat
+from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.model.bridges import BRIDGES_FILE, BridgeWeights, Window, held, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
@@ -133,7 +133,8 @@ class BridgeStore:
         student = self._students[name]
         gates, is_cpu = own.layers[next(iter(student.layers), 0)].gate_up, self._kind["device"].type == "cpu"
         plain = None
-        if is_cpu and isinstance(gates, WeightFormat) and any(NEURONS in one for one in student.layers.values()):
+        has_rows = isinstance(gates, Tensor | SplitBlockWeight)
+        if is_cpu and not has_rows and any(NEURONS in one for one in student.layers.values()):
             # Single rows are taken from the file's own format: on a CPU the engine may hold another layout.
             plain = load_weights(self._directory, self._config, keeps_blocks=True, show_progress=False, **self._kind)
         return with_student(own, student, plain)

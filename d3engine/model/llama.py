@@ -12,7 +12,7 @@ from torch import Tensor
 
 from d3engine.kernels.kv_pool import NO_WINDOW, KVPool
 from d3engine.kernels.low_rank import LM_HEAD, RowMaps
-from d3engine.kernels.matrices import Weight, looked_up
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.reference import rms_norm
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.model.adapters import RowAdapters
@@ -41,7 +41,10 @@ class Llama:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, H] of int64 `token_ids` [T]."""
         table, dtype = self.weights.embedding, self.weights.dtype
-        found = looked_up(table, token_ids, dtype) if self.ranks is None else self.ranks.embed(token_ids, table, dtype)
+        if self.ranks is None:
+            found = self.kernels.embed(table, token_ids, dtype)
+        else:
+            found = self.ranks.embed(token_ids, table, dtype)
         return scaled_embedding_(found, self.config)
 
     def layer(

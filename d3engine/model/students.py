@@ -29,6 +29,7 @@ from d3engine.kernels.blocks import (
 from d3engine.kernels.interleaved import LanesWeight, in_lanes
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Int8Weight, quantize_int8
+from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.model.bridges import MadeFor, check_floats, read_made, write_made
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights
@@ -176,7 +177,7 @@ def narrowed(layer: LayerWeights, neurons: Tensor, like: Weight | None = None) -
     rows = torch.cat((neurons, neurons + whole.shape[0] // 2))
     if isinstance(whole, Tensor):
         return whole[rows.to(whole.device)].contiguous()
-    if isinstance(whole, BlockWeight | Int8Weight):
+    if isinstance(whole, BlockWeight | Int8Weight | SplitBlockWeight):
         return _laid_out(whole.at(rows), like)
     if isinstance(whole, StackedWeight) and all(isinstance(part, BlockWeight) for part in whole.parts):
         return _laid_out(stacked(_rows_of_parts(whole, rows)), like)
@@ -191,7 +192,9 @@ def _like(own: Weight, values: Tensor) -> Weight:
     if own.float_dtype is not None:  # held without loss
         return values.to(own.tensors[0].device, own.float_dtype).contiguous()
     there = values.float().to(own.tensors[0].device)
-    if isinstance(own, BlockWeight | BlockLanesWeight | StackedWeight) and not values.shape[1] % ROUNDED_COLUMNS:
+    parts = own.parts if isinstance(own, StackedWeight) else (own,)
+    in_blocks = any(isinstance(part, BlockWeight | BlockLanesWeight) for part in parts)
+    if in_blocks and not values.shape[1] % ROUNDED_COLUMNS:
         return _laid_out(quantize_blocks(there, "Q5_0"), own)
     return _laid_out(quantize_int8(there), own)
 

@@ -15,6 +15,7 @@ from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.kernels.blocks import BLOCK_TYPES, BlockWeight, Stackable, StackedWeight, stacked
 from d3engine.kernels.matrices import Table, Weight, float_dtype, tensors_of
 from d3engine.kernels.quantized import FORMATS, QUANTIZERS, Int8Weight, QuantizedWeight
+from d3engine.kernels.split_blocks import SPLIT_TYPES, SplitBlockWeight, split_blocks
 from d3engine.model.checkpoint import SCALES, VALUES, Checkpoint, TensorEntry, dtype_of
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
@@ -122,6 +123,7 @@ def load_weights(
     weight_dtype: torch.dtype | None = None,
     form: Callable[[Weight], Weight] | None = None,
     keeps_blocks: bool = False,
+    splits_blocks: bool = False,
     show_progress: bool = True,
     part: ModelShard | None = None,
 ) -> LlamaWeights:
@@ -136,7 +138,8 @@ def load_weights(
     not be written to while the weights are in use (a rename may replace it). Other tensors are copied to their place
     and their pages released: the peak is the model and one tensor.
 
-    With `keeps_blocks`, for the native library, quantized matrices of a GGUF file stay in ggml's blocks.
+    With `keeps_blocks`, for the native library, quantized matrices of a GGUF file stay in ggml's blocks; with
+    `splits_blocks`, for Triton's kernels, those of `SPLIT_TYPES` do so on `device`, codes and scales apart.
     `form`, for the native library, replaces each matrix by one of the same values in another layout. With `part` only a
     rank's shard is read and checked; `config` is still the whole model's.
 
@@ -153,7 +156,9 @@ def load_weights(
         total = sum(checkpoint.entries[name].nbytes for name in expected_tensors(config))
         with byte_progress(total, "loading weights", show_progress, delay=0.5, leave=False) as progress:
             held = weight_dtype or dtype
-            loader = _Loader(checkpoint, config, dtype, held, form, keeps_blocks, torch.device(device), progress)
+            types = SPLIT_TYPES if splits_blocks else frozenset(BLOCK_TYPES if keeps_blocks else ())
+            given = (checkpoint, config, dtype, held, form, types, splits_blocks, torch.device(device), progress)
+            loader = _Loader(*given)
             weights = loader.load()
     forget_header()
     return weights
@@ -232,7 +237,8 @@ class _Loader:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     form: Callable[[Weight], Weight] | None
-    keeps_blocks: bool
+    block_types: frozenset[str]
+    splits_blocks: bool
     device: torch.device
     progress: tqdm[None]
 
@@ -298,12 +304,12 @@ class _Loader:
         """Whether a matrix of these tensors is held as a GGUF file has it."""
         kinds = {self.checkpoint.entries[name].type_name for name in tensors}
         halves = len(tensors) == 2  # of gates and what they let through, which are read together
-        return self.keeps_blocks and not kinds.isdisjoint(BLOCK_TYPES) and not (halves and len(kinds) > 1)
+        return not kinds.isdisjoint(self.block_types) and not (halves and len(kinds) > 1)
 
-    def _blocks_or_floats(self, name: str, rows: list[_Rows] | None) -> BlockWeight | Tensor:
+    def _blocks_or_floats(self, name: str, rows: list[_Rows] | None) -> BlockWeight | SplitBlockWeight | Tensor:
         """The rows of one tensor, in ggml's blocks where the file has such."""
         entry = self.checkpoint.entries[name]
-        if entry.type_name not in BLOCK_TYPES:
+        if entry.type_name not in self.block_types:
             return self._stack({name: rows}, self.weight_dtype)
         source = self.checkpoint.read_blocks(name)
         target = source
@@ -313,8 +319,13 @@ class _Loader:
         weight = BlockWeight(entry.type_name, target, entry.shape[1])
         if not weight.is_finite:
             raise ModelFormatError(f"{entry.file}: tensor {name!r} holds NaN or infinity")
+        if not self.splits_blocks:
+            self.progress.update(entry.nbytes)
+            return weight
+        split = split_blocks(weight, self.device)
+        self.checkpoint.give_back(name)
         self.progress.update(entry.nbytes)
-        return weight
+        return split
 
     def _held(self, matrix: Weight, names: Iterable[str]) -> Weight:
         """A matrix of these tensors in its layout; if that is a new one, the file's pages are released."""

@@ -30,6 +30,7 @@ from d3engine.kernels.triton.paged_attention import TABLE_DTYPE as TABLE_DTYPE
 from d3engine.kernels.triton.paged_attention import AttentionInputs, paged_attention
 from d3engine.kernels.triton.rms_norm import add_norm, rms_norm
 from d3engine.kernels.triton.sample import count_tokens, sample
+from d3engine.kernels.triton.unpack import embed
 
 __all__ = [
     "add_norm",
@@ -38,6 +39,7 @@ __all__ = [
     "copy_entries",
     "count_tokens",
     "decode_attention_inputs",
+    "embed",
     "end_step",
     "gate_up",
     "linear_residual",

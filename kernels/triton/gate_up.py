@@ -148,6 +148,7 @@ def _product_kernel(
     weight_stride,
     scales_ptr,
     SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr,
     bias_ptr,
     out_ptr,
     num_rows_ptr,
@@ -165,12 +166,14 @@ def _product_kernel(
     nth = tl.arange(0, BLOCK_N)
     first_gate = tl.program_id(1) * (BLOCK_N // 2)
     outputs = tl.minimum(first_gate + nth // 2, GATES - 1) + (nth % 2) * GATES  # gate, up, gate, up, ...
-    first, count = prologue(weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
+    first, count = prologue(
+        weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
+    )  # fmt: skip
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     if bias_ptr is not None:

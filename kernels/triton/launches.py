@@ -26,6 +26,7 @@ from torch import Tensor
 from d3engine.kernels.kv_pool import FP8, Fp8Pool
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import FORMATS, GROUP, Fp8Weight, Int4Weight, Int8Weight
+from d3engine.kernels.split_blocks import SPLIT_TYPES, SplitBlockWeight, split_columns
 from d3engine.kernels.target import NO_TARGET, Target, target_of
 
 MODULES = (
@@ -48,7 +49,10 @@ PROJECTIONS = ("qkv", "linear_residual", "gate_up", "lm_head", "unpack")
 """Those of `MODULES` that read weights, which may be quantized."""
 
 QUANTIZED = tuple(FORMATS)
-"""Forms of weights beside floats."""
+"""Forms of weights beside floats and blocks."""
+
+BLOCKS = tuple(sorted(SPLIT_TYPES))
+"""Types of blocks that weights may be in."""
 
 PROGRAMMATIC = False
 """Programmatic dependent launch: a kernel begins while the one before it ends, and loads weights until that has ended.
@@ -186,7 +190,7 @@ def meta_fp8_pool(shape: ModelShape, block_size: int) -> Fp8Pool:
 
 
 def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str) -> Weight:
-    """A matrix [outputs, columns] without memory: of `dtype`, or as `weights`, one of `QUANTIZED`, says."""
+    """A matrix [outputs, columns] without memory: of `dtype`, or as `weights`, of `QUANTIZED` or `BLOCKS`, says."""
     scales = meta(outputs, dtype=torch.float32)
     if weights == "int8":
         return Int8Weight(meta(outputs, columns, dtype=torch.int8), scales)
@@ -199,6 +203,10 @@ def meta_weight(outputs: int, columns: int, *, dtype: torch.dtype, weights: str)
         groups = triton.cdiv(columns, GROUP)
         packed = meta(outputs, groups * GROUP // 2, dtype=torch.uint8)
         return Int4Weight(packed, meta(outputs, groups, dtype=torch.float32), columns)
+    if weights in SPLIT_TYPES:
+        codes, words = split_columns(weights, columns)
+        split = meta(outputs, codes, dtype=torch.uint8), meta(outputs, words, dtype=torch.int32)
+        return SplitBlockWeight(weights, *split, columns)
     return meta(outputs, columns, dtype=dtype)
 
 

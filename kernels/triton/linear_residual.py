@@ -119,6 +119,7 @@ def _product_kernel(
     weight_stride,
     scales_ptr,
     SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr,
     bias_ptr,
     residual_ptr,
     residual_stride,
@@ -135,12 +136,14 @@ def _product_kernel(
 ):
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid_outputs = tl.minimum(outputs, N - 1)
-    first, count = prologue(weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
+    first, count = prologue(
+        weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
+    )  # fmt: skip
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, None, 0.0,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, valid_outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, valid_outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)

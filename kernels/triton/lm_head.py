@@ -221,6 +221,7 @@ def _logits_kernel(
     weight_stride,
     scales_ptr,
     SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr,
     logits_ptr,
     cap,
     num_rows_ptr,
@@ -236,12 +237,14 @@ def _logits_kernel(
 ):
     tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     outputs = tl.minimum(tokens, V - 1)
-    first, count = prologue(weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
+    first, count = prologue(
+        weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
+    )  # fmt: skip
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     if cap is not None:
@@ -260,6 +263,7 @@ def _choice_kernel(
     weight_stride,
     scales_ptr,
     SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr,
     num_rows_ptr,
     total_rows,
     temperature_ptr,
@@ -281,12 +285,14 @@ def _choice_kernel(
 ):
     # Outputs beyond V repeat the last token's logit, so they are that token.
     tokens = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), V - 1)
-    first, count = prologue(weight_ptr, weight_stride, tokens, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
+    first, count = prologue(
+        weight_ptr, weight_stride, tokens, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
+    )  # fmt: skip
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, tokens,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, tokens,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     if cap is not None:

@@ -96,7 +96,7 @@ def _parts(describe: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[li
             key += (argument.dtype, argument.shape, argument.stride())
             tensors.append(argument)
         elif isinstance(argument, _COMPOSED):
-            key += (type(argument), argument.shape)
+            key += (type(argument), argument.shape, getattr(argument, "type_name", None))
             for part in argument.tensors:
                 key += (part.dtype, part.shape, part.stride())
                 tensors.append(part)
@@ -106,7 +106,7 @@ def _parts(describe: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[li
 
 
 _COMPOSED = (WeightFormat, Fp8Pool, RowMaps)
-"""Arguments that consist of tensors; what these do not say follows from the type and the shape."""
+"""Arguments that consist of tensors; what these do not say follows from type, shape and, of blocks, the type's name."""
 
 
 @dataclass(frozen=True, slots=True)

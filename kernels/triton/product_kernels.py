@@ -7,7 +7,8 @@ rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped
 What a tile of weights holds follows from its pointer: int8 or e4m3 values (`ByteWeight`), uint8 pairs of 4-bit values
 (`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); the scale of an output's
 bytes meets the finished sum, that of a group the sum over that group. `SCALES_STRIDE` tells these apart: it is 1 where
-bytes have a scale an output, and the number of groups, two at least, where they have several.
+bytes have a scale an output, and the number of groups, two at least, where they have several. Where `TYPE` names a type
+of blocks (`SplitBlockWeight`), their runs of columns become floats of x's type before the product (`block_values.py`).
 
 More than `FEW_ROWS` rows a tile come without a norm, which others have applied and stored, and beside quantized weights
 in half precision in the order of `slots.py`: then a round of the loop is loads, small values that become floats, and
@@ -21,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from d3engine.kernels.quantized import GROUP
+from d3engine.kernels.triton.block_values import load_codes, run_column, run_values, runs_of, tiles_of
 from d3engine.kernels.triton.launches import in_places
 from d3engine.kernels.triton.small_values import byte_values, int4_values
 
@@ -44,6 +46,20 @@ def is_of_bytes(dtype):
 def is_of_groups(dtype, scales_stride):
     """Whether stored bytes have several scales an output."""
     return is_of_bytes(dtype) and scales_stride > 1
+
+
+@triton.constexpr_function
+def step_of(dtype, TYPE, block_k):
+    """Columns of a step. Of int4 it is one group: two of them a round leave less of it to barriers and addresses."""
+    return block_k // 2 if TYPE is None and dtype == tl.uint8 and block_k > GROUP else block_k
+
+
+@triton.constexpr_function
+def columns_at_once(dtype, TYPE, step):
+    """Columns of x that a product of a step takes."""
+    if TYPE is not None:
+        return 32
+    return step // 2 if dtype == tl.uint8 else step
 
 
 @triton.jit
@@ -74,12 +90,15 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+def first_weights(
+    weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """`wait_for_previous`, with the first tile of weights loaded meanwhile: what `product` takes as `first`."""
     if PDL:
         gdc_launch_dependents()
-        STEP: tl.constexpr = BLOCK_K // 2 if weight_ptr.dtype.element_ty == tl.uint8 and BLOCK_K > _GROUP else BLOCK_K
-        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, begin, K, STEP)
+        STEP: tl.constexpr = step_of(weight_ptr.dtype.element_ty, TYPE, BLOCK_K)
+        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, begin, K, STEP, TYPE)
         gdc_wait()
         return first
     else:  # noqa: RET505
@@ -89,16 +108,16 @@ def first_weights(weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BL
 @triton.jit
 def prologue(
     weight_ptr, weight_stride, outputs, first_column, num_rows_ptr, total_rows,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """How every kernel around `tile_product` begins: its first tile of weights, and how many rows live."""
-    first = first_weights(weight_ptr, weight_stride, outputs, first_column, K, BLOCK_K, PDL)
+    first = first_weights(weight_ptr, weight_stride, outputs, first_column, K, BLOCK_K, TYPE, PDL)
     return first, live_rows(num_rows_ptr, total_rows)
 
 
 @triton.jit
 def tile_product(
-    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
+    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr = False, first=0, first_column=0, end=None,
@@ -108,7 +127,7 @@ def tile_product(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sums = product(
         x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, first_column, end,
     )  # fmt: skip
     return rows, sums
@@ -125,6 +144,7 @@ def product(
     weight_stride,
     scales_ptr,  # None for floats
     SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr,  # of blocks; None for all else
     outputs,  # [BLOCK_N] valid weight rows, in any order
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -154,8 +174,9 @@ def product(
         IS_SMALL: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 8
         IS_HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
         sums = _dot_product(
-            x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE, PDL, first, begin, end,
-            K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, BLOCK_T > FEW_ROWS and IS_SMALL and IS_HALF,
+            x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE, TYPE, PDL, first, begin, end,
+            K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES,
+            BLOCK_T > FEW_ROWS and IS_SMALL and IS_HALF and TYPE is None,
         )  # fmt: skip
     if is_of_bytes(weight_rows.dtype.element_ty) and SCALES_STRIDE <= 1:
         sums *= tl.load(scale_rows)[None, :]
@@ -236,19 +257,18 @@ def _load_row(
 
 @triton.jit
 def _dot_product(
-    x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE: tl.constexpr, PDL: tl.constexpr, first, begin, end,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
-    STAGES: tl.constexpr, ARRANGED: tl.constexpr,
+    x_rows, norm_ptr, eps, weight_rows, scale_rows, SCALES_STRIDE: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
+    first, begin, end, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_T, BLOCK_N]: several rows, on tensor cores; ARRANGED: in the order of `slots.py`."""
     # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
     # price of reading the rows twice (they are in L2). bfloat16 has the range of float32.
     SCALE_FIRST: tl.constexpr = (norm_ptr is not None) and (x_rows.dtype.element_ty == tl.float16)
-    # A step of int4 is one group. Two of them a round leave less of it to barriers and addresses.
-    STEP: tl.constexpr = BLOCK_K // 2 if weight_rows.dtype.element_ty == tl.uint8 and BLOCK_K > _GROUP else BLOCK_K
+    STEP: tl.constexpr = step_of(weight_rows.dtype.element_ty, TYPE, BLOCK_K)
     # What one thread loads at once it adds up at once; sums are taken across threads only once, at the end.
     EACH: tl.constexpr = 128 // x_rows.dtype.element_ty.primitive_bitwidth
-    AT_ONCE: tl.constexpr = STEP // 2 if weight_rows.dtype.element_ty == tl.uint8 else STEP
+    AT_ONCE: tl.constexpr = columns_at_once(weight_rows.dtype.element_ty, TYPE, STEP)
     squares = tl.zeros((BLOCK_T, AT_ONCE // EACH), tl.float32)
     scale = tl.full((BLOCK_T,), 1.0, tl.float32)
     if SCALE_FIRST:
@@ -266,22 +286,22 @@ def _dot_product(
         for column in tl.static_range(0, BLOCK_K, STEP):
             weight = first
             if column > 0:
-                weight = _load_weights(weight_rows, begin + column, K, STEP)
+                weight = _load_weights(weight_rows, begin + column, K, STEP, TYPE)
             sums, squares = _dot_step(
-                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, SCALES_STRIDE, begin + column, K, STEP,
-                WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
+                sums, squares, weight, x_rows, norm_ptr, scale, weight_rows, scale_rows, SCALES_STRIDE, TYPE,
+                begin + column, K, STEP, WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
             )  # fmt: skip
         begin += BLOCK_K
-    # Of int4 no product reads the loads themselves, but both halves of their bytes, and none reads scales of groups:
-    # a launch's stages pass these by.
+    # Of int4 and blocks no product reads the loads themselves, but parts of their bytes, and none reads scales of
+    # groups: a launch's stages pass these by.
     IS_INT4: tl.constexpr = weight_rows.dtype.element_ty == tl.uint8
     LOOP_STAGES: tl.constexpr = STAGES if IS_INT4 or is_of_groups(weight_rows.dtype.element_ty, SCALES_STRIDE) else None
     for start in tl.range(begin, end, BLOCK_K, num_stages=LOOP_STAGES):
         for column in tl.static_range(0, BLOCK_K, STEP):
-            weight = _load_weights(weight_rows, start + column, K, STEP)
+            weight = _load_weights(weight_rows, start + column, K, STEP, TYPE)
             sums, squares = _dot_step(
-                sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, SCALES_STRIDE, start + column, K, STEP,
-                WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
+                sums, squares, weight, x_rows, norm_ptr, scale, weight_rows, scale_rows, SCALES_STRIDE, TYPE,
+                start + column, K, STEP, WEIGHTS_FIRST, SCALE_FIRST, ARRANGED,
             )  # fmt: skip
     if WEIGHTS_FIRST:
         sums = tl.trans(sums)
@@ -292,15 +312,20 @@ def _dot_product(
 
 @triton.jit
 def _dot_step(
-    sums, squares, weight, x_rows, norm_ptr, scale, scale_rows, SCALES_STRIDE: tl.constexpr, start,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    ARRANGED: tl.constexpr,
+    sums, squares, weight, x_rows, norm_ptr, scale, weight_rows, scale_rows, SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr, start, K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
     """Add the columns [start, start + BLOCK_K) to both sums."""
     WIDTH: tl.constexpr = (K + _GROUP - 1) // _GROUP * _GROUP if ARRANGED else K  # of rows of x
     if ARRANGED:
         weight = in_places(weight)
-    if weight.dtype == tl.uint8:
+    if TYPE is not None:
+        sums, squares = _block_step(
+            sums, squares, weight, x_rows, norm_ptr, scale, weight_rows, scale_rows, TYPE, start, K, BLOCK_K,
+            WEIGHTS_FIRST, SCALE_FIRST,
+        )  # fmt: skip
+    elif weight.dtype == tl.uint8:
         tl.static_assert(BLOCK_K == _GROUP, "a step of int4 is one group")
         group_scales = tl.load(scale_rows + start // _GROUP)
         columns = start + tl.arange(0, BLOCK_K // 2)[None, :]
@@ -324,6 +349,26 @@ def _dot_step(
         if is_of_bytes(weight.dtype):
             weight = byte_values(weight, x.dtype)
         sums = _dot(weight, x, sums, WEIGHTS_FIRST)
+    return sums, squares
+
+
+@triton.jit
+def _block_step(
+    sums, squares, first, x_rows, norm_ptr, scale, code_rows, scale_rows, TYPE: tl.constexpr, start,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, SCALE_FIRST: tl.constexpr,
+):  # fmt: skip
+    """`_dot_step` on blocks, run by run; `first` are the codes of its first tile."""
+    TILES: tl.constexpr = tiles_of(TYPE, BLOCK_K)
+    RUNS: tl.constexpr = runs_of(TYPE)
+    for tile in tl.static_range(TILES):
+        codes = first
+        if tile > 0:
+            codes = load_codes(code_rows, TYPE, start, tile, K, BLOCK_K)
+        for nth in tl.static_range(RUNS):
+            columns = start + run_column(TYPE, tile, nth) + tl.arange(0, 32)[None, :]
+            x, squares = _load_rows(x_rows, norm_ptr, scale, squares, columns, K, BLOCK_K, SCALE_FIRST)
+            values = run_values(codes, code_rows, scale_rows, TYPE, start, tile, nth, K, BLOCK_K)
+            sums = _dot(values, x, sums, WEIGHTS_FIRST)
     return sums, squares
 
 
@@ -370,14 +415,17 @@ def _dot(weight, x, sums, WEIGHTS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(weight_rows, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The stored form of columns [start, start + BLOCK_K): [BLOCK_N, BLOCK_K], or half as many bytes under int4."""
+def _load_weights(weight_rows, start, K: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr = None):
+    """The stored form of columns [start, start + BLOCK_K): [BLOCK_N, BLOCK_K], or half as many bytes under int4; of
+    blocks the first tile."""
     # Weights are read once a token: they need not push the activations out of the L2 cache.
-    if weight_rows.dtype.element_ty == tl.uint8:
+    if TYPE is not None:
+        return load_codes(weight_rows, TYPE, start, 0, K, BLOCK_K)
+    elif weight_rows.dtype.element_ty == tl.uint8:  # noqa: RET505
         BYTES: tl.constexpr = (K + _GROUP - 1) // _GROUP * (_GROUP // 2)
         places = start // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
         return _load_columns(weight_rows[:, None] + places, places, BYTES, BLOCK_K // 2, "evict_first")
-    else:  # noqa: RET505
+    else:
         columns = start + tl.arange(0, BLOCK_K)[None, :]
         return _load_columns(weight_rows[:, None] + columns, columns, K, BLOCK_K, "evict_first")
 

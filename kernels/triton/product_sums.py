@@ -15,7 +15,8 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.launches import Launch
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, prologue, tile_product
 from d3engine.kernels.triton.product_rows import product_launches
-from d3engine.kernels.triton.products import Tile
+from d3engine.kernels.triton.products import Tile, parts_of
+from d3engine.kernels.triton.rms_norm import normed_or_not
 
 
 def sums_launches(
@@ -23,13 +24,21 @@ def sums_launches(
 ) -> tuple[Tensor, list[Launch]]:
     """The sums float32 [parts, T, N] of `x` [T, K] times `weight` [N, K] transposed, and what writes them.
 
-    A norm that a tile carries along needs whole rows: such a tile has one part.
+    A norm that a tile carries along needs whole rows: such a tile has one part. The matrices of a stack are multiplied
+    one after the other.
     """
     rows, (outputs, columns) = x.shape[0], weight.shape
     sums = torch.empty(tile.parts, rows, outputs, dtype=torch.float32, device=x.device)
-    others = {"sums_ptr": sums, "N": outputs, "PART_K": tile.part_columns(columns)}
+    launches: list[Launch] = []
+    if tile.stack and tile.is_normed and norm is not None:  # once for all its matrices
+        x, launches = normed_or_not(x, *norm, num_rows)
+        norm = None
     norm_or_none = {"norm_ptr": None, "eps": 0.0} if norm is None else {}
-    return sums, product_launches(_sums_kernel, tile, x, weight, num_rows, norm=norm, **others, **norm_or_none)
+    for (first, part), own in zip(parts_of(weight), tile.stack or (tile,), strict=True):
+        place = {"N": part.shape[0], "WIDTH": outputs, "FIRST": first, "PART_K": own.part_columns(columns)}
+        others = {"sums_ptr": sums, **place, **norm_or_none}
+        launches += product_launches(_sums_kernel, own, x, part, num_rows, norm=norm, **others)
+    return sums, launches
 
 
 @triton.jit
@@ -52,11 +61,14 @@ def _sums_kernel(
     weight_stride,
     scales_ptr,
     SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr,
     sums_ptr,
     num_rows_ptr,
     total_rows,
     K: tl.constexpr,
     N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
     PART_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -69,13 +81,15 @@ def _sums_kernel(
     valid_outputs = tl.minimum(outputs, N - 1)
     part = tl.program_id(2)
     column = part * PART_K
-    first, count = prologue(weight_ptr, weight_stride, valid_outputs, column, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
+    first, count = prologue(
+        weight_ptr, weight_stride, valid_outputs, column, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
+    )  # fmt: skip
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, valid_outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, valid_outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, column, tl.minimum(column + PART_K, K),
     )  # fmt: skip
-    pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * N + outputs[None, :]
+    pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * WIDTH + (FIRST + outputs)[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])

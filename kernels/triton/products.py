@@ -5,6 +5,7 @@ The device's side, the loop itself, is in `product_kernels.py`; what is left to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from d3engine.kernels.blocks import StackedWeight
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP
+from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.kernels.target import processors_of
 from d3engine.kernels.triton import launches
 from d3engine.kernels.triton.launches import Launch
@@ -41,6 +44,9 @@ MIN_PROGRAMS: int | None = None
 """Programs that leave no processor without work; None: as many as the device has, see `_least_programs`."""
 
 MIN_STEPS = 4  # of a program that shares its outputs with others: below, filling its pipeline is most of its time
+FIVE_BITS = ("Q5_0", "Q5_1")
+FEW_FIVE_BIT_ROWS = 8  # of these: beside 16 rows, with their norm, ptxas spills what their bits take
+MIN_BLOCK_STEPS = 2  # the same of blocks, whose steps are longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Tile:
     stages: int
     weights_first: bool = False  # whether the weights are the left operand of the tensor cores
     parts: int = 1  # programs that share the columns of one tile of outputs (split-K)
+    stack: tuple[Tile, ...] = ()  # of each part of a `StackedWeight`, where this is that of the first
 
     @property
     def is_normed(self) -> bool:
@@ -62,7 +69,7 @@ class Tile:
 
     def is_arranged(self, weight: Weight, dtype: torch.dtype) -> bool:
         """Whether it takes rows of `dtype` in the order of `slots.py` beside that weight."""
-        return self.is_normed and not isinstance(weight, Tensor) and dtype != torch.float32
+        return self.is_normed and not isinstance(weight, Tensor | SplitBlockWeight) and dtype != torch.float32
 
     def part_columns(self, columns: int) -> int:
         """Columns of each part, in whole steps; the last may have fewer."""
@@ -74,22 +81,28 @@ def product_tile(
 ) -> Tile | None:
     """The tile for `rows` rows of `dtype` times `weight` [N, K] transposed; None: leave it to torch.matmul.
 
-    What the operations share. With `may_split` a tile may have parts. With `batch_invariant` it is the same tile, of as
+    What the operations share. With `may_split` a tile may have parts, but that of a stack has one for each of its
+    matrices, and `sums_launches` alone takes it. With `batch_invariant` it is the same tile, of as
     many parts, for any number of rows, so that a row meets the same instructions in the same order whatever stands
     beside it. Then `may_split` must not follow from the rows either.
 
     The numbers are for Hopper, and fit the 99 KB of shared memory that consumer cards have: the first path has two
     tiles in flight, the others 2 to 5 stages (see `inspect`).
     """
+    if isinstance(weight, StackedWeight):
+        tiles = [product_tile(rows, part, dtype, batch_invariant=batch_invariant) for part in weight.parts]
+        found = [tile for tile in tiles if tile is not None]
+        return replace(found[0], stack=tuple(found)) if len(found) == len(tiles) else None
     outputs, columns = weight.shape
     if batch_invariant:
         rows = INVARIANT_ROWS
-    if rows <= 1 and _a_byte(weight) != 2:
+    if rows <= 1 and form_of(weight) in ("float", "bytes"):
         return _single_row_tile(outputs, columns, weight)
     reads_small = not isinstance(weight, Tensor) and dtype != torch.float32
     if rows > (UNPACK_ROWS if reads_small else MATMUL_ROWS) and not batch_invariant:
         return None
-    if rows <= FEW_ROWS.value:
+    has_five_bits = isinstance(weight, SplitBlockWeight) and weight.type_name in FIVE_BITS
+    if rows <= (FEW_FIVE_BIT_ROWS if has_five_bits else FEW_ROWS.value):
         tile = _few_rows_tile(rows, weight, dtype, may_split)
         return _split(tile, weight) if may_split else tile
     if dtype == torch.float32:
@@ -126,7 +139,7 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
     """For up to 16 rows, which are the right operand: of the left one tensor cores take 16 or 64 rows, of this 8."""
     (outputs, columns), enough, form = weight.shape, _least_programs(weight), form_of(weight)
     many, half = outputs >= 2 * 64 * enough, outputs >= 64 * enough
-    block_outputs = _enough_programs(64 if many else 32, outputs, enough, least=16)
+    block_outputs = _enough_programs(64 if many and form != "blocks" else 32, outputs, enough, least=16)
     if dtype == torch.float32 or isinstance(weight, Tensor):
         kernel = "few rows of float32" if dtype == torch.float32 else "few rows"
         return replace(_tile_of(line_of(kernel, form, rows)), outputs=block_outputs)
@@ -137,9 +150,9 @@ def _few_rows_tile(rows: int, weight: Weight, dtype: torch.dtype, may_split: boo
         elif rows > 8 and not (may_split or weight.row_scales is None or columns % 256 or launches.PROGRAMMATIC):
             tile = _tile_of(line_of("few rows, few programs", form, rows))
         return replace(tile, outputs=block_outputs, warps=max(1, min(tile.warps, block_outputs // 16)))
-    if columns % tile.columns:
+    if form == "int4" and columns % tile.columns:
         tile = replace(tile, columns=GROUP)
-    if half and not (many or may_split):
+    if form == "int4" and half and not (many or may_split):
         wide = _tile_of(line_of("few rows, few programs", form, rows))
         return replace(wide, columns=tile.columns)
     return replace(tile, outputs=block_outputs, warps=max(1, min(tile.warps, block_outputs // 16)))
@@ -159,23 +172,22 @@ def _single_row_tile(outputs: int, columns: int, weight: Weight) -> Tile:
 
 
 def _split(tile: Tile, weight: Weight) -> Tile:
-    """`tile` with parts, if that gives every processor two programs (four of int4) where there were fewer.
+    """`tile` with parts, if that gives a processor two programs (four of int4, six of blocks) where there were fewer.
 
     Then outputs are many a program, since each program reads the rows: these would be half of what it moves.
     """
     outputs, columns = weight.shape
-    packed = _a_byte(weight) == 2
-    wide = replace(tile, outputs=32, columns=GROUP) if packed else replace(tile, outputs=64)
+    form = form_of(weight)
+    each, least = {"int4": (4, MIN_STEPS), "blocks": (6, MIN_BLOCK_STEPS)}.get(form, (2, MIN_STEPS))
+    wide = replace(tile, outputs=64 if each == 2 else 32, columns=GROUP if form == "int4" else tile.columns)
     if not isinstance(weight, Tensor) and tile.warps < 4:
         wide = replace(wide, warps=2)
     programs = triton.cdiv(outputs, wide.outputs)
-    parts = min(
-        (4 if packed else 2) * _least_programs(weight) // programs, triton.cdiv(columns, wide.columns) // MIN_STEPS
-    )
+    parts = min(each * _least_programs(weight) // programs, triton.cdiv(columns, wide.columns) // least)
     if parts < 2:
         return tile
     parts = triton.cdiv(columns, replace(wide, parts=parts).part_columns(columns))  # none is empty
-    return replace(wide, parts=parts, stages=5 if packed and tile.warps < 4 else tile.stages)
+    return replace(wide, parts=parts, stages=5 if form == "int4" and tile.warps < 4 else tile.stages)
 
 
 def _enough_programs(most: int, outputs: int, enough: int, least: int = 2) -> int:
@@ -228,14 +240,17 @@ def product_launch(
         arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     limits: dict[str, Any] = {}
-    if tile.warps == 2:
+    is_block = isinstance(weight, SplitBlockWeight)
+    if tile.warps == 2 and is_block:
+        limits = LIMITS["product of blocks, two warps"].options
+    elif tile.warps == 2:
         is_large = tile.rows > 8 and tile.outputs >= 64
         limits = LIMITS["product of two warps" + (", 64 outputs beside 16 rows" if is_large else "")].options
     if tile.rows == 1 and isinstance(weight, WeightFormat) and weight.least_capability:
         groups = " with scales of groups" if weight.row_scales is None else ""
         limits = LIMITS["one row, 8-bit floats" + groups].options
-    # Beside 128 rows small weights wait for tensor cores, and for becoming floats.
-    streams = tile.rows <= 64 or isinstance(weight, Tensor)
+    # Beside 128 rows small weights wait for tensor cores, and for becoming floats; blocks do so beside more than a few.
+    streams = tile.rows <= (FEW_ROWS.value if is_block else 64) or isinstance(weight, Tensor)
     least = least_capability(weight)
     return Launch(kernel, grid, arguments, tile.warps, tile.stages, **limits, least_capability=least, streams=streams)
 
@@ -245,9 +260,12 @@ def least_capability(weight: Weight) -> int:
     return 0 if isinstance(weight, Tensor) else weight.least_capability
 
 
-def _a_byte(weight: Weight) -> int:
-    """Values in a byte of a quantized matrix; 0 for floats."""
-    return 0 if isinstance(weight, Tensor) else weight.values_a_byte
+def parts_of(weight: Weight) -> Iterator[tuple[int, Weight]]:
+    """The matrices of a stack, each with the first of its outputs; any other matrix alone."""
+    first = 0
+    for part in weight.parts if isinstance(weight, StackedWeight) else (weight,):
+        yield first, part
+        first += part.shape[0]
 
 
 def weight_arguments(weight: Weight) -> dict[str, object]:
@@ -257,20 +275,23 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
     if isinstance(weight, Tensor):
         stored = weight
     else:
-        assert weight.values_a_byte, "only the native library reads packed matrices"
+        assert form_of(weight), "only the native library reads packed matrices"
         stored, scales = weight.tensors  # scales of one group, [N, 1], lie as those of rows do
     return {
         "weight_ptr": stored,
         "weight_stride": stored.stride(0),
         "scales_ptr": scales,
         "SCALES_STRIDE": 0 if scales is None else scales.stride(0),
+        "TYPE": weight.type_name if isinstance(weight, SplitBlockWeight) else None,
     }
 
 
 def need_unit_stride(**tensors: Weight | None) -> None:
     """Raise `ValueError` for a tensor whose last dimension is not contiguous: kernels read 16 bytes at a time."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, WeightFormat):
+        if isinstance(tensor, StackedWeight):
+            need_unit_stride(**{f"{name}.parts[{nth}]": part for nth, part in enumerate(tensor.parts)})
+        elif isinstance(tensor, WeightFormat):
             values, scales = tensor.tensors
             need_unit_stride(**{f"{name}.values": values, f"{name}.scales": scales})
         elif isinstance(tensor, Tensor) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

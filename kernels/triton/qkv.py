@@ -4,7 +4,8 @@ Channels of a pair stand side by side, so any even tile of outputs holds whole p
 heads, and a head size may be any even number.
 
 Where heads have norms of their own it is two: a norm needs a whole head, and products of few rows are cut finer than
-that, to keep all processors loading. So does the scale of a head whose entries have 8 bits. The sums go through memory
+that, to keep all processors loading. So does the scale of a head whose entries have 8 bits, and so it is where queries,
+keys and values are matrices of several formats. The sums go through memory
 in float32 (`product_sums.py`), and the second launch takes whole heads. So it is where many rows meet so few outputs,
 of grouped heads, that programs share their columns. What follows the products is in `qkv_finish.py`.
 """
@@ -339,7 +340,8 @@ def qkv_launches(
     """
     norm = norm_weight, eps
     has_norms = head_norms is not None or projection_norms is not None
-    if tile.parts == 1 and not has_norms and maps is None and targets["pool_scales_ptr"] is None:
+    is_whole = tile.parts == 1 and not tile.stack
+    if is_whole and not has_norms and maps is None and targets["pool_scales_ptr"] is None:
         return product_launches(
             _product_kernel, tile, hidden, weight, num_rows, norm=norm, bias_ptr=bias, **targets
         )  # fmt: skip
@@ -436,6 +438,7 @@ def _product_kernel(
     weight_stride,
     scales_ptr,
     SCALES_STRIDE: tl.constexpr,
+    TYPE: tl.constexpr,
     bias_ptr,
     rotations_ptr,
     rotations_stride,
@@ -462,12 +465,14 @@ def _product_kernel(
     first_output = tl.program_id(1) * BLOCK_N
     outputs = first_output + tl.arange(0, BLOCK_N)
     valid_outputs = tl.minimum(outputs, N - 1)
-    first, count = prologue(weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, PDL)
+    first, count = prologue(
+        weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
+    )  # fmt: skip
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
         x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, valid_outputs,
+        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, valid_outputs,
         K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
     )  # fmt: skip
     if bias_ptr is not None:

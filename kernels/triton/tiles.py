@@ -18,6 +18,8 @@ from torch import Tensor
 
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP
+from d3engine.kernels.split_blocks import SplitBlockWeight
+from d3engine.kernels.triton.block_values import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ _OUTPUTS_LEFT = "few rows: outputs are the left operand, of which tensor cores t
 _SMALL_LEFT = "values become floats in registers, where only the left operand can stay"
 _FROM_REGISTERS = "float32 has no tensor cores: small steps, from registers"
 _PAIRS = "two warps of 16 or 32 outputs: no value becomes a float twice"
+_STEP = BLOCK  # of blocks: a largest one
 _ALL = math.inf
 
 LINES = (
@@ -69,24 +72,30 @@ LINES = (
     Line("product", "int4", 32, 32, 128, GROUP, 8, 4, True, _SMALL_LEFT + "; a step is one group"),
     Line("product", "int4", 64, 64, 128, GROUP, 8, 4, True, _SMALL_LEFT + "; a step is one group"),
     Line("product", "int4", _ALL, 128, 128, GROUP, 8, 2, True, "more stages of 128 rows do not fit 99 KB"),
+    Line("product", "blocks", 32, 32, 64, _STEP, 4, 2, True, _SMALL_LEFT),
+    Line("product", "blocks", _ALL, 64, 64, _STEP, 4, 2, True, "rows of a step are 32 KB: two stages fit 99 KB"),
     Line("product of float32", "float", 32, 32, 64, 32, 4, 2, False, _FROM_REGISTERS),
     Line("product of float32", "float", _ALL, 64, 64, 32, 4, 2, False, _FROM_REGISTERS),
     Line("product of float32", "bytes", 32, 32, 64, 32, 4, 2, True, _FROM_REGISTERS),
     Line("product of float32", "bytes", _ALL, 64, 64, 32, 4, 2, True, _FROM_REGISTERS),
     Line("product of float32", "int4", 32, 32, 64, GROUP, 4, 4, True, _FROM_REGISTERS + "; a step is one group"),
     Line("product of float32", "int4", _ALL, 64, 64, GROUP, 4, 3, True, _FROM_REGISTERS + "; a step is one group"),
+    Line("product of float32", "blocks", 32, 32, 64, _STEP, 4, 1, True, _FROM_REGISTERS + "; a step is one block"),
+    Line("product of float32", "blocks", _ALL, 64, 32, _STEP, 4, 1, True, _FROM_REGISTERS + "; a step is one block"),
     Line("few rows", "float", 8, 8, 64, 128, 4, 4, True, "rows are the right operand, of which tensor cores take 8"),
     Line("few rows", "float", 16, 16, 64, 128, 4, 4, True, "rows are the right operand"),
     Line("few rows", "bytes", 8, 8, 64, 128, 2, 6, True, _PAIRS),
     Line("few rows", "bytes", 16, 16, 64, 128, 2, 6, True, _PAIRS),
     Line("few rows", "int4", 8, 8, 64, 2 * GROUP, 2, 3, True, _PAIRS),
     Line("few rows", "int4", 16, 16, 64, 2 * GROUP, 2, 3, True, _PAIRS),
+    Line("few rows", "blocks", 8, 8, 32, _STEP, 2, 3, True, _PAIRS + "; many programs hide what that takes"),
+    Line("few rows", "blocks", 16, 16, 32, _STEP, 2, 3, True, _PAIRS + "; many programs hide what that takes"),
     Line("few rows, few programs", "bytes", 16, 16, 32, 256, 2, 4, True, "shorter rounds have too little under way"),
     Line("few rows, few programs", "int4", 8, 8, 64, 2 * GROUP, 4, 3, True, "two warps have too few loads under way"),
     Line("few rows, few programs", "int4", 16, 16, 64, 2 * GROUP, 4, 3, True, "two warps have too few loads under way"),
     *(
         Line("few rows of float32", form, rows, rows, 64, step, 4, 2, True, _FROM_REGISTERS)
-        for form, step in (("float", 32), ("bytes", 32), ("int4", GROUP))
+        for form, step in (("float", 32), ("bytes", 32), ("int4", GROUP), ("blocks", _STEP))
         for rows in (8, 16)
     ),
 )
@@ -94,6 +103,9 @@ LINES = (
 LIMITS = {
     "product of two warps": Limit(168, "six programs have room; left alone, ptxas saves registers and spills", 200),
     "product of two warps, 64 outputs beside 16 rows": Limit(168, "four have room by shared memory", 240),
+    "product of blocks, two warps": Limit(
+        255, "four have room by shared memory; left less, Q6_K spills beside 16 rows"
+    ),
     "one row, 8-bit floats": Limit(112, "four programs have room, or seven of half as many threads"),
     "one row, 8-bit floats with scales of groups": Limit(128, "as above, and the scales", 144),
     "attention of single rows, three programs": Limit(168, "three programs of four warps have room"),
@@ -106,10 +118,10 @@ LIMITS = {
 
 
 def form_of(weight: Weight) -> str:
-    """How the table calls what a matrix is stored as."""
+    """How the table calls what a matrix is stored as; nothing for what Triton's kernels do not read."""
     if isinstance(weight, Tensor):
         return "float"
-    return {1: "bytes", 2: "int4"}[weight.values_a_byte]
+    return "blocks" if isinstance(weight, SplitBlockWeight) else {1: "bytes", 2: "int4"}.get(weight.values_a_byte, "")
 
 
 def line_of(kernel: str, form: str, rows: float) -> Line:

@@ -129,7 +129,7 @@ def test_nobody_is_asked_who_does_not_have_it_or_want_it(way: str | int, monkeyp
 def test_every_kernel_can_wait_for_the_one_in_front_of_it(shape: str) -> None:
     """That it waits in time is seen in its machine code, by `make inspect`."""
     seen = set()
-    for form in ("", *launches.QUANTIZED):
+    for form in ("", *launches.QUANTIZED, *launches.BLOCKS):
         for operation, _, launch in launches.registered(launches.SHAPES[shape], torch.bfloat16, form):
             assert "PDL" in launch.kernel.arg_names
             seen.add(operation)

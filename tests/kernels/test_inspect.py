@@ -126,7 +126,7 @@ def test_kernels_compile_for_amd_without_ptx_and_fit() -> None:
     if importlib.util.find_spec("triton.backends.amd") is None:
         pytest.skip("this Triton has no back end of AMD")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    asked = ["--shapes=tiny", "--arch=gfx942,gfx950", "--weights=int4,int8", "--operations=linear_residual"]
+    asked = ["--shapes=tiny", "--arch=gfx942,gfx950", "--weights=int4,int8,Q6_K", "--operations=linear_residual"]
     command = [sys.executable, "-m", "d3engine.kernels.inspect", *asked, "--rows=1,16", "--json"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

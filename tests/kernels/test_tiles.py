@@ -32,7 +32,7 @@ def test_every_line_is_found_and_says_why() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "rows"), list(product((torch.bfloat16, torch.float32), (2, 8, 16, 17, 64))))
-@pytest.mark.parametrize("form", ["", "int8", "int4"])
+@pytest.mark.parametrize("form", ["", "int8", "int4", "Q4_K"])
 def test_a_tile_is_that_of_a_line(form: str, dtype: torch.dtype, rows: int) -> None:
     """But for how many outputs keep a device busy, and the warps that so few have."""
     shapes = ((4096, 4096), (11008, 4096), (32000, 4096), (64, 4096))
