@@ -29,9 +29,10 @@ public:
     // The mean of all tokens of the draft model.
     double mean_chance() const;
 
-    // The best length of a draft of up to `most` tokens, each right with probability `chance`, where a step has
-    // `rows` rows without it and each drafted token takes `each` seconds beside its row, the first one `first` more;
-    // and how many tokens per second that yields.
+    // The best length of a draft of up to `most` tokens, each right with probability `chance`, where each of `rows`
+    // sequences has such a draft: a step takes little longer for the rows of one, and much longer for those of all. A
+    // drafted token takes `each` seconds beside its row, the first one `first` more. And how many tokens per second
+    // that yields.
     struct Plan {
         int64_t length;
         double rate;
