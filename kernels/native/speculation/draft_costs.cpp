@@ -50,7 +50,7 @@ DraftCosts::Plan DraftCosts::best_plan(double chance, int64_t most, int64_t rows
         tokens += double(rows) * (all_right *= chance);
         const double drafting = double(rows) * (each * double(count) + first);
         const double rate = tokens / (verify(rows * (count + 1)) + drafting);
-        if (rate > std::max(best.rate, MIN_GAIN * plain)) best = {count, rate};
+        if (rate > std::max(best.rate, least_gain(rows) * plain)) best = {count, rate};
     }
     return best;
 }
