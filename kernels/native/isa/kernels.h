@@ -43,6 +43,7 @@ struct MatmulArgs {
     char* prepared;   // the vectors as `prepare` wrote them, or null
     int32_t at_once;  // the number of vectors prepared together
     int64_t ahead;    // L2 prefetch distance in bytes, or 0
+    bool one_stream;  // whether one or two vectors read weights as one stream
 };
 
 // Output channels [start, stop) of a matmul: out[b * ldo + n - start]. `later` is what the thread multiplies next.

@@ -20,6 +20,7 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
       threads_(threads),
       reads_memory_(bytes > CACHED_BYTES),
       ahead_(reads_memory_ ? prefetch_distance() : 0),
+      one_stream_(prefers_one_stream()),
       scratch_(threads.size()) {
     for (Scratch& scratch : scratch_) {
         scratch.outputs = Rows(2 * ROWS_A_PASS, MAX_TILE_ROWS);
@@ -44,7 +45,7 @@ bool Matmul::needs_prepared(const D3Matrix& matrix) const {
 MatmulArgs Matmul::args_for(const D3Matrix& matrix, const Rows& x, int rows) {
     MatmulArgs p = {D3Kind(matrix.kind), matrix.columns, static_cast<const char*>(matrix.values), bytes_of_row(matrix),
                     {matrix.scales}, (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP, x.row(0), x.stride(), rows,
-                    nullptr, 0, ahead_};
+                    nullptr, 0, ahead_, one_stream_};
     if (unpacks(matrix, rows)) {  // each thread unpacks its own tiles
         p.kind = is_bf12(matrix) ? D3_BFLOAT16 : D3_FLOAT32, p.ahead = 0;
         p.row_bytes = is_bf12(matrix) ? unpacked_bytes(matrix.columns) : matrix.columns * int64_t(sizeof(float));

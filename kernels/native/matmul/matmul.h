@@ -192,6 +192,7 @@ private:
     ThreadPool& threads_;
     const bool reads_memory_;  // the weights do not fit into the last-level cache
     const int64_t ahead_;
+    const bool one_stream_;
     std::vector<Scratch> scratch_;  // [threads]
     Floats prepared_;               // many vectors, in the form of the instruction set
     TiledMatrix next_matrix_{};     // of the matmul after this one, if known

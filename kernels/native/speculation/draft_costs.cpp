@@ -47,9 +47,10 @@ DraftCosts::Plan DraftCosts::best_plan(double chance, int64_t most, int64_t rows
     const double plain = tokens / verify(rows);
     Plan best = {0, plain};
     for (int64_t count = 1; count <= most; count++) {
-        tokens += all_right *= chance;
-        const double rate = tokens / (verify(rows + count) + each * double(count) + first);
-        if (rate > std::max(best.rate, MIN_GAIN * plain)) best = {count, rate};
+        tokens += double(rows) * (all_right *= chance);
+        const double drafting = double(rows) * (each * double(count) + first);
+        const double rate = tokens / (verify(rows * (count + 1)) + drafting);
+        if (rate > std::max(best.rate, least_gain(rows) * plain)) best = {count, rate};
     }
     return best;
 }

@@ -29,14 +29,18 @@ public:
     // The mean of all tokens of the draft model.
     double mean_chance() const;
 
-    // The best length of a draft of up to `most` tokens, each right with probability `chance`, where a step has
-    // `rows` rows without it and each drafted token takes `each` seconds beside its row, the first one `first` more;
-    // and how many tokens per second that yields.
+    // Drafts must promise this many times the tokens of a step without any: the more sequences, the more of a step is
+    // arithmetic, and the less one timed at the start says of it.
+    static double least_gain(int64_t rows) { return MIN_GAIN + 0.05 * double(std::min<int64_t>(rows - 1, 5)); }
+
+    // The best length of a draft of up to `most` tokens, each right with probability `chance`, where each of `rows`
+    // sequences has such a draft: a step takes little longer for the rows of one, and much longer for those of all. A
+    // drafted token takes `each` seconds beside its row, the first one `first` more. And how many tokens per second
+    // that yields.
     struct Plan {
         int64_t length;
         double rate;
     };
-    // A draft must promise `MIN_GAIN` times the tokens of a step without one.
     Plan best_plan(double chance, int64_t most, int64_t rows, double each, double first) const;
     // Tokens per second that time should yield: what drafts achieve lately, but no less than a step without drafts.
     double rate(int64_t rows) const { return std::max(known_.gain, 1.0) * double(rows) / verify(rows); }

@@ -347,7 +347,8 @@ void SpeculativeLoop::draft_by_model(int nth) {
 // Whether one more token of the draft model yields more tokens per second than time does elsewhere.
 bool SpeculativeLoop::pays_to_go_on(const Row& at) const {
     if (!costs_) return true;
-    const double seconds = costs_->draft(num_live_) / double(num_live_) + costs_->one_more_row(num_live_ + at.count);
+    const double row = costs_->one_more_row(num_live_ * (at.count + 1));
+    const double seconds = costs_->draft(num_live_) / double(num_live_) + row;
     return at.all_right * costs_->mean_chance() > costs_->rate(num_live_) * seconds;
 }
 
@@ -355,7 +356,7 @@ bool SpeculativeLoop::pays_to_go_on(const Row& at) const {
 void SpeculativeLoop::trim(int row) {
     Row& at = rows_[row];
     if (!costs_) return;
-    while (at.count > 1 && at.all_right < costs_->rate(num_live_) * costs_->one_more_row(num_live_ + at.count - 1))
+    while (at.count > 1 && at.all_right < costs_->rate(num_live_) * costs_->one_more_row(num_live_ * at.count))
         drop_last(row);
 }
 

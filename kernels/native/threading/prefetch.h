@@ -5,6 +5,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 // `units` units from `from` on, spread over `tiles` tiles; a second band, if any, is `band_bytes` behind.
 struct PrefetchRange {
     const char* from = nullptr;
@@ -49,4 +53,19 @@ inline int64_t prefetch_distance() {
     if (__builtin_cpu_is("amd")) return 48 * 1024;
 #endif
     return 0;
+}
+
+// Whether the weights that one or two vectors meet arrive sooner as one stream than as several.
+//
+// On Zen 5 one row of Coder-1.5B, Q4_K_M, then takes 0.86 of the time. Several were tuned on Zen 4.
+inline bool prefers_one_stream() {
+#if defined(__x86_64__)
+    constexpr unsigned ZEN_5 = 0x1a;
+    unsigned signature = 0, b, c, d;
+    __builtin_cpu_init();
+    if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &signature, &b, &c, &d)) return false;
+    return (signature >> 8 & 0xf) + (signature >> 20 & 0xff) >= ZEN_5;  // family and extended family
+#else
+    return false;
+#endif
 }
