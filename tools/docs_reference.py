@@ -241,6 +241,13 @@ def tokens_per_second() -> Iterator[str]:
         yield f"| {what} | {pair[OURS]:.1f} | {pair[PEER]:.1f} |"
 
 
+def published_models() -> Iterator[str]:
+    """What is known of published models by their config.json."""
+    from tools.published_models import table
+
+    return table()
+
+
 def _line(text: str | None) -> str:
     """A text in one cell of a table."""
     words = re.sub(r"\[/?[a-z ]+\]", "", " ".join((text or "").split("\f")[0].split()))
@@ -257,4 +264,5 @@ TABLES = {
     "statuses": statuses,
     "benchmark_runs": benchmark_runs,
     "tokens_per_second": tokens_per_second,
+    "published_models": published_models,
 }
