@@ -106,9 +106,10 @@ def _layout_of(
     """
     scales, shape = (checkpoint.entries.get(module + suffix) for suffix in (names.scales, *names.others))
     if shape is not None and shape.shape == (2,) and shape.dtype in ("I32", "I64"):
-        columns = int(checkpoint.read(shape.name)[1])
+        rows, columns = checkpoint.read(shape.name).tolist()
+        columns = columns if (rows, *values.shape[1:]) == values.shape else 0
     else:
-        columns = values.shape[-1] if values.dtype == "I8" else 0
+        columns = values.shape[-1] if values.dtype == "I8" and values.shape else 0
     for layout in layouts:
         in_word = 32 // layout.bits if values.dtype == "I32" else 1
         is_wide = len(values.shape) == 2 and values.shape[1] * in_word == columns > 0
@@ -161,7 +162,7 @@ def _type_of(columns: int, bits: int) -> str | None:
 def _check_scales(scales: TensorEntry, shape: tuple[int, int], layout: IntegerLayout) -> int:
     """The number of groups of a row; raises `ModelFormatError` for scales of another shape."""
     rows, columns = shape
-    size = layout.group_size or columns
+    size = layout.group_size or max(1, columns)
     groups = columns // size if columns % size == 0 else 0
     allowed: list[tuple[int, ...]] = [(groups, rows)] if layout.method != "compressed-tensors" else [(rows, groups)]
     if groups == 1 and layout.method == "compressed-tensors":
