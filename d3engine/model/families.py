@@ -442,7 +442,7 @@ def family_of(fields: Fields) -> Family:
     if not named:
         known = sorted({name for family in FAMILIES for name in family.architectures})
         # llama.cpp's files of the models that also see images hold the text model, which is of a family here.
-        advice = ", or the model a GGUF file" if "Gemma3ForConditionalGeneration" in architectures else ""
+        advice = ", or the model a GGUF file" if "Gemma3ForConditionalGeneration" in (architectures or ()) else ""
         fields.refuse("architectures", f"a list with one of {', '.join(known)}{advice}")
     found = [family for family in named if model_type in (None, family.model_type)]
     if not found:
