@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -64,12 +64,14 @@ INTEGER_TYPES = frozenset(name for name, block in BLOCK_FORMATS.items() if block
 class BlockWeight(WeightFormat):
     """A matrix [N, K] of the type `type_name` of `BLOCK_FORMATS`.
 
-    `blocks` uint8 [N, bytes of a row's blocks]; `num_columns` is K.
+    `blocks` uint8 [N, bytes of a row's blocks]; `num_columns` is K. With `order` a block holds other input channels
+    than those of its place: columns of GPTQ that share a scale.
     """
 
     type_name: str
     blocks: Tensor
     num_columns: int
+    order: Tensor | None = None
 
     @property
     def native_kind(self) -> int:
@@ -85,15 +87,15 @@ class BlockWeight(WeightFormat):
 
     def rows(self, start: int, stop: int) -> BlockWeight:
         """Output channels [start, stop) alone, without a copy."""
-        return BlockWeight(self.type_name, self.blocks[start:stop], self.num_columns)
+        return replace(self, blocks=self.blocks[start:stop])
 
     def at(self, places: Tensor) -> BlockWeight:
         """The rows at int64 `places` [T], copied."""
-        return BlockWeight(self.type_name, self.blocks[places], self.num_columns)
+        return replace(self, blocks=self.blocks[places])
 
     def above(self, others: Sequence[Any]) -> BlockWeight:
         """This matrix on top of others of its type, copied."""
-        return BlockWeight(self.type_name, torch.cat([self.blocks, *(o.blocks for o in others)]), self.num_columns)
+        return replace(self, blocks=torch.cat([self.blocks, *(o.blocks for o in others)]))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         from d3engine.kernels.native.library import LibraryMissing, read_block_rows  # which knows this class
@@ -107,7 +109,7 @@ class BlockWeight(WeightFormat):
         """The float32 matrix [N, K] without the native library: the same numbers, slowly."""
         layout = BLOCK_FORMATS[self.type_name]
         if layout.bits is not None:
-            return unpack_integer_groups(self.blocks, layout.columns, layout.bits)
+            return in_channels(unpack_integer_groups(self.blocks, layout.columns, layout.bits), self.order)
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -123,6 +125,15 @@ class BlockWeight(WeightFormat):
         blocks = self.blocks.numpy().reshape(-1, layout.nbytes)
         # A half is no number where all bits of its exponent are set; they lie in its upper byte.
         return not any((blocks[:, place + 1] & 0x7C == 0x7C).any() for place in layout.halves)
+
+
+def in_channels(values: Tensor, order: Tensor | None) -> Tensor:
+    """Stored columns `values` [N, K] of that order as input channels."""
+    if order is None:
+        return values
+    made = torch.empty_like(values)
+    made[:, order] = values
+    return made
 
 
 ROUNDED_COLUMNS = 32
@@ -218,7 +229,10 @@ def stacked(parts: Sequence[Stackable]) -> Stackable | StackedWeight:
 
 def _format_of(part: Stackable) -> object:
     """What neighbours must have in common to become one matrix."""
-    return Tensor if isinstance(part, Tensor) else (type(part), part.type_name)
+    if isinstance(part, Tensor):
+        return Tensor
+    order = getattr(part, "order", None)
+    return type(part), part.type_name, None if order is None else order.numpy().tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +246,7 @@ class BlockLanesWeight(WeightFormat):
     type_name: str
     cells: Tensor
     num_columns: int
+    order: Tensor | None = None
     meets_bytes = True
 
     @property
@@ -272,12 +287,15 @@ class RowsInLanes:
         return torch.cat([read_block_rows(self.weight, *span) for span in self.spans]).to(dtype)
 
 
-def in_eight_bits(x: Tensor) -> Tensor:
-    """`x` [T, K], K a multiple of 32, as whole numbers from -127 to 127 times a scale for each 32 of a row."""
-    groups = x.view(x.shape[0], -1, 32)
+def in_eight_bits(x: Tensor, order: Tensor | None = None) -> Tensor:
+    """`x` [T, K], K a multiple of 32, as whole numbers from -127 to 127 times a scale for each 32 of a row.
+
+    With an order these are 32 stored columns of a matrix.
+    """
+    groups = (x if order is None else x[:, order]).view(x.shape[0], -1, 32)
     largest = groups.abs().amax(dim=-1, keepdim=True)
     by = torch.where(largest > 1e-30, 127 / largest, 0.0)
-    return ((groups * by).round() * (largest / 127)).view(x.shape)
+    return in_channels(((groups * by).round() * (largest / 127)).view(x.shape), order)
 
 
 def blocks_in_lanes(weight: _Given) -> _Given | BlockWeight | BlockLanesWeight | SplitBlockWeight | StackedWeight:
@@ -306,4 +324,4 @@ def _in_lanes(parts: Sequence[BlockWeight]) -> BlockWeight | BlockLanesWeight:
         return first
     from d3engine.kernels.native.library import interleave_blocks  # which knows this class
 
-    return BlockLanesWeight(first.type_name, interleave_blocks(parts), first.num_columns)
+    return BlockLanesWeight(first.type_name, interleave_blocks(parts), first.num_columns, first.order)

@@ -15,13 +15,14 @@ def pack_integer_groups(codes: Tensor, zero_points: Tensor, scales: Tensor, colu
     """The blocks uint8 [N, bytes of a row], each of `columns` columns, that stand for (code - zero point) x scale.
 
     `codes` uint8 [N, K], below 2**bits; `zero_points` uint8 and `scales` float [N, groups] of equal groups of columns,
-    each of whole blocks. Raises `ValueError` for a scale that is not finite, or that needs more than 24 bits.
+    each of whole blocks. Raises `ValueError` for a scale that is not finite or so large that a weight may not be, and
+    for one that needs more than 24 bits.
     """
     rows, num_columns = codes.shape
     blocks = num_columns // columns
     words = scales.float().view(torch.int32)
-    if not torch.isfinite(scales).all() or (words & 0xFF).any():
-        raise ValueError("scales must be finite, each of at most 16 significant bits")
+    if not torch.isfinite(scales.float() * 255).all() or (words & 0xFF).any():
+        raise ValueError("scales must be finite and below 1e36, each of at most 16 significant bits")
     words = (words | zero_points).repeat_interleave(blocks // scales.shape[1], dim=1).contiguous()
     made = torch.empty(rows, blocks, 4 + columns * bits // 8, dtype=torch.uint8)
     made[:, :, :4] = words.view(torch.uint8).view(rows, blocks, 4)

@@ -150,7 +150,7 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         out = torch.cat([_linear(x, part, None) for part in weight.parts], dim=1)
         return out if bias is None else out.add_(bias)
     if isinstance(weight, WeightFormat) and weight.meets_bytes:
-        x = in_eight_bits(x)
+        x = in_eight_bits(x, weight.order)
     x = _rows_apart(x)
     if _is_as_wide(weight, x):
         return F.linear(x, weight, bias)

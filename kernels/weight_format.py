@@ -26,6 +26,9 @@ class WeightFormat(ABC):
     float_dtype: ClassVar[torch.dtype | None] = None
     """Of the floats that it holds without loss."""
 
+    order: Tensor | None = None
+    """int32 [K]: the input channel of each stored column; None: they are in the order of the channels."""
+
     @property
     @abstractmethod
     def native_kind(self) -> int | None:

@@ -204,6 +204,13 @@ def statuses() -> Iterator[str]:
         yield f"| {status} | {phrases[status]} | `{kind}` | `{ANTHROPICS_TYPES.get(status, 'invalid_request_error')}` |"
 
 
+def published_models() -> Iterator[str]:
+    """What is known of published models by their config.json."""
+    from tools.published_models import table
+
+    return table()
+
+
 def _line(text: str | None) -> str:
     """A text in one cell of a table."""
     words = re.sub(r"\[/?[a-z ]+\]", "", " ".join((text or "").split("\f")[0].split()))
@@ -218,4 +225,5 @@ TABLES = {
     "http": http,
     "errors": errors,
     "statuses": statuses,
+    "published_models": published_models,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,10 @@ _SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 @dataclass(frozen=True)
 class Groups:
-    """A matrix [N, K]: `codes` uint8 [N, K] below 16, `zero_points` uint8 and `scales` float16, both [N, groups]."""
+    """A matrix [N, K]: `codes` and `zero_points` uint8, `scales` float16, these two [N, groups].
+
+    Codes have 4 bits, or 8 with one group a row (`round_rows`).
+    """
 
     codes: Tensor
     zero_points: Tensor
@@ -111,10 +114,27 @@ def _improved(
     return codes, scales
 
 
-def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`matrix` [N, K] in 8 bits: codes uint8 [N, K], 128 for 0, and float16 scales [N, 1]."""
+def round_rows(matrix: Tensor) -> Groups:
+    """`matrix` [N, K] in 8 bits: one group a row, whose zero point is 128."""
     scales = (matrix.abs().amax(dim=1, keepdim=True) / 127).clamp_(min=1e-6).half()
-    return (matrix / scales.float()).round_().clamp_(-127, 127).add_(128).to(torch.uint8), scales
+    codes = (matrix / scales.float()).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
+    return Groups(codes, torch.full_like(scales, 128, dtype=torch.uint8), scales)
+
+
+def matrices_of_8_bits(config: ModelConfig) -> frozenset[str]:
+    """The matrices of a mixture that get 8 bits: those to which a model is most sensitive, in about half its layers.
+
+    As llama.cpp's Q4_K_M has it, the value and the down projection, in the first and last eighth of the layers and in
+    every third between them. Of a fused matrix the values are no part.
+    """
+    names, eighth = config.tensor_names, config.num_layers // 8
+    modules = [names.down, *(f"self_attn.{name}" for name in names.qkv[2:])]
+    layers = [
+        layer
+        for layer in range(config.num_layers)
+        if layer < eighth or layer >= 7 * config.num_layers // 8 or (layer - eighth) % 3 == 2
+    ]
+    return frozenset(f"{names.layer(layer)}{module}.weight" for layer in layers for module in modules)
 
 
 def _damped(second_moments: Tensor) -> Tensor:
@@ -160,9 +180,17 @@ def _fit(part: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 class LayerQuantizer:
     """Quantizes the layers of a model one after the other, each for the activations that the ones before it make."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, prompts: Tensor, group_size: int) -> None:
-        """`prompts` int64 [S, L]: the text."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        prompts: Tensor,
+        group_size: int,
+        of_8_bits: Collection[str] = (),
+    ) -> None:
+        """`prompts` int64 [S, L]: the text. The matrices named in `of_8_bits` become rows of 8 bits."""
         self._checkpoint, self._config, self.group_size = checkpoint, config, group_size
+        self._of_8_bits = of_8_bits
         self._sequences, self._length = prompts.shape
         embedding = checkpoint.read(config.tensor_names.embedding)
         looked_up = embedding[prompts.flatten()].float() * config.multipliers.on_embedding
@@ -172,8 +200,8 @@ class LayerQuantizer:
         self._rotations = rope.of_layers(rope.rotations(torch.arange(self._length), lengths))
 
     def layer(self, index: int) -> dict[str, Groups]:
-        """The matrices of layer `index` by their names; layers are asked for in their order."""
-        return dict(self._layer(index))
+        """The matrices of 4 bits of layer `index` by their names; layers are asked for in their order."""
+        return {name: groups for name, groups in self._layer(index) if name not in self._of_8_bits}
 
     def _layer(self, index: int) -> Iterator[tuple[str, Groups]]:
         config, names = self._config, self._config.tensor_names
@@ -214,16 +242,24 @@ class LayerQuantizer:
             raise ModelFormatError(
                 f"{self._checkpoint.entries[modules[0] + '.weight'].file}: activations are not finite"
             )
-        groups = quantize_groups(torch.cat(matrices), self.group_size, moments)
-        product = F.linear(inputs, groups.dequantize())
+        names = [f"{module}.weight" for module in modules]
+        made = self._quantized(dict(zip(names, matrices, strict=True)), moments)
+        product = F.linear(inputs, torch.cat([made[name].dequantize() for name in names]))
         if any(bias is not None for bias in biases):
             rows = [torch.zeros(len(one)) if bias is None else bias for one, bias in zip(matrices, biases, strict=True)]
             product += torch.cat(rows)
-        sizes = [len(matrix) for matrix in matrices]
-        parts = zip(
-            *(torch.split(part, sizes) for part in (groups.codes, groups.zero_points, groups.scales)), strict=True
-        )
-        return product, {f"{module}.weight": Groups(*part) for module, part in zip(modules, parts, strict=True)}
+        return product, made
+
+    def _quantized(self, matrices: dict[str, Tensor], moments: Tensor) -> dict[str, Groups]:
+        """Matrices of the same inputs, those of 4 bits fitted together."""
+        made = {name: round_rows(matrix) for name, matrix in matrices.items() if name in self._of_8_bits}
+        fitted = {name: matrix for name, matrix in matrices.items() if name not in made}
+        if fitted:
+            groups = quantize_groups(torch.cat([*fitted.values()]), self.group_size, moments)
+            sizes = [len(matrix) for matrix in fitted.values()]
+            parts = (torch.split(part, sizes) for part in (groups.codes, groups.zero_points, groups.scales))
+            made |= {name: Groups(*part) for name, part in zip(fitted, zip(*parts, strict=True), strict=True)}
+        return made
 
     def _bias(self, module: str) -> Tensor | None:
         name = f"{module}.bias"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,13 @@ from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, QUANTIZATION
 from d3engine.model.source import CONFIG_FILE, files_of, open_checkpoint
 from d3engine.model.weights import check_head_scheme, quantize_matrix
 from d3engine.weights_tools.fitting_text import fitting_tokens
-from d3engine.weights_tools.group_quantizer import GROUP_SIZES, Groups, LayerQuantizer, round_rows
+from d3engine.weights_tools.group_quantizer import (
+    GROUP_SIZES,
+    Groups,
+    LayerQuantizer,
+    matrices_of_8_bits,
+    round_rows,
+)
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
@@ -40,6 +46,8 @@ from d3engine.weights_tools.writing import (
 )
 
 DEFAULT_GROUP_SIZE = 32
+MIXTURES = ("q4_k_m",)
+"""What files of 4 bits may be like, in that some matrices have more."""
 GROUPED_HEADS = ("int8", "float")
 """What an LM head and an embedding may be beside matrices in groups."""
 
@@ -131,6 +139,7 @@ def quantize_to_groups(
     *,
     lm_head: str = DEFAULT_HEAD_SCHEME,
     text: str | None = None,
+    like: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     show_progress: bool = True,
@@ -139,12 +148,14 @@ def quantize_to_groups(
 
     `group_size` input channels, one of `GROUP_SIZES`, share a scale and a zero point, which are fitted to the
     activations of `text`; None: the documentation that comes with Python, and conversations that the model samples, for
-    which all of it is in memory. Then one layer is, in float32. The LM head and the embedding become `lm_head`, one of
-    `GROUPED_HEADS`: 8 bits with a scale for each row, or floats, in float16 those that a GGUF file has quantized. The
+    which all of it is in memory. Then one layer is, in float32. With `like`, one of `MIXTURES`, some matrices get 8
+    bits (`matrices_of_8_bits`). The LM head and the embedding become `lm_head`, one of `GROUPED_HEADS`: 8 bits with a
+    scale for each row, or floats, in float16 those that a GGUF file has quantized. The
     directory is one of compressed-tensors (W4A16). Raises as `quantize_model`.
     """
     require(group_size in GROUP_SIZES, "group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
     require(lm_head in GROUPED_HEADS, "lm_head", lm_head, f"one of {', '.join(GROUPED_HEADS)} with groups")
+    require(like is None or like in MIXTURES, "like", like, f"one of {', '.join(MIXTURES)}")
     config = ModelConfig.from_directory(source)
     require(config.quantization is None, "MODEL", str(source), "a model with float weights")
     for columns in (config.hidden_size, config.q_size, config.intermediate_size):
@@ -155,13 +166,14 @@ def quantize_to_groups(
     with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
-        quantization = _of_groups(group_size, lm_head, config.tie_word_embeddings)
+        of_8_bits = frozenset() if like is None else matrices_of_8_bits(config)
+        quantization = _of_groups(group_size, lm_head, config.tie_word_embeddings, of_8_bits)
         contents = files_of(source).read_json_object(CONFIG_FILE) | {"quantization_config": quantization}
         write_json(folder / CONFIG_FILE, contents)
-        quantizer = LayerQuantizer(checkpoint, config, prompts, group_size)
+        quantizer = LayerQuantizer(checkpoint, config, prompts, group_size, of_8_bits)
         write_shards(
             folder,
-            _pending_groups(checkpoint, config, quantizer, lm_head),
+            _pending_groups(checkpoint, config, quantizer, lm_head, of_8_bits),
             shard_bytes=shard_bytes,
             show_progress=show_progress,
             description="quantizing",
@@ -173,14 +185,16 @@ def _check_destination(source: Path, destination: Path) -> None:
         raise InvalidValueError("DST", str(destination), "another directory than MODEL")
 
 
-def _of_groups(group_size: int, lm_head: str, is_tied: bool) -> dict[str, Any]:
+def _of_groups(group_size: int, lm_head: str, is_tied: bool, of_8_bits: Collection[str]) -> dict[str, Any]:
     def group(targets: list[str], **weights: Any) -> dict[str, Any]:
         common = {"type": "int", "dynamic": False, "actorder": None}
         return {"targets": targets, "weights": weights | common, "input_activations": None, "output_activations": None}
 
     groups = {"group_0": group(["Linear"], num_bits=4, symmetric=False, strategy="group", group_size=group_size)}
+    targets = [name.removesuffix(".weight") for name in sorted(of_8_bits)]
     if lm_head != "float":
-        targets = ["Embedding"] if is_tied else ["Embedding", "lm_head"]
+        targets += ["Embedding"] if is_tied else ["Embedding", "lm_head"]
+    if targets:
         groups["group_1"] = group(targets, num_bits=8, symmetric=True, strategy="channel", group_size=None)
     return {
         "quant_method": "compressed-tensors",
@@ -192,7 +206,7 @@ def _of_groups(group_size: int, lm_head: str, is_tied: bool) -> dict[str, Any]:
 
 
 def _pending_groups(
-    checkpoint: Checkpoint, config: ModelConfig, quantizer: LayerQuantizer, lm_head: str
+    checkpoint: Checkpoint, config: ModelConfig, quantizer: LayerQuantizer, lm_head: str, of_8_bits: Collection[str]
 ) -> dict[str, PendingTensor]:
     """The tensors to write, layer by layer: matrices in groups, then the embedding, the head and what stays float."""
     expected = expected_tensors(config)
@@ -200,11 +214,14 @@ def _pending_groups(
     for index in range(config.num_layers):
         prefix, groups = config.tensor_names.layer(index), _Layer(quantizer, index)
         for name, shape in expected.items():
+            if name in of_8_bits:
+                continue
             if name.startswith(prefix) and is_layer_matrix(name):
                 pending |= _pending_matrix(checkpoint.entries[name], shape, groups)
     for name in expected:
         entry = checkpoint.entries[name]
-        if name in (config.tensor_names.embedding, LM_HEAD) and lm_head != "float":
+        is_end = name in (config.tensor_names.embedding, LM_HEAD) and lm_head != "float"
+        if is_end or name in of_8_bits:
             pending |= _pending_rows(checkpoint, entry)
         elif not is_layer_matrix(name):
             dtype = dtype_of(entry.dtype) if entry.packed is None else torch.float16
@@ -218,9 +235,9 @@ def _pending_rows(checkpoint: Checkpoint, entry: TensorEntry) -> dict[str, Pendi
     quantized: list[Tensor] = []
 
     def values() -> Tensor:
-        codes, scales = round_rows(_read(checkpoint, entry, torch.float32))
-        quantized.append(scales)
-        return codes.view(torch.int32)
+        groups = round_rows(_read(checkpoint, entry, torch.float32))
+        quantized.append(groups.scales)
+        return groups.codes.view(torch.int32)
 
     return {
         entry.name.removesuffix("weight") + suffix: PendingTensor(entry.file, shape, dtype, read)

@@ -135,6 +135,12 @@ class Scheme(StrEnum):
     fp8 = "fp8"
 
 
+class Mixture(StrEnum):
+    """What 4 bits may be like; `MIXTURES` as an option."""
+
+    q4_k_m = "q4_k_m"
+
+
 class HeadForm(StrEnum):
     """What the LM head becomes; `LM_HEAD_SCHEMES` as an option."""
 
@@ -197,6 +203,14 @@ def quantize_command(
             show_default=False,
         ),
     ] = None,
+    like: Annotated[
+        Mixture | None,
+        typer.Option(
+            help="int4 alone: 8 bits for the matrices to which a model is most sensitive, values and down projections, "
+            "in about half the layers [default: 4 bits for all].",
+            show_default=False,
+        ),
+    ] = None,
     rtn: Annotated[
         bool,
         typer.Option(
@@ -218,11 +232,12 @@ def quantize_command(
     if scheme is Scheme.int4 and not rtn:
         given = None if text is None else as_text(read_bytes(text, DATA_BYTES), text)
         size = DEFAULT_GROUP_SIZE if group_size is None else group_size
-        quantize_to_groups(source, destination, size, text=given, **options)
+        quantize_to_groups(source, destination, size, text=given, like=like, **options)
     else:
         allowed = "absent but for --scheme int4 without --rtn"
         require(text is None, "--text", str(text), allowed)
         require(group_size is None, "--group-size", group_size, allowed)
+        require(like is None, "--like", like, allowed)
         quantize_model(source, destination, scheme.value, **options)
     typer.echo(f"wrote {destination}")
     if is_there(beside(source, POLICY_FILE)):

@@ -106,8 +106,10 @@ def _packed_bytes(settings: EngineSettings) -> int | None:
         return packed
     each = settings.weight_dtype.itemsize
     with files.open_checkpoint() as checkpoint:
-        entries = checkpoint.entries.values()
-        return sum(one.nbytes if one.type_name in SPLIT_TYPES else prod(one.shape) * each for one in entries)
+        return sum(
+            one.nbytes if one.type_name in SPLIT_TYPES and checkpoint.order_of(name) is None else prod(one.shape) * each
+            for name, one in checkpoint.entries.items()
+        )
 
 
 def num_blocks(settings: EngineSettings, workspace_bytes: Callable[[], int], draft: ModelConfig | None = None) -> int:

@@ -110,6 +110,11 @@ class Checkpoint:
         blocks: Tensor = source.blocks(name)
         return blocks
 
+    def order_of(self, name: str) -> Tensor | None:
+        """Of a matrix in blocks: int32, the input channel of each of their columns; None: they are in order."""
+        order = getattr(self._sources[self.entries[name].file], "order", None)
+        return None if order is None else order(name)
+
     def give_back(self, name: str) -> None:
         """Release the memory of a tensor that was copied, or only inspected."""
         self._sources[self.entries[name].file].give_back(name)

@@ -441,7 +441,9 @@ def family_of(fields: Fields) -> Family:
     named = [family for family in FAMILIES if architectures is None or _names(family, architectures)]
     if not named:
         known = sorted({name for family in FAMILIES for name in family.architectures})
-        fields.refuse("architectures", f"a list with one of {', '.join(known)}")
+        # llama.cpp's files of the models that also see images hold the text model, which is of a family here.
+        advice = ", or the model a GGUF file" if "Gemma3ForConditionalGeneration" in (architectures or ()) else ""
+        fields.refuse("architectures", f"a list with one of {', '.join(known)}{advice}")
     found = [family for family in named if model_type in (None, family.model_type)]
     if not found:
         allowed = " or ".join(dict.fromkeys(repr(family.model_type) for family in named))

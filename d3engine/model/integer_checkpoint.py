@@ -48,7 +48,10 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The stored tensors of one matrix [N, K], and the type of the blocks that it becomes; None: floats alone."""
+    """The stored tensors of one matrix [N, K], and the type of the blocks that it becomes; None: floats alone.
+
+    `order` are the columns group by group, where each group is not a run of neighbours.
+    """
 
     layout: IntegerLayout
     values: TensorEntry
@@ -57,13 +60,14 @@ class _Matrix:
     shape: tuple[int, int]
     num_groups: int
     type_name: str | None
+    order: Tensor | None
 
 
 def integer_checkpoint(checkpoint: Checkpoint, layouts: Sequence[IntegerLayout]) -> Checkpoint:
     """The tensors of a published checkpoint by transformers' names, its matrices of whole numbers as `X.weight`.
 
-    They read as float32, and as blocks where their groups are neighbouring columns. Raises `ModelFormatError` for
-    tensors that are missing or of a shape or dtype that no layout, all of one method, has.
+    They read as float32, and as blocks where all groups are as large. Raises `ModelFormatError` for tensors that are
+    missing or of a shape or dtype that no layout, all of one method, has.
     """
     names = _NAMES[layouts[0].method]
     matrices: dict[str, _Matrix] = {}
@@ -106,9 +110,10 @@ def _layout_of(
     """
     scales, shape = (checkpoint.entries.get(module + suffix) for suffix in (names.scales, *names.others))
     if shape is not None and shape.shape == (2,) and shape.dtype in ("I32", "I64"):
-        columns = int(checkpoint.read(shape.name)[1])
+        rows, columns = checkpoint.read(shape.name).tolist()
+        columns = columns if (rows, *values.shape[1:]) == values.shape else 0
     else:
-        columns = values.shape[-1] if values.dtype == "I8" else 0
+        columns = values.shape[-1] if values.dtype == "I8" and values.shape else 0
     for layout in layouts:
         in_word = 32 // layout.bits if values.dtype == "I32" else 1
         is_wide = len(values.shape) == 2 and values.shape[1] * in_word == columns > 0
@@ -146,10 +151,12 @@ def _matrix_of(
         raise ModelFormatError(f"{values.file}: tensor {module + names.zero_points!r} is missing")
     if zero_points is not None:
         _check_zero_points(zero_points, (rows, num_groups), layout)
-    in_order = _are_in_order(checkpoint, module + names.group_indices, columns, num_groups)
-    in_blocks = in_order and scales.dtype in ("F16", "BF16")  # others may have more bits than a block keeps
-    type_name = _type_of(columns // num_groups, layout.bits) if in_blocks else None
-    return _Matrix(layout, values, scales, zero_points, (rows, columns), num_groups, type_name)
+    indices = _group_indices(checkpoint, module + names.group_indices, columns, num_groups)
+    type_name = None
+    if scales.dtype in ("F16", "BF16") and bool((indices.bincount() * num_groups == columns).all()):
+        type_name = _type_of(columns // num_groups, layout.bits)  # other scales may have more bits than a block keeps
+    order = None if bool((indices.diff() >= 0).all()) else indices.argsort(stable=True)
+    return _Matrix(layout, values, scales, zero_points, (rows, columns), num_groups, type_name, order)
 
 
 def _type_of(columns: int, bits: int) -> str | None:
@@ -161,7 +168,7 @@ def _type_of(columns: int, bits: int) -> str | None:
 def _check_scales(scales: TensorEntry, shape: tuple[int, int], layout: IntegerLayout) -> int:
     """The number of groups of a row; raises `ModelFormatError` for scales of another shape."""
     rows, columns = shape
-    size = layout.group_size or columns
+    size = layout.group_size or max(1, columns)
     groups = columns // size if columns % size == 0 else 0
     allowed: list[tuple[int, ...]] = [(groups, rows)] if layout.method != "compressed-tensors" else [(rows, groups)]
     if groups == 1 and layout.method == "compressed-tensors":
@@ -188,17 +195,17 @@ def _check_zero_points(entry: TensorEntry, shape: tuple[int, int], layout: Integ
         )
 
 
-def _are_in_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) -> bool:
-    """Whether each column is in the group of its place; raises `ModelFormatError` for groups that there are not."""
+def _group_indices(checkpoint: Checkpoint, name: str, columns: int, groups: int) -> Tensor:
+    """The group of each column, int64; raises `ModelFormatError` for groups that there are not."""
     entry = checkpoint.entries.get(name)
     if entry is None:
-        return True
+        return torch.arange(columns) // (columns // groups)
     is_valid = entry.dtype in ("I32", "I64") and entry.shape == (columns,)
     indices = checkpoint.read(name).long() if is_valid else torch.tensor([-1])
     if not (int(indices.amin()) >= 0 and int(indices.amax()) < groups):
         allowed = f"the groups, 0 to {groups - 1}, of {columns} columns"
         raise ModelFormatError(f"{entry.file}: tensor {name!r} must be {allowed}")
-    return torch.equal(indices, torch.arange(columns) // (columns // groups))
+    return indices
 
 
 class _IntegerTensors:
@@ -221,9 +228,15 @@ class _IntegerTensors:
         columns, bits = BLOCK_FORMATS[matrix.type_name].columns, matrix.layout.bits
         try:
             spans = _spans(matrix.shape[0])
-            return torch.cat([pack_integer_groups(*self._parts(matrix, *span), columns, bits) for span in spans])
+            parts = [self._in_order(matrix, *self._parts(matrix, *span)) for span in spans]
+            return torch.cat([pack_integer_groups(*some, columns, bits) for some in parts])
         except ValueError as error:
             raise ModelFormatError(f"{matrix.scales.file}: tensor {matrix.scales.name!r}: {error}") from None
+
+    def order(self, name: str) -> Tensor | None:
+        """The input channel of each column of a matrix in blocks, int32; None: they are in order."""
+        matrix = self._matrices.get(name)
+        return None if matrix is None or matrix.order is None else matrix.order.int()
 
     def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
         """One row."""
@@ -245,11 +258,13 @@ class _IntegerTensors:
         return (codes.float() - zero_points[:, groups]) * scales[:, groups]
 
     def _groups_of_columns(self, matrix: _Matrix, module: str) -> Tensor:
-        columns = matrix.shape[1]
-        indices = module + _NAMES[matrix.layout.method].group_indices
-        if matrix.type_name is None and indices in self._checkpoint.entries:
-            return self._checkpoint.read(indices).long()
-        return torch.arange(columns) // (columns // matrix.num_groups)
+        name = module + _NAMES[matrix.layout.method].group_indices
+        return _group_indices(self._checkpoint, name, matrix.shape[1], matrix.num_groups)
+
+    @staticmethod
+    def _in_order(matrix: _Matrix, codes: Tensor, zero_points: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The parts of some rows with the columns of a group together."""
+        return codes if matrix.order is None else codes[:, matrix.order], zero_points, scales
 
     def _parts(self, matrix: _Matrix, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers [N, K] and zero points [N, groups], uint8, and scales float32 [N, groups] of rows [start, stop).

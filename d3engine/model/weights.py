@@ -303,8 +303,18 @@ class _Loader:
     def _stays_in_blocks(self, tensors: Collection[str]) -> bool:
         """Whether a matrix of these tensors is held as a GGUF file has it."""
         kinds = {self.checkpoint.entries[name].type_name for name in tensors}
+        if kinds.isdisjoint(self.block_types):
+            return False
+        if self.splits_blocks and any(self.checkpoint.order_of(name) is not None for name in tensors):
+            return False  # Triton's kernels gather no inputs
         halves = len(tensors) == 2  # of gates and what they let through, which are read together
-        return not kinds.isdisjoint(self.block_types) and not (halves and len(kinds) > 1)
+        return not halves or (len(kinds) == 1 and self._have_one_order(tensors))
+
+    def _have_one_order(self, tensors: Collection[str]) -> bool:
+        """Whether the columns of matrices in blocks are the same input channels."""
+        orders = [self.checkpoint.order_of(name) for name in tensors]
+        given = [order for order in orders if order is not None]
+        return not given or (len(given) == len(orders) and all(torch.equal(order, given[0]) for order in given))
 
     def _blocks_or_floats(self, name: str, rows: list[_Rows] | None) -> BlockWeight | SplitBlockWeight | Tensor:
         """The rows of one tensor, in ggml's blocks where the file has such."""
@@ -316,7 +326,7 @@ class _Loader:
         if rows is not None and any(part.num_heads is not None for part in rows):
             target = torch.empty_like(source)
             _copy_parts(source, target, rows)
-        weight = BlockWeight(entry.type_name, target, entry.shape[1])
+        weight = BlockWeight(entry.type_name, target, entry.shape[1], self.checkpoint.order_of(name))
         if not weight.is_finite:
             raise ModelFormatError(f"{entry.file}: tensor {name!r} holds NaN or infinity")
         if not self.splits_blocks:
@@ -362,7 +372,8 @@ class _Loader:
 
     def _embedding(self, name: str, multiplier: float) -> Table:
         if scheme_of(name, self.config) is None:
-            if multiplier == 1.0 and self._stays_in_blocks([name]):
+            # No kernel reads single rows of columns in another order.
+            if multiplier == 1.0 and self._stays_in_blocks([name]) and self.checkpoint.order_of(name) is None:
                 blocks = self._blocks_or_floats(name, None)
                 held = self._held(blocks, [name]) if self.config.tie_word_embeddings else blocks
                 assert isinstance(held, Table), "single rows are read from it"

@@ -64,6 +64,7 @@ struct D3Matrix {
     const float* bias;    // [rows], or null
     D3Bf12 bf12;          // of a bf12 matrix
     const D3Matrix* below;  // further rows, of another kind; or null
+    const int32_t* order;   // [columns]: the input channel of each column; null: they are in order
 };
 
 enum D3Activation : int32_t { D3_SILU = 0, D3_GELU_TANH = 1 };

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, in_channels
 from d3engine.kernels.interleaved import LANES
 from d3engine.kernels.native import build
 from d3engine.kernels.native.model import (
@@ -441,7 +441,7 @@ def read_block_rows(
     best = byte_isa() if weight.meets_bytes else isas_here()[0]
     nth = _all_isas().index(best or "none" if isa == "auto" else isa)
     library().d3_read_block_rows(byref(Linear(weight).structure()), nth, start, stop, matrix.data_ptr())
-    return matrix
+    return in_channels(matrix, weight.order)
 
 
 def interleave_blocks(parts: Sequence[BlockWeight]) -> torch.Tensor:

@@ -40,6 +40,7 @@ MatrixStructure._fields_ = (
     *((name, c_void_p) for name in ("values", "scales", "bias")),
     ("bf12", Bf12Structure),
     ("below", POINTER(MatrixStructure)),
+    ("order", c_void_p),
 )
 
 
@@ -111,7 +112,10 @@ class Linear:
         if isinstance(weight, PackedWeight):
             bf12 = Bf12Structure(weight.exponent, *others)
             return MatrixStructure(weight.native_kind, *weight.shape, values, None, bias, bf12)
-        return MatrixStructure(weight.native_kind, *weight.shape, values, *(others or (None,)), bias)
+        made = MatrixStructure(weight.native_kind, *weight.shape, values, *(others or (None,)), bias)
+        if weight.order is not None:
+            made.order = address_of(weight.order, torch.int32)
+        return made
 
     @cached_property
     def _parts(self) -> list[MatrixStructure]:

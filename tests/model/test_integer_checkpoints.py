@@ -17,14 +17,15 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from d3engine import Engine, ModelFormatError, SamplingParams
-from d3engine.kernels.blocks import BlockWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
+from d3engine.kernels.native.library import byte_isa
 from d3engine.model.source import open_checkpoint
 
 MakeTiny = Callable[..., TinyLlama]
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
-IN_FLOATS = ("GPTQ in the order of activations", "float32 scales")
+IN_FLOATS = ("float32 scales", "GPTQ in groups of unequal sizes")
 """What no block holds."""
 QUERY = "model.layers.1.self_attn.q_proj."
 
@@ -77,7 +78,56 @@ def test_packed_matrices_give_the_bits_of_the_floats(source: Path, tmp_path: Pat
     with Engine(tmp_path / "published", activations="float32", **OPTIONS) as engine:
         held = engine.executor.model.weights.layers[0].down
     assert isinstance(held, Tensor if name in IN_FLOATS else BlockWeight)
-    assert answers(tmp_path / "published", activations="float32") == answers(floats)
+    found, wanted = answers(tmp_path / "published", activations="float32"), answers(floats)
+    if isinstance(held, BlockWeight) and held.order is not None:  # sums of other neighbours round otherwise
+        assert torch.equal(held.dequantize(torch.float32), meant["model.layers.0.mlp.down_proj.weight"])
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    else:
+        assert found == wanted
+
+
+@pytest.mark.usefixtures("native_library")
+def test_act_order_stays_packed_with_rounded_inputs(source: Path, tmp_path: Path) -> None:
+    """For 8-bit inputs rows are interleaved; the floats that they stand for keep every bit."""
+    if byte_isa() is None:
+        pytest.skip("no instruction set of this machine multiplies bytes")
+    meant = publish(source, tmp_path / "published", PUBLISHED["GPTQ in the order of activations"])
+    with Engine(tmp_path / "published", activations="int8", **OPTIONS) as engine:
+        layer = engine.executor.model.weights.layers[0]
+        (output,) = engine.generate(random_prompts([17]), PARAMS, use_tqdm=False)
+    for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        assert isinstance(matrix, BlockLanesWeight)
+        assert matrix.order is not None
+    for name, matrix in {"mlp.down_proj": layer.down, "self_attn.o_proj": layer.output}.items():
+        assert torch.equal(matrix.dequantize(torch.float32), meant[f"model.layers.0.{name}.weight"])
+    assert len(output.outputs[0].token_ids) == PARAMS.max_tokens
+
+
+@pytest.mark.usefixtures("native_library")
+def test_projections_of_other_orders_are_read(source: Path, tmp_path: Path) -> None:
+    """Keys of another order stay apart from queries; gates of another order than the other half become floats."""
+    directory = tmp_path / "published"
+    meant = publish(source, directory, PUBLISHED["GPTQ in the order of activations"])
+    tensors = load_file(directory / "model.safetensors")
+    for module in ("self_attn.k_proj", "mlp.gate_proj"):
+        name = f"model.layers.0.{module}"
+        given, turned = (tensors[f"{name}.{kind}"] for kind in ("g_idx", "qweight"))
+        tensors[f"{name}.g_idx"] = given.flip(0).contiguous()
+        codes = torch.stack([turned >> 4 * nth & 15 for nth in range(8)], dim=1).flatten(0, 1).flip(0)
+        words = sum(codes.view(-1, 8, codes.shape[1])[:, nth].long() << 4 * nth for nth in range(8))
+        tensors[f"{name}.qweight"] = torch.where(words >= 2**31, words - 2**32, words).int()
+        meant[f"{name}.weight"] = meant[f"{name}.weight"].flip(1)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with Engine(directory, activations="float32", **OPTIONS) as engine:
+        layer = engine.executor.model.weights.layers[0]
+        (output,) = engine.generate(random_prompts([17]), PARAMS, use_tqdm=False)
+    assert isinstance(layer.qkv, StackedWeight)
+    assert isinstance(layer.gate_up, Tensor)
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.load_state_dict(meant)
+    ids = torch.tensor([output.prompt_token_ids])
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert output.outputs[0].token_ids == wanted[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.usefixtures("native_library")

@@ -25,6 +25,7 @@ class Published:
     is_symmetric: bool = False
     scale_dtype: torch.dtype = torch.float16
     act_order: bool = False
+    is_uneven: bool = False  # one column more in the first group than in the last
     in_bytes: bool = False
     has_zero_biases: bool = False
     ends: Published | None = None  # of the embedding and the LM head; None: floats
@@ -67,6 +68,7 @@ PUBLISHED: dict[str, Published] = {
     "GPTQ, a row": _gptq(0),
     "GPTQ in 8 bits": _gptq(128, bits=8),
     "GPTQ in the order of activations": _gptq(32, act_order=True),
+    "GPTQ in groups of unequal sizes": _gptq(32, act_order=True, is_uneven=True),
     "W4A16, symmetric": _compressed(128, is_symmetric=True, scale_dtype=torch.bfloat16),
     "W4A16": _compressed(32),
     "W8A16, packed": _compressed(64, bits=8),
@@ -106,6 +108,8 @@ def quantized(matrix: Tensor, published: Published) -> tuple[dict[str, Tensor], 
     of_column = torch.arange(columns) // size
     if published.act_order:
         of_column = of_column[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+    if published.is_uneven:
+        of_column[(of_column == groups - 1).nonzero()[0]] = 0
     scales, zeros = torch.empty(rows, groups, dtype=published.scale_dtype), torch.empty(rows, groups, dtype=torch.int64)
     codes = torch.empty(rows, columns, dtype=torch.int64)
     for group in range(groups):

@@ -19,12 +19,12 @@ from torch import Tensor
 from d3engine import Engine, SamplingParams
 from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.weights_tools import group_quantizer
 from d3engine.weights_tools.fitting_text import fitting_tokens
-from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, quantize_groups
+from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, matrices_of_8_bits, quantize_groups
 from d3engine.weights_tools.quantize import quantize_to_groups
 
 TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
@@ -215,6 +215,43 @@ def test_quantize_to_groups_float_head_stays(tmp_path: Path) -> None:
     assert (list(found["config_groups"]), found["ignore"]) == (["group_0"], ["lm_head"])
 
 
+def test_mixture_has_8_bits_in_half_of_the_layers() -> None:
+    """The first and last eighth of 30 layers and every third between; of a fused matrix values are no part."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    fields = sizes | {"num_hidden_layers": 30}
+    layers = [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]
+    found = matrices_of_8_bits(ModelConfig.from_dict(fields | {"model_type": "llama"}))
+    names = ("self_attn.v_proj", "mlp.down_proj")
+    assert found == {f"model.layers.{layer}.{name}.weight" for layer in layers for name in names}
+    fused = matrices_of_8_bits(ModelConfig.from_dict(fields | {"model_type": "phi3"}))
+    assert fused == {f"model.layers.{layer}.mlp.down_proj.weight" for layer in layers}
+
+
+@pytest.mark.usefixtures("native_library")
+def test_quantize_like_q4_k_m_mixes_4_and_8_bits(tmp_path: Path) -> None:
+    """Matrices of 8 bits are within half a step of their floats; both backends read the mixture alike."""
+    quantize_to_groups(DEMO, tmp_path / "new", text=TEXT, like="q4_k_m", show_progress=False)
+    config = ModelConfig.from_directory(tmp_path / "new")
+    floats = load_file(DEMO / "model.safetensors")
+    mixed = matrices_of_8_bits(config)
+    assert 0 < len(mixed) < 2 * config.num_layers
+    with open_checkpoint(tmp_path / "new") as checkpoint:
+        bits = {name: entry.type_name[:2] for name, entry in checkpoint.entries.items() if "_proj" in name}
+        assert bits == {name: "U8" if name in mixed else "U4" for name in bits}
+        for name in mixed:
+            steps = floats[name].float().abs().amax(dim=1, keepdim=True) / 127
+            assert bool(((checkpoint.read(name) - floats[name].float()).abs() <= 0.51 * steps + 1e-6).all())
+    params = SamplingParams(temperature=0, max_tokens=24)
+    found = []
+    for backend in ("native", "torch"):
+        with Engine(tmp_path / "new", backend=backend, activations="float32", **OPTIONS) as engine:
+            layers = engine.executor.model.weights.layers
+            (output,) = engine.generate(["Tom has 5 pens. Tom finds 3."], params, use_tqdm=False)
+            found.append(output.outputs[0].token_ids)
+            assert isinstance(layers[0].qkv, StackedWeight) == (backend == "native")
+    assert found[0] == found[1]
+
+
 def test_fitting_tokens_default_has_conversations() -> None:
     """Half of the default text is the model's own: it begins as its chat template does."""
     tokens = fitting_tokens(DEMO, None, show_progress=False)
@@ -236,6 +273,8 @@ def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
     [
         (("--scheme", "int8", "--group-size", "32"), "--group-size must be absent but for --scheme int4 without --rtn"),
         (("--scheme", "int4", "--rtn", "--group-size", "32"), "--group-size must be absent but for --scheme int4"),
+        (("--scheme", "int8", "--like", "q4_k_m"), "--like must be absent but for --scheme int4 without --rtn"),
+        (("--scheme", "int4", "--rtn", "--like", "q4_k_m"), "--like must be absent but for --scheme int4 without"),
         (("--scheme", "int8", "--rtn"), "--rtn must be absent with another --scheme than int4"),
         (("--scheme", "int4", "--group-size", "48"), "--group-size must be one of 32, 64, 128; got 48"),
         (("--scheme", "int4", "--group-size", "64"), "--group-size must be a divisor of 352"),

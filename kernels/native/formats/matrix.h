@@ -45,6 +45,13 @@ inline bool reads_interleaved(const Kernels& kernels, int kind) {
     return is_in_interleaved_blocks(kind) ? kernels.interleave_blocks != nullptr : kernels.reads_interleaved;
 }
 
+// Whether the order of a matrix names input channels that there are.
+inline bool is_valid_order(const D3Matrix& matrix) {
+    for (int column = 0; matrix.order && column < matrix.columns; column++)
+        if (matrix.order[column] < 0 || matrix.order[column] >= matrix.columns) return false;
+    return true;
+}
+
 // Whether a matrix, with those below it, has these rows and columns. Without `kernels` none may be interleaved.
 inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, const Kernels* kernels) {
     const bool is_bf12 = matrix.kind == D3_BF12;
@@ -57,12 +64,12 @@ inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, const Kerne
         return false;
     return matrix.kind >= D3_FLOAT32 && matrix.kind < D3_NUM_KINDS && matrix.rows == own && matrix.columns == columns &&
            (!block || columns % block == 0) && matrix.values && (matrix.scales != nullptr) == has_scales &&
-           (!is_bf12 || is_valid_bf12(matrix));
+           (!is_bf12 || is_valid_bf12(matrix)) && is_valid_order(matrix);
 }
 
 // Whether single rows can be read from a matrix, as from an embedding.
 inline bool has_readable_rows(const D3Matrix& matrix) {
-    return !matrix.below && (matrix.kind <= D3_INT8 || matrix.kind >= D3_INT8X16);
+    return !matrix.below && !matrix.order && (matrix.kind <= D3_INT8 || matrix.kind >= D3_INT8X16);
 }
 
 // Row `row` as floats; `Kernels::unpack_blocks` reads those in blocks.

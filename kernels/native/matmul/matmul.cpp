@@ -21,7 +21,8 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
       reads_memory_(bytes > CACHED_BYTES),
       ahead_(reads_memory_ ? prefetch_distance() : 0),
       one_stream_(prefers_one_stream()),
-      scratch_(threads.size()) {
+      scratch_(threads.size()),
+      ordered_(max_rows, widest) {
     for (Scratch& scratch : scratch_) {
         scratch.outputs = Rows(2 * ROWS_A_PASS, MAX_TILE_ROWS);
         scratch.unpacked = Floats(2 * MAX_TILE_ROWS * (unpacked_bytes(widest) / 2));
@@ -39,6 +40,20 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
 bool Matmul::needs_prepared(const D3Matrix& matrix) const {
     const D3Kind kind = is_bf12(matrix) && unpacks(matrix, 1) ? D3_BFLOAT16 : D3Kind(matrix.kind);
     return kernels_.prepare && kernels_.prepared_bytes(kind, matrix.columns, 1) > 0;
+}
+
+const Rows& Matmul::in_order_of(const D3Matrix& matrix, const Rows& x, int rows) {
+    if (!matrix.order) return x;
+    const int padded = (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP * SCALE_GROUP;
+    auto gather = [&](int, int nth) {
+        const float* from = x.row(nth);
+        float* to = ordered_.row(nth);
+        for (int column = 0; column < matrix.columns; column++) to[column] = from[matrix.order[column]];
+        std::fill(to + matrix.columns, to + padded, 0.0f);  // a wider matrix may have left numbers there
+    };
+    if (int64_t(rows) * matrix.columns >= MANY_NUMBERS) threads_.parallel_for(rows, gather);
+    else for (int nth = 0; nth < rows; nth++) gather(0, nth);
+    return ordered_;
 }
 
 // Prepares the vectors too if the matrix needs that; for few vectors `worker_vectors` does it later.

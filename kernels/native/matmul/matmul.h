@@ -65,7 +65,7 @@ public:
 private:
     // The same without the matrices below it.
     template <int BANDS, class Use> void multiply_part(const D3Matrix& matrix, const Rows& x, int rows, Use use) {
-        const MatmulArgs p = args_for(matrix, x, rows);
+        const MatmulArgs p = args_for(matrix, in_order_of(matrix, x, rows), rows);
         const int channels = matrix.rows / BANDS;
         const auto use_rows = [&](int worker, int first, int count, int start, int stop) {
             const Rows& out = scratch_[worker].outputs;
@@ -94,6 +94,8 @@ private:
         int64_t nth_matmul = 0;  // the matmul that they belong to
     };
 
+    // The vectors as the columns of the matrix meet them.
+    const Rows& in_order_of(const D3Matrix& matrix, const Rows& x, int rows);
     MatmulArgs args_for(const D3Matrix& matrix, const Rows& x, int rows);
     MatmulArgs worker_vectors(const MatmulArgs& p, int worker);
     static bool has_few_vectors(const MatmulArgs& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
@@ -194,6 +196,7 @@ private:
     const int64_t ahead_;
     const bool one_stream_;
     std::vector<Scratch> scratch_;  // [threads]
+    Rows ordered_;                  // the vectors of a matrix with an order
     Floats prepared_;               // many vectors, in the form of the instruction set
     TiledMatrix next_matrix_{};     // of the matmul after this one, if known
     int64_t nth_matmul_ = 0;        // counts those with prepared vectors

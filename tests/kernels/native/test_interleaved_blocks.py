@@ -160,6 +160,38 @@ def test_floats_are_added_in_one_order_by_every_instruction_set(type_name: str, 
     np.testing.assert_array_equal(found.view(np.int32), total.view(np.int32))
 
 
+@pytest.mark.parametrize("isa", READERS)
+@pytest.mark.parametrize("rows", [64, 48])
+@pytest.mark.parametrize("type_name", sorted(INTEGER_TYPES))
+def test_ordered_columns_meet_gathered_vectors(type_name: str, rows: int, isa: str) -> None:
+    """Bits are those of the same blocks times vectors gathered by the order, interleaved (64 rows) or not."""
+    weight = random_blocks(type_name, rows)
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(2))
+    ordered = replace(weight, order=order.int())
+    rows_of_channels = torch.empty(rows, 512).index_copy_(1, order, weight.dequantize(torch.float32))
+    for made in (ordered, blocks_in_lanes(ordered), stacked([ordered.rows(0, 16), ordered.rows(16, rows)])):
+        assert torch.equal(made.dequantize(torch.float32), rows_of_channels)
+    assert torch.equal(ordered.unpacked(), rows_of_channels)
+    vectors = torch.randint(-100, 101, (40, 512), generator=torch.Generator().manual_seed(1)).float()
+    for count in (1, 7, 40):
+        _, wanted = products(weight, vectors[:count, order], isa)
+        _, found = products(ordered, vectors[:count], isa)
+        np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+
+
+def test_matrices_of_other_orders_stay_apart() -> None:
+    weight = random_blocks("U4_32", rows=32)
+    orders = [torch.randperm(512, generator=torch.Generator().manual_seed(seed)).int() for seed in (0, 1)]
+    first, second = (replace(weight, order=order) for order in orders)
+    for parts in ([first, second], [weight, first]):
+        both = stacked(parts)
+        assert isinstance(both, StackedWeight)
+        assert isinstance(blocks_in_lanes(both), StackedWeight)
+        wanted = torch.cat([part.dequantize(torch.float32) for part in parts])
+        assert torch.equal(blocks_in_lanes(both).dequantize(torch.float32), wanted)
+    assert isinstance(stacked([first, replace(weight, order=orders[0].clone())]), BlockWeight)
+
+
 @pytest.mark.parametrize("types", [BLOCK_TYPES[:4], BLOCK_TYPES[4:8], BLOCK_TYPES[8:12], BLOCK_TYPES[12:]])
 def test_a_row_finds_the_same_bits_in_every_batch(types: tuple[str, ...]) -> None:
     case = block_case(*types)
