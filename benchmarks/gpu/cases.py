@@ -86,6 +86,15 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
     yield from _products(shape, rows, draw, "")
     width, kv_size, q_size = current.dtype.itemsize, shape.kv_heads * shape.channels, shape.heads * shape.channels
     yield Case(
+        "embed",
+        {
+            "table": draw.normal(shape.vocabulary // 8, shape.hidden),
+            "token_ids": torch.randint(shape.vocabulary // 8, (rows,), device=current.device),
+        },
+        lambda kernels, i, _: kernels.embed(i["table"], i["token_ids"], current.dtype),
+        rows * (2 * shape.hidden * width + 8),
+    )
+    yield Case(
         "rms_norm",
         {"x": draw.normal(rows, shape.hidden), "norm": draw.norm(shape.hidden)},
         lambda kernels, i, _: kernels.rms_norm(i["x"], i["norm"], EPS),

@@ -89,7 +89,7 @@ def test_every_operation_is_near_float64(report: dict[str, Any]) -> None:
     operations = {row["operation"] for row in found["rows"]}
     assert all(row["programmatic"] for row in found["rows"])
     assert {"paged_attention 9", "linear_residual down", "sample, cuts and penalties"} <= operations
-    assert len(found["rows"]) == 2 * 19 + len(QUANTIZATION_SCHEMES) * 7
+    assert len(found["rows"]) == 2 * 20 + len(QUANTIZATION_SCHEMES) * 7
     for row in found["rows"]:
         for implementation in ("reference", "triton"):
             errors = row[implementation].get("relative_error", []) + row[implementation].get("tokens_that_differ", [])

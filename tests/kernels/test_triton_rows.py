@@ -217,7 +217,7 @@ def test_entries_of_a_long_row_are_shared_by_all_programs(heads: int, monkeypatc
 def test_every_operation_with_rows_that_may_not_live_is_here() -> None:
     found = {name.split(",")[0] for name in operations()}
     of_whole_steps = {"attention_inputs", "decode_attention_inputs", "begin_step", "end_step"}
-    assert found == set(kernels.__all__) - of_whole_steps
+    assert found == set(kernels.__all__) - of_whole_steps - {"embed"}  # which looks up whatever token stands there
 
 
 def test_the_ends_of_a_step_leave_rows_that_do_not_live_alone(traffic: AdmissionControl) -> None:

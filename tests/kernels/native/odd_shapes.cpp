@@ -65,7 +65,7 @@ struct Matrix {
         if (kind == D3_FP8_GROUPS) scales = floats(size_t(rows) * groups, 0.003f);
         if (kind == D3_INT4) scales = floats(size_t(rows) * groups, 0.1f);
         if (with_bias) bias = floats(rows);
-        view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias), {}, nullptr};
+        view = {kind, rows, columns, values.get(), data_or_null(scales), data_or_null(bias), {}, nullptr, nullptr};
         if (kind == D3_BF12) add_outliers();
     }
 
