@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +207,8 @@ def statuses() -> Iterator[str]:
 
 def published_models() -> Iterator[str]:
     """What is known of published models by their config.json."""
+    if str(ROOT) not in sys.path:  # mkdocs loads this file alone
+        sys.path.append(str(ROOT))
     from tools.published_models import table
 
     return table()
