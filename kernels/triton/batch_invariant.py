@@ -23,7 +23,7 @@ from d3engine.kernels.triton import lm_head as any_lm_head
 from d3engine.kernels.triton import lm_head_argmax as any_lm_head_argmax
 from d3engine.kernels.triton import lm_head_sample as any_lm_head_sample
 from d3engine.kernels.triton import qkv as any_qkv
-from d3engine.kernels.triton.attention_kernels import Room
+from d3engine.kernels.triton.attention_splits import Room
 from d3engine.kernels.triton.copy_entries import copy_entries
 from d3engine.kernels.triton.decode_rows import begin_step, decode_attention_inputs, end_step
 from d3engine.kernels.triton.paged_attention import TABLE_DTYPE as TABLE_DTYPE

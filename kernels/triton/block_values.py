@@ -68,7 +68,7 @@ def _fifth_word(TYPE):
 
 @triton.constexpr_function
 def _more_mask(TYPE):
-    """What more of a code lies in bytes of its own: one bit or two; 0 for none."""
+    """What more of a code lies in separate bytes: one bit or two; 0 for none."""
     return {"Q5_K": 1, "Q6_K": 3}.get(TYPE, 0)
 
 

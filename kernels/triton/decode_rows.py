@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
-from d3engine.kernels.triton.attention_kernels import Room
+from d3engine.kernels.triton.attention_splits import Room
 from d3engine.kernels.triton.launches import Launch, ModelShape
 from d3engine.kernels.triton.paged_attention import AttentionInputs
 from d3engine.kernels.triton.product_kernels import wait_for_previous

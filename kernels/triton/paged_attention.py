@@ -22,15 +22,8 @@ from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, NO_WINDOW, Fp8Pool, KVPool, values_and_scales
 from d3engine.kernels.target import processors_of
-from d3engine.kernels.triton.attention_kernels import (
-    MOST_SPLITS,
-    PARTS_TOGETHER,
-    SPLIT,
-    Room,
-    list_splits_kernel,
-    long_chunks_kernel,
-    single_rows_kernel,
-)
+from d3engine.kernels.triton.attention_kernels import long_chunks_kernel, single_rows_kernel
+from d3engine.kernels.triton.attention_splits import MOST_SPLITS, PARTS_TOGETHER, SPLIT, Room, list_splits_kernel
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
 from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.tiles import LIMITS
