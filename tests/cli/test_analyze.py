@@ -210,7 +210,7 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
     depth = ("--depth", "d3 alpha=0.9 start=0.6")
     stdout = drawn(png, "sample", "demo", *small, *depth, "--html", str(page))
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert "\x1b" not in stdout  # no colours where nobody looks
+    assert "\x1b" not in stdout  # no colours outside a terminal
     assert "Layers run by each token: 16 x 12." in stdout
     assert "Layers run by each token: 16, 14, 12, 11, 10, 9 x 7." in stdout
     report = run_json("sample", "demo", *small, *depth, "--guess-layers", "2")

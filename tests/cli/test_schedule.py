@@ -70,7 +70,7 @@ def test_plain_output_holds_the_runs_the_cutoffs_and_the_worth() -> None:
     assert ["31", "5"] in cells
     assert any(line.startswith("mean layers over 200 steps") and "19.165 of 32" in line for line in lines)
     assert any(line.startswith("FLOPs ratio") and "1.648x" in line for line in lines)
-    assert result.stdout.isascii()  # no boxes or colours where nobody looks
+    assert result.stdout.isascii()  # no boxes or colours outside a terminal
 
 
 def test_layers_skipped_in_pieces_are_shown_in_pieces() -> None:

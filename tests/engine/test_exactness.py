@@ -327,4 +327,6 @@ def test_generate_of_mixed_policies_answers_each_as_alone(
         if 3 * nth + 19 < MAX_LENGTH
     ]
     engine = make_engine(max_num_seqs=16)
-    generate_as_alone(engine, requests, solo)
+    outputs = generate_as_alone(engine, requests, solo)
+    assert len({type(request.params.depth) for request in requests}) > 5
+    assert [output.prompt_token_ids for output in outputs] == [list(request.prompt) for request in requests]

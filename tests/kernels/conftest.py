@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 
 class WithoutTriton(pytest.Module):
@@ -56,6 +57,30 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles as for a device of two processors, and torch's products from the module's MATMUL_ROWS rows on.
+
+    The same paths, less waiting.
+    """
+    from d3engine.kernels.triton import products
+
+    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
+    monkeypatch.setattr(products, "MATMUL_ROWS", request.module.MATMUL_ROWS)
+    monkeypatch.setattr(products, "UNPACK_ROWS", request.module.MATMUL_ROWS)
+
+
+@pytest.fixture
+def randn(device: torch.device) -> Callable[..., Tensor]:
+    """`randn(3, 5, dtype=..., scale=2.0)`, the same numbers in every run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    return make
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from d3engine.kernels.split_blocks import SPLIT_TYPES, SplitBlockWeight, split_b
 from d3engine.kernels.triton import batch_invariant, products, unpack
 from d3engine.kernels.triton.launches import meta_weight
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
 EPS = 1e-5
 TYPES = sorted(SPLIT_TYPES)
@@ -26,24 +26,6 @@ MATMUL_ROWS = 34
 ROWS = [1, 9, 20, 35]  # one for each tile, the last for torch.matmul on an unpacked matrix
 
 Randn = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as for a device of two processors, and fewer rows to a product of torch: the same paths, less waiting."""
-    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
-    monkeypatch.setattr(products, "MATMUL_ROWS", MATMUL_ROWS)
-    monkeypatch.setattr(products, "UNPACK_ROWS", MATMUL_ROWS)
-
-
-@pytest.fixture
-def randn(device: torch.device) -> Randn:
-    generator = torch.Generator().manual_seed(0)
-
-    def make(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
-
-    return make
 
 
 def random_weight(

@@ -21,7 +21,7 @@ from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton import products
 from d3engine.kernels.triton.launches import SHAPES, Launch, registered
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
 EPS = 1e-5
 # About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products
@@ -43,13 +43,6 @@ def cases(first: tuple[int, ...], *others: tuple[int, ...]) -> list[object]:
         pairs = [pair for pair in pairs if pair[0] == torch.float32 or pair in halves]
     every = [(dtype, rows, *first) for dtype, rows in pairs]
     return every + [(torch.float32, rows, *sizes) for sizes in others for rows in (1, 19)]
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as for a device of two processors, and fewer rows to a product of torch: the same paths, less waiting."""
-    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
-    monkeypatch.setattr(products, "MATMUL_ROWS", MATMUL_ROWS)
 
 
 @pytest.fixture

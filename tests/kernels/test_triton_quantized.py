@@ -17,7 +17,7 @@ from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight,
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton import launches, products, unpack
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
 EPS = 1e-5
 # As in test_triton_linear.py: the stored values add no error of their own, they are whole numbers in every dtype.
@@ -27,24 +27,6 @@ ROWS = [1, 5, 40, 43]  # one for each path, the last for torch.matmul on an unpa
 KINDS = ["int8", "fp8", "fp8_groups", "int4"]
 
 Randn = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as for a device of two processors, and fewer rows to a product of torch: the same paths, less waiting."""
-    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
-    monkeypatch.setattr(products, "MATMUL_ROWS", MATMUL_ROWS)
-    monkeypatch.setattr(products, "UNPACK_ROWS", MATMUL_ROWS)
-
-
-@pytest.fixture
-def randn(device: torch.device) -> Randn:
-    generator = torch.Generator().manual_seed(0)
-
-    def make(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
-
-    return make
 
 
 def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -> tuple[QuantizedWeight, Tensor]:

@@ -131,5 +131,8 @@ def test_cycles_are_as_few_as_the_host_wants_to_look(
 def test_row_without_drafts_makes_the_host_look_at_all(make_engine: Callable[..., Engine], solo: Solo) -> None:
     """A row that does not draft makes the host look at every row of those that do."""
     engine = make_engine()
+    plans = watched(engine)
     asked = [Request(tuple(range(30, 37)), greedy(DRAFTING[0], 20)), Request(tuple(range(9)), greedy(FullDepth(), 9))]
     generate_as_alone(engine, asked, solo)
+    assert {plan.multi_step for plan in plans if len(plan.slots) == 2} == {None}
+    assert [plan.multi_step is not None for plan in plans if len(plan.slots) == 1] == [True]  # once the other has ended

@@ -1,4 +1,4 @@
-"""A run of steps ends where it must: at a stop, a fault, the end of memory, and at whoever waits."""
+"""A run of steps ends where it must: at a stop, a fault, the end of memory, and at a request that waits."""
 
 from __future__ import annotations
 

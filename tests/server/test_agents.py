@@ -28,15 +28,19 @@ def assert_calls_and_answers(ask: Callable[[list[Any]], tuple[int, list[Any], st
     assert found[2]
 
 
+def whole_of(api: Any, asked: dict[str, Any], streamed: str | None) -> Any:
+    """What an official client's `api` makes of the answer, streamed where it has a name for that."""
+    if streamed is None:
+        return api.create(**asked)
+    with api.stream(**asked) as events:
+        return getattr(events, f"get_final_{streamed}")()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_calls_three_times_and_then_answers(url: str, stream: bool) -> None:
     def ask(turns: list[Any]) -> tuple[int, list[Any], str]:
         asked = {"model": "demo", "messages": turns, "tools": tools, "temperature": 0, "max_tokens": MAX_TOKENS}
-        if stream:
-            with client.chat.completions.stream(**asked) as events:
-                message = events.get_final_completion().choices[0].message
-        else:
-            message = client.chat.completions.create(**asked).choices[0].message
+        message = whole_of(client.chat.completions, asked, "completion" if stream else None).choices[0].message
         calls = message.tool_calls or []
         results = [(call.id, added(json.loads(call.function.arguments))) for call in calls]
         told = [{"role": "tool", "tool_call_id": name, "content": result} for name, result in results]
@@ -51,11 +55,7 @@ def test_a_chat_calls_three_times_and_then_answers(url: str, stream: bool) -> No
 def test_a_response_calls_three_times_and_then_answers(url: str, stream: bool) -> None:
     def ask(turns: list[Any]) -> tuple[int, list[Any], str]:
         asked = {"model": "demo", "input": turns, "tools": tools, "temperature": 0, "max_output_tokens": MAX_TOKENS}
-        if stream:
-            with client.responses.stream(**asked) as events:
-                found = events.get_final_response()
-        else:
-            found = client.responses.create(**asked)
+        found = whole_of(client.responses, asked, "response" if stream else None)
         calls = [item for item in found.output if item.type == "function_call"]
         results = [(call.call_id, added(json.loads(call.arguments))) for call in calls]
         told = [{"type": "function_call_output", "call_id": name, "output": result} for name, result in results]
@@ -71,11 +71,7 @@ def test_a_message_calls_three_times_and_then_answers(url: str, stream: bool) ->
     def ask(turns: list[Any]) -> tuple[int, list[Any], str]:
         asked = {"model": "demo", "messages": turns, "tools": tools, "max_tokens": MAX_TOKENS}
         asked["extra_body"] = {"temperature": 0}
-        if stream:
-            with client.messages.stream(**asked) as events:
-                found = events.get_final_message()
-        else:
-            found = client.messages.create(**asked)
+        found = whole_of(client.messages, asked, "message" if stream else None)
         uses = [block for block in found.content if block.type == "tool_use"]
         assert (found.stop_reason == "tool_use") is bool(uses)
         results = [{"type": "tool_result", "tool_use_id": use.id, "content": added(use.input)} for use in uses]

@@ -124,7 +124,7 @@ async def test_work_ends_when_its_client_leaves() -> None:
     assert ended == ["work"]
     task = asyncio.current_task()
     assert task is not None
-    assert not task.cancelling()  # whoever waits after it is not cancelled
+    assert not task.cancelling()  # a task that waits after it is not cancelled
     await asyncio.sleep(0)
 
 

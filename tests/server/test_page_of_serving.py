@@ -25,4 +25,4 @@ def test_tools_page_program_calls_and_sends_the_result_back(
     call_at_once(monkeypatch, several=False)
     with serving_demo(InHermesFormat(client)) as url:
         program = program_with("serve", {"http://127.0.0.1:8000": url}, page="how-to/tools.md")
-        run_program(program, 1, capsys)
+        assert run_program(program, 1, capsys).split() == ["tool_calls", "3"]

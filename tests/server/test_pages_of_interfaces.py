@@ -28,4 +28,4 @@ def test_commands_of_the_page_are_answered(http: httpx.Client, page: str) -> Non
 def test_the_program_with_ollamas_client_prints_what_it_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ollama", reason="ollama is not installed: make test-with-clients does it")
     program = program_with("ollama", {"http://127.0.0.1:11434": url}, page="how-to/from-ollama.md")
-    run_program(program, 2, capsys)
+    assert run_program(program, 2, capsys).strip()

@@ -155,7 +155,7 @@ def test_requests_at_once_load_a_sleeping_model_once(http: httpx.Client, starts:
     assert starts.count == 1
 
 
-@pytest.mark.parametrize("name", ["nobody", "demo:old", ""])
+@pytest.mark.parametrize("name", ["unknown", "demo:old", ""])
 def test_an_unknown_model_is_refused_by_its_name(http: httpx.Client, starts: Starts, name: str) -> None:
     """A request that names none of the server's models wakes nothing."""
     for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):

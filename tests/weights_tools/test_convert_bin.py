@@ -82,6 +82,7 @@ def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any, mes
     save_bin(tmp_path / "bin", make_model())
     torch.save(content, tmp_path / "bin" / "pytorch_model.bin")
     refuses(message, convert_bin, tmp_path / "bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_tensors_are_refused_before_writing(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_an_unsent_draft_survives_a_reload(open_chat: Callable[..., Any], script
 
 
 def test_a_long_paste_becomes_a_file(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
-    """Each of them has a name of its own, and goes along as a file."""
+    """Each of them has another name, and goes along as a file."""
     address, script = scripted
     script.pieces = whole("Read")
     page = open_chat(address)
