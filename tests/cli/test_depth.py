@@ -26,8 +26,15 @@ from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
 from d3engine.research.distillation.judging import Judgeable, judge
 from d3engine.research.distillation.passes import AnswerPass, layers_of
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
-from d3engine.research.distillation.training import Distillation, Shape, TrainingOptions, best_kept, window_shape
-from d3engine.research.distillation.widths import kept_neurons, narrow
+from d3engine.research.distillation.training import (
+    Distillation,
+    Shape,
+    TrainingOptions,
+    best_kept,
+    narrowed_shape,
+    window_shape,
+)
+from d3engine.research.distillation.widths import kept_neurons, narrow, neuron_scores
 
 LAYERS, TOKENS = 6, 24
 SHAPES = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 128}
@@ -137,17 +144,61 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(
         assert all(torch.equal(resumed.tensors()[layer][name], tensor) for name, tensor in tensors.items())
 
 
+def judged_kl(run: AnswerPass, shape: Shape, texts: list[OwnAnswer]) -> float:
+    training = Distillation(run, shape, TrainingOptions())
+    (found,) = judge(run, texts, [training.judgeable("student")], TOKENS)
+    return found.mean(0).value
+
+
+def cut(run: AnswerPass, kept: dict[int, torch.Tensor]) -> Shape:
+    """Neurons left out, and nothing refitted."""
+    down = {layer: run.weights.layers[layer].down for layer in kept}
+    return Shape((), {layer: {NEURONS: own, "down": down[layer][:, own]} for layer, own in kept.items()})  # type: ignore[index]
+
+
 def test_refitted_width_is_nearer_to_full_depth_than_a_cut_one(run: AnswerPass, texts: list[OwnAnswer]) -> None:
     """A refitted width is nearer to full depth than a cut one, and the whole width equals full depth."""
     every = range(LAYERS)
-    found = {}
-    for name, width, refit in (("whole", 1.0, True), ("refitted", 0.75, True), ("cut", 0.75, False)):
-        own = narrow(run, texts[4:], every, width, refit=refit)
-        assert all(len(named[NEURONS]) == kept_neurons(width, 128) for named in own.values())
-        training = Distillation(run, Shape((), own), TrainingOptions())
-        (found[name],) = judge(run, texts[4:], [training.judgeable(name)], TOKENS)
-    assert found["whole"].mean(1).value == 1.0
-    assert found["refitted"].mean(0).value < found["cut"].mean(0).value
+    whole, narrower = (
+        narrowed_shape(run, Shape((), {}), every, width, texts[4:], lambda parts: None) for width in (1.0, 0.75)
+    )
+    assert sum(len(own[NEURONS]) for own in whole.start.values()) == LAYERS * 128
+    assert sum(len(own[NEURONS]) for own in narrower.start.values()) == pytest.approx(0.75 * LAYERS * 128, rel=0.05)
+    assert judged_kl(run, whole, texts[4:]) < 1e-6
+    kept = {layer: own[NEURONS] for layer, own in narrower.start.items()}
+    assert judged_kl(run, narrower, texts[4:]) < judged_kl(run, cut(run, kept), texts[4:])
+
+
+def test_refitting_makes_up_for_layers_left_out_below(run: AnswerPass, texts: list[OwnAnswer]) -> None:
+    """A refit behind a window that was left out is nearer to full depth than the same widths refitted without it."""
+    window = window_shape(run, 1, 3, [2])
+    kept = {layer: torch.arange(0, 128, 2) for layer in (3, 4, 5)}
+    found = []
+    for skip in ((1,), ()):
+        down = narrow(run, texts[4:], kept, skip)
+        own = {layer: {NEURONS: kept[layer], "down": down[layer]} for layer in kept}
+        found.append(judged_kl(run, Shape((1,), {**window.start, **own}), texts[4:]))
+    assert found[0] < found[1]
+
+
+def test_neurons_of_low_scores_cost_less_than_others(run: AnswerPass, texts: list[OwnAnswer]) -> None:
+    """Leaving out the lower half of each layer's neurons costs less than a random half, which costs less."""
+    scores = neuron_scores(run, texts[4:], range(LAYERS))
+    torch.manual_seed(0)
+    orders = (scores, {layer: torch.rand(128) for layer in scores}, {layer: -own for layer, own in scores.items()})
+    losses = [
+        judged_kl(run, cut(run, {n: own.topk(64).indices.sort().values for n, own in order.items()}), texts[4:])
+        for order in orders
+    ]
+    assert losses == sorted(losses)
+
+
+def test_widths_follow_one_order_of_all_neurons() -> None:
+    """The layer whose neurons matter less becomes narrower, though never less than an eighth of what it was."""
+    scores = {0: torch.arange(256.0), 1: torch.arange(256.0) + 200, 2: torch.full((256,), 1e-9)}
+    kept = {layer: len(own) for layer, own in kept_neurons(scores, 0.5).items()}
+    assert kept == {0: 128, 1: 256, 2: 32}
+    assert kept_neurons(scores, 1.0)[2].tolist() == list(range(256))
 
 
 @pytest.fixture(scope="module")

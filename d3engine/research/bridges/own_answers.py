@@ -18,6 +18,7 @@ from d3engine.research.analysis.layers import Mean, mean_of_clusters
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.bridges.judging import Reading
 from d3engine.research.evaluation.baselines import open_bridges
+from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from d3engine.engine.engine import Engine
@@ -40,24 +41,26 @@ def made_up_prompts(engine: Engine, count: int, seed: int) -> list[str]:
     """
     head, tail = _around_a_question(engine)
     found: dict[str, None] = {}
-    for first in range(0, ATTEMPTS * count, BATCH):
-        if len(found) >= count:
-            break
-        seeds = range(first, min(first + BATCH, ATTEMPTS * count))
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                max_tokens=QUESTION_TOKENS,
-                stop_token_ids=tail,
-                depth=FullDepth(),
-                seed=seed * 2**20 + number,
-            )
-            for number in seeds
-        ]
-        for output in engine.generate([{"prompt_token_ids": head}] * len(params), params, use_tqdm=False):
-            ended, text = output.outputs[0].finish_reason == "stop", output.outputs[0].text.strip()
-            if ended and text:
-                found[text] = None
+    with progress_bar("questions made up", "question", count) as bar:
+        for first in range(0, ATTEMPTS * count, BATCH):
+            if len(found) >= count:
+                break
+            seeds = range(first, min(first + BATCH, ATTEMPTS * count))
+            params = [
+                SamplingParams(
+                    temperature=1.0,
+                    max_tokens=QUESTION_TOKENS,
+                    stop_token_ids=tail,
+                    depth=FullDepth(),
+                    seed=seed * 2**20 + number,
+                )
+                for number in seeds
+            ]
+            for output in engine.generate([{"prompt_token_ids": head}] * len(params), params, use_tqdm=False):
+                ended, text = output.outputs[0].finish_reason == "stop", output.outputs[0].text.strip()
+                if ended and text and text not in found:
+                    found[text] = None
+                    bar.update()
     require(len(found) > 0, "--task", "chat", "that of a model which ends the questions that it makes up")
     return list(found)[:count]
 

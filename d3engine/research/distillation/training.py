@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from torch import Tensor
 
 from d3engine.depth import Schedule
 from d3engine.errors import require
-from d3engine.model.students import NEURONS, Student, narrowed
+from d3engine.model.students import MATRICES, NEURONS, Student, narrowed
 from d3engine.model.weights import LayerWeights
 from d3engine.research.bridges.fitting import read_state, text_hash, write_state
 from d3engine.research.bridges.judging import skipping
-from d3engine.research.distillation.corpus import OwnAnswer
+from d3engine.research.distillation.corpus import OwnAnswer, in_turns
 from d3engine.research.distillation.judging import Judgeable, judge
 from d3engine.research.distillation.passes import AnswerPass, FullAnswer, replaced, tensors_of_layer
-from d3engine.research.distillation.widths import narrow
+from d3engine.research.distillation.widths import kept_neurons, narrow, neuron_scores
 from d3engine.utils.files import as_json
 
 SAVE_EVERY = 20
@@ -36,6 +37,12 @@ SAVE_EVERY = 20
 
 SLOWER = 10
 """Adam's rate by the state over that by the distribution."""
+
+SCORED_TEXTS = 64
+"""Answers by which neurons are ordered, at most; refitting takes all that it is given."""
+
+HEAD_ROWS = 32
+"""Positions whose logits exist at once: their gradient goes back to the state before the next ones are computed."""
 
 CACHE_BYTES = 4 * 2**30
 """Texts at full depth that are kept, at most; others are computed again when they come."""
@@ -165,7 +172,7 @@ class Distillation:
             "controls": {one.name: agreement.as_dict() for one, agreement in zip(wanted[1:], found[1:], strict=True)},
         }
         held = {
-            layer: {name: t if name == NEURONS else t.to(torch.bfloat16) for name, t in named.items()}
+            layer: {name: t.to(torch.bfloat16) if name in MATRICES else t for name, t in named.items()}
             for layer, named in self.tensors().items()
         }
         about = {name: told[name] for name in ("held_out", "layers_saved")} | {"steps": self.curve.num_steps}
@@ -269,11 +276,19 @@ class Distillation:
 
     def _kl(self, full: FullAnswer, layers: Mapping[int, LayerWeights], rng: random.Random) -> Tensor:
         rows = torch.tensor(sorted(rng.sample(range(full.rows), min(self.options.rows, full.rows))))
-        with torch.no_grad():
-            known = self.run_pass.logits(full.states[self.run_pass.config.num_layers][rows]).log_softmax(-1)
         state = self.run_pass.run(full, self._schedule, first=self.shape.first, layers=layers)
-        own = self.run_pass.logits(state[rows]).log_softmax(-1)
-        return (known.exp() * (known - own)).sum(-1).mean()
+        above, last = state.detach().requires_grad_(), self.run_pass.config.num_layers
+        total = 0.0
+        for some in rows.split(HEAD_ROWS):
+            logits = self.run_pass.logits(above[some])
+            with torch.no_grad():
+                known = self.run_pass.logits(full.states[last][some]).log_softmax(-1)
+                own, full_depth = logits.log_softmax(-1), known.exp()
+                total += float((full_depth * known.sub_(own)).sum()) / len(rows)
+                logits.backward(own.exp_().sub_(full_depth).div_(len(rows)))  # type: ignore[no-untyped-call]
+        assert above.grad is not None
+        passed_on = (state * above.grad).sum()
+        return passed_on - passed_on.detach() + total
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return [
@@ -328,9 +343,23 @@ def narrowed_shape(
     texts: Sequence[OwnAnswer],
     progress: Callable[[int], None],
 ) -> Shape:
-    """A shape with narrower MLPs in those layers `among` that it leaves as they are; `progress` as of `narrow`."""
+    """A shape with narrower MLPs in those layers `among` that it leaves as they are.
+
+    `width` is what stays of all their neurons. Beside the down matrices all but the rows of gate and up is the
+    student's own. `progress` is called for each part of the work, with how many parts there are.
+    """
     layers = [one for one in among if one not in shape.skip_layers and one not in shape.start]
-    return Shape(shape.skip_layers, {**shape.start, **narrow(run, texts, layers, width, progress=progress)})
+    scored = in_turns(texts)[:SCORED_TEXTS]
+    advance = partial(progress, len(scored) + run.config.num_layers)
+    kept = kept_neurons(neuron_scores(run, scored, layers, progress=advance), width)
+    own = {layer: replaced(run.weights.layers[layer], t, run.weights.dtype) for layer, t in shape.start.items()}
+    down = narrow(run, texts, kept, shape.skip_layers, own, advance)
+    start = dict(shape.start)
+    for layer in layers:
+        others = tensors_of_layer(run.weights.layers[layer])
+        del others["gate_up"]
+        start[layer] = {**_floats(others), NEURONS: kept[layer], "down": down[layer]}
+    return Shape(shape.skip_layers, start)
 
 
 def kept_shape(path: Path, key: str, make: Callable[[], Shape]) -> Shape:

@@ -1,22 +1,28 @@
-"""Narrower MLPs in closed form: neurons in one order of what they matter, and the down matrix refitted to those kept.
+"""Narrower MLPs in closed form: all neurons in one order of what they matter, and the down matrices refitted to those
+that stay.
 
-A neuron's score is the sum of its squared activation over the model's own answers times the squared norm of its column
-of the down matrix. What the neurons left out did is then regressed on those that stay (ridge), so no step is taken.
+What a neuron matters is the sum over generated tokens of (z dL/dz)^2, where z is its activation and L the negative log
+likelihood of a token drawn from the model's own distribution: to second order twice the KL divergence that its removal
+costs (the Fisher information of a mask on it: Theis et al., arXiv 1801.05787). Numbers of different layers compare, so
+layers that matter less become narrower. Refitting goes from below to above on the student's own states, towards full
+depth's: a layer makes up for what those under it have lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.errors import require_number
-from d3engine.model.students import NEURONS
+from d3engine.model.students import narrowed
+from d3engine.model.weights import LayerWeights
 from d3engine.research.bridges.passage import matrix_of
 from d3engine.research.distillation.corpus import OwnAnswer
-from d3engine.research.distillation.passes import AnswerPass
+from d3engine.research.distillation.passes import AnswerPass, Entries, replaced
 
 RIDGE = 0.1
 """In units of the mean diagonal of the kept neurons' products."""
@@ -24,98 +30,132 @@ RIDGE = 0.1
 MULTIPLE = 32
 """Widths are multiples of this, as the native library's interleaved rows are."""
 
-MEMORY = 3 * 2**30
-"""Bytes of products that are gathered at once, at most: layers come in groups."""
+NARROWEST = 1 / 8
+"""Of a layer's neurons as many stay at least."""
 
 
-def kept_neurons(width: float, intermediate: int) -> int:
-    """How many neurons stay at a width in (0, 1]."""
+def kept_neurons(scores: Mapping[int, Tensor], width: float) -> dict[int, Tensor]:
+    """The neurons, ascending, that stay of each layer: the part `width` in (0, 1] of all, those of the largest scores.
+
+    Each layer's number is rounded to a multiple of `MULTIPLE`, and is no less than `NARROWEST` of what it has.
+    """
     require_number("--width", width, 0, 1, open_low=True)
-    return max(MULTIPLE, int(width * intermediate) // MULTIPLE * MULTIPLE)
+    every = torch.cat([scores[layer] for layer in sorted(scores)])
+    least = every.topk(max(1, int(width * every.numel()))).values[-1]
+    found = {}
+    for layer, own in scores.items():
+        wanted = max(int((own >= least).sum()), int(NARROWEST * own.numel()))
+        count = min(own.numel(), max(MULTIPLE, round(wanted / MULTIPLE) * MULTIPLE))
+        found[layer] = own.topk(count).indices.sort().values
+    return found
+
+
+def neuron_scores(
+    run: AnswerPass,
+    texts: Sequence[OwnAnswer],
+    layers: Sequence[int],
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[int, Tensor]:
+    """Of each of `layers` float32 [I]: what its neurons matter on these answers."""
+    scores = {layer: torch.zeros(run.config.intermediate_size) for layer in layers}
+    generator = torch.Generator().manual_seed(seed)
+    for text in texts:
+        prompt = len(text.prompt_ids)
+        hidden = run.embedded([*text.prompt_ids, *text.token_ids[:-1]])
+        rotations = run.rotations(0, hidden.shape[0])
+        gates: dict[int, Tensor] = {}
+        for number, layer in enumerate(run.weights.layers):
+            hidden, _ = run.attention(number, layer, hidden, rotations[number], None)
+            gated = run.gated(layer, hidden)
+            if number in scores:
+                if not gated.requires_grad:
+                    gated.requires_grad_()
+                gated.retain_grad()
+                gates[number] = gated
+            hidden = hidden + run.down(layer, gated)
+        logits = run.logits(hidden[prompt:])
+        with torch.no_grad():
+            drawn = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
+        F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+        for number, gated in gates.items():
+            assert gated.grad is not None
+            with torch.no_grad():
+                scores[number] += (gated.float() * gated.grad.float())[prompt:].square().sum(0)
+        progress()
+    return scores
+
+
+@dataclass
+class _Stream:
+    """A text on its way up: `full` [T, H] at full depth, `own` [R, H] the student's generated rows."""
+
+    prompt_length: int
+    full: Tensor
+    own: Tensor
+    rotations: Sequence[Tensor]
 
 
 @torch.no_grad()
 def narrow(
     run: AnswerPass,
     texts: Sequence[OwnAnswer],
-    layers: Sequence[int],
-    width: float,
-    *,
-    refit: bool = True,
-    progress: Callable[[int], None] = lambda total: None,
-) -> dict[int, dict[str, Tensor]]:
-    """`NEURONS` and a float32 down matrix for each of `layers`; the texts are read twice or more.
+    kept: Mapping[int, Tensor],
+    skip_layers: Sequence[int] = (),
+    own_layers: Mapping[int, LayerWeights] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[int, Tensor]:
+    """A float32 down matrix [H, k] for each layer of `kept`, of a student that has `own_layers` and `skip_layers`.
 
-    `progress` is called for each text that was read, with how many that will be in all.
+    `progress` is called for each of the model's layers.
     """
-    count = kept_neurons(width, run.config.intermediate_size)
-    group = max(1, MEMORY // (4 * count * (count + run.config.hidden_size)))
-    groups = [layers[start : start + group] for start in range(0, len(layers), group)] if refit else []
-    advance = partial(progress, (1 + len(groups)) * len(texts))
-    scores = {layer: torch.zeros(run.config.intermediate_size) for layer in layers}
-
-    def add_squares(layer: int, gated: Tensor) -> None:
-        scores[layer] += gated.float().square().sum(0)
-
-    _read(run, texts, layers, add_squares, advance)
+    streams = []
+    for text in texts:
+        full = run.embedded([*text.prompt_ids, *text.token_ids[:-1]])
+        prompt = len(text.prompt_ids)
+        streams.append(_Stream(prompt, full, full[prompt:], run.rotations(0, full.shape[0])))
     found = {}
-    for layer in layers:
-        down = matrix_of(run.weights.layers[layer].down, torch.float32)
-        kept = (scores[layer] * down.square().sum(0)).topk(count).indices.sort().values
-        found[layer] = {NEURONS: kept, "down": down[:, kept].contiguous()}
-    for some in groups:
-        _refit(run, texts, some, found, advance)
+    for number, layer in enumerate(run.weights.layers):
+        entries = []
+        for stream in streams:
+            prompt = stream.prompt_length
+            stream.full, (keys, values) = run.layer(number, layer, stream.full, stream.rotations[number], None)
+            entries.append((keys[:prompt], values[:prompt]))
+        if number in kept:
+            found[number] = _narrow_layer(run, number, kept[number], streams, entries)
+        elif number not in skip_layers:
+            own = (own_layers or {}).get(number, layer)
+            for stream, before in zip(streams, entries, strict=True):
+                rotations = stream.rotations[number][stream.prompt_length :]
+                stream.own, _ = run.layer(number, own, stream.own, rotations, before)
+        progress()
     return found
 
 
-def _refit(
-    run: AnswerPass,
-    texts: Sequence[OwnAnswer],
-    layers: Sequence[int],
-    found: dict[int, dict[str, Tensor]],
-    progress: Callable[[], None],
-) -> None:
-    sums: dict[int, tuple[Tensor, Tensor]] = {}
-    rest: dict[int, tuple[Tensor, Tensor]] = {}
-    for layer in layers:
-        kept = found[layer][NEURONS]
-        others = torch.ones(run.config.intermediate_size, dtype=torch.bool)
-        others[kept] = False
-        rest[layer] = others, matrix_of(run.weights.layers[layer].down, torch.float32)[:, others].T
-        sums[layer] = torch.zeros(kept.numel(), kept.numel()), torch.zeros(kept.numel(), run.config.hidden_size)
-
-    def add_products(layer: int, gated: Tensor) -> None:
-        products, crossed = sums[layer]
-        others, down = rest[layer]
-        own = gated[:, found[layer][NEURONS]].float()
-        products.addmm_(own.T, own)
-        crossed.addmm_(own.T, gated[:, others].float() @ down)
-
-    _read(run, texts, layers, add_products, progress)
-    for layer in layers:
-        products, crossed = sums[layer]
-        products.diagonal().add_(RIDGE * products.diagonal().mean())
-        found[layer]["down"] += torch.linalg.solve(products, crossed).T
-
-
-def _read(
-    run: AnswerPass,
-    texts: Sequence[OwnAnswer],
-    layers: Sequence[int],
-    use: Callable[[int, Tensor], None],
-    progress: Callable[[], None],
-) -> None:
-    """Let `use` see what the down matrices of `layers` get, of the generated tokens of every text."""
-    wanted = set(layers)
-    for text in texts:
-        # The states before a layer's MLP are those that its attention has left, so layers run once more from there.
-        hidden = run.embedded([*text.prompt_ids, *text.token_ids[:-1]])
-        rotations = run.rotations(0, hidden.shape[0])
-        for number in range(max(wanted) + 1):
-            layer = run.weights.layers[number]
-            hidden, _ = run.attention(number, layer, hidden, rotations[number], None)
-            gated = run.gated(layer, hidden)
-            if number in wanted:
-                use(number, gated[len(text.prompt_ids) :])
-            hidden = hidden + run.down(layer, gated)
-        progress()
+def _narrow_layer(
+    run: AnswerPass, number: int, neurons: Tensor, streams: Sequence[_Stream], entries: Sequence[Entries]
+) -> Tensor:
+    """Take the student's rows through a layer of which these neurons stay; the down matrix nearest to their own that
+    brings them to full depth's rows (ridge regression of the difference)."""
+    layer = run.weights.layers[number]
+    rows = narrowed(layer, neurons)
+    assert isinstance(rows, Tensor)
+    own = replaced(layer, {"gate_up": rows}, run.weights.dtype)
+    start = matrix_of(layer.down, torch.float32)[:, neurons]
+    bias = None if layer.down_bias is None else layer.down_bias.float()
+    products, crossed = torch.zeros(len(neurons), len(neurons)), torch.zeros(len(neurons), start.shape[0])
+    behind: list[Tensor] = []
+    for stream, before in zip(streams, entries, strict=True):
+        rotations = stream.rotations[number][stream.prompt_length :]
+        stream.own, _ = run.attention(number, own, stream.own, rotations, before)
+        behind.append(run.gated(own, stream.own))
+        gated = behind[-1].float()
+        left = stream.full[stream.prompt_length :].float() - stream.own.float() - F.linear(gated, start, bias)
+        products.addmm_(gated.T, gated)
+        crossed.addmm_(gated.T, left)
+    products.diagonal().add_(RIDGE * products.diagonal().mean())
+    down = start + torch.linalg.solve(products, crossed).T
+    own = replaced(own, {"down": down}, run.weights.dtype)
+    for stream, gated in zip(streams, behind, strict=True):
+        stream.own = stream.own + run.down(own, gated)
+    return down
