@@ -234,7 +234,7 @@ class Distillation:
             group["lr"] = self._rate(number)
         self._adam.zero_grad()
         total = 0.0
-        chosen = rng.sample(range(len(texts)), min(options.texts, len(texts)))
+        chosen = self._chosen(number, len(texts))
         layers = self.layers()
         for place in chosen:
             full = self._full(texts[place])
@@ -246,6 +246,16 @@ class Distillation:
         torch.nn.utils.clip_grad_norm_([tensor for _, tensor in self._named()], 1.0)
         self._adam.step()
         self.curve.losses.append(total / len(chosen))
+
+    def _chosen(self, number: int, count: int) -> list[int]:
+        """The places of a step's texts: all are seen before one is seen again, each time round in another order."""
+        each = min(self.options.texts, count)
+        found = []
+        for nth in range(number * each, (number + 1) * each):
+            time_round, place = divmod(nth, count)
+            order = random.Random(f"distill-{self.options.seed}-round-{time_round}").sample(range(count), count)
+            found.append(order[place])
+        return found
 
     def _rate(self, number: int) -> float:
         options = self.options
