@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 app = new_app(help="Distil students for generated tokens, and judge policies on own answers.", no_args_is_help=True)
 
 Answers: TypeAlias = Annotated[
-    Path, typer.Option("--answers", help="A file of d3engine depth answers, made by these weights.")
+    list[Path],
+    typer.Option(
+        "--answers",
+        help="A file of d3engine depth answers, made by these weights; may be repeated, the first is judged on.",
+    ),
 ]
 Threads: TypeAlias = Annotated[str, typer.Option("--threads", help="CPU threads: a number, or auto.")]
 Dtype: TypeAlias = Annotated[
@@ -79,11 +83,20 @@ def answers_command(
             "gsm8k, training questions of --data.",
         ),
     ] = KINDS,
+    prompts_of: Annotated[
+        Path | None, typer.Option("--prompts-of", metavar="FILE", help="Or the prompts of these answers, in order.")
+    ] = None,
+    depth: Annotated[
+        str | None,
+        typer.Option(
+            "--depth", help='Answer at this depth, "distilled student=FILE", to train a student on its own answers.'
+        ),
+    ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with gsm8k/.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")] = 256,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model's own greedy answers at full depth, which students are trained and judged on.
+    """Write a model's own greedy answers, which students are trained and judged on.
 
     A run that was cut off goes on, and a larger --texts adds to the file. Held-out prompts are decided by their text.
     """
@@ -91,12 +104,14 @@ def answers_command(
     require_integer("--texts", texts, 1)
     require_integer("--held-out-texts", held_out_texts, 1)
     require_integer("--max-tokens", max_tokens, 3)
-    from d3engine.research.distillation.corpus import ALL_KINDS, GSM8K, add_answers, prompts_of
+    from d3engine.research.distillation.corpus import ALL_KINDS, GSM8K, add_answers, asked_again, asked_of, read_parts
+    from d3engine.research.distillation.corpus import prompts_of as prompts_of_kinds
 
     names = [name.strip() for name in kinds.split(",") if name.strip()]
     known = names and all(name in ALL_KINDS for name in names) and len(set(names)) == len(names)
     require(bool(known), "--kinds", kinds, f"different ones of {', '.join(ALL_KINDS)}")
     require(GSM8K not in names or data is not None, "--data", NOTHING, "given for the kind gsm8k")
+    require(depth is None or prompts_of is not None, "--prompts-of", NOTHING, "given beside --depth")
 
     import random
 
@@ -105,16 +120,25 @@ def answers_command(
 
     seed = engine_options.get("seed", 0)
     begun = time.monotonic()
+    policy = None if depth is None else policy_of(depth)
     with Engine(model, **engine_arguments(model, engine_options)) as engine:
-        held_out, own = (
-            prompts_of(engine, names, count, seed, data, held_out=part)
-            for count, part in ((held_out_texts, True), (texts, False))
-        )
-        random.Random(seed).shuffle(own)  # so that a file that is not finished has all kinds
+        name = fingerprint(engine.directory)
+        if prompts_of is None:
+            held_out, own = (
+                [
+                    asked_of(engine, kind, prompt)
+                    for kind, prompt in prompts_of_kinds(engine, names, count, seed, data, held_out=part)
+                ]
+                for count, part in ((held_out_texts, True), (texts, False))
+            )
+            random.Random(seed).shuffle(own)  # so that a file that is not finished has all kinds
+        else:
+            there = read_parts(prompts_of, name)
+            own, held_out = ([asked_again(one, depth or "full") for one in part] for part in there)
+            own, held_out = own[:texts], held_out[:held_out_texts]
         asked = held_out + own
         with counting("answers", "text", len(asked)) as advance:
-            name = fingerprint(engine.directory)
-            tokens = add_answers(engine, out, name, asked, max_tokens, advance)
+            tokens = add_answers(engine, out, name, asked, max_tokens, policy, advance)
     found = {"out": str(out), "texts": len(asked), "tokens": tokens, "seconds": round(time.monotonic() - begun, 1)}
     typer.echo(json.dumps(found, indent=2) if as_json else f"{len(asked)} answers, {tokens:,} tokens in {out}")
 
@@ -348,13 +372,13 @@ def _open(directory: Path, threads: str, dtype: str) -> tuple[AnswerPass, str]:
     return AnswerPass(config, weights), fingerprint(directory)
 
 
-def _read(answers: Path, fingerprint: str, held_out_texts: int) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
-    """What to train on, and what is held out: as many of each kind."""
+def _read(answers: Sequence[Path], fingerprint: str, held_out_texts: int) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
+    """What to train on, of all files, and what the first holds out: as many of each kind."""
     from d3engine.research.distillation.corpus import in_turns, read_parts
 
     require_integer("--held-out-texts", held_out_texts, 1)
-    own, held_out = read_parts(answers, fingerprint)
-    return own, in_turns(held_out)[:held_out_texts]
+    parts = [read_parts(path, fingerprint) for path in answers]
+    return [one for own, _ in parts for one in own], in_turns(parts[0][1])[:held_out_texts]
 
 
 def _shape(

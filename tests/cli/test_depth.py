@@ -277,6 +277,29 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert student.about["layers_saved"] == pytest.approx(found["layers_saved"])
 
 
+def test_answers_at_a_depth_are_trained_on_too(answers: Path, tmp_path: Path) -> None:
+    """The same prompts answered at another depth make a second file to train on; full depth judges both."""
+    student = tmp_path / "student.safetensors"
+    first = report_of(["depth", "train", "demo", "--answers", str(answers), "--width", "0.3", "--out", str(student)])
+    policy, other = f"distilled student={student}", tmp_path / "other.jsonl"
+    words = ["depth", "answers", "demo", "--prompts-of", str(answers), "--depth", policy, "--out", str(other)]
+    assert report_of([*words, "--texts", "9", "--held-out-texts", "4", "--max-tokens", "20"])["texts"] == 13
+    name = fingerprint(model_directory("demo"))
+    full, own = (read_corpus(path, name) for path in (answers, other))
+    assert [one.prompt_ids for one in own if one.held_out] == [one.prompt_ids for one in full if one.held_out][:4]
+    assert [one.prompt_ids for one in own if not one.held_out] == [x.prompt_ids for x in full if not x.held_out][:9]
+    with Engine("demo", depth=Distilled((), str(student))) as engine:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        outputs = engine.generate([{"prompt_token_ids": one.prompt_ids} for one in own], params, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [one.token_ids for one in own]
+    both = ["depth", "train", "demo", "--answers", str(answers), "--answers", str(other), "--begin", str(student)]
+    result = succeed([*both, "--steps", "1", "--out", str(tmp_path / "more"), "--json"])
+    assert "24 answers of" in result.stderr
+    assert json.loads(result.stdout)["curve"][0]["agreement"] == pytest.approx(first["curve"][0]["agreement"], abs=0.02)
+    refused = invoke(["depth", "answers", "demo", "--depth", policy, "--out", str(tmp_path / "no.jsonl")])
+    assert "--prompts-of must be given beside --depth" in refused.stderr.replace("\n", " ")
+
+
 def test_bridges_are_fitted_to_own_answers_and_measured(answers: Path, tmp_path: Path) -> None:
     """Bridges are fitted to the answers that students learn from, and measured in the same report."""
     out = tmp_path / "bridges.safetensors"

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d3engine.depth import FullDepth
+from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError, require
 from d3engine.research.distillation.prompts import KINDS, is_held_out, split_prompts, written_prompts
 from d3engine.research.evaluation.kept import Prompt
@@ -19,8 +19,8 @@ from d3engine.utils.files import append_lines, as_json, is_there, read_text
 if TYPE_CHECKING:
     from d3engine.engine.engine import Engine
 
-BATCH = 32
-"""Prompts that are answered together, and written together."""
+BATCH = 128
+"""Prompts that are answered together, and written together: enough that few rows stand empty at the end."""
 
 CHAT, GSM8K = "chat", "gsm8k"
 ALL_KINDS = (*KINDS, CHAT, GSM8K)
@@ -110,19 +110,42 @@ def _gsm8k(data: Path | None) -> list[str]:
 ASK = "Please reason step by step, and put the final answer behind ####."
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, as the engine takes it, whose answer is wanted; fields as of `OwnAnswer`."""
+
+    kind: str
+    held_out: bool
+    key: str
+    prompt: Prompt
+
+
+def asked_of(engine: Engine, kind: str, prompt: str) -> Asked:
+    """A prompt of `prompts_of`."""
+    return Asked(kind, is_held_out(prompt), _key(kind, prompt), _prompt(engine, prompt))
+
+
+def asked_again(answer: OwnAnswer, depth: str) -> Asked:
+    """The prompt of an answer, to be answered at another depth, in words."""
+    return Asked(answer.kind, answer.held_out, _key(answer.key, depth), {"prompt_token_ids": answer.prompt_ids})
+
+
 def add_answers(
     engine: Engine,
     path: Path,
     fingerprint: str,
-    asked: Sequence[tuple[str, str]],
+    asked: Sequence[Asked],
     max_tokens: int,
+    depth: DepthPolicy | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> int:
     """Answer the prompts that the file does not have, and write the answers to its end; returns its generated tokens.
 
-    `progress` is called for each text, those that were there already among them.
+    Answers are at full depth, or at `depth`. `progress` is called for each text, those that were there already among
+    them. The engine may open the file of a student that `depth` names.
     """
     from d3engine.request.params import SamplingParams
+    from d3engine.research.evaluation.baselines import open_bridges
 
     known: dict[str, OwnAnswer] = {}
     if is_there(path):
@@ -130,20 +153,22 @@ def add_answers(
     else:
         append_lines(path, [json.dumps({"fingerprint": fingerprint, "max_tokens": max_tokens})])
     total, left = 0, []
-    for kind, prompt in asked:
-        if (one := known.get(_key(kind, prompt))) is not None:
+    for question in asked:
+        if (one := known.get(question.key)) is not None:
             total += one.positions
             progress()
         else:
-            left.append((kind, prompt))
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=FullDepth())
+            left.append(question)
+    policy = depth or FullDepth()
+    open_bridges(engine, [policy])
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=policy)
     for first in range(0, len(left), BATCH):
         batch = left[first : first + BATCH]
-        prompts = [_prompt(engine, prompt) for _, prompt in batch]
         lines = []
-        for (kind, prompt), output in zip(batch, engine.generate(prompts, params, use_tqdm=False), strict=True):
+        outputs = engine.generate([question.prompt for question in batch], params, use_tqdm=False)
+        for question, output in zip(batch, outputs, strict=True):
             ids = list(output.outputs[0].token_ids)
-            one = OwnAnswer(kind, is_held_out(prompt), _key(kind, prompt), list(output.prompt_token_ids), ids)
+            one = OwnAnswer(question.kind, question.held_out, question.key, list(output.prompt_token_ids), ids)
             lines.append(json.dumps(asdict(one)))
             total += one.positions
             progress()
