@@ -298,7 +298,7 @@ def measure_command(
     layers = run.config.num_layers
 
     from d3engine.research.bridges.judging import window_schedule
-    from d3engine.research.distillation.judging import Judgeable, agreement_table, judge, judgeable_of
+    from d3engine.research.distillation.judging import Judgeable, agreement_table, judge, judgeable_of, position_table
 
     wanted = [judgeable_of(run, directory, words, policy_of(words), fingerprint) for words in policies or []]
     for size in alone or []:
@@ -309,16 +309,17 @@ def measure_command(
     _, held_out = _read(answers, fingerprint, held_out_texts)
     with counting("held out", "text", len(held_out)) as advance:
         found = judge(run, held_out, wanted, answer_tokens, advance)
-    table = agreement_table(wanted, found, run.config, answer_tokens)
+    tables = [agreement_table(wanted, found, run.config, answer_tokens), position_table(wanted, found)]
     described = {
         "model": Path(model).name,
         "texts": len(held_out),
         "policies": [
             {"policy": one.name, "layers_saved": one.saved(run.config, answer_tokens), **agreement.as_dict()}
+            | {"by_position": agreement.by_position()}
             for one, agreement in zip(wanted, found, strict=True)
         ],
     }
-    with printing_last(partial(show_report, lambda: described, lambda: [table], as_json)):
+    with printing_last(partial(show_report, lambda: described, lambda: tables, as_json)):
         if report is not None:
             write_output("--report", report, json.dumps(described, indent=2) + "\n")
 

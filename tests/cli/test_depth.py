@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from invoking import invoke, report_of, succeed
@@ -23,7 +24,7 @@ from d3engine.model.weights import load_weights
 from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
-from d3engine.research.distillation.judging import Judgeable, judge
+from d3engine.research.distillation.judging import Agreement, Judgeable, judge
 from d3engine.research.distillation.passes import AnswerPass, layers_of
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.distillation.training import (
@@ -99,6 +100,17 @@ def test_a_pass_takes_the_tokens_that_the_engine_decodes(model: TinyLlama, run: 
             full = run.at_full_depth(text.prompt_ids, text.token_ids, {0})
             logits = run.logits(run.run(full, schedule, layers=layers))
             assert logits.argmax(-1).tolist() == text.token_ids[1:], policy
+
+
+def test_agreement_by_position_is_the_mean_of_those_steps() -> None:
+    """Each group of generation steps has its own mean, of the texts that are so long."""
+    rows = np.arange(100.0)
+    long, short = np.stack((rows, rows < 96)), np.stack((np.full(20, 4.0), np.ones(20)))
+    found = Agreement([("a", long), ("b", short)]).by_position()
+    assert list(found) == ["1-48", "49-96", "97-144"]
+    assert found["1-48"]["kl"] == pytest.approx((rows[:48].sum() + 80) / 68)
+    assert (found["49-96"]["kl"], found["49-96"]["kl_95"]) == (rows[48:96].mean(), None)  # of one text no interval
+    assert [one["agreement"] for one in found.values()] == [1, 1, 0]
 
 
 def test_training_brings_a_block_nearer_than_the_layers_left_out(run: AnswerPass, texts: list[OwnAnswer]) -> None:
@@ -260,6 +272,7 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     described = report_of(measure)["policies"]
     assert [one["policy"] for one in described] == [policy, "[0, 15)", "[1, 16)"]
     assert described[0]["layers_saved"] == pytest.approx(found["layers_saved"])
+    assert described[0]["by_position"]["1-48"]["kl"] == pytest.approx(described[0]["all"]["kl"])
     succeed(["generate", "demo", "Question: Tom has 5 pens.", "--depth", policy, "--max-tokens", "8"])
     scored = report_of(["eval", "demo", "--depth", policy, "--limit", "2", "--max-tokens", "20"])
     (cost,) = scored["benchmarks"][0]["scores"]

@@ -26,6 +26,9 @@ from d3engine.utils.files import beside
 
 ALL = "all"
 
+POSITIONS = 48
+"""Generation steps whose means stand together: whether a later token loses less is seen by these."""
+
 
 @dataclass(frozen=True)
 class Judgeable:
@@ -69,19 +72,25 @@ class Agreement:
     def positions(self, kind: str = ALL) -> int:
         return sum(values.shape[1] for of, values in self.texts if kind in (ALL, of))
 
-    def mean(self, measure: int, kind: str = ALL) -> Mean:
-        """0: KL, 1: agreement; the interval is of texts, whose tokens are not independent."""
-        values = [values[measure] for of, values in self.texts if kind in (ALL, of)]
+    def mean(self, measure: int, kind: str = ALL, among: slice = slice(None)) -> Mean:
+        """0: KL, 1: agreement, of these rows; the interval is of texts, whose tokens are not independent."""
+        values = [values[measure, among] for of, values in self.texts if kind in (ALL, of)]
         return mean_of_clusters(np.array([one.sum() for one in values]), np.array([one.size for one in values]))
 
     def as_dict(self) -> dict[str, Any]:
         """Means and half intervals, of all and by kind of text."""
-        return {kind: self._described(kind) for kind in (ALL, *self.kinds)}
+        return {kind: {"positions": self.positions(kind), **self._means(kind)} for kind in (ALL, *self.kinds)}
 
-    def _described(self, kind: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"positions": self.positions(kind)}
+    def by_position(self) -> dict[str, dict[str, float | None]]:
+        """The same of generation steps, `POSITIONS` together: "1-48", "49-96" and so on."""
+        longest = max(values.shape[1] for _, values in self.texts)
+        parts = range(0, longest, POSITIONS)
+        return {f"{at + 1}-{at + POSITIONS}": self._means(ALL, slice(at, at + POSITIONS)) for at in parts}
+
+    def _means(self, kind: str, among: slice = slice(None)) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
         for name, measure in (("kl", 0), ("agreement", 1)):
-            mean = self.mean(measure, kind)
+            mean = self.mean(measure, kind, among)
             found |= {name: mean.value, f"{name}_95": None if np.isnan(mean.arm) else mean.arm}
         return found
 
@@ -153,3 +162,13 @@ def agreement_table(
     about = f"{counted(len(found[0].texts), 'own answer')} held out, {found[0].positions():,} generated tokens"
     header = ("policy", "layers saved", "KL", "same token", "95 %", *kinds)
     return Table(f"Against full depth: {about}", header, rows)
+
+
+def position_table(candidates: Sequence[Judgeable], found: Sequence[Agreement]) -> Table:
+    """A row for each candidate: KL and agreement by generation step."""
+    columns = [one.by_position() for one in found]
+    rows = [
+        (candidate.name, *(f"{means['kl']:.4f}, {means['agreement']:.1%}" for means in by.values()))
+        for candidate, by in zip(candidates, columns, strict=True)
+    ]
+    return Table("By generation step: KL, same token", ("policy", *columns[0]), rows)
