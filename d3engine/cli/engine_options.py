@@ -177,11 +177,8 @@ CHAT_MAX_TOKENS = 512
 CHAT_SAMPLING = _sampling(max_tokens=CHAT_MAX_TOKENS, **CHAT_DEFAULTS)
 """Of a conversation."""
 
-TASK_SAMPLING = {
-    **SAMPLING,
-    "max_tokens": ("--max-tokens", int, "Maximum tokens to generate [default: the task's]."),
-    "temperature": ("--temperature", float, "Divisor of the logits; 0 is greedy [default: 0]."),
-}
+_TASKS = {"max_tokens": "the task's", "temperature": 0}
+TASK_SAMPLING = SAMPLING | {name: options_of(SamplingParams, _TASKS)[name] for name in _TASKS}
 """Where a task asks the questions."""
 
 SAMPLES: OptionTable = {"n": options_of(SamplingParams)["n"], **SAMPLING, **STRUCTURED}
