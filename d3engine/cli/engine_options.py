@@ -22,7 +22,7 @@ from d3engine.cli.signatures import give_parameters, keyword, naming_flags
 from d3engine.engine.engine_config import EngineConfig
 from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer
 from d3engine.request.params import CHAT_DEFAULTS, FROM_FILE, SamplingParams, StructuredOutputsParams
-from d3engine.utils.arguments import OptionTable, options_of, panels_of
+from d3engine.utils.arguments import OptionTable, options_of, panels_of, unlisted
 from d3engine.utils.files import UnreadableFileError, as_json, beside, read_text
 
 if TYPE_CHECKING:
@@ -148,13 +148,10 @@ ENGINE: OptionTable = {
 }
 """Argument of `Engine`, or of `engine_arguments`, -> flag, type, help."""
 
-UNLISTED = frozenset(
-    {
-        *("block_size", "max_num_batched_tokens", "weight_compression", "weight_dtype"),
-        *("allow_lora_loading", "metrics_prefix", "sse_keep_alive_seconds", "health_stall_seconds", "max_logprobs"),
-        *("admission", "max_lora_rank", "ttl", "enable_sleep_mode", "prefix_cache_file_bytes", "warm_up"),
-    }
-)
+UNLISTED = unlisted(EngineConfig, SamplingParams) | {
+    *("allow_lora_loading", "metrics_prefix", "sse_keep_alive_seconds", "health_stall_seconds", "max_logprobs"),
+    *("admission", "max_lora_rank", "ttl", "enable_sleep_mode"),
+}
 """Options that are taken and not listed: helps have room for fifty, and few ever change these."""
 
 PANELS = panels_of(EngineConfig) | {"admission": "Advanced", "threads": "Engine"}
@@ -177,11 +174,8 @@ CHAT_MAX_TOKENS = 512
 CHAT_SAMPLING = _sampling(max_tokens=CHAT_MAX_TOKENS, **CHAT_DEFAULTS)
 """Of a conversation."""
 
-TASK_SAMPLING = {
-    **SAMPLING,
-    "max_tokens": ("--max-tokens", int, "Maximum tokens to generate [default: the task's]."),
-    "temperature": ("--temperature", float, "Divisor of the logits; 0 is greedy [default: 0]."),
-}
+_TASKS = {"max_tokens": "the task's", "temperature": 0}
+TASK_SAMPLING = SAMPLING | {name: options_of(SamplingParams, _TASKS)[name] for name in _TASKS}
 """Where a task asks the questions."""
 
 SAMPLES: OptionTable = {"n": options_of(SamplingParams)["n"], **SAMPLING, **STRUCTURED}

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 S = TypeVar("S")
 C = TypeVar("C")
 
-CHECK, PANEL = "check", "panel"
+CHECK, PANEL, LISTED = "check", "panel", "listed"
 """Keys of a field's metadata."""
 
 
@@ -103,12 +103,12 @@ class Unchecked(Check):
     kind: type = str
 
 
-def argument(default: Any, check: Check = Unchecked(), *, panel: str | None = None) -> Any:
+def argument(default: Any, check: Check = Unchecked(), *, panel: str | None = None, listed: bool = True) -> Any:
     """A field with its default and its bounds; `panel` is the heading of its command-line option, None for no option.
 
-    A field whose annotation ends with `| None` may be None.
+    A field whose annotation ends with `| None` may be None. Help leaves out an option that is not `listed`.
     """
-    return field(default=default, metadata={CHECK: check, PANEL: panel})
+    return field(default=default, metadata={CHECK: check, PANEL: panel, LISTED: listed})
 
 
 def check_arguments(self: Any) -> None:
@@ -160,6 +160,11 @@ def options_of(cls: type, defaults: Mapping[str, Any] = {}) -> dict[str, tuple[s
 def panels_of(cls: type) -> dict[str, str]:
     """Field -> the heading of its option in the help."""
     return {one.name: one.metadata[PANEL] for one in fields(cls) if one.metadata.get(PANEL) is not None}
+
+
+def unlisted(*classes: type) -> frozenset[str]:
+    """The fields whose options help leaves out."""
+    return frozenset(one.name for cls in classes for one in fields(cls) if not one.metadata.get(LISTED, True))
 
 
 def _help(text: str, default: Any, *, repeats: bool) -> str:

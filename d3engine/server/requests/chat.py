@@ -40,7 +40,7 @@ from d3engine.server.requests.tools import (
     with_arguments_read,
 )
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.requests import ChatRequest, TokenizeRequest
+from d3engine.server.schemas.requests import CHAT, ChatRequest, SamplingNames, TokenizeRequest
 from d3engine.server.state import AppState, served_by
 from d3engine.server.tracing import trace_of
 from d3engine.text.tokenizer import Tokenizer
@@ -137,11 +137,10 @@ def _parts(content: Any) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def same_names(shape: type[Struct], *others: str) -> tuple[str, ...]:
-    """The fields of another interface that are a chat's own; `others` are those of the same name that are not."""
-    return tuple(
-        name for name in shape.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in others
-    )
+def chat_fields(shape: type[Struct], sampling: SamplingNames, *others: str) -> dict[str, str]:
+    """The fields of another interface -> a chat's that they are; `others` are those of the same name that are not."""
+    shared = [name for name in shape.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in others]
+    return {name: name for name in shared} | dict(sampling.others)
 
 
 async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
@@ -177,7 +176,8 @@ async def job_of(
     decided = {"max_tokens": max_tokens, "logprobs": _num_logprobs(asked, served), "structured_outputs": form}
     if calling is not None or style.has_special_marks:  # a form keeps out all special tokens but those of calls
         decided["skip_special_tokens"] = False
-    with by_names(_chats_names(asked)), _fault_of_form(asked, calling):
+    names = {"prompt": "messages"} | (CHAT.by_own if asked.max_completion_tokens is not None else {})
+    with by_names(names), _fault_of_form(asked, calling):
         check_work(request, asked)
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
@@ -313,13 +313,6 @@ def _num_logprobs(asked: ChatRequest, served: AppState) -> int | None:
     if asked.top_logprobs and not asked.logprobs:
         raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")
     return asked.top_logprobs or 0 if asked.logprobs else None
-
-
-def _chats_names(asked: ChatRequest) -> dict[str, str]:
-    names = {"prompt": "messages"}
-    if asked.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return names
 
 
 @contextmanager

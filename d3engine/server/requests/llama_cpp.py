@@ -18,13 +18,8 @@ from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.ollama import check_penalty_window
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.llama_cpp import (
-    N_PREDICT,
-    LlamaCompletionRequest,
-    LlamaInfillRequest,
-    LlamaSampling,
-)
-from d3engine.server.schemas.requests import Common, CompletionRequest
+from d3engine.server.schemas.llama_cpp import LlamaCompletionRequest, LlamaInfillRequest, LlamaSampling
+from d3engine.server.schemas.requests import LLAMA_CPP, PREDICTED, Common, CompletionRequest
 from d3engine.server.state import AppState, served_by
 
 S = TypeVar("S", bound=LlamaSampling)
@@ -75,9 +70,9 @@ async def _read(request: Request, shape: type[S]) -> tuple[S, dict[str, Any], di
     asked = as_shape(given, shape)
     ignored = [name for name in given if name in IGNORED_HERE and given[name] not in (None, False, 0, [])]
     ignored += [name for name in given if name not in _KNOWN]
-    content = {name: value for name, value in given.items() if name in SAMPLING}
+    content = {own: getattr(asked, name) for name, own in LLAMA_CPP.others.items()}
+    content |= {name: value for name, value in given.items() if name in SAMPLING}
     require(content.pop("n", 1) in (1, None), "n", given.get("n"), "absent or 1")
-    content["repetition_penalty"] = content.get("repetition_penalty", asked.repeat_penalty)
     content["max_tokens"] = _max_tokens(asked.n_predict, content.get("max_tokens"))
     content["logprobs"] = asked.n_probs or None
     content["logit_bias"] = _biases(asked.logit_bias)
@@ -93,7 +88,7 @@ def _max_tokens(n_predict: int | None, max_tokens: int | None) -> int | None:
     """None up to the end of the context, as llama.cpp's -1 and -2."""
     if n_predict is None:
         return max_tokens
-    N_PREDICT.check("n_predict", n_predict)
+    PREDICTED.check("n_predict", n_predict)
     return n_predict if n_predict >= 0 else None
 
 
@@ -143,7 +138,6 @@ def _joined(served: AppState, prompt: str | list[int | str]) -> str | list[int]:
 
 async def _job(request: Request, content: Mapping[str, Any]) -> RequestContext[CompletionRequest]:
     asked = read_as({name: value for name, value in content.items() if value is not None}, CompletionRequest)
-    names = {"max_tokens": "n_predict", "logprobs": "n_probs", "repetition_penalty": "repeat_penalty"}
     own_form = {"structured_outputs": "json_schema" if "json" in (asked.structured_outputs or {}) else "grammar"}
-    with by_names(names | own_form):
+    with by_names(LLAMA_CPP.by_own | own_form):
         return await completion_job_of(request, asked, id_prefix="llama-", ends_with_context=True)

@@ -13,6 +13,7 @@ from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import (
     TurnForm,
     by_names,
+    chat_fields,
     chat_prompt,
     job_of,
     merged,
@@ -20,14 +21,13 @@ from d3engine.server.requests.chat import (
     read_role,
     read_text,
     read_turn,
-    same_names,
     tool_use,
     unknown_in_parts,
     unknown_in_turns,
 )
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
-from d3engine.server.schemas.requests import ChatRequest
+from d3engine.server.schemas.requests import MESSAGES, ChatRequest
 from d3engine.server.state import served_by
 
 TURNS = TurnForm(
@@ -106,16 +106,16 @@ def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": part["tool_use_id"], "content": content}
 
 
-SAME_NAMES = same_names(MessagesRequest, "messages", "tools", "tool_choice", "chat_template_kwargs")
+CHAT_FIELDS = chat_fields(MessagesRequest, MESSAGES, "messages", "tools", "tool_choice", "chat_template_kwargs")
 
 
 async def message_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     asked, headers = await read_body(request, MessagesRequest, _unknown_in)
-    same = {name: getattr(asked, name) for name in SAME_NAMES}
-    chat = _chat_of(asked, stop=asked.stop_sequences or None, response_format=_form_of(asked), **same)
+    fields = {name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()}
+    chat = _chat_of(asked, response_format=_form_of(asked), **fields)
     thinks = dict.fromkeys(("enable_thinking", "thinking_token_budget"), "thinking")
-    with by_names({"stop": "stop_sequences", "response_format": "output_config", **thinks}):
+    with by_names({**MESSAGES.by_own, "response_format": "output_config", **thinks}):
         return await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)
 
 

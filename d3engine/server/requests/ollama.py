@@ -18,19 +18,12 @@ from d3engine.server.requests.bodies import known_names, read_as
 from d3engine.server.requests.chat import by_names, job_of
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.ollama import (
-    NUM_PREDICT,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaGenerating,
-)
-from d3engine.server.schemas.requests import ChatRequest, Common, CompletionRequest
+from d3engine.server.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaGenerating
+from d3engine.server.schemas.requests import OLLAMA, PREDICTED, ChatRequest, Common, CompletionRequest
 from d3engine.server.state import AppState, served_by
 
 ROLES = ("system", "user", "assistant", "tool")
 
-RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""Ollama's option -> the field of a chat that is the same."""
 LOADING = frozenset(
     (
         *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap"),
@@ -100,7 +93,7 @@ async def generate_job_of(
 
 
 def _ollamas_names(**more: str) -> AbstractContextManager[None]:
-    names = {ours: f"options.{theirs}" for theirs, ours in RENAMED.items()}
+    names = {ours: f"options.{theirs}" for theirs, ours in OLLAMA.others.items()}
     names |= {"response_format": "format", "enable_thinking": "think", "reasoning_effort": "think"}
     return by_names(names | more)
 
@@ -121,9 +114,9 @@ def _sampling_of(served: AppState, asked: OllamaGenerating) -> tuple[dict[str, A
         if name == "num_ctx":
             _check_context(served, value)
         elif name == "num_predict":
-            NUM_PREDICT.check("options.num_predict", value)
+            PREDICTED.check("options.num_predict", value)
             content["max_tokens"] = value if value > 0 else None  # Ollama's words for no bound
-        elif (own := RENAMED.get(name, name)) in known_names(ChatRequest) - NO_OPTIONS:
+        elif (own := OLLAMA.others.get(name, name)) in known_names(ChatRequest) - NO_OPTIONS:
             content[own] = value
         else:
             ignored.append(f"options.{name}")

@@ -17,7 +17,13 @@ from d3engine.request.params import CHECKS, SamplingParams, Several
 from d3engine.server.errors import invalid
 from d3engine.server.schemas.messages import CountTokensRequest, MessagesRequest
 from d3engine.server.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
-from d3engine.server.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from d3engine.server.schemas.requests import (
+    SYNONYMS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from d3engine.server.schemas.responses import ResponsesRequest
 from d3engine.utils.arguments import Check
 
@@ -71,18 +77,9 @@ ANTHROPICS_ASK_NOTHING = ("cache_control", "user_profile_id", "workspace_id", "d
 """Of Anthropic's alone."""
 
 
-OTHER_NAMES = {
-    "repeat_penalty": "repetition_penalty",
-    "rep_pen": "repetition_penalty",
-    "typical": "typical_p",
-    "nsigma": "top_n_sigma",
-}
-"""Names that other servers have for fields of completions and chats, which stand for these."""
-
-
 def with_own_names(content: dict[str, Any], shape: type[Struct]) -> dict[str, Any]:
     """The body with its fields under the names that the shape has. Raises `RequestError` for two that differ."""
-    for other, name in OTHER_NAMES.items():
+    for other, name in SYNONYMS.items():
         if other in content and name in shape.__struct_fields__:
             value, own = content[other], content.get(name)
             if own is not None and value is not None and own != value:

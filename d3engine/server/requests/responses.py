@@ -14,14 +14,14 @@ from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import (
     TurnForm,
     by_names,
+    chat_fields,
     job_of,
     read_content,
     read_turn,
-    same_names,
     unknown_in_turns,
 )
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.requests import ChatRequest
+from d3engine.server.schemas.requests import RESPONSES, ChatRequest
 from d3engine.server.schemas.responses import NamedResponseTool, ResponsesRequest, TextFormat
 
 TURNS = TurnForm(
@@ -102,7 +102,7 @@ def _result(name: str, item: dict[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
 
 
-SAME_NAMES = same_names(ResponsesRequest, "tools", "tool_choice")
+CHAT_FIELDS = chat_fields(ResponsesRequest, RESPONSES, "tools", "tool_choice")
 
 
 async def response_job(request: Request) -> tuple[RequestContext[ChatRequest], ResponsesRequest, dict[str, str]]:
@@ -111,18 +111,16 @@ async def response_job(request: Request) -> tuple[RequestContext[ChatRequest], R
     Raises `RequestError` and `InvalidValueError`.
     """
     asked, headers = await read_body(request, ResponsesRequest, lambda asked: unknown_in_items(asked.input))
-    same = {name: getattr(asked, name) for name in SAME_NAMES}
     chat = ChatRequest(
         messages=_messages(asked),
-        max_tokens=asked.max_output_tokens,
         response_format=_form_of(asked),
         tools=_tools_of(asked),
         tool_choice=_choice_of(asked),
         reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
-        **same,
+        **{name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()},
     )
-    names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
-    with by_names({**names, "reasoning_effort": "reasoning"}):
+    names = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
+    with by_names(RESPONSES.by_own | names):
         job, headers = await job_of(request, chat, headers, id_prefix="resp_")
         return job, asked, headers
 

@@ -15,7 +15,7 @@ from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, must_be, require
 from d3engine.request.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.schemas.requests import SAME_NAMES, TEMPERATURES, Common
+from d3engine.server.schemas.requests import ALL, TEMPERATURES, Common
 from d3engine.server.settings import ServerSettings
 from d3engine.utils.arguments import Integers
 
@@ -201,7 +201,7 @@ def sampling_params(
 
     Raises `InvalidValueError` or `RequestError` for values that are not allowed.
     """
-    wanted = {name: value for name in SAME_NAMES if (value := getattr(asked, name)) is not None}
+    wanted = {name: value for name in ALL if (value := getattr(asked, name)) is not None}
     if asked.temperature is not None:
         TEMPERATURES.check("temperature", asked.temperature)
     elif max(wanted.get("n", 1), decided.get("n", 1)) > 1:

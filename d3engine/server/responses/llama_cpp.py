@@ -13,7 +13,7 @@ from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LOWEST, UsageCounter
 from d3engine.server.responses.running import whole_output
 from d3engine.server.schemas.llama_cpp import LlamaLogprob, LlamaTimings, LlamaTokenLogprob
-from d3engine.server.schemas.requests import CompletionRequest
+from d3engine.server.schemas.requests import LLAMA_CPP, CompletionRequest
 
 
 class LlamaForm:
@@ -76,10 +76,10 @@ class LlamaAnswer:
         (answer,), params = output.outputs, job.prepared[0].params
         usage = self._usage.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        shown = ("seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
-        settings: dict[str, Any] = {name: getattr(params, name) for name in shown}
-        settings |= {"repeat_penalty": params.repetition_penalty, "stop": list(params.stop_strings)}
-        settings |= {"n_predict": -1 if job.asked.max_tokens is None else job.asked.max_tokens}
+        penalties = ("presence_penalty", "frequency_penalty", "repeat_penalty")
+        settings = LLAMA_CPP.values(params, "seed", "temperature", "top_k", "top_p", "min_p", *penalties)
+        most = -1 if job.asked.max_tokens is None else job.asked.max_tokens
+        settings |= {"stop": list(params.stop_strings), "n_predict": most}
         return {
             "stop": True,
             "model": job.model,

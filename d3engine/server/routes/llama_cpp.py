@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +14,7 @@ from d3engine.server.responses.llama_cpp import LlamaAnswer
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.writer import respond
 from d3engine.server.schemas.llama_cpp import LlamaPrompt, LlamaProps, LlamaSlot, LlamaTemplateRequest
-from d3engine.server.schemas.requests import TokenizeRequest
+from d3engine.server.schemas.requests import LLAMA_CPP, TokenizeRequest
 from d3engine.server.state import json_response, served_by
 from d3engine.utils.version import __version__
 
@@ -35,8 +33,7 @@ async def llama_props(request: Request) -> Response:
     """What the server does where a request does not say."""
     served = served_by(request)
     client, defaults, named = served.client, served.client.default_sampling_params, served.tokenizer.special_tokens
-    params: dict[str, Any] = {name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    params |= {"repeat_penalty": defaults.repetition_penalty, "n_predict": -1}
+    params = LLAMA_CPP.values(defaults, "temperature", "top_k", "top_p", "min_p", "repeat_penalty") | {"n_predict": -1}
     found: LlamaProps = {
         "default_generation_settings": {"n_ctx": client.max_model_len, "params": params},
         "total_slots": client.settings.max_num_seqs,

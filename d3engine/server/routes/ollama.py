@@ -42,6 +42,7 @@ from d3engine.server.schemas.ollama import (
     OllamaShow,
     OllamaShowRequest,
 )
+from d3engine.server.schemas.requests import OLLAMA
 from d3engine.server.state import AppState, json_response, served_by
 
 G = TypeVar("G", bound=OllamaGenerating)
@@ -123,9 +124,8 @@ async def ollama_show(request: Request) -> Response:
         raise invalid("model", "model must be given.", "missing_required_parameter")
     model_of(served, name)
     facts, defaults = await _facts(served), served.client.default_sampling_params
-    names = ("temperature", "top_k", "top_p", "min_p")
-    parameters = [f"{one:<30} {getattr(defaults, one):g}" for one in names]
-    parameters.append(f"{'repeat_penalty':<30} {defaults.repetition_penalty:g}")
+    shown = OLLAMA.values(defaults, "temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+    parameters = [f"{option:<30} {value:g}" for option, value in shown.items()]
     template = await served.client.chat_template()
     answer: OllamaShow = {
         "modelfile": f"FROM {name}\n",

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
-from d3engine.request.params import MAX_TOKENS
 from d3engine.server.schemas.answers import DepthSummary
-from d3engine.server.schemas.requests import Messages, OtherFile, SamplingFields, Tools, bounded, described
-from d3engine.utils.arguments import Integers
+from d3engine.server.schemas.requests import LLAMA_CPP, Messages, OtherFile, Tools, bounded, described
 
-N_PREDICT = Integers(-2, MAX_TOKENS)
 Mixed = Annotated[list[int | str], described(items={"type": ["integer", "string"]})]
 
 
-class LlamaSampling(SamplingFields, kw_only=True):
+@LLAMA_CPP
+class LlamaSampling(Struct, kw_only=True):
     """How tokens are drawn, by llama.cpp's names; every sampling field of a completion is taken beside them."""
 
     model: str | None = None
     stream: bool | None = None
-    n_predict: Annotated[int, bounded(N_PREDICT)] | None = None
+    temperature: Annotated[float, bounded("temperature")] | None = None
     n_probs: int | None = None
-    repeat_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
     repeat_last_n: int | None = None
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
@@ -30,6 +27,8 @@ class LlamaSampling(SamplingFields, kw_only=True):
     return_tokens: bool | None = None
     cache_prompt: bool | None = None
     id_slot: int | None = None
+    if TYPE_CHECKING:
+        n_predict: int | None = None
 
 
 class LlamaCompletionRequest(LlamaSampling, kw_only=True):

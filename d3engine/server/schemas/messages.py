@@ -8,17 +8,13 @@ from msgspec import Struct
 
 from d3engine.server.schemas.answers import DepthsOfTokens, DepthSummary
 from d3engine.server.schemas.requests import (
-    CacheSalt,
+    MESSAGES,
     Depth,
     FunctionsName,
-    MaxTokens,
     Priority,
-    Seed,
     StopStrings,
-    Temperature,
     ThinkingBudget,
-    TopK,
-    TopP,
+    bounded,
     described,
     one_of,
     shaped_as,
@@ -87,20 +83,16 @@ class CountTokensRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+@MESSAGES
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """POST /v1/messages. What Anthropic has no name for is named as in a chat."""
 
-    max_tokens: MaxTokens
+    max_tokens: Annotated[int, bounded("max_tokens")]
     stop_sequences: StopStrings | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     stream: bool | None = None
     output_config: OutputConfig | None = None
 
-    seed: Seed | None = None
     priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     depth: Depth = None
     return_depths: bool | None = None
 

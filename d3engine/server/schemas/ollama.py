@@ -6,39 +6,17 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
-from d3engine.request.params import MAX_TOKENS
 from d3engine.server.schemas.answers import DepthSummary
 from d3engine.server.schemas.embeddings import DIMENSIONS
-from d3engine.server.schemas.requests import (
-    Prompt,
-    Seed,
-    StopStrings,
-    Temperature,
-    Tools,
-    TopK,
-    TopP,
-    bounded,
-    described,
-    shaped_as,
-)
+from d3engine.server.schemas.requests import OLLAMA, Prompt, StopStrings, Tools, bounded, described, shaped_as
 from d3engine.utils.arguments import Integers
 
-NUM_PREDICT = Integers(-2, MAX_TOKENS)
 
-
+@OLLAMA
 class OllamaOptions(Struct, kw_only=True):
     """Ollama's `options` by their own names; every sampling field of a chat is taken beside them."""
 
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
-    min_p: Annotated[float, bounded("min_p")] | None = None
-    num_predict: Annotated[int, bounded(NUM_PREDICT)] | None = None
     stop: str | StopStrings | None = None
-    seed: Seed | None = None
-    repeat_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
-    presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, bounded("frequency_penalty")] | None = None
     num_ctx: Annotated[int, bounded(Integers(1))] | None = None
 
 

@@ -1,12 +1,15 @@
 """Fields that several requests have, with the bounds that the engine checks them by, in JSON Schema's words.
 
-A bound is written where it is checked, in `SamplingParams` most of all, and described from there. What
-reads bodies looks at types alone, so that an error has the same words for every caller.
+A bound is written where it is checked, in `SamplingParams` most of all, and described from there. `SamplingNames` adds
+the fields of sampling to the shapes of an API. What reads bodies looks at types alone, so that an error has the same
+words for every caller.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Meta, Struct, defstruct
 
@@ -20,12 +23,15 @@ from d3engine.request.params import (
     TOKEN_IDS,
     WORD,
     Biases,
+    SamplingParams,
     Several,
 )
 from d3engine.utils.arguments import Check, Integers, Numbers
 
 TEMPERATURES = Numbers(0.0, 2.0)
 """OpenAI's bound on the temperature, below the engine's own."""
+PREDICTED = Integers(-2, MAX_TOKENS)
+"""`max_tokens` of llama.cpp and Ollama."""
 MAX_TOOLS = 128
 FUNCTIONS_NAME = "[A-Za-z0-9_-]{1,64}"
 REFERENCE = "#/components/schemas/{name}"
@@ -52,14 +58,8 @@ def one_of(*names: str) -> Meta:
     return described(anyOf=[{"$ref": REFERENCE.format(name=name)} for name in names])
 
 
-Temperature = Annotated[float, bounded(TEMPERATURES)]
-TopP = Annotated[float, bounded("top_p")]
-TopK = Annotated[int, bounded("top_k")]
-MaxTokens = Annotated[int, bounded("max_tokens")]
-Seed = Annotated[int, bounded("seed")]
 Priority = Annotated[int, bounded(PRIORITIES)]
 ThinkingBudget = Annotated[int, bounded("max_tokens")]
-CacheSalt = Annotated[str, bounded("cache_salt")]
 TokenId = Annotated[int, bounded(TOKEN_IDS)]
 StopStrings = Annotated[list[Annotated[str, bounded(WORD)]], bounded("stop")]
 FunctionsName = Annotated[str, described(pattern=f"^{FUNCTIONS_NAME}$")]
@@ -81,8 +81,66 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-SAME_NAMES = tuple(name for name in CHECKS if name not in ("detokenize", "logprobs"))
-"""Fields of completions and chat that are `SamplingParams`' own: all but what a route has another way to say."""
+S = TypeVar("S", bound=Struct)
+
+
+@dataclass(frozen=True)
+class SamplingNames:
+    """The sampling fields of an API, which decorates its shapes: their types and bounds are those of `SamplingParams`.
+
+    Attributes:
+        same: those under the names that they have there.
+        others: the API's name -> the name there.
+    """
+
+    same: Sequence[str] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, shape: type[S]) -> type[S]:
+        """The shape with these fields; one that it declares stays as it is there."""
+        names = {name: self.others.get(name, name) for name in (*self.same, *self.others)}
+        kinds = {name: _kind(API_BOUNDS.get(name, CHECKS[own])) for name, own in names.items()}
+        added = [(name, kind | None, None) for name, kind in kinds.items() if name not in shape.__struct_fields__]
+        about: Any = {"module": shape.__module__, "namespace": {"__doc__": shape.__doc__}}
+        made: Any = defstruct(shape.__name__, added, bases=(shape,), kw_only=True, **about)
+        return cast(type[S], made)
+
+    @property
+    def by_own(self) -> dict[str, str]:
+        """The name in `SamplingParams` -> the API's, for errors."""
+        return {own: name for name, own in self.others.items()}
+
+    def values(self, params: SamplingParams, *names: str) -> dict[str, Any]:
+        """What parameters are, by the API's names."""
+        return {name: getattr(params, self.others.get(name, name)) for name in names}
+
+
+API_BOUNDS: Mapping[str, Check] = {"temperature": TEMPERATURES, "n_predict": PREDICTED, "num_predict": PREDICTED}
+"""Name of a field -> its bounds, where they are not the engine's."""
+ALL = tuple(name for name in CHECKS if name not in ("detokenize", "logprobs"))
+"""`SamplingParams`' fields, but for what a route has another way to say."""
+CONVERSATION = ("temperature", "top_p", "top_k", "seed", "cache_salt")
+"""Those of responses and messages."""
+
+COMMON = SamplingNames(ALL)
+CHAT = SamplingNames((), {"max_completion_tokens": "max_tokens"})
+RESPONSES = SamplingNames(CONVERSATION, {"max_output_tokens": "max_tokens"})
+MESSAGES = SamplingNames(CONVERSATION, {"stop_sequences": "stop"})
+OLLAMA = SamplingNames(
+    ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "presence_penalty", "frequency_penalty"),
+    {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"},
+)
+"""What is described; every field of a chat is taken."""
+LLAMA_CPP = SamplingNames(
+    ALL, {"n_predict": "max_tokens", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty"}
+)
+SYNONYMS = {
+    "repeat_penalty": "repetition_penalty",
+    "rep_pen": "repetition_penalty",
+    "typical": "typical_p",
+    "nsigma": "top_n_sigma",
+}
+"""Other servers' names of fields of completions and chats -> theirs; taken, and not described."""
 
 
 def _kind(check: Check) -> Any:
@@ -95,28 +153,11 @@ def _kind(check: Check) -> Any:
     return Annotated[kind, bounded(check)]
 
 
-if TYPE_CHECKING:
-
-    class SamplingFields(Struct, kw_only=True):
-        """Of the fields of sampling, those that the server itself looks at."""
-
-        n: int | None = None
-        max_tokens: int | None = None
-        temperature: float | None = None
-        stop: str | list[str] | None = None
-        prompt_logprobs: int | None = None
-        truncate_prompt_tokens: int | None = None
-else:
-    SamplingFields = defstruct(
-        "SamplingFields", [(name, _kind(CHECKS[name]) | None, None) for name in SAME_NAMES], kw_only=True
-    )
-
-
-class Common(SamplingFields, kw_only=True):
+@COMMON
+class Common(Struct, kw_only=True):
     """What completions and chat have in common."""
 
     model: str | None = None
-    temperature: Temperature | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
@@ -129,6 +170,14 @@ class Common(SamplingFields, kw_only=True):
     depth: Depth = None
     return_depths: bool | None = None
     return_progress: bool | None = None
+
+    if TYPE_CHECKING:  # of sampling, what the server itself looks at
+        n: int | None = None
+        max_tokens: int | None = None
+        temperature: float | None = None
+        stop: str | list[str] | None = None
+        prompt_logprobs: int | None = None
+        truncate_prompt_tokens: int | None = None
 
 
 NONE_OR_MORE = Integers(0, MAX_TOKENS)
@@ -155,11 +204,13 @@ class CompletionRequest(Common, kw_only=True):
     input_extra: list[OtherFile] | None = None
 
 
+@CHAT
 class ChatRequest(Common, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: MaxTokens | None = None
+    if TYPE_CHECKING:
+        max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
 from d3engine.server.schemas.answers import DepthsOfTokens, DepthSummary
 from d3engine.server.schemas.requests import (
-    CacheSalt,
+    RESPONSES,
     Depth,
     FunctionsName,
-    MaxTokens,
     Priority,
-    Seed,
-    Temperature,
     ThinkingBudget,
-    TopK,
-    TopP,
     described,
     one_of,
 )
@@ -63,6 +58,7 @@ class ResponseText(Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: None = None
 
 
+@RESPONSES
 class ResponsesRequest(Struct, kw_only=True):
     """POST /v1/responses: `input` is a text, or a list of messages, calls (function_call) and their results
     (function_call_output). What OpenAI has no name for here is named as in a chat."""
@@ -70,9 +66,6 @@ class ResponsesRequest(Struct, kw_only=True):
     model: str | None = None
     input: str | Annotated[list[Any], described(minItems=1)]
     instructions: str | None = None
-    max_output_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     text: ResponseText | None = None
@@ -84,12 +77,11 @@ class ResponsesRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     thinking_token_budget: ThinkingBudget | None = None
-    top_k: TopK | None = None
-    seed: Seed | None = None
     priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     depth: Depth = None
     return_depths: bool | None = None
+    if TYPE_CHECKING:
+        max_output_tokens: int | None = None
 
 
 class OutputText(TypedDict):
