@@ -188,11 +188,7 @@ class EngineProcess:
     def _spawn(self, life: int) -> subprocess.Popen[bytes]:
         # In a session of its own: Ctrl-C in a terminal is for the parent alone, which ends the engine as it sees fit.
         return subprocess.Popen(
-            main_command(_MAIN),
-            stdin=subprocess.PIPE,
-            pass_fds=[life],
-            start_new_session=True,
-            env=child_environment(),
+            main_command(_MAIN), stdin=subprocess.PIPE, pass_fds=[life], start_new_session=True, env=child_environment()
         )
 
     def _wait_until_ready(self) -> wire.Ready:

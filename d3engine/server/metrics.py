@@ -192,21 +192,9 @@ ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineStats], Histogram]]]
     ("request_decode_time_seconds", "Seconds from the first token to the last.", lambda s: s.decode_seconds),
 )
 REQUEST_HISTOGRAMS: Sequence[tuple[str, str, Callable[[Meters], HistogramCounter]]] = (
-    (
-        "time_to_first_token_seconds",
-        "Seconds from arrival to the first token.",
-        lambda m: m.first_token_seconds,
-    ),
-    (
-        "inter_token_latency_seconds",
-        "Seconds between tokens as they come.",
-        lambda m: m.inter_token_seconds,
-    ),
-    (
-        "request_time_per_output_token_seconds",
-        "Their mean after the first.",
-        lambda m: m.time_per_token,
-    ),
+    ("time_to_first_token_seconds", "Seconds from arrival to the first token.", lambda m: m.first_token_seconds),
+    ("inter_token_latency_seconds", "Seconds between tokens as they come.", lambda m: m.inter_token_seconds),
+    ("request_time_per_output_token_seconds", "Their mean after the first.", lambda m: m.time_per_token),
     ("e2e_request_latency_seconds", "Seconds from arrival to the end.", lambda m: m.e2e_seconds),
     ("request_prompt_tokens", "Tokens of a prompt.", lambda m: m.prompt_tokens),
     ("request_generation_tokens", "Tokens generated for a request.", lambda m: m.generation_tokens),

@@ -59,6 +59,13 @@ class ModelCard(TypedDict):
     d3ext: NotRequired[ModelExtra]
 
 
+class ModelList(TypedDict):
+    """The answer to GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
 class ModelIds:
     """Which ids there are, and the depth that each stands for."""
 

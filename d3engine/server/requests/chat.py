@@ -151,12 +151,7 @@ async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[
 
 
 async def job_of(
-    request: Request,
-    asked: ChatRequest,
-    headers: Mapping[str, str],
-    *,
-    id_prefix: str,
-    ends_with_context: bool = False,
+    request: Request, asked: ChatRequest, headers: Mapping[str, str], *, id_prefix: str, ends_with_context: bool = False
 ) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """The same for a chat that was read already, with the headers that this has given.
 

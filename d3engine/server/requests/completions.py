@@ -174,11 +174,7 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
 
 
 async def completion_job_of(
-    request: Request,
-    asked: CompletionRequest,
-    *,
-    id_prefix: str = "cmpl-",
-    ends_with_context: bool = False,
+    request: Request, asked: CompletionRequest, *, id_prefix: str = "cmpl-", ends_with_context: bool = False
 ) -> RequestContext[CompletionRequest]:
     """The same for a completion that was read already.
 

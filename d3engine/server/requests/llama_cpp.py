@@ -18,12 +18,7 @@ from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.ollama import check_penalty_window
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.llama_cpp import (
-    N_PREDICT,
-    LlamaCompletionRequest,
-    LlamaInfillRequest,
-    LlamaSampling,
-)
+from d3engine.server.schemas.llama_cpp import N_PREDICT, LlamaCompletionRequest, LlamaInfillRequest, LlamaSampling
 from d3engine.server.schemas.requests import Common, CompletionRequest
 from d3engine.server.state import AppState, served_by
 

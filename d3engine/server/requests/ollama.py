@@ -18,12 +18,7 @@ from d3engine.server.requests.bodies import known_names, read_as
 from d3engine.server.requests.chat import by_names, job_of
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.ollama import (
-    NUM_PREDICT,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaGenerating,
-)
+from d3engine.server.schemas.ollama import NUM_PREDICT, OllamaChatRequest, OllamaGenerateRequest, OllamaGenerating
 from d3engine.server.schemas.requests import ChatRequest, Common, CompletionRequest
 from d3engine.server.state import AppState, served_by
 

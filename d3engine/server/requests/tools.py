@@ -45,10 +45,7 @@ _VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b
 def _example(arguments: object) -> list[dict[str, Any]]:
     """A conversation with a call."""
     call = {"id": "shownCall", "type": "function", "function": {"name": EXAMPLE, "arguments": arguments}}
-    return [
-        {"role": "user", "content": "A question."},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
+    return [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 @dataclass(frozen=True)

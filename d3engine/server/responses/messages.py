@@ -163,11 +163,7 @@ class MessageAnswer:
     def _first_events(self, blocks: MessageBlocks) -> list[dict[str, Any]]:
         start = self._message([], None)
         start["usage"]["output_tokens"] = 0
-        return [
-            {"type": "message_start", "message": start},
-            *blocks.first_events(),
-            {"type": "ping"},
-        ]
+        return [{"type": "message_start", "message": start}, *blocks.first_events(), {"type": "ping"}]
 
     def _last_events(self, news: Delta) -> list[dict[str, Any]]:
         reason, sequence = self._stop(news)

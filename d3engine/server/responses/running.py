@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from d3engine.async_engine.client import AsyncAnswer
@@ -251,9 +252,9 @@ async def unless_disconnected(scope: Scope, receive: Receive, work: Awaitable[T]
             watching.cancel()
 
 
-async def while_connected(scope: Scope, receive: Receive, work: Awaitable[T]) -> T:
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; raises `RequestError` (499) if the client leaves before, and ends it."""
-    found = await unless_disconnected(scope, receive, work)
+    found = await unless_disconnected(request.scope, request.receive, work)
     if found is None:
         raise RequestError(499, "The client has left.", code="client_closed_request")
     return found

@@ -20,10 +20,7 @@ from d3engine.server.responses.running import DirectStream, unless_disconnected
 
 EVENTS = b"text/event-stream; charset=utf-8"
 LINES = b"application/x-ndjson"
-HEADERS = (
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
+HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:

@@ -16,13 +16,7 @@ from d3engine.request.outputs import RequestOutput
 from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
-from d3engine.server.responses.running import (
-    DirectStream,
-    outputs_of,
-    prompt_progress,
-    while_connected,
-    whole_output,
-)
+from d3engine.server.responses.running import DirectStream, outputs_of, prompt_progress, while_connected, whole_output
 from d3engine.server.responses.streams import EVENTS, EventStream, OpenAIForm, StreamForm
 from d3engine.server.schemas.answers import (
     ChatChoice,
@@ -171,7 +165,7 @@ async def respond(
         return EventStream(
             events, headers, ping_interval=interval, form=told.form, straight=straight, media_type=media_type
         )
-    found = await while_connected(request.scope, request.receive, told.whole())
+    found = await while_connected(request, told.whole())
     return json_response(found, headers)
 
 

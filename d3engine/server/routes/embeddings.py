@@ -23,6 +23,7 @@ from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import prepare_all, prompts_of, without_special_tokens
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.running import while_connected, whole_output
+from d3engine.server.routes.api import Route
 from d3engine.server.schemas.embeddings import DIMENSIONS, EmbeddingList, EmbeddingRequest
 from d3engine.server.schemas.requests import Prompt
 from d3engine.server.state import AppState, json_response, served_by
@@ -42,6 +43,7 @@ class Embedded:
 
 
 async def create_embeddings(request: Request) -> Response:
+    """Embed texts."""
     served = served_by(request)
     asked, headers = await read_body(request, EmbeddingRequest)
     model = served.models.check(asked.model)
@@ -59,7 +61,7 @@ async def create_embeddings(request: Request) -> Response:
         add_special_tokens=asked.add_special_tokens is not False,
         priority=asked.priority,
     )
-    found = await while_connected(request.scope, request.receive, work)
+    found = await while_connected(request, work)
     answer: EmbeddingList = {
         "object": "list",
         "data": [
@@ -181,3 +183,6 @@ async def all_of(work: Sequence[Awaitable[T]], most: int) -> list[T]:
         for _, left in waiting:
             left.close()  # type: ignore[attr-defined]  # coroutines that never began
     return [found[number] for number in range(len(work))]
+
+
+ROUTES = (Route("/v1/embeddings", create_embeddings, EmbeddingRequest, EmbeddingList),)

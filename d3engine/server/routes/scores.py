@@ -21,6 +21,7 @@ from d3engine.server.requests.chat import by_names, chat_prompt
 from d3engine.server.requests.completions import prepare_all
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.running import while_connected, whole_output
+from d3engine.server.routes.api import Route
 from d3engine.server.routes.embeddings import MAX_INPUTS, all_of, check_texts, places_side_by_side
 from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.schemas.scores import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest
@@ -36,6 +37,7 @@ class Scored:
 
 
 async def create_scores(request: Request) -> Response:
+    """Score pairs of texts."""
     asked, headers = await read_body(request, ScoreRequest)
     queries, documents = ([one] if isinstance(one, str) else one for one in (asked.text_1, asked.text_2))
     if len(queries) == 1:
@@ -55,6 +57,7 @@ async def create_scores(request: Request) -> Response:
 
 
 async def create_ranking(request: Request) -> Response:
+    """Rank documents for a query."""
     asked, headers = await read_body(request, RerankRequest)
     most = len(asked.documents) if asked.top_n is None else require_integer("top_n", asked.top_n, 1)
     pairs = [(asked.query, document) for document in asked.documents]
@@ -94,7 +97,7 @@ async def _scored(
         yes, no = [await _prepared(request, prompts, one, model, asked.priority) for one in params]
     most = places_side_by_side(request, len(pairs))
     work = [_score(served, *two) for two in zip(yes, no, strict=True)]
-    scores = await while_connected(request.scope, request.receive, all_of(work, most))
+    scores = await while_connected(request, all_of(work, most))
     return model, Scored(scores, sum(len(one.prompt_token_ids) for one in yes))
 
 
@@ -111,3 +114,11 @@ async def _score(served: AppState, yes: EngineRequest, no: EngineRequest) -> flo
 async def _output(served: AppState, prepared: EngineRequest) -> RequestOutput:
     job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix="score-")
     return await whole_output(job)
+
+
+ROUTES = (
+    Route("/v1/score", create_scores, ScoreRequest, ScoreList),
+    Route("/score", create_scores, ScoreRequest, ScoreList),
+    Route("/v1/rerank", create_ranking, RerankRequest, Ranking),
+    Route("/rerank", create_ranking, RerankRequest, Ranking),
+)

@@ -205,11 +205,7 @@ class ResponseEvent(_Numbered):
     """How far the response is."""
 
     type: Literal[
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
     ]
     response: ModelResponse
 
