@@ -1,7 +1,4 @@
-"""The app: which route answers what, and how errors leave it.
-
-Routes raise, and the guards around them make answers of errors, so that all of them read alike.
-"""
+"""The app: its routes, and the guards around them, which make answers of the errors that routes raise."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Connections: HTTP as uvicorn speaks it, with limits that it does not have.
-
-An app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
-and a body that goes on after the answer, are bounded here. And what flows freely need not wait for anything: a stream
-may write its pieces straight to the socket (`DirectWriter`), and what an app sends
-without waiting is one write (`WriteBuffer`).
-"""
+"""HTTP as uvicorn speaks it, with bounds on heads and bodies that never end, and one write for what comes at once."""
 
 from __future__ import annotations
 

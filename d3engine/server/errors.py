@@ -1,7 +1,4 @@
-"""Every error that a client gets, in OpenAI's form: clients decide by `type` and `code` what to do next.
-
-Under /v1/messages it has Anthropic's form, and under /api Ollama's.
-"""
+"""Every error that a client gets: in OpenAI's form, under /v1/messages in Anthropic's and under /api in Ollama's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Meters: what a server counts of its requests, beside what the engine counts of its steps.
-
-Nothing is kept of a request but counts in buckets, and every label has a fixed set of values, so that no
-client can make them grow.
-"""
+"""What a server counts of its requests, as Prometheus reads it with what the engine counts of its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -216,11 +212,11 @@ class Exposition:
         """All of them, in Prometheus' text format; never waits long for the engine, which may hang."""
         with suppress(TimeoutError, EngineDeadError, EngineClosedError):
             self._stats = await asyncio.wait_for(client.stats(), STATS_SECONDS)
-        return _text(self._families(client, traffic, meters))
+        return generate_latest(_Collected(self._families(client, traffic, meters)))
 
     def text_of_engine(self, stats: EngineStats) -> bytes:
         """Those of the engine alone, for a stack that counts requests itself."""
-        return _text(self._engine_families(stats))
+        return generate_latest(_Collected(self._engine_families(stats)))
 
     def _families(self, client: AsyncEngine, traffic: AdmissionControl, meters: Meters) -> Iterable[Metric]:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
@@ -294,16 +290,10 @@ class Exposition:
         return HistogramMetricFamily(self._prefix + name, what, buckets=buckets, sum_value=found.sum)
 
 
-def _text(families: Iterable[Metric]) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(list(families)))
-    return generate_latest(registry)
-
-
 class _Collected(Collector):
     """Families that are there already."""
 
-    def __init__(self, families: list[Metric]) -> None:
+    def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:

@@ -1,8 +1,4 @@
-"""Running an app: its socket, its signals, and how it ends.
-
-The first signal begins a drain and the second ends the process at once. While it drains, the port stays
-open, so that clients learn that the server is going, and /health says so.
-"""
+"""Runs an app: its socket and its signals. The first begins a drain with an open port, the second ends the process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The ids under which one model is served: its own, one for each depth that the server's owner gave a name, and one for
-each LoRA adapter."""
+"""The state of an app: its engine, the ids under which that is served, and whether it can be expected to answer."""
 
 from __future__ import annotations
 

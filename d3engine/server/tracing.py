@@ -1,8 +1,4 @@
-"""What a trace has of one request: numbers, and words that are this server's own.
-
-It is written down while the request runs, as plain values, and becomes a span only when the request has
-ended. Nothing of a prompt or of an answer is ever in here, and no message of an error, which may quote either.
-"""
+"""What a trace has of one request: numbers and words of the server's own, never a prompt, an answer or a message."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Spans on their way to a collector: OpenTelemetry's packages are used here alone.
-
-The event loop only puts a span into a bounded queue. A thread of the SDK's sends batches of
-them; a collector that is away costs spans, which is said once, and never a request.
-"""
+"""Spans on their way to a collector by OpenTelemetry's packages; one that is away costs spans, never a request."""
 
 from __future__ import annotations
 

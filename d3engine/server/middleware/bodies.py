@@ -1,8 +1,5 @@
-"""How deep a JSON text nests, how long its numbers are and how much it holds, found before any parser sees it.
-
-What a parser would recurse into or grow over is counted first, while the text comes, so that a hostile
-one is refused at the piece that goes too far. The passes take time in proportion to the text and nothing else.
-"""
+"""Bodies as they come: their framing, their length, and how deep their JSON nests, counted before any parser, which
+would recurse into it or grow over it, sees it. The passes take time in proportion to the text and nothing else."""
 
 from __future__ import annotations
 

@@ -1,13 +1,8 @@
-"""Traffic: how many requests are being answered, how many may be, and whether new ones are taken at all.
-
-One count for an app, which its guards keep and everything else reads: the queue's limit, the end of a
-drain, /ready and the metrics.
-"""
+"""How many requests an app takes: places in its queue, the drain at its end, and deadlines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,8 +23,6 @@ class AdmissionControl:
         self.places = places
         self.taken = 0
         self.is_draining = False
-        self.rejections: Counter[str] = Counter()
-        """Reason -> requests refused for it; the reasons are the codes of `RequestError` that guards raise."""
 
     @property
     def is_full(self) -> bool:

@@ -1,4 +1,4 @@
-"""Tracing: which requests have a trace, and how they ended."""
+"""One line of log and one trace for each request, and answers for what was raised inside."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Conversations as other interfaces have them become the messages of a chat.
-
-Text is all that the model reads. A part of any other kind is refused by its place, and what stands beside
-a text without changing it is taken.
-"""
+"""What any conversation asks for, whichever interface has brought it, as requests of the engine."""
 
 from __future__ import annotations
 

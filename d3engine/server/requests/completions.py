@@ -86,17 +86,22 @@ async def prepare_all(
     refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
     served, found = served_by(request), list[EngineRequest]()
-    adapter = served.models.adapter(model)
+    most, named_adapter = served.client.max_model_len, served.models.adapter(model)
+    adapter = {} if named_adapter is None else {"lora_request": named_adapter}
     flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
     try:
         for prompt in prompts:
             if found:
                 await asyncio.sleep(0)  # short ones are read here: others have a turn
-            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens, adapter)
+            prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority or 0, **adapter)
+            length = len(prepared.prompt_token_ids)
+            if max_tokens is not None and length + max_tokens > most:
+                asked = f"{length + max_tokens} are asked for: {length} in the prompt, {max_tokens} in the answer"
+                raise invalid("max_tokens", f"{_LONGEST.format(most)}, but {asked}.", TOO_LONG)
             found.append(replace(prepared, flow=flow))
         return found
     except InvalidValueError as error:
-        raise _of_length(error, served.client.max_model_len) or error from None
+        raise _of_length(error, most) or error from None
 
 
 def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
@@ -106,33 +111,14 @@ def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") 
     429 where too little is left now, and 400 for what would find no room in an idle server either, since to be told to
     come back would be no help there.
     """
-    _check_room(served_by(request), num_prompts, n, n_field)
-    request.scope["state"]["place"].take(num_prompts * n - 1)
-
-
-def _check_room(served: AppState, num_prompts: int, n: int, n_field: str) -> None:
-    places = served.traffic.places
+    places = served_by(request).traffic.places
     if num_prompts * n <= places:
+        request.scope["state"]["place"].take(num_prompts * n - 1)
         return
     field, given, most = ("prompt", num_prompts, places // n) if n <= places else (n_field, n, places)
     kind = "prompts" if field == "prompt" else "answers per prompt"
     why = f"since the server has room for {places} sequences"
     raise invalid(field, must_be(field, f"{given} {kind}", f"at most {most} {kind}, {why}") + ".", "too_many_sequences")
-
-
-async def _prepare(
-    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None, adapter: str | None
-) -> EngineRequest:
-    named_adapter = {} if adapter is None else {"lora_request": adapter}
-    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority, **named_adapter)
-    length, most = len(prepared.prompt_token_ids), served.client.max_model_len
-    if max_tokens is not None and length + max_tokens > most:
-        message = (
-            f"{_LONGEST.format(most)}, but {length + max_tokens} are asked for: {length} in the prompt, {max_tokens} in"
-            " the answer."
-        )
-        raise invalid("max_tokens", message, TOO_LONG)
-    return prepared
 
 
 def _of_length(error: InvalidValueError, most: int) -> RequestError | None:

@@ -1,7 +1,4 @@
-"""Ollama's requests become chats and completions of OpenAI's names, which are read and checked as those are.
-
-So every sampling field that a chat takes is taken in `options` too, by that name or by Ollama's.
-"""
+"""Ollama's requests as chats and completions, whose sampling fields `options` take by Ollama's names or by ours."""
 
 from __future__ import annotations
 

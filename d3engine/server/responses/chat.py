@@ -54,13 +54,10 @@ class ChatWriter:
             choice: ChatChoice = {
                 "index": answer.index,
                 "message": new.message(answer),
-                "logprobs": new.logprobs(answer),
-                "finish_reason": new.finish_reason(answer),  # type: ignore[typeddict-item]  # no other is left here
+                "logprobs": None,
+                "finish_reason": None,
             }
-            if self._asked.return_token_ids:
-                choice["token_ids"] = answer.token_ids
-            if self._asked.return_depths:
-                choice["d3ext"] = new.depths(answer)
+            self._tell_tokens(choice, new, answer)
             found.append(choice)
         return found
 
@@ -79,14 +76,17 @@ class ChatWriter:
             *before, delta = deltas or [nothing]
             found += [_chunk(answer.index, one) for one in before]
             chunk = _chunk(answer.index, delta)
-            chunk["logprobs"] = new.logprobs(answer)
-            chunk["finish_reason"] = new.finish_reason(answer)  # type: ignore[typeddict-item]  # no other is left here
-            if self._asked.return_token_ids:
-                chunk["token_ids"] = answer.token_ids
-            if self._asked.return_depths:
-                chunk["d3ext"] = new.depths(answer)
+            self._tell_tokens(chunk, new, answer)
             found.append(chunk)
         return found
+
+    def _tell_tokens(self, choice: ChatChoice | ChatChunkChoice, new: _Answer, answer: CompletionOutput) -> None:
+        choice["logprobs"] = new.logprobs(answer)
+        choice["finish_reason"] = new.finish_reason(answer)  # type: ignore[typeddict-item]  # no other is left here
+        if self._asked.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        if self._asked.return_depths:
+            choice["d3ext"] = new.depths(answer)
 
     @property
     def _tells_tokens(self) -> bool:
@@ -123,18 +123,13 @@ class _Answer:
         self._reasoning_offsets: list[int] = []
         self._is_named = job.calling is not None and job.calling.kind == "named"
 
-    @cached_property
-    def _places(self) -> TextPlaces:
-        return self._new_places()
-
-    @cached_property
-    def _reasoning_places(self) -> TextPlaces:
-        return self._new_places()
-
     def _new_places(self) -> TextPlaces:
         served, prepared = self._job.served, self._job.prepared[0]
         hidden, drops_space = served.hidden_ids(prepared.params), not self._job.asked.continue_final_message
         return TextPlaces(served.texts, prepared.prompt_token_ids, hidden, drops_space=drops_space)
+
+    _places = cached_property(_new_places)
+    _reasoning_places = cached_property(_new_places)
 
     def text(self, answer: CompletionOutput) -> str:
         """What is new of the message."""

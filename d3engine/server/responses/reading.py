@@ -1,8 +1,4 @@
-"""Reasoning and calls of functions, read from the text of an answer as it comes.
-
-JSON arguments are passed on as the model writes them, letter by letter, so a stream of them is never behind;
-only where one call ends and the next begins is found out here.
-"""
+"""Reasoning and calls of functions, read from the text of an answer as it comes, and passed on letter by letter."""
 
 from __future__ import annotations
 

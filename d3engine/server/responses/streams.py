@@ -1,8 +1,4 @@
-"""Server-sent events: one write for each output, pings into silence, and errors where a client looks for them.
-
-Nothing is sent before the first event is there. Until then an error is an HTTP status, as everywhere
-else; only after it does it become an event.
-"""
+"""Server-sent events: one write for each output, pings into silence; an error before the first is an HTTP status."""
 
 from __future__ import annotations
 

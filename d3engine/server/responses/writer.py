@@ -212,7 +212,14 @@ class _Choices:
         self._is_first = True
 
     async def whole(self) -> dict[str, Any]:
-        return await _whole(self._job, self._writer)
+        job, writer, outputs = self._job, self._writer, dict[int, RequestOutput]()
+        async with aclosing(outputs_of(job)) as found:
+            async for number, output in found:
+                outputs[number] = writer.taken(output)
+                self._tally.add(number, outputs[number])
+        in_order = [outputs[number] for number in range(len(job.prepared))]
+        told = {"choices": writer.choices(in_order), "usage": self._tally.usage()}
+        return {**_head(job, writer.kind), **told, **writer.extras(in_order), **self._tally.depth()}
 
     def progress(self, found: PromptProgress) -> bytes:
         """The event of how far the prompt is computed."""
@@ -237,23 +244,6 @@ class _Choices:
         self._is_first = False
         last = self._tally.depth() if self._tally.is_finished else {}
         return self._frame.events(chunks, {**each, **first}, {**each, **last})
-
-
-async def _whole(job: RequestContext[Any], writer: Writer) -> dict[str, Any]:
-    tally = UsageCounter(job)
-    outputs: dict[int, RequestOutput] = {}
-    async with aclosing(outputs_of(job)) as found:
-        async for number, output in found:
-            outputs[number] = writer.taken(output)
-            tally.add(number, outputs[number])
-    in_order = [outputs[number] for number in range(len(job.prepared))]
-    return {
-        **_head(job, writer.kind),
-        "choices": writer.choices(in_order),
-        "usage": tally.usage(),
-        **writer.extras(in_order),
-        **tally.depth(),
-    }
 
 
 def _head(job: RequestContext[Any], kind: str) -> dict[str, Any]:

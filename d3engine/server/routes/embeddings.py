@@ -15,6 +15,7 @@ from starlette.responses import Response
 from d3engine.engine.model_directory import own_pooling
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.request.engine_request import EngineRequest
+from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import DEFAULT_POOLING, POOLINGS, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
 from d3engine.server.errors import invalid
@@ -117,7 +118,7 @@ async def embedded(
         prepared = await prepare_all(request, prompts, params, model=model, **limits)
     most = places_side_by_side(request, len(prepared))
     finish = {"normalize": normalize, "dimensions": dimensions}
-    vectors = await all_of([_vector(served, request, one, finish) for one in prepared], most)
+    vectors = await all_of([_vector(served, one, finish) for one in prepared], most)
     return Embedded(vectors, sum(len(one.prompt_token_ids) for one in prepared))
 
 
@@ -159,9 +160,14 @@ def check_texts(served: AppState, prompts: Sequence[str | list[int]]) -> None:
         raise InvalidValueError("prompt", f"{work} characters or ids", allowed)
 
 
-async def _vector(served: AppState, request: Request, prepared: EngineRequest, finish: dict[str, Any]) -> FloatArray:
-    job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix="embd-")
-    return embedding_of(await whole_output(job), **finish)
+async def _vector(served: AppState, prepared: EngineRequest, finish: dict[str, Any]) -> FloatArray:
+    return embedding_of(await output_of(served, prepared, "embd-"), **finish)
+
+
+async def output_of(served: AppState, prepared: EngineRequest, prefix: str) -> RequestOutput:
+    """The whole output of a request whose answer is no text."""
+    job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix=prefix)
+    return await whole_output(job)
 
 
 async def all_of(work: Sequence[Awaitable[T]], most: int) -> list[T]:

@@ -1,8 +1,4 @@
-"""GET /openapi.json: the routes in OpenAPI's words, from the very shapes that bodies are read and written by.
-
-What a route takes and gives stands once, in its shapes and in the rules that check them, and schemas are
-made of that; nothing is written twice.
-"""
+"""GET /openapi.json, made of the shapes that bodies are read and written by, and the routes of operation."""
 
 from __future__ import annotations
 

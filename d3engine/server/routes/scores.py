@@ -6,23 +6,19 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.errors import require, require_integer
 from d3engine.request.engine_request import EngineRequest
-from d3engine.request.outputs import RequestOutput
-from d3engine.request.params import SamplingParams
 from d3engine.request.scoring import ANSWERS, TEMPLATE_VARIABLES, answer_params, judgement, score_of
 from d3engine.server.requests.bodies import check_priority, read_body
 from d3engine.server.requests.chat import by_names, chat_prompt
 from d3engine.server.requests.completions import prepare_all
-from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.running import while_connected, whole_output
+from d3engine.server.responses.running import while_connected
 from d3engine.server.routes.api import Route
-from d3engine.server.routes.embeddings import MAX_INPUTS, all_of, check_texts, places_side_by_side
+from d3engine.server.routes.embeddings import MAX_INPUTS, all_of, check_texts, output_of, places_side_by_side
 from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.schemas.scores import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest
 from d3engine.server.state import AppState, json_response, served_by
@@ -94,26 +90,16 @@ async def _scored(
         params = [answer_params(served.tokenizer.encode(one, add_special_tokens=False), one) for one in ANSWERS]
         chat = ChatRequest(messages=[], chat_template_kwargs=TEMPLATE_VARIABLES)
         prompts = [await chat_prompt(served, chat, judgement(*pair, asked.instruction)) for pair in pairs]
-        yes, no = [await _prepared(request, prompts, one, model, asked.priority) for one in params]
+        limits = {"priority": asked.priority, "max_tokens": None}
+        yes, no = [await prepare_all(request, prompts, one, model=model, **limits) for one in params]
     most = places_side_by_side(request, len(pairs))
     work = [_score(served, *two) for two in zip(yes, no, strict=True)]
     scores = await while_connected(request, all_of(work, most))
     return model, Scored(scores, sum(len(one.prompt_token_ids) for one in yes))
 
 
-async def _prepared(
-    request: Request, prompts: Sequence[Any], params: SamplingParams, model: str, priority: int | None
-) -> list[EngineRequest]:
-    return await prepare_all(request, prompts, params, priority=priority, max_tokens=None, model=model)
-
-
 async def _score(served: AppState, yes: EngineRequest, no: EngineRequest) -> float:
-    return score_of(await _output(served, yes), await _output(served, no))
-
-
-async def _output(served: AppState, prepared: EngineRequest) -> RequestOutput:
-    job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix="score-")
-    return await whole_output(job)
+    return score_of(await output_of(served, yes, "score-"), await output_of(served, no, "score-"))
 
 
 ROUTES = (

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from msgspec import Struct
 
 from d3engine.request.params import MAX_TOKENS
-from d3engine.server.schemas.answers import DepthSummary
+from d3engine.server.schemas.answers import DepthSummary, TopLogprob
 from d3engine.server.schemas.embeddings import DIMENSIONS
 from d3engine.server.schemas.requests import (
     Prompt,
@@ -121,12 +121,8 @@ class OllamaShowRequest(Struct, kw_only=True):
     verbose: bool | None = None
 
 
-class OllamaTokenLogprob(TypedDict):
+class OllamaTokenLogprob(TopLogprob):
     """A token that might have come."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
 
 
 class OllamaLogprob(OllamaTokenLogprob):
