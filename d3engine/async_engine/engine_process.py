@@ -170,7 +170,6 @@ class EngineProcess:
         return self._pulse.last_turn
 
     def send(self, message: messages.Message) -> None:
-        """Tell the loop; any thread may."""
         self._inbox.put(message)
 
     def stop(self, timeout: float) -> None:

@@ -125,7 +125,6 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         """Task -> cost of its generated answers."""
 
     def total_usage(self) -> Usage:
-        """The cost of the generated answers of all tasks."""
         total = Usage()
         for usage in self.usage.values():
             for name, value in vars(usage).items():

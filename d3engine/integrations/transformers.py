@@ -170,20 +170,16 @@ class D3ForCausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
         return self.engine.dtype
 
     @property
     def training(self) -> bool:
-        """An engine does not train."""
         return False
 
     def can_generate(self) -> bool:
-        """Always True."""
         return True
 
     def eval(self) -> Self:
-        """Itself."""
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -411,7 +407,6 @@ def _check_known(given: Mapping[str, Any]) -> None:
 
 
 def _longest(found: Mapping[str, Any], width: int, max_model_len: int) -> int:
-    """New tokens at most."""
     if "max_new_tokens" in found:
         name, longest = "max_new_tokens", require_integer("max_new_tokens", found["max_new_tokens"], 1)
     elif "max_length" in found:
@@ -432,7 +427,6 @@ def _shortest(found: Mapping[str, Any], width: int) -> int:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """One id, several or none."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if value is None:

@@ -121,18 +121,13 @@ def errors_raised(router: ASGIApp) -> ASGIApp:
         try:
             await router(scope, receive, send)
         except HTTPException as error:
-            raise _no_route(error, scope) from None
+            path = scope["path"][:256]  # not of the URL, in which Host has a say
+            message, code = str(error.detail), "invalid_request"
+            if error.status_code == 404:
+                message, code = f"There is nothing at {path!r}.", "not_found"
+            elif error.status_code == 405:
+                allowed = (error.headers or {}).get("Allow", "other methods")
+                message, code = f"{path!r} takes {allowed}, not {scope['method']}.", "method_not_allowed"
+            raise RequestError(error.status_code, message, code=code, headers=error.headers) from None
 
     return route
-
-
-def _no_route(error: HTTPException, scope: Scope) -> RequestError:
-    path = scope["path"][:256]  # not of the URL, in which Host has a say
-    if error.status_code == 404:
-        message, code = f"There is nothing at {path!r}.", "not_found"
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods")
-        message, code = f"{path!r} takes {allowed}, not {scope['method']}.", "method_not_allowed"
-    else:
-        message, code = str(error.detail), "invalid_request"
-    return RequestError(error.status_code, message, code=code, headers=error.headers)

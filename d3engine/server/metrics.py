@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -90,7 +91,6 @@ class Meters:
         return "full" if isinstance(depth, FullDepth) else "other"
 
     def count_exchange(self, exchange: RequestLog) -> None:
-        """Count a request over HTTP that has ended."""
         path = "/v1/models" if exchange.path.startswith("/v1/models/") else exchange.path
         route = path if path in ROUTES else "other"
         kind = "left" if exchange.status == 499 else f"{exchange.status // 100}xx"
@@ -111,7 +111,6 @@ class RequestMeter:
         self._last: float | None = None
 
     def see(self, output: RequestOutput) -> None:
-        """The next output."""
         now = time.monotonic()
         meters, num_new, num_run, num_full = self._meters, 0, 0, 0
         for answer in output.outputs:
@@ -222,16 +221,16 @@ class Exposition:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
         yield self._sleep_state(is_sleeping=client.heartbeat().is_sleeping)
         yield self._gauge("num_requests_in_flight", "Places taken, running or waiting.", traffic.taken)
-        yield self._counts(
-            "request_success", "Sequences that ended.", "finished_reason", FINISH_REASONS, meters.finished
-        )
+        what = "Sequences that ended."
+        yield self._counts("request_success", what, ("finished_reason",), FINISH_REASONS, meters.finished)
         what = "Requests refused before they were run."
-        yield self._counts("admission_rejections", what, "reason", REJECTIONS, meters.rejections)
-        yield self._answered(meters)
+        yield self._counts("admission_rejections", what, ("reason",), REJECTIONS, meters.rejections)
+        what = "Requests over HTTP that have ended."
+        yield self._counts("http_requests", what, ("route", "status"), product(ROUTES, STATUSES), meters.answered)
         what = "Layers run for the tokens of requests."
-        yield self._counts("layers_run", what, "policy", POLICIES, meters.layers_run)
+        yield self._counts("layers_run", what, ("policy",), POLICIES, meters.layers_run)
         what = "Layers that full depth would have run for them."
-        yield self._counts("layers_full", what, "policy", POLICIES, meters.layers_full)
+        yield self._counts("layers_full", what, ("policy",), POLICIES, meters.layers_full)
         for name, what, tally in REQUEST_HISTOGRAMS:
             yield self._histogram(name, what, tally(meters).histogram())
         if self._stats is not None:
@@ -248,7 +247,7 @@ class Exposition:
         yield self._token_layers(stats)
         what = "Accepted draft tokens by their place in the draft."
         places = {str(place): count for place, count in enumerate(stats.accepted_at)}
-        yield self._counts("spec_decode_num_accepted_tokens_per_pos", what, "position", tuple(places), places)
+        yield self._counts("spec_decode_num_accepted_tokens_per_pos", what, ("position",), places, places)
 
     def _token_layers(self, stats: EngineStats) -> Metric:
         """A bucket for each number of layers; a draft's share that is more than all of them counts as all."""
@@ -265,18 +264,13 @@ class Exposition:
             family.add_metric((state,), is_so)
         return family
 
-    def _answered(self, meters: Meters) -> Metric:
-        name, what = self._prefix + "http_requests", "Requests over HTTP that have ended."
-        family = CounterMetricFamily(name, what, labels=("route", "status"))
-        for route in ROUTES:
-            for status in STATUSES:
-                family.add_metric((route, status), meters.answered[route, status])
-        return family
-
-    def _counts(self, name: str, what: str, label: str, values: Sequence[str], counts: Mapping[str, int]) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, what, labels=(label,))
+    def _counts(
+        self, name: str, what: str, labels: Sequence[str], values: Iterable[Any], counts: Mapping[Any, int]
+    ) -> Metric:
+        """A count for each value of a label, or for each tuple of values of several."""
+        family = CounterMetricFamily(self._prefix + name, what, labels=labels)
         for value in values:
-            family.add_metric((value,), counts.get(value, 0))
+            family.add_metric(value if isinstance(value, tuple) else (value,), counts.get(value, 0))
         return family
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
@@ -305,11 +299,7 @@ LABEL = "replica"
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """What Prometheus reads, out of what each of the servers would tell it; every name is described once.
-
-    Args:
-        texts: by the id of the server, in Prometheus' text format.
-    """
+    """Prometheus' texts of several servers, by their ids, as one; every name is described once."""
     families: dict[str, tuple[dict[str, None], list[str]]] = {}
     for replica, text in texts.items():
         found: tuple[dict[str, None], list[str]] = ({}, [])
@@ -319,12 +309,8 @@ def merged(texts: Mapping[str, str]) -> str:
             if line.startswith("#"):
                 found[0].setdefault(line)
             else:
-                found[1].append(_labelled(line, replica))
+                sample = SAMPLE.fullmatch(line)
+                assert sample is not None, line
+                labels = ",".join(filter(None, (f'{LABEL}="{replica}"', sample["labels"])))
+                found[1].append(f"{sample['name']}{{{labels}}} {sample['value']}")
     return "".join(f"{line}\n" for heads, samples in families.values() for line in (*heads, *samples))
-
-
-def _labelled(line: str, replica: str) -> str:
-    sample = SAMPLE.fullmatch(line)
-    assert sample is not None, line
-    labels = ",".join(filter(None, (f'{LABEL}="{replica}"', sample["labels"])))
-    return f"{sample['name']}{{{labels}}} {sample['value']}"

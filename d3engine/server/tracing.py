@@ -18,12 +18,7 @@ PROVIDER = "d3engine"
 
 
 class RequestTrace:
-    """Of a request that asks for an answer.
-
-    Args:
-        operation: OpenTelemetry's word for what is asked: "chat" or "text_completion".
-        route: the path.
-    """
+    """Of a request for an answer; `operation` is OpenTelemetry's word for it: "chat" or "text_completion"."""
 
     def __init__(self, operation: str, route: str) -> None:
         self.began_ns = time.time_ns()
@@ -75,7 +70,6 @@ class RequestTrace:
         self._unfinished = len(prepared)
 
     def see(self, number: int, output: RequestOutput) -> None:
-        """The next output of the prompt of this number: a delta, or all of it once."""
         for answer in output.outputs:
             self._num_tokens += len(answer.token_ids)
             self._layers_run += sum(answer.depths)
@@ -141,7 +135,6 @@ class Tracer:
         self._writer.write(trace.name, _carrier(scope), attributes, error, trace.began_ns, trace.ended_ns)
 
     def close(self) -> None:
-        """Send what is not sent yet, as far as the collector takes it."""
         self._writer.close()
 
 
@@ -155,7 +148,6 @@ def require_tracing_packages(what: str) -> None:
 
 
 def trace_of(scope: Scope) -> RequestTrace | None:
-    """The trace of a request, where there is one."""
     found: RequestTrace | None = scope.get("state", {}).get("trace")
     return found
 

@@ -100,7 +100,6 @@ class _ToCollector(SpanExporter):
         self._is_failing = is_failing
 
     def tell_of_loss(self) -> None:
-        """It hangs, and is waited for no longer."""
         _log.warning("%s did not take the last traces within %g seconds; they are lost", self._where, END_SECONDS)
 
     def begin_to_close(self) -> None:

@@ -48,11 +48,7 @@ class Place:
         self._taken = 0
 
     def take(self, count: int) -> None:
-        """Room for `count` more sequences; raises `RequestError` (429) where too little is left.
-
-        A request that is larger than all of the room is refused before it comes here: it would be told to come back
-        for ever.
-        """
+        """Room for `count` more sequences; raises `RequestError` (429) where too little is left."""
         traffic = self._traffic
         if traffic.taken + count > traffic.places:
             message = "The server has as many requests as it takes; try again later."
@@ -61,7 +57,6 @@ class Place:
         self._taken += count
 
     def leave(self) -> None:
-        """Give all of it back."""
         self._traffic.taken -= self._taken
         self._taken = 0
 
@@ -186,5 +181,4 @@ class _WatchedWrites:
             self._timer = self._loop.call_later(self._timeout - waits, self._look)
 
     def end(self) -> None:
-        """Stop watching."""
         self._timer.cancel()

@@ -38,7 +38,6 @@ _WORDS = {
 
 
 def wrong_type(content: dict[str, Any], shape: type[Struct], said: str) -> RequestError:
-    """The error for a body that msgspec does not take as this shape."""
     if found := _MISSING.match(said):
         place = _joined(found["place"], found["name"])
         return invalid(_field(place), f"{place} must be given.", "missing_required_parameter")
@@ -73,7 +72,6 @@ def _steps(place: str) -> list[str]:
 
 
 def _words_at(shape: type[Struct], steps: Iterable[str]) -> list[str]:
-    """The words that may stand at a place."""
     kinds = list(_parts(msgspec.inspect.type_info(shape)))
     for step in steps:
         kinds = [part for kind in kinds for inner in _inside(kind, step) for part in _parts(inner)]
@@ -124,13 +122,11 @@ def check_work(request: Request, asked: Common, prompts: Sequence[Any] | None = 
 
 
 def most_work(served: AppState) -> int:
-    """Characters and list entries of a request at most."""
     guards = served.settings.guards
     return guards.max_body_bytes if guards.max_request_work is None else guards.max_request_work
 
 
 def priority_bounds(settings: ServerSettings) -> Integers:
-    """The priorities that a request may have."""
     return PRIORITIES if settings.allow_priority else Integers(0, PRIORITIES.high)
 
 
@@ -200,7 +196,6 @@ def read_as(content: dict[str, Any], shape: type[S]) -> S:
 
 
 def as_shape(content: dict[str, Any], shape: type[S]) -> S:
-    """A body as that shape. Raises `RequestError`."""
     try:
         return msgspec.convert(content, shape)
     except msgspec.ValidationError as error:
@@ -215,7 +210,6 @@ def known_names(shape: type[Struct]) -> frozenset[str]:
 
 @cache
 def _structs_inside(shape: type[Struct]) -> dict[str, type[Struct]]:
-    """The fields of a shape that are shapes themselves."""
     found = {}
     for field in msgspec.structs.fields(shape):
         for kind in (field.type, *get_args(field.type)):

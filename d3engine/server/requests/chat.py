@@ -39,7 +39,6 @@ from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.requests import ChatRequest, TokenizeRequest
 from d3engine.server.state import AppState, served_by
 from d3engine.server.tracing import trace_of
-from d3engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class TurnForm:
 
 
 def read_turn(name: str, turn: Any, form: TurnForm) -> dict[str, Any]:
-    """The message of one turn."""
     role = read_role(name, turn, form)
     return {"role": role, "content": read_content(f"{name}.content", turn.get("content"), form)}
 
@@ -91,7 +89,6 @@ def read_content(name: str, content: Any, form: TurnForm) -> str | list[dict[str
 
 
 def read_text(name: str, part: Any, form: TurnForm) -> dict[str, str]:
-    """The text part of a chat's message."""
     kinds = " or ".join(f'"{kind}"' for kind in form.kinds)
     is_text = isinstance(part, dict) and part.get("type") in form.kinds and isinstance(part.get("text"), str)
     require(is_text, name, part, f'{{"type": {kinds}, "text": a string}}, since the model reads nothing but text')
@@ -110,7 +107,6 @@ def unknown_in_turns(turns: object, form: TurnForm) -> list[str]:
 
 
 def unknown_in_parts(name: str, content: object, form: TurnForm) -> list[str]:
-    """The same for parts."""
     texts = frozenset({"type", "text", *form.beside_text})
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     known = [form.others.get(str(part.get("type")), texts) for part in parts]
@@ -131,6 +127,12 @@ def merged(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _parts(content: Any) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None) -> dict[str, Any]:
+    """A function of another interface as a chat has it."""
+    function = {"name": name, "description": description or "", "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
 
 
 def same_names(shape: type[Struct], *others: str) -> tuple[str, ...]:
@@ -168,14 +170,17 @@ async def job_of(
     decided = {"max_tokens": max_tokens, "logprobs": _num_logprobs(asked, served), "structured_outputs": form}
     if calling is not None or style.has_special_marks:  # a form keeps out all special tokens but those of calls
         decided["skip_special_tokens"] = False
-    with by_names(_chats_names(asked)), _fault_of_form(asked, calling):
+    names = {"prompt": "messages"}
+    if asked.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with by_names(names), _fault_of_form(asked, calling):
         check_work(request, asked)
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
         thinking = None
         if style.reasoning is not None:
-            end = _end_of(prompt, served.tokenizer)
+            end = served.tokenizer.decode(prompt["prompt_token_ids"][-_END_TOKENS:], skip_special_tokens=False)
             thinking = thinking_of(style.reasoning, end, bool(asked.continue_final_message))
             if style.has_special_marks and form is not None:
                 thinking = None  # the form begins at once
@@ -197,26 +202,17 @@ async def job_of(
 
 
 async def tool_use(served: AppState, asked: ChatRequest) -> tuple[ToolUse, ChatRequest]:
-    """What the tools of a chat come to by the template that writes it, and the chat with the template's variables.
-
-    Raises `RequestError`.
-    """
+    """What the tools of a chat become by its template, and the chat with its variables. Raises as `job_of`."""
     style = await _style(served, asked)
     return tool_use_of(asked, style), _with_thinking(asked, style)
 
 
 async def _style(served: AppState, asked: ChatRequest | TokenizeRequest) -> ChatStyle:
-    """What is known of the template that writes a conversation."""
     return await served.chat_styles.of(_template(asked, served))
 
 
 _END_TOKENS = 32
 """Of a prompt, in which the beginning of reasoning is looked for."""
-
-
-def _end_of(prompt: Mapping[str, list[int]], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(prompt["prompt_token_ids"][-_END_TOKENS:], skip_special_tokens=False)
-
 
 _ANY_TEXT = StructuredOutputsParams(regex="(?s:.*)")
 
@@ -304,13 +300,6 @@ def _num_logprobs(asked: ChatRequest, served: AppState) -> int | None:
     if asked.top_logprobs and not asked.logprobs:
         raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")
     return asked.top_logprobs or 0 if asked.logprobs else None
-
-
-def _chats_names(asked: ChatRequest) -> dict[str, str]:
-    names = {"prompt": "messages"}
-    if asked.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return names
 
 
 @contextmanager

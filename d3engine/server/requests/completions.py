@@ -105,11 +105,10 @@ async def prepare_all(
 
 
 def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
-    """Take the room that a request needs, before any work is done for it; it has one place already.
+    """Take the room that a request needs beside the place that it has.
 
-    `n_field` is the field of the request that says how many answers there are for each prompt. Raises `RequestError`:
-    429 where too little is left now, and 400 for what would find no room in an idle server either, since to be told to
-    come back would be no help there.
+    `n_field` is its field that says how many answers there are for each prompt. Raises `RequestError`: 429 where too
+    little is left now, and 400 where an idle server would have too little too.
     """
     places = served_by(request).traffic.places
     if num_prompts * n <= places:
@@ -162,10 +161,7 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
 async def completion_job_of(
     request: Request, asked: CompletionRequest, *, id_prefix: str = "cmpl-", ends_with_context: bool = False
 ) -> RequestContext[CompletionRequest]:
-    """The same for a completion that was read already.
-
-    With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
-    """
+    """The same for a completion that was read already; `ends_with_context` is that of `chat.job_of`."""
     served = served_by(request)
     model = served.models.check(asked.model)
     depth = served.depths.read(model, asked.depth, depth_header(request.scope))

@@ -95,7 +95,6 @@ class ChatWriter:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far, over all choices."""
         return sum(one.num_reasoning_tokens for one in self._answers.values())
 
     def _answer(self, index: int) -> _Answer:
@@ -132,14 +131,12 @@ class _Answer:
     _reasoning_places = cached_property(_new_places)
 
     def text(self, answer: CompletionOutput) -> str:
-        """What is new of the message."""
         text = answer.text
         if text and self._drops_space:
             text, self._drops_space = text.removeprefix(" "), False
         return text
 
     def message(self, answer: CompletionOutput) -> ChatMessage:
-        """The whole message."""
         reasoning, text = self._parted(answer, is_last=True)
         found: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
         if reasoning:
@@ -166,7 +163,6 @@ class _Answer:
         return 0 if self._reasonings is None else bisect_left(self._reasoning_offsets, self._reasonings.end)
 
     def deltas(self, answer: CompletionOutput) -> list[ChatDelta]:
-        """What is new, if anything: of text, or of calls."""
         is_last = answer.finish_reason is not None
         reasoning, text = self._parted(answer, is_last=is_last)
         found: list[ChatDelta] = [{"reasoning_content": reasoning}] if reasoning else []
@@ -189,7 +185,6 @@ class _Answer:
 
 
 def _call(pieces: Sequence[Piece], index: int) -> ToolCall:
-    """One call of those that the pieces are of."""
     own = [piece for piece in pieces if piece.index == index]
     function: FunctionCall = {"name": own[0].name or "", "arguments": "".join(piece.text for piece in own)}
     return {"id": own[0].id or "", "type": "function", "function": function}

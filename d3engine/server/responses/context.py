@@ -49,7 +49,6 @@ class TextPlaces:
         self._index = len(prompt_token_ids)
 
     def of_answer(self, token_ids: Sequence[int]) -> list[int]:
-        """The places of the next tokens of the answer."""
         return [self._next(token_id) for token_id in token_ids]
 
     def _next(self, token_id: int) -> int:
@@ -98,10 +97,8 @@ class RequestContext(Generic[C]):
 
     @property
     def is_text_alone(self) -> bool:
-        """Whether an answer is a text, without calls and reasoning."""
         return self.calling is None and self.thinking is None
 
     @property
     def policy(self) -> DepthPolicy:
-        """The policy that it runs under."""
         return self.depth or self.served.client.depth

@@ -33,7 +33,6 @@ class UsageCounter:
         self._depth = DepthCount(job) if job.asked.return_depths else None
 
     def add(self, number: int, output: RequestOutput) -> None:
-        """Take in an output of the prompt of this number."""
         self._cached[number] = output.num_cached_tokens
         self._drafted[number] = output.metrics.num_drafted_tokens
         self._accepted[number] = output.metrics.num_accepted_tokens
@@ -45,7 +44,6 @@ class UsageCounter:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every prompt has had its last output."""
         return not self._unfinished
 
     def usage(self) -> Usage:
@@ -79,7 +77,6 @@ class DepthCount:
         self._last: float | None = None
 
     def add(self, number: int, output: RequestOutput) -> None:
-        """Take in what is new of the choices of the prompt of this number."""
         for answer in output.outputs:
             self._layers += sum(answer.depths)
             key = number, answer.index

@@ -16,11 +16,7 @@ from d3engine.server.schemas.requests import ChatRequest
 
 
 class MessageBlocks:
-    """Of one message.
-
-    Args:
-        begins_with_text: it can be nothing but a text, whose block therefore opens at once.
-    """
+    """The blocks of one message; with `begins_with_text` it can be nothing but a text, whose block opens at once."""
 
     def __init__(self, *, begins_with_text: bool) -> None:
         self._begins_with_text = begins_with_text
@@ -30,7 +26,6 @@ class MessageBlocks:
         self.has_calls = False
 
     def first_events(self) -> list[dict[str, Any]]:
-        """Before anything is known of the answer."""
         return self._open("text", {"type": "text", "text": ""}) if self._begins_with_text else []
 
     def events(self, news: Delta) -> list[dict[str, Any]]:

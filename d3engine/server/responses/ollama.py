@@ -25,7 +25,6 @@ NANOSECONDS = 1_000_000_000
 
 
 def now() -> str:
-    """The time of day as Ollama writes it."""
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 

@@ -54,7 +54,6 @@ class CallReader:
         return self._arguments is not None
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Take what is new of the answer."""
         if self._format is None:
             begun = [] if self.num_calls else [self._begin(self._calling.names[0])]
             return [*begun, *([Piece(text, 0)] if text else [])]
@@ -268,12 +267,7 @@ def _as_json(value: str) -> str:
 
 
 class ReasoningReader:
-    """Parts an answer into its reasoning and what follows it.
-
-    Args:
-        written: how reasoning is marked.
-        is_open: whether the prompt has begun it.
-    """
+    """Parts an answer into its reasoning, which the prompt has begun where it `is_open`, and what follows it."""
 
     def __init__(self, written: ReasoningFormat, *, is_open: bool) -> None:
         self._format = written

@@ -28,11 +28,7 @@ from d3engine.server.schemas.responses import (
 
 
 class OutputItems:
-    """Of one response; `done` are those that have ended.
-
-    Args:
-        begins_with_text: the output can be nothing but a message, which therefore begins at once.
-    """
+    """The items of one response; with `begins_with_text` it can be nothing but a message, which begins at once."""
 
     def __init__(self, *, begins_with_text: bool) -> None:
         self.begins_with_text = begins_with_text
@@ -41,7 +37,6 @@ class OutputItems:
         self._depths: DepthsOfTokens = {"depths": [], "token_offsets": []}
 
     def first_events(self) -> list[dict[str, Any]]:
-        """Before anything is known of the answer."""
         return self._begin(_new_message()) if self.begins_with_text else []
 
     def events(self, news: Delta) -> list[dict[str, Any]]:

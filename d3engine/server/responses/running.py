@@ -33,7 +33,6 @@ class DirectStream:
         self.num_writes = 0
 
     def write(self, content: bytes) -> None:
-        """Send whole events, while the outlet is free."""
         assert self.outlet is not None
         self.num_writes += 1
         self.outlet.write(content)

@@ -134,7 +134,6 @@ class _Writer:
 
     @property
     def num_writes(self) -> int:
-        """How often anything was written, be it past this writer."""
         return self._num_own + self._straight.num_writes
 
     async def ping(self, num_writes: int) -> None:

@@ -58,7 +58,6 @@ class SingleAnswer:
         self.tally = UsageCounter(job)
 
     async def whole(self) -> Delta:
-        """All of it. Raises `RequestError`."""
         return self.of_whole(await whole_output(self._job, self.tally))
 
     def of_whole(self, output: RequestOutput) -> Delta:
@@ -85,7 +84,6 @@ class SingleAnswer:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of its reasoning so far."""
         return self._writer.num_reasoning_tokens
 
 
@@ -222,7 +220,6 @@ class _Choices:
         return {**_head(job, writer.kind), **told, **writer.extras(in_order), **self._tally.depth()}
 
     def progress(self, found: PromptProgress) -> bytes:
-        """The event of how far the prompt is computed."""
         return self._frame.event([], {"prompt_progress": found})
 
     def told(self, number: int, given: RequestOutput) -> bytes:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from d3engine.errors import InvalidValueError, TokenizerError, must_be, require
+from d3engine.errors import InvalidValueError, TokenizerError, require
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.models import FurtherModels
 from d3engine.server.requests.bodies import read_body
@@ -144,8 +144,8 @@ async def load_lora_adapter(request: Request) -> Response:
     served = served_by(request)
     _check_may_load(served)
     asked, headers = await read_body(request, requests.LoadAdapterRequest)
-    if served.models.is_own(asked.lora_name):
-        raise invalid("lora_name", must_be("lora_name", asked.lora_name, "a name that is no id of the model") + ".")
+    is_free = not served.models.is_own(asked.lora_name)
+    require(is_free, "lora_name", asked.lora_name, "a name that is no id of the model")
     await served.client.load_lora_adapter(asked.lora_name, asked.lora_path)
     return json_response(served.models.card(asked.lora_name), headers)
 
@@ -192,8 +192,7 @@ async def detokenize(request: Request) -> Response:
     served.models.check(asked.model)
     size = served.tokenizer.vocab_size
     for token in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
-        if not 0 <= token < size:
-            raise invalid("tokens", must_be("tokens", token, f"ids from 0 to {size - 1}") + ".")
+        require(0 <= token < size, "tokens", token, f"ids from 0 to {size - 1}")
     text = await served.in_thread(served.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     found: answers.Text = {"prompt": text, "content": text}
     return json_response(found, headers)
@@ -215,9 +214,8 @@ async def tokenizer_info(request: Request) -> Response:
 
 def _as_prompt(asked: TokenizeRequest, content: str) -> TokenizeRequest:
     """llama.cpp's fields by our names: without special tokens unless `add_special`."""
-    if asked.parse_special is False:
-        words = "absent or true, since special tokens that are written out are always read as such"
-        raise invalid("parse_special", must_be("parse_special", False, words) + ".")
+    allowed = "absent or true, since special tokens that are written out are always read as such"
+    require(asked.parse_special is not False, "parse_special", False, allowed)
     for name in ("prompt", "messages", "tools"):
         require(getattr(asked, name) is None, name, getattr(asked, name), "absent beside content")
     return structs.replace(asked, prompt=content, add_special_tokens=bool(asked.add_special))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -35,14 +34,6 @@ MAX_INPUTS = 2048
 """OpenAI's, of one request."""
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """The embeddings of the inputs of a request, in order, and how many tokens these had."""
-
-    vectors: Sequence[FloatArray]
-    num_tokens: int
-
-
 async def create_embeddings(request: Request) -> Response:
     """Embed texts."""
     served = served_by(request)
@@ -62,15 +53,15 @@ async def create_embeddings(request: Request) -> Response:
         add_special_tokens=asked.add_special_tokens is not False,
         priority=asked.priority,
     )
-    found = await while_connected(request, work)
+    vectors, num_tokens = await while_connected(request, work)
     answer: EmbeddingList = {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
-            for index, vector in enumerate(found.vectors)
+            for index, vector in enumerate(vectors)
         ],
         "model": model,
-        "usage": {"prompt_tokens": found.num_tokens, "total_tokens": found.num_tokens},
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_response(answer, headers)
 
@@ -94,8 +85,9 @@ async def embedded(
     add_special_tokens: bool = True,
     truncate: bool = False,
     priority: int | None = None,
-) -> Embedded:
-    """The embeddings of what stands in this field; with `truncate` of its beginning where it is too long.
+) -> tuple[list[FloatArray], int]:
+    """The embeddings of what stands in this field, and how many tokens that had; with `truncate` of its beginning
+    where it is too long.
 
     Raises `RequestError` and `InvalidValueError` naming the field.
 
@@ -119,7 +111,7 @@ async def embedded(
     most = places_side_by_side(request, len(prepared))
     finish = {"normalize": normalize, "dimensions": dimensions}
     vectors = await all_of([_vector(served, one, finish) for one in prepared], most)
-    return Embedded(vectors, sum(len(one.prompt_token_ids) for one in prepared))
+    return vectors, sum(len(one.prompt_token_ids) for one in prepared)
 
 
 def places_side_by_side(request: Request, num_inputs: int) -> int:

@@ -73,13 +73,13 @@ async def ollama_embed(request: Request) -> Response:
     model = model_of(served_by(request), asked.model)
     cut = asked.truncate is not False
     work = embedded(request, asked.input, model, field="input", dimensions=asked.dimensions, truncate=cut)
-    found = await while_connected(request, work)
+    vectors, num_tokens = await while_connected(request, work)
     answer: ollama.OllamaEmbedAnswer = {
         "model": asked.model,
-        "embeddings": [vector.tolist() for vector in found.vectors],
+        "embeddings": [vector.tolist() for vector in vectors],
         "total_duration": round((time.monotonic() - began) * NANOSECONDS),
         "load_duration": 0,
-        "prompt_eval_count": found.num_tokens,
+        "prompt_eval_count": num_tokens,
     }
     return json_response(answer, headers)
 
@@ -90,8 +90,8 @@ async def ollama_embeddings(request: Request) -> Response:
     model = model_of(served_by(request), asked.model)
     require(bool(asked.prompt), "prompt", asked.prompt, "a text of at least one character")
     work = embedded(request, asked.prompt or "", model, field="prompt", normalize=False, truncate=True)
-    found = await while_connected(request, work)
-    answer: ollama.OllamaEmbeddingsAnswer = {"embedding": found.vectors[0].tolist()}
+    vectors, _ = await while_connected(request, work)
+    answer: ollama.OllamaEmbeddingsAnswer = {"embedding": vectors[0].tolist()}
     return json_response(answer, headers)
 
 
@@ -178,7 +178,6 @@ class ModelFacts:
     num_parameters: int
 
     def card(self, name: str) -> ollama.OllamaModel:
-        """The entry of one id."""
         return {
             "name": name,
             "model": name,

@@ -101,7 +101,6 @@ async def show_openapi(request: Request) -> Response:
 
 
 def description(routes: Sequence[Route], served: AppState) -> dict[str, Any]:
-    """An OpenAPI 3.1 document of these routes."""
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
@@ -208,7 +207,6 @@ def _event(shapes: list[dict[str, str]], *, ends_with_done: bool) -> dict[str, A
 
 
 def _errors(known: Described, error: Any) -> dict[str, dict[str, Any]]:
-    """What each status means."""
     found = {}
     own = (*(WITH_BODY if known.body is not None else ()), *((403,) if known.loads else ()))
     for status in sorted((*ALWAYS, *own)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,14 +23,6 @@ from d3engine.server.schemas.scores import Ranked, Ranking, RerankRequest, Score
 from d3engine.server.state import AppState, json_response, served_by
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The scores of the pairs of a request, in order, and how many tokens their prompts had."""
-
-    scores: Sequence[float]
-    num_tokens: int
-
-
 async def create_scores(request: Request) -> Response:
     """Score pairs of texts."""
     asked, headers = await read_body(request, ScoreRequest)
@@ -40,14 +31,14 @@ async def create_scores(request: Request) -> Response:
         queries = queries * len(documents)
     allowed = f"one text, or as many as text_2 has ({len(documents)})"
     require(len(queries) == len(documents), "text_1", f"{len(queries)} texts", allowed)
-    model, found = await _scored(request, asked, list(zip(queries, documents, strict=True)), "text_2")
+    model, scores, num_tokens = await _scored(request, asked, list(zip(queries, documents, strict=True)), "text_2")
     answer: ScoreList = {
-        "id": _new_id("score"),
+        "id": f"score-{os.urandom(16).hex()}",
         "object": "list",
         "created": int(time.time()),
         "model": model,
-        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores)],
-        "usage": {"prompt_tokens": found.num_tokens, "total_tokens": found.num_tokens},
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_response(answer, headers)
 
@@ -57,29 +48,25 @@ async def create_ranking(request: Request) -> Response:
     asked, headers = await read_body(request, RerankRequest)
     most = len(asked.documents) if asked.top_n is None else require_integer("top_n", asked.top_n, 1)
     pairs = [(asked.query, document) for document in asked.documents]
-    model, found = await _scored(request, asked, pairs, "documents")
-    results: list[Ranked] = [{"index": index, "relevance_score": score} for index, score in enumerate(found.scores)]
+    model, scores, num_tokens = await _scored(request, asked, pairs, "documents")
+    results: list[Ranked] = [{"index": index, "relevance_score": score} for index, score in enumerate(scores)]
     if asked.return_documents is not False:
         for one in results:
             one["document"] = {"text": asked.documents[one["index"]]}
     results.sort(key=lambda one: -one["relevance_score"])
     answer: Ranking = {
-        "id": _new_id("rerank"),
+        "id": f"rerank-{os.urandom(16).hex()}",
         "model": model,
         "results": results[:most],
-        "usage": {"prompt_tokens": found.num_tokens, "total_tokens": found.num_tokens},
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_response(answer, headers)
 
 
-def _new_id(kind: str) -> str:
-    return f"{kind}-{os.urandom(16).hex()}"
-
-
 async def _scored(
     request: Request, asked: ScoreRequest | RerankRequest, pairs: Sequence[tuple[str, str]], field: str
-) -> tuple[str, Scored]:
-    """The model's name and the scores of (query, document) pairs. Raises `RequestError` and `InvalidValueError`."""
+) -> tuple[str, list[float], int]:
+    """The model's name, the scores of (query, document) pairs, and how many tokens these had. Raises as `chat_job`."""
     served = served_by(request)
     model = served.models.check(asked.model)
     check_priority(served, asked.priority)
@@ -95,7 +82,7 @@ async def _scored(
     most = places_side_by_side(request, len(pairs))
     work = [_score(served, *two) for two in zip(yes, no, strict=True)]
     scores = await while_connected(request, all_of(work, most))
-    return model, Scored(scores, sum(len(one.prompt_token_ids) for one in yes))
+    return model, scores, sum(len(one.prompt_token_ids) for one in yes)
 
 
 async def _score(served: AppState, yes: EngineRequest, no: EngineRequest) -> float:

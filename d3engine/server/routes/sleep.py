@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from d3engine.errors import must_be
-from d3engine.server.errors import RequestError, invalid
+from d3engine.errors import require
+from d3engine.server.errors import RequestError
 from d3engine.server.routes.api import Route, further_models
 from d3engine.server.schemas.answers import SleepState
 from d3engine.server.state import json_response, served_by
@@ -42,10 +42,8 @@ def _state(request: Request) -> Response:
 def _model_of(request: Request, *names: str) -> str | None:
     """The model that the query names. Raises `RequestError` for a parameter that cannot be honoured."""
     for name, value in request.query_params.multi_items():
-        if name not in names:
-            raise invalid(name, must_be(name, value, f"absent: the parameters here are {', '.join(names)}") + ".")
-        if name in SLEEPS and value != SLEEPS[name]:
-            raise invalid(name, must_be(name, value, f"{SLEEPS[name]} or absent") + ".")
+        require(name in names, name, value, f"absent: the parameters here are {', '.join(names)}")
+        require(value == SLEEPS.get(name, value), name, value, f"{SLEEPS.get(name)} or absent")
     return request.query_params.get("model")
 
 

@@ -64,7 +64,6 @@ class FreeForm:
         self._free = free
 
     def begin(self, end_token_ids: frozenset[int]) -> Constraint:
-        """At the beginning of a sequence that these tokens end."""
         reasoning = self._free.reasoning
         begun = _Place(_Stage.REST if reasoning is None else _Stage.BEGIN if reasoning[0] else _Stage.REASONING)
         return _FreePlace(self._form.begin(end_token_ids), self._free, begun, end_token_ids)

@@ -50,7 +50,6 @@ class LimitedReasoning:
         self._limit = limit
 
     def begin(self, end_token_ids: frozenset[int]) -> Constraint:
-        """At the beginning of a sequence that these tokens end."""
         begun = _Place(None if self._limit.opening else True)
         return _LimitedPlace(self._form.begin(end_token_ids), self._limit, begun)
 
