@@ -106,7 +106,8 @@ class D3ForCausalLM:
         request = read_generation(fields, input_ids.shape[1], depth, self.engine.max_model_len)
         prompts = prompts_of(input_ids, own.get("attention_mask"), fields.get("pad_token_id"), request.eos_token_ids)
         if streamer is None:
-            outputs = self._generate(prompts, request)
+            params = [replace(request.params, seed=_seed()) for _ in prompts]
+            outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         else:
             outputs = [self._stream(prompts, request, input_ids, streamer)]
         sequences = _padded(input_ids, outputs, request)
@@ -133,10 +134,6 @@ class D3ForCausalLM:
         first = fields.get("bos_token_id")
         require(first is not None, "inputs", None, "given, since the model has no beginning-of-text token")
         return torch.tensor([[first]], device=self.device)
-
-    def _generate(self, prompts: Sequence[list[int]], request: GenerationRequest) -> list[RequestOutput]:
-        params = [replace(request.params, seed=_seed()) for _ in prompts]
-        return self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
     def _stream(
         self, prompts: Sequence[list[int]], request: GenerationRequest, input_ids: Tensor, streamer: Any

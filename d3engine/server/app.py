@@ -22,16 +22,16 @@ from d3engine.server.routes import api, embeddings, llama_cpp, ollama, openapi, 
 from d3engine.server.routes.api import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
-from d3engine.server.tracing import Tracer
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.server.tracing_export import SpanWriter
 
 ROUTES = tuple(
     route for family in (api, embeddings, scores, sleep, ollama, llama_cpp, openapi) for route in family.ROUTES
 )
 
-BODY_PATHS = frozenset(route.path for route in ROUTES if route.known.body is not None)
+BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 
 
 def create_app(
@@ -71,7 +71,7 @@ def guards(
     note: Callable[[RequestLog], None],
     open_paths: frozenset[str] = OPEN_PATHS,
     body_paths: frozenset[str] | None = None,
-    tracer: Tracer | None = None,
+    tracer: SpanWriter | None = None,
 ) -> list[Middleware]:
     """What `Starlette(middleware=...)` takes: the outermost first; None are `body_paths` where any may take a body.
 

@@ -61,7 +61,7 @@ class Meters:
     """All that one app counts by itself. `own` is the engine's own policy, under the label "default"."""
 
     def __init__(self, own: DepthPolicy, num_layers: int) -> None:
-        self._own = own
+        self.own = own
         self.num_layers = num_layers
         self.finished: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter()
@@ -84,12 +84,6 @@ class Meters:
         finally:
             meter.leave()
 
-    def label_of(self, depth: DepthPolicy | None) -> PolicyLabel:
-        """The value of the label `policy` for what a request asked for."""
-        if depth is None or depth == self._own:
-            return "default"
-        return "full" if isinstance(depth, FullDepth) else "other"
-
     def count_exchange(self, exchange: RequestLog) -> None:
         path = "/v1/models" if exchange.path.startswith("/v1/models/") else exchange.path
         route = path if path in ROUTES else "other"
@@ -104,7 +98,9 @@ class RequestMeter:
 
     def __init__(self, meters: Meters, prepared: EngineRequest) -> None:
         self._meters = meters
-        self._policy = meters.label_of(prepared.params.depth)
+        depth = prepared.params.depth
+        is_own = depth is None or depth == meters.own
+        self._policy: PolicyLabel = "default" if is_own else "full" if isinstance(depth, FullDepth) else "other"
         self._num_sequences = prepared.params.n
         self._num_tokens = 0
         self._num_ended = 0

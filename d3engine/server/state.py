@@ -26,7 +26,7 @@ from d3engine.server.requests.refused import IgnoredFields
 from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.requests.tools import ChatStyles
 from d3engine.server.settings import ServerSettings
-from d3engine.server.tracing import Tracer
+from d3engine.server.tracing import new_tracer
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.infill import InfillFormat, infill_format
 from d3engine.text.tokenizer import Tokenizer
@@ -180,21 +180,7 @@ QUEUE_PER_SEQUENCE = 4
 
 
 class AppState:
-    """One engine behind one app.
-
-    Attributes:
-        client: the engine, which the app uses and does not own.
-        settings: what the server's owner has decided.
-        models: the ids of the model.
-        certification: which depths are certified for the model.
-        depths: reads the depths of requests, and knows which are at work.
-        ignored: names unknown fields.
-        chat_styles: how chat templates show functions, write calls and mark reasoning.
-        traffic: the requests that have a place, and whether new ones are taken.
-        meters: what is counted of requests.
-        exposition: writes that, and what the engine counts, for Prometheus.
-        tracer: makes spans of requests, None where they are off; to be closed when the app has ended.
-    """
+    """One engine behind one app, which does not own it; `tracer` is to be closed when the app has ended."""
 
     def __init__(self, client: AsyncEngine, settings: ServerSettings) -> None:
         self.client = client
@@ -208,7 +194,7 @@ class AppState:
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)
         endpoint = settings.otlp_traces_endpoint
-        self.tracer = None if endpoint is None else Tracer(endpoint)
+        self.tracer = None if endpoint is None else new_tracer(endpoint)
 
     async def in_thread(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """What a function of the tokenizer's makes of what may be long."""

@@ -110,7 +110,8 @@ class DeadlineGuard:
         except asyncio.CancelledError:
             if not writes.has_stalled:
                 raise
-            _uncancel()
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
             scope["state"]["ended"] = "the client stopped reading"
             abort = scope["state"].get("abort_connection")
             if abort is not None:
@@ -132,12 +133,6 @@ class DeadlineGuard:
 
 def _openai_failed(error: RequestError) -> bytes:
     return b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    if task is not None:
-        task.uncancel()
 
 
 class _WatchedWrites:

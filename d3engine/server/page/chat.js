@@ -356,12 +356,8 @@ function drawDepths() {
   if (!isUnderlined) return underlines.eraseAll();
   const found = views.flatMap(({ message }) => message.depths ?? []).map(([, depth]) => depth);
   const layers = Math.max(extra?.num_layers ?? 1, ...found);
-  const least = Math.min(layers, ...found);
-  scale.set(layers, least);
-  $("legend").setAttribute("aria-label", `Colours go from ${layers} layers, dark, to ${least}, light.`);
-  $("legend").firstElementChild.textContent = `${layers} layers`;
-  $("legend").lastElementChild.textContent = least;
-  drawLegend($("legend").querySelector("canvas"), scale);
+  scale.set(layers, Math.min(layers, ...found));
+  drawLegend($("legend"), scale);
   return views.forEach(underline);
 }
 

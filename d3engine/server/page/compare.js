@@ -30,7 +30,10 @@ async function load() {
     models = (await getJson("v1/models")).data;
     $("key-form").hidden = true;
   } catch (error) {
-    if (error.status === 401) askForKey();
+    if (error.status === 401) {
+      $("key-form").hidden = false;
+      $("key").focus();
+    }
     tell(error.status === 401 && !key.get() ? null : error.message);
     $("run").disabled = true;
     return;
@@ -44,11 +47,6 @@ async function load() {
     document.querySelector("input[value=completion]").checked = true;
     changeMode();
   }
-}
-
-function askForKey() {
-  $("key-form").hidden = false;
-  $("key").focus();
 }
 
 /** The server's own depth; to compare with it full depth, or where that is its own, D3 that skips nothing yet. */
@@ -71,16 +69,10 @@ function draw() {
   if (!models.length) return;
   panes[1].element.hidden = !isComparing();
   $("panes").classList.toggle("at-once", isComparing() && !$("in-turn").checked); // they slow each other down: no speed
-  const layers = panes[0].layers;
-  const least = Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens())));
-  scale.set(layers, least);
+  scale.set(panes[0].layers, Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens()))));
   for (const pane of shownPanes()) pane.draw(maxTokens());
-  const legend = $("legend");
-  legend.hidden = false;
-  legend.setAttribute("aria-label", `Colours go from ${layers} layers, dark, to ${least}, light.`);
-  legend.querySelector(".legend-deep").textContent = `${layers} layers`;
-  legend.querySelector(".legend-shallow").textContent = least;
-  drawLegend(legend.querySelector("canvas"), scale);
+  $("legend").hidden = false;
+  drawLegend($("legend"), scale);
   showDifference();
 }
 

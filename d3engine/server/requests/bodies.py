@@ -172,7 +172,9 @@ def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] 
     content = with_own_names(json_object(body), shape)
     asked = read_as(content, shape)
     unknown = [name for name in content if name not in known_names(shape)]
-    unknown += _unknown_inside(content, shape)
+    for name, inner in _structs_inside(shape).items():
+        if isinstance(given := content.get(name), dict):
+            unknown += [f"{name}.{field}" for field in given if field not in inner.__struct_fields__]
     if unknown_deeper is not None:
         unknown += unknown_deeper(asked)
     return asked, unknown
@@ -210,18 +212,6 @@ def known_names(shape: type[Struct]) -> frozenset[str]:
 
 @cache
 def _structs_inside(shape: type[Struct]) -> dict[str, type[Struct]]:
-    found = {}
-    for field in msgspec.structs.fields(shape):
-        for kind in (field.type, *get_args(field.type)):
-            if isinstance(kind, type) and issubclass(kind, Struct):
-                found[field.name] = kind
-    return found
-
-
-def _unknown_inside(content: dict[str, Any], shape: type[Struct]) -> list[str]:
-    unknown = []
-    for name, inner in _structs_inside(shape).items():
-        given = content.get(name)
-        if isinstance(given, dict):
-            unknown += [f"{name}.{field}" for field in given if field not in inner.__struct_fields__]
-    return unknown
+    fields = msgspec.structs.fields(shape)
+    kinds = ((field.name, kind) for field in fields for kind in (field.type, *get_args(field.type)))
+    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Struct)}

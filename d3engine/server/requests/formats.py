@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.schemas.requests import MAX_TOOLS
 from d3engine.text.structured.references import resolved
@@ -422,10 +422,9 @@ def tool_format_of(rendered: str, source: str, specials: Mapping[str, int]) -> T
 
 def tool_format_named(name: str) -> ToolFormat:
     known = {one.name: one for one in TOOL_FORMATS}
-    try:
-        return known[_ALIASES.get(name, name)]
-    except KeyError:
-        raise InvalidValueError("tool_call_parser", name, f"auto, none, or one of {', '.join(known)}") from None
+    own = _ALIASES.get(name, name)
+    require(own in known, "tool_call_parser", name, f"auto, none, or one of {', '.join(known)}")
+    return known[own]
 
 
 @dataclass(frozen=True)
@@ -459,8 +458,6 @@ def reasoning_format_of(source: str) -> ReasoningFormat | None:
 
 def reasoning_format_named(name: str) -> ReasoningFormat:
     known = {one.name: one for one in REASONING_FORMATS}
-    try:
-        return known[_REASONING_ALIASES.get(name, name)]
-    except KeyError:
-        allowed = f"auto, none, or one of {', '.join([*known, *_REASONING_ALIASES])}"
-        raise InvalidValueError("reasoning_parser", name, allowed) from None
+    own = _REASONING_ALIASES.get(name, name)
+    require(own in known, "reasoning_parser", name, f"auto, none, or one of {', '.join([*known, *_REASONING_ALIASES])}")
+    return known[own]

@@ -236,7 +236,10 @@ class ResponseAnswer:
     def _response(self, status: Any) -> ModelResponse:
         """The response without what comes at its end."""
         params = self._job.prepared[0].params
-        form = None if self._asked.text is None else self._asked.text.format
+        asked = self._asked
+        form = (asked.text and asked.text.format) or TextFormat(type="text")
+        written = {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}
+        choice = msgspec.to_builtins("auto" if asked.tool_choice is None else asked.tool_choice)
         return {
             "id": self._job.id,
             "object": "response",
@@ -245,19 +248,19 @@ class ResponseAnswer:
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "instructions": self._asked.instructions,
-            "max_output_tokens": self._asked.max_output_tokens,
-            "metadata": self._asked.metadata or {},
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
             "model": self._job.model,
             "output": [],
             "background": False,
-            "parallel_tool_calls": bool(self._asked.tools) and self._asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": bool(asked.tools) and asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": _without_nulls(form) if form is not None else {"type": "text"}},
-            "tool_choice": _choice(self._asked),
-            "tools": [msgspec.to_builtins(tool) for tool in self._asked.tools or ()],
+            "text": {"format": written},
+            "tool_choice": choice if asked.tools else "none",
+            "tools": [msgspec.to_builtins(tool) for tool in asked.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -276,15 +279,3 @@ class ResponseAnswer:
 
 def _status(news: Delta) -> Literal["completed", "incomplete"]:
     return "incomplete" if news.finish_reason == "length" else "completed"
-
-
-def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:
-    """What the request's `tool_choice` came to."""
-    if not asked.tools:
-        return "none"
-    found: str | dict[str, Any] = msgspec.to_builtins("auto" if asked.tool_choice is None else asked.tool_choice)
-    return found
-
-
-def _without_nulls(form: TextFormat) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}

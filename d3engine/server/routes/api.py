@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import structs
@@ -34,13 +34,13 @@ from d3engine.server.state import AppState, ModelCard, ModelList, json_response,
 from d3engine.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Described:
-    """What a route takes and gives.
+class Route(routing.Route):
+    """A path, what answers there, whose docstring says it in a few words, and what that takes and gives.
 
-    Attributes:
+    Args:
         body: the shape of its requests.
         answer: of a whole answer: a shape, or a list of one.
+        method: POST where there is a body, and GET otherwise, unless it is given.
         media: the type of an answer that is no JSON.
         events: the shapes that a streamed answer is made of.
         has_error_events: whether an error may be one more of them.
@@ -48,23 +48,6 @@ class Described:
         unwell: the body of a 503 where that is no error but the answer.
         loads: whether it is forbidden unless the server's owner allows it.
         queries: name of a query parameter -> what its schema says beyond being a text.
-    """
-
-    body: Any = None
-    answer: Any = None
-    media: str = "application/json"
-    events: tuple[Any, ...] = ()
-    has_error_events: bool = True
-    ends_with_done: bool = False
-    unwell: Any = None
-    loads: bool = False
-    queries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-class Route(routing.Route):
-    """A path, what answers there, in a few words by its docstring, and what is `known` of it: `Described`'s arguments.
-
-    Its method is POST where it has a body, and GET otherwise, unless it is given.
     """
 
     def __init__(
@@ -76,10 +59,18 @@ class Route(routing.Route):
         *,
         method: str | None = None,
         name: str | None = None,
-        **known: Any,
+        media: str = "application/json",
+        events: tuple[Any, ...] = (),
+        has_error_events: bool = True,
+        ends_with_done: bool = False,
+        unwell: Any = None,
+        loads: bool = False,
+        queries: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         super().__init__(path, endpoint, methods=[method or ("GET" if body is None else "POST")], name=name)
-        self.known = Described(body, answer, **known)
+        self.body, self.answer, self.media = body, answer, media
+        self.events, self.has_error_events, self.ends_with_done = events, has_error_events, ends_with_done
+        self.unwell, self.loads, self.queries = unwell, loads, queries
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             response = await endpoint(Request(scope, receive, send))

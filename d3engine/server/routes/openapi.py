@@ -16,7 +16,7 @@ from d3engine.server.requests.bodies import priority_bounds
 from d3engine.server.requests.completions import prompt_schema
 from d3engine.server.requests.refused import IGNORED_FIELDS
 from d3engine.server.requests.sampling import DEPTH_HEADER, LONGEST_HEADER, logprob_bounds
-from d3engine.server.routes.api import Described, Route
+from d3engine.server.routes.api import Route
 from d3engine.server.schemas import messages, ollama, requests, responses
 from d3engine.server.schemas.answers import AnthropicsError, Error, HealthAnswer, Version
 from d3engine.server.schemas.requests import REFERENCE
@@ -124,7 +124,7 @@ def _schemas(routes: Sequence[Route], served: AppState) -> dict[str, Any]:
     named = [
         one
         for route in routes
-        for shape in (route.known.body, route.known.answer, *route.known.events, _error_of(route.path))
+        for shape in (route.body, route.answer, *route.events, _error_of(route.path))
         for one in (shape, *get_args(shape))
     ]
     shapes = [one for one in (*named, *REFERRED) if isinstance(one, type)]
@@ -157,40 +157,40 @@ def _error_of(path: str) -> Any:
 
 
 def _operations(path: str, route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
-    known, error = route.known, _error_of(path)
+    error = _error_of(path)
     for method in sorted(set(route.methods or ()) - {"HEAD"}):
         operation: dict[str, Any] = {
             "summary": (route.endpoint.__doc__ or "").strip(),
             "operationId": f"{method.lower()}_{route.name}",
-            "parameters": list(_parameters(path, known)),
-            "responses": {"200": _answer(known, error), **_errors(known, error)},
+            "parameters": list(_parameters(path, route)),
+            "responses": {"200": _answer(route, error), **_errors(route, error)},
         }
-        if known.body is not None:
-            operation["requestBody"] = {"required": True, "content": _content(known.body)}
+        if route.body is not None:
+            operation["requestBody"] = {"required": True, "content": _content(route.body)}
         yield method.lower(), operation
 
 
-def _parameters(path: str, known: Described) -> Iterator[dict[str, Any]]:
+def _parameters(path: str, route: Route) -> Iterator[dict[str, Any]]:
     text = {"type": "string"}
     if "{name}" in path:
         yield {"name": "name", "in": "path", "required": True, "schema": {**text, "minLength": 1}}
     yield {"name": "X-Request-Id", "in": "header", "required": False, "schema": text}
-    for name, more in known.queries.items():
+    for name, more in route.queries.items():
         yield {"name": name, "in": "query", "required": False, "schema": {**text, **more}}
-    if known.events:
+    if route.events:
         says = "As the field `depth`, for clients that cannot add one: a name, or an object as JSON."
         schema = {**text, "maxLength": LONGEST_HEADER}
         yield {"name": DEPTH_HEADER, "in": "header", "required": False, "description": says, "schema": schema}
 
 
-def _answer(known: Described, error: Any) -> dict[str, Any]:
-    content = _content(known.answer, known.media)
-    shapes = [_reference(shape) for shape in (*known.events, *([error] if known.has_error_events else []))]
-    if known.events and error is ollama.OllamaError:
+def _answer(route: Route, error: Any) -> dict[str, Any]:
+    content = _content(route.answer, route.media)
+    shapes = [_reference(shape) for shape in (*route.events, *([error] if route.has_error_events else []))]
+    if route.events and error is ollama.OllamaError:
         content["application/x-ndjson"] = {"schema": {"anyOf": shapes}}
-    elif known.events:
-        content["text/event-stream"] = {"schema": _event(shapes, ends_with_done=known.ends_with_done)}
-    names = ["X-Request-Id", *([IGNORED_FIELDS] if known.body is not None else [])]
+    elif route.events:
+        content["text/event-stream"] = {"schema": _event(shapes, ends_with_done=route.ends_with_done)}
+    names = ["X-Request-Id", *([IGNORED_FIELDS] if route.body is not None else [])]
     return {"description": "The answer.", "headers": _headers(*names), "content": content}
 
 
@@ -206,16 +206,16 @@ def _event(shapes: list[dict[str, str]], *, ends_with_done: bool) -> dict[str, A
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
 
-def _errors(known: Described, error: Any) -> dict[str, dict[str, Any]]:
+def _errors(route: Route, error: Any) -> dict[str, dict[str, Any]]:
     found = {}
-    own = (*(WITH_BODY if known.body is not None else ()), *((403,) if known.loads else ()))
+    own = (*(WITH_BODY if route.body is not None else ()), *((403,) if route.loads else ()))
     for status in sorted((*ALWAYS, *own)):
-        is_unwell = status == 503 and known.unwell is not None
+        is_unwell = status == 503 and route.unwell is not None
         names = ["X-Request-Id", *(["Retry-After"] if status in RETRY and not is_unwell else [])]
         found[str(status)] = {
             "description": _says(status),
             "headers": _headers(*names),
-            "content": _content(known.unwell if is_unwell else error),
+            "content": _content(route.unwell if is_unwell else error),
         }
     return found
 
