@@ -1,6 +1,6 @@
 // The chat as a whole: which conversation is shown, what runs, and what the page's controls do.
 
-import { getJson, key } from "./api.js";
+import { getJson } from "./api.js";
 import { download, readText } from "./clipboard.js";
 import { DepthScale } from "./colours.js";
 import * as tree from "./conversation.js";
@@ -10,6 +10,7 @@ import { generate } from "./generate.js";
 import { drawIcons, icon, iconButton, made } from "./icons.js";
 import { isReady } from "./markdown.js";
 import { MessageView } from "./message.js";
+import { takeKeys, tell, tellRefusal } from "./refusal.js";
 import { words } from "./schedule.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -51,11 +52,7 @@ async function connect() {
     await loadModels();
     $("key-form").hidden = true;
   } catch (error) {
-    if (error.status === 401) {
-      $("key-form").hidden = false;
-      $("key").focus();
-    }
-    tell(error.status === 401 && !key.get() ? null : error.message);
+    tellRefusal(error);
     return;
   }
   drawControls();
@@ -368,11 +365,6 @@ function underline({ message, answer: element }) {
   underlines.draw(element, message.content, message.depths);
 }
 
-function tell(problem) {
-  $("problem").textContent = problem ?? "";
-  $("problem").hidden = problem === null;
-}
-
 /** What a screen reader says. */
 function say(text) {
   $("status").textContent = text;
@@ -504,12 +496,7 @@ $("compare").addEventListener("click", () => {
   const last = tree.path(conversation).findLast(({ role }) => role === "user");
   sessionStorage.setItem("d3engine-question", last ? tree.contentOf(last) : "");
 });
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key.set($("key").value.trim());
-  $("key").value = "";
-  connect();
-});
+takeKeys(connect);
 // A text that is dropped, and a short one that is pasted, stays the browser's matter.
 document.addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
 document.addEventListener("drop", (event) => takeFiles(event, event.dataTransfer.files));

@@ -1,9 +1,10 @@
 // The page as a whole: what is chosen, what runs, and what is said of it.
 
-import { getJson, key } from "./api.js";
+import { getJson } from "./api.js";
 import { DepthScale } from "./colours.js";
 import { Follower } from "./follow.js";
 import { Pane } from "./pane.js";
+import { takeKeys, tell, tellRefusal } from "./refusal.js";
 import { drawLegend } from "./strip.js";
 import { theme } from "./theme.js";
 import { tellComparing } from "./titles.js";
@@ -30,11 +31,7 @@ async function load() {
     models = (await getJson("v1/models")).data;
     $("key-form").hidden = true;
   } catch (error) {
-    if (error.status === 401) {
-      $("key-form").hidden = false;
-      $("key").focus();
-    }
-    tell(error.status === 401 && !key.get() ? null : error.message);
+    tellRefusal(error);
     $("run").disabled = true;
     return;
   }
@@ -100,11 +97,6 @@ function difference() {
   }
   for (const turn of turns) turn.markDifference(number);
   return { number, sentence: `The answers differ first at token ${number + 1}.` };
-}
-
-function tell(problem) {
-  $("problem").textContent = problem ?? "";
-  $("problem").hidden = problem === null;
 }
 
 // -- what it does -----------------------------------------------------------------------------------------------------
@@ -180,12 +172,7 @@ $("clear").addEventListener("click", () => {
   draw();
   $("prompt").focus();
 });
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key.set($("key").value.trim());
-  $("key").value = "";
-  load();
-});
+takeKeys(load);
 $("model").addEventListener("change", offer);
 for (const name of ["compare", "in-turn"]) $(name).addEventListener("change", draw);
 $("max-tokens").addEventListener("input", draw);

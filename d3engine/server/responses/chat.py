@@ -82,7 +82,7 @@ class ChatWriter:
 
     def _tell_tokens(self, choice: ChatChoice | ChatChunkChoice, new: _Answer, answer: CompletionOutput) -> None:
         choice["logprobs"] = new.logprobs(answer)
-        choice["finish_reason"] = new.finish_reason(answer)  # type: ignore[typeddict-item]  # no other is left here
+        choice["finish_reason"] = new.finish_reason(answer)  # type: ignore[arg-type]  # no other is left here
         if self._asked.return_token_ids:
             choice["token_ids"] = answer.token_ids
         if self._asked.return_depths:
