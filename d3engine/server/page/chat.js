@@ -1,6 +1,6 @@
 // The chat as a whole: which conversation is shown, what runs, and what the page's controls do.
 
-import { getJson } from "./api.js";
+import { getJson, takeKeys, tell, tellRefusal } from "./api.js";
 import { download, readText } from "./clipboard.js";
 import { DepthScale } from "./colours.js";
 import * as tree from "./conversation.js";
@@ -10,7 +10,6 @@ import { generate } from "./generate.js";
 import { drawIcons, icon, iconButton, made } from "./icons.js";
 import { isReady } from "./markdown.js";
 import { MessageView } from "./message.js";
-import { takeKeys, tell, tellRefusal } from "./refusal.js";
 import { words } from "./schedule.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";

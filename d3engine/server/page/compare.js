@@ -1,10 +1,9 @@
 // The page as a whole: what is chosen, what runs, and what is said of it.
 
-import { getJson } from "./api.js";
+import { getJson, takeKeys, tell, tellRefusal } from "./api.js";
 import { DepthScale } from "./colours.js";
 import { Follower } from "./follow.js";
 import { Pane } from "./pane.js";
-import { takeKeys, tell, tellRefusal } from "./refusal.js";
 import { drawLegend } from "./strip.js";
 import { theme } from "./theme.js";
 import { tellComparing } from "./titles.js";
