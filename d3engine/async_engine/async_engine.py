@@ -223,7 +223,6 @@ class AsyncEngine(EngineProperties):
 
     @property
     def has_process(self) -> bool:
-        """Whether it runs in a process of its own."""
         return not isinstance(self._transport, EngineThread)
 
     async def stats(self) -> EngineStats:
@@ -235,7 +234,6 @@ class AsyncEngine(EngineProperties):
         return stats
 
     async def is_sleeping(self) -> bool:
-        """Whether weights and KV cache are freed: see `sleep`."""
         return self._last_stats is not None
 
     async def sleep(self, level: int = 1) -> None:
@@ -427,7 +425,6 @@ def work_of(value: object) -> int:
 
 
 def _suits_process(config: EngineConfig) -> bool:
-    """Whether an engine of these arguments is better off in a process of its own, and can be."""
     device = str(config.device)
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     has_extra = all(find_spec(package) is not None for package in ("zmq", "msgspec"))

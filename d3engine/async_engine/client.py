@@ -150,10 +150,7 @@ class AsyncAnswer(_Reading):
 
 
 class Answer(_Reading):
-    """The outputs of one request, for one thread; begun when the first is asked for.
-
-    Leaving it in any way ends the request within one step of the engine.
-    """
+    """As `AsyncAnswer`, for one thread."""
 
     def __init__(self, dispatcher: Dispatcher, prepare: Callable[[], EngineRequest]) -> None:
         super().__init__(dispatcher)

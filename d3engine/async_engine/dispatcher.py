@@ -69,7 +69,6 @@ class MergedDeltas:
             self._parts[output.index].add(output)
 
     def whole(self) -> RequestOutput:
-        """One delta that holds what all of them did."""
         last = self._last
         return RequestOutput(
             request_id=last.request_id,
@@ -171,7 +170,6 @@ class LoopWaker:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the loop is closed."""
         return self._loop.is_closed()
 
     def wake(self, slots: Iterable[ReplyFuture]) -> None:
@@ -291,7 +289,6 @@ class Dispatcher:
         return slot
 
     def abort(self, request_id: str) -> None:
-        """End a request by its id; its reader gets a last output."""
         self.check()
         self._send(Abort(request_id))
 
@@ -319,7 +316,6 @@ class Dispatcher:
         self._tell_drained()
 
     def tell(self, slot: ReplyFuture, error: BaseException) -> None:
-        """Raise an error to the reader of a slot."""
         self._fill([(slot, [error])])
 
     def drain(self, notifier: Notifier) -> ReplyFuture:

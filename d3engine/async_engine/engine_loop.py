@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from d3engine.errors import EngineDeadError
+from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 
@@ -77,12 +77,7 @@ FRAME_SECONDS: Final = 1 / 60
 
 
 class OutputBatcher:
-    """The replies of one loop that have not been handed over.
-
-    Args:
-        hand_over: gets replies, those of one key in order; must not raise.
-        clock: tells seconds.
-    """
+    """The replies of one loop that wait; `hand_over` gets those of one key in order, and must not raise."""
 
     def __init__(self, hand_over: Callable[[list[Reply]], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._hand_over = hand_over
@@ -92,7 +87,6 @@ class OutputBatcher:
         self._last = clock()
 
     def put(self, key: int, reply: Any) -> None:
-        """Take in a reply, to be sent."""
         self._waiting.setdefault(key, []).append((key, reply))
         if not isinstance(reply, RequestOutput) or _begins_or_ends(reply):
             self._urgent.add(key)
@@ -173,6 +167,18 @@ class EngineLoop:
                 self._send()
         finally:
             self._batcher.send()  # whatever has ended it, its readers hear of that after all that came before
+
+    def run_to_end(self) -> Exception:
+        """Work until told to stop, and return why it has ended."""
+        try:
+            self.run()
+        except EngineDeadError as error:
+            return error
+        except BaseException as fault:
+            end = EngineDeadError(f"the engine has ended: {fault!r}")
+            end.__cause__ = fault
+            return end
+        return EngineClosedError("the engine is closed")
 
     def _take_in(self) -> None:
         """Do what has been asked for; if there is nothing else to do, prepare for it, then wait for it."""

@@ -170,7 +170,6 @@ class EngineProcess:
         return self._pulse.last_turn
 
     def send(self, message: messages.Message) -> None:
-        """Tell the loop; any thread may."""
         self._inbox.put(message)
 
     def stop(self, timeout: float) -> None:
@@ -188,11 +187,7 @@ class EngineProcess:
     def _spawn(self, life: int) -> subprocess.Popen[bytes]:
         # In a session of its own: Ctrl-C in a terminal is for the parent alone, which ends the engine as it sees fit.
         return subprocess.Popen(
-            main_command(_MAIN),
-            stdin=subprocess.PIPE,
-            pass_fds=[life],
-            start_new_session=True,
-            env=child_environment(),
+            main_command(_MAIN), stdin=subprocess.PIPE, pass_fds=[life], start_new_session=True, env=child_environment()
         )
 
     def _wait_until_ready(self) -> wire.Ready:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_loop import EngineLoop, Message, Stop
 from d3engine.engine.engine import Engine
-from d3engine.errors import EngineClosedError, EngineDeadError
+from d3engine.errors import EngineDeadError
 
 
 class EngineThread:
@@ -24,11 +24,9 @@ class EngineThread:
 
     @property
     def last_turn(self) -> float:
-        """When the loop last began to wait or to step, in seconds of `time.monotonic()`."""
         return self._loop.pulse.last_turn
 
     def send(self, message: Message) -> None:
-        """Tell the loop; any thread may."""
         self._loop.inbox.put(message)
 
     def stop(self, timeout: float) -> None:
@@ -40,13 +38,5 @@ class EngineThread:
             self.dispatcher.end_all(EngineDeadError(f"the engine has not ended within {timeout:g} seconds"))
 
     def _run(self) -> None:
-        end: Exception = EngineClosedError("the engine is closed")
-        try:
-            self._loop.run()
-        except EngineDeadError as error:
-            end = error
-        except BaseException as fault:
-            end = EngineDeadError(f"the engine has ended: {fault!r}")
-            end.__cause__ = fault
-        self.dispatcher.end_all(end)
+        self.dispatcher.end_all(self._loop.run_to_end())
         self._engine.close()

@@ -25,7 +25,6 @@ from d3engine.depth import policy_from_dict
 from d3engine.engine import depth as certification
 from d3engine.engine.engine import Engine
 from d3engine.engine.settings import plain_settings
-from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.request.outputs import RequestOutput
 from d3engine.scheduling.waiting import IntervalAdmission
 from d3engine.utils.garbage import collect_seldom, freeze_loaded
@@ -35,7 +34,6 @@ _PATIENCE_SECONDS = 60.0
 
 
 def main() -> None:
-    """Read what to do from the standard input, and do it until told to stop."""
     collect_seldom()
     logging.getLogger(certification.__name__).setLevel(logging.ERROR)  # the parent logs every policy already
     parent = os.getppid()
@@ -56,15 +54,7 @@ def main() -> None:
         engine, lambda batch: _send(replies, map(_reply, batch)), pulse=SharedHeartbeatClock(Path(start.pulse))
     )
     threading.Thread(target=_receive, args=(context, start.requests, engine, loop), daemon=True).start()
-    end: BaseException = EngineClosedError("the engine is closed")
-    try:
-        loop.run()
-    except EngineDeadError as error:
-        end = error
-    except BaseException as fault:
-        end = EngineDeadError(f"the engine has ended: {fault!r}")
-        end.__cause__ = fault
-    _end(replies, end)
+    _end(replies, loop.run_to_end())
 
 
 def _end(replies: Any, error: BaseException) -> None:

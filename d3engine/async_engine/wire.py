@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from types import UnionType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
@@ -94,8 +95,8 @@ class Output(Struct, frozen=True):
 
     key: int
     request_id: str
-    outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
@@ -129,31 +130,16 @@ decode_message: Final[Callable[[bytes], Any]] = msgspec.msgpack.Decoder(Message)
 decode_replies: Final[Callable[[bytes], Any]] = msgspec.msgpack.Decoder(Replies).decode
 
 
+_same = attrgetter(*Output.__struct_fields__[1:])  # what both kinds have, in the order of both
+
+
 def output_without_prompt(key: int, output: RequestOutput) -> Output:
-    return Output(
-        key,
-        output.request_id,
-        output.outputs,
-        output.prompt_logprobs,
-        output.finished,
-        output.metrics,
-        output.num_cached_tokens,
-        output.embedding,
-    )
+    return Output(key, *_same(output))
 
 
 def output_with_prompt(output: Output, prompt: str | None, token_ids: list[int]) -> RequestOutput:
-    return RequestOutput(
-        output.request_id,
-        prompt,
-        token_ids,
-        output.prompt_logprobs,
-        output.outputs,
-        output.finished,
-        output.metrics,
-        output.num_cached_tokens,
-        output.embedding,
-    )
+    request_id, *others = _same(output)
+    return RequestOutput(request_id, prompt, token_ids, *others)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -114,13 +114,13 @@ def _missing(source: Path, results: Results) -> Iterator[Line]:
 def _engine(model: str, depth: Depth, options: Options, settings: Any) -> Iterator[Answering]:
     """An engine of this process."""
     from d3engine.async_engine.async_engine import AsyncEngine
-    from d3engine.integrations.batch_runner import Answers
+    from d3engine.integrations.batch_runner import BatchRunner
 
     engine = AsyncEngine(model, depth=depth, **engine_arguments(model, options))
     try:
         if depth == AUTO:
             tell_own_setting(engine, model)
-        yield Answers(engine, settings).results
+        yield BatchRunner(engine, settings).results
     finally:
         asyncio.run(engine.close())
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -22,9 +22,6 @@ from d3engine.server.errors import RequestError
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from d3engine.async_engine.async_engine import AsyncEngine
 
 
 def asgi_app(

@@ -48,7 +48,6 @@ class Result:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the request succeeded."""
         return self.status == 200
 
     def written(self) -> bytes:

@@ -87,6 +87,3 @@ class BatchRunner:
 
 async def _next(results: AsyncGenerator[Result, None]) -> Result | None:
     return await anext(results, None)
-
-
-Answers = BatchRunner

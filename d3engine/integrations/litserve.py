@@ -52,7 +52,6 @@ class D3LitAPI(LitAPI):  # type: ignore[misc, unused-ignore]
         self._arguments = engine_arguments
 
     def setup(self, device: str) -> None:
-        """Load the engine, in a worker."""
         self.engine = AsyncEngine(self._model, **self._arguments)
         self._app = create_app(self.engine, self._settings)
 
@@ -74,6 +73,5 @@ class D3LitAPI(LitAPI):  # type: ignore[misc, unused-ignore]
                     yield text if is_stream else f"data: {text}\n\ndata: [DONE]\n\n"
 
     async def encode_response(self, output):  # type: ignore[no-untyped-def]
-        """The events, unchanged."""
         async for text in output:
             yield text

@@ -164,7 +164,6 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Its dimensions."""
         return len(self.embedding)
 
 

@@ -125,7 +125,6 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         """Task -> cost of its generated answers."""
 
     def total_usage(self) -> Usage:
-        """The cost of the generated answers of all tasks."""
         total = Usage()
         for usage in self.usage.values():
             for name, value in vars(usage).items():
@@ -188,18 +187,16 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             prompts.append(self.tok_encode(context)[-room:])
             params.append(options)
         texts = [""] * len(requests)
+        is_known = is_known_beforehand(self.policy, self.engine.config.num_layers)
         for place, output in self._run(prompts, params, "generate_until", disable_tqdm):
             answer, request = output.outputs[0], requests[place]
             texts[place] = answer.text
             usage = self.usage.setdefault(str(getattr(request, "task_name", None) or ""), Usage())
             work = work_of(output, self.policy, self.engine.config.num_layers)
-            usage.add(work, answer.finish_reason, self._nominal_depths(params[place].max_tokens or 0))
+            nominal = self.schedule.depths(params[place].max_tokens or 0).tolist() if is_known else []
+            usage.add(work, answer.finish_reason, nominal)
             self.cache_hook.add_partial("generate_until", request.args, answer.text)
         return texts
-
-    def _nominal_depths(self, max_tokens: int) -> list[int]:
-        is_known = is_known_beforehand(self.policy, self.engine.config.num_layers)
-        return self.schedule.depths(max_tokens).tolist() if is_known else []
 
     def _sampling_params(self, gen_kwargs: Mapping[str, Any], task: str) -> SamplingParams:
         most = self.max_gen_toks(task) if callable(self.max_gen_toks) else self.max_gen_toks

@@ -119,19 +119,16 @@ def run_tasks(
                 )
         except OSError as error:  # of `datasets` without network, and for missing files
             of_the_hub = unreachable if isinstance(error, ConnectionError) else None
-            raise D3EngineError(_without_data(names, of_the_hub or f"{type(error).__name__}: {error}")) from error
+            why = of_the_hub or f"{type(error).__name__}: {error}"
+            raise D3EngineError(
+                f"the data of {', '.join(names)} cannot be loaded ({why}); without network, --data DIR reads gsm8k and "
+                "bbh from files in a folder, and --include-path DIR takes tasks with data of your own"
+            ) from error
         seconds = time.perf_counter() - began
         usage, shape = model.total_usage(), shape_of(engine.config)
         cost = Cost(policy, shape, usage.work, usage.unfinished, usage.nominal_mean_layers, seconds)
         runs.append(HarnessRun(title, _metrics(found), cost))
     return runs
-
-
-def _without_data(names: Sequence[str], why: str) -> str:
-    return (
-        f"the data of {', '.join(names)} cannot be loaded ({why}); without network, --data DIR reads gsm8k and bbh "
-        "from files in a folder, and --include-path DIR takes tasks with data of your own"
-    )
 
 
 def _unreachable_hub() -> str | None:

@@ -323,7 +323,6 @@ class Replica:
             raise EngineDeadError(found.reason)
 
     async def close(self) -> None:
-        """End the engine. Idempotent."""
         await self._engine.close()
 
 

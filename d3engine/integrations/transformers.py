@@ -106,7 +106,8 @@ class D3ForCausalLM:
         request = read_generation(fields, input_ids.shape[1], depth, self.engine.max_model_len)
         prompts = prompts_of(input_ids, own.get("attention_mask"), fields.get("pad_token_id"), request.eos_token_ids)
         if streamer is None:
-            outputs = self._generate(prompts, request)
+            params = [replace(request.params, seed=_seed()) for _ in prompts]
+            outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         else:
             outputs = [self._stream(prompts, request, input_ids, streamer)]
         sequences = _padded(input_ids, outputs, request)
@@ -133,10 +134,6 @@ class D3ForCausalLM:
         first = fields.get("bos_token_id")
         require(first is not None, "inputs", None, "given, since the model has no beginning-of-text token")
         return torch.tensor([[first]], device=self.device)
-
-    def _generate(self, prompts: Sequence[list[int]], request: GenerationRequest) -> list[RequestOutput]:
-        params = [replace(request.params, seed=_seed()) for _ in prompts]
-        return self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
     def _stream(
         self, prompts: Sequence[list[int]], request: GenerationRequest, input_ids: Tensor, streamer: Any
@@ -170,20 +167,16 @@ class D3ForCausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
         return self.engine.dtype
 
     @property
     def training(self) -> bool:
-        """An engine does not train."""
         return False
 
     def can_generate(self) -> bool:
-        """Always True."""
         return True
 
     def eval(self) -> Self:
-        """Itself."""
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -411,7 +404,6 @@ def _check_known(given: Mapping[str, Any]) -> None:
 
 
 def _longest(found: Mapping[str, Any], width: int, max_model_len: int) -> int:
-    """New tokens at most."""
     if "max_new_tokens" in found:
         name, longest = "max_new_tokens", require_integer("max_new_tokens", found["max_new_tokens"], 1)
     elif "max_length" in found:
@@ -432,7 +424,6 @@ def _shortest(found: Mapping[str, Any], width: int) -> int:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """One id, several or none."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if value is None:

@@ -46,7 +46,6 @@ class TritonPythonModel:
         await asyncio.gather(*map(self._answer, requests))
 
     def finalize(self) -> None:
-        """End the engine."""
         asyncio.run(self._engine.close())
 
     async def _answer(self, request: Any) -> None:

@@ -1,7 +1,4 @@
-"""The app: which route answers what, and how errors leave it.
-
-Routes raise, and the guards around them make answers of errors, so that all of them read alike.
-"""
+"""The app: its routes, and the guards around them, which make answers of the errors that routes raise."""
 
 from __future__ import annotations
 
@@ -21,100 +18,24 @@ from d3engine.server.middleware.limits import AdmissionControl, DeadlineGuard, T
 from d3engine.server.middleware.request_log import ErrorAnswers, ExchangeLog, RequestLog, TracingGuard, log_exchange
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.models import FurtherModels, ModelRouter
-from d3engine.server.routes.api import (
-    PAGE_PATHS,
-    PAGE_ROUTES,
-    Route,
-    count_message_tokens,
-    create_chat_completion,
-    create_completion,
-    create_message,
-    create_response,
-    detokenize,
-    list_models,
-    load_lora_adapter,
-    show_model,
-    tokenize,
-    tokenizer_info,
-    unload_lora_adapter,
-)
-from d3engine.server.routes.embeddings import create_embeddings
-from d3engine.server.routes.llama_cpp import (
-    llama_apply_template,
-    llama_completion,
-    llama_infill,
-    llama_props,
-    llama_slots,
-)
-from d3engine.server.routes.ollama import (
-    ollama_chat,
-    ollama_embed,
-    ollama_embeddings,
-    ollama_generate,
-    ollama_ps,
-    ollama_show,
-    ollama_tags,
-    ollama_version,
-)
-from d3engine.server.routes.openapi import show_health, show_metrics, show_openapi, show_readiness, show_version
-from d3engine.server.routes.scores import create_ranking, create_scores
-from d3engine.server.routes.sleep import is_sleeping, sleep, wake_up
+from d3engine.server.routes import api, embeddings, llama_cpp, ollama, openapi, scores, sleep
+from d3engine.server.routes.api import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
-from d3engine.server.tracing import Tracer
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.server.tracing_export import SpanWriter
 
-ROUTES = (
-    Route("/v1/completions", create_completion, methods=["POST"]),
-    Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
-    Route("/v1/responses", create_response, methods=["POST"]),
-    Route("/v1/messages", create_message, methods=["POST"]),
-    Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
-    Route("/v1/embeddings", create_embeddings, methods=["POST"]),
-    Route("/v1/score", create_scores, methods=["POST"]),
-    Route("/score", create_scores, methods=["POST"]),
-    Route("/v1/rerank", create_ranking, methods=["POST"]),
-    Route("/rerank", create_ranking, methods=["POST"]),
-    Route("/v1/models", list_models, methods=["GET"]),
-    Route("/v1/models/{name:path}", show_model, methods=["GET"]),
-    Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
-    Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
-    Route("/sleep", sleep, methods=["POST"]),
-    Route("/wake_up", wake_up, methods=["POST"]),
-    Route("/is_sleeping", is_sleeping, methods=["GET"]),
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
-    Route("/api/chat", ollama_chat, methods=["POST"]),
-    Route("/api/generate", ollama_generate, methods=["POST"]),
-    Route("/api/embed", ollama_embed, methods=["POST"]),
-    Route("/api/embeddings", ollama_embeddings, methods=["POST"]),
-    Route("/api/show", ollama_show, methods=["POST"]),
-    Route("/api/tags", ollama_tags, methods=["GET"]),
-    Route("/api/ps", ollama_ps, methods=["GET"]),
-    Route("/api/version", ollama_version, methods=["GET"]),
-    Route("/completion", llama_completion, methods=["POST"]),
-    Route("/completions", llama_completion, methods=["POST"]),
-    Route("/infill", llama_infill, methods=["POST"]),
-    Route("/apply-template", llama_apply_template, methods=["POST"]),
-    Route("/props", llama_props, methods=["GET"]),
-    Route("/slots", llama_slots, methods=["GET"]),
-    Route("/health", show_health, methods=["GET"]),
-    Route("/ready", show_readiness, methods=["GET"]),
-    Route("/version", show_version, methods=["GET"]),
-    Route("/metrics", show_metrics, methods=["GET"]),
-    Route("/openapi.json", show_openapi, methods=["GET"]),
+ROUTES = tuple(
+    route for family in (api, embeddings, scores, sleep, ollama, llama_cpp, openapi) for route in family.ROUTES
 )
 
-BODY_PATHS = frozenset(route.path for route in ROUTES if "POST" in (route.methods or ())) - {"/sleep", "/wake_up"}
+BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 
 
 def create_app(
-    client: AsyncEngine,
-    settings: ServerSettings,
-    further: Callable[[AppState], FurtherModels] | None = None,
+    client: AsyncEngine, settings: ServerSettings, further: Callable[[AppState], FurtherModels] | None = None
 ) -> Starlette:
     """The app that answers for an engine.
 
@@ -150,7 +71,7 @@ def guards(
     note: Callable[[RequestLog], None],
     open_paths: frozenset[str] = OPEN_PATHS,
     body_paths: frozenset[str] | None = None,
-    tracer: Tracer | None = None,
+    tracer: SpanWriter | None = None,
 ) -> list[Middleware]:
     """What `Starlette(middleware=...)` takes: the outermost first; None are `body_paths` where any may take a body.
 
@@ -200,18 +121,13 @@ def errors_raised(router: ASGIApp) -> ASGIApp:
         try:
             await router(scope, receive, send)
         except HTTPException as error:
-            raise _no_route(error, scope) from None
+            path = scope["path"][:256]  # not of the URL, in which Host has a say
+            message, code = str(error.detail), "invalid_request"
+            if error.status_code == 404:
+                message, code = f"There is nothing at {path!r}.", "not_found"
+            elif error.status_code == 405:
+                allowed = (error.headers or {}).get("Allow", "other methods")
+                message, code = f"{path!r} takes {allowed}, not {scope['method']}.", "method_not_allowed"
+            raise RequestError(error.status_code, message, code=code, headers=error.headers) from None
 
     return route
-
-
-def _no_route(error: HTTPException, scope: Scope) -> RequestError:
-    path = scope["path"][:256]  # not of the URL, in which Host has a say
-    if error.status_code == 404:
-        message, code = f"There is nothing at {path!r}.", "not_found"
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods")
-        message, code = f"{path!r} takes {allowed}, not {scope['method']}.", "method_not_allowed"
-    else:
-        message, code = str(error.detail), "invalid_request"
-    return RequestError(error.status_code, message, code=code, headers=error.headers)

@@ -1,10 +1,4 @@
-"""Connections: HTTP as uvicorn speaks it, with limits that it does not have.
-
-An app sees a request when its head is complete, and nothing after its answer; so a head that never ends,
-and a body that goes on after the answer, are bounded here. And what flows freely need not wait for anything: a stream
-may write its pieces straight to the socket (`DirectWriter`), and what an app sends
-without waiting is one write (`WriteBuffer`).
-"""
+"""HTTP as uvicorn speaks it, with bounds on heads and bodies that never end, and one write for what comes at once."""
 
 from __future__ import annotations
 
@@ -32,10 +26,8 @@ LINGER_SECONDS = 5.0
 
 
 class WriteBuffer:
-    """What uvicorn needs of a transport.
-
-    What is written in one turn of the event loop goes out at the end of that turn: an answer's head and its body, or
-    the last events of a stream. The kernel takes as long for each write as for all.
+    """A transport for uvicorn: what is written in one turn of the event loop is one write, for which the kernel takes
+    as long as for each of its parts.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -59,23 +51,18 @@ class WriteBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Send what has been gathered, unless the client has left."""
         if self.waiting and not self.is_closing():
             self.transport.write(b"".join(self.waiting))
         self.waiting.clear()
         self._size = 0
 
     def close(self) -> None:
-        """Send what has been gathered, and end the connection."""
         self.flush()
         self.transport.close()
 
 
 class DirectWriter:
-    """Of one answer that is streamed: writes its pieces at once, past all that stands between a route and its socket.
-
-    That all is for answers that begin or end, and for writes that must wait; these go through `send`.
-    """
+    """Of one streamed answer: writes chunks to the socket at once, past all that stands between a route and that."""
 
     def __init__(self, cycle: RequestResponseCycle, gathered: WriteBuffer) -> None:
         self._cycle = weakref.ref(cycle)  # whose scope holds this: no garbage is left for the collector to find
@@ -93,7 +80,6 @@ class DirectWriter:
         return not (self._flow.write_paused or self._is_closing())
 
     def write(self, content: bytes) -> None:
-        """Write a piece that is not empty, while it is free."""
         if self._gathered.waiting:
             self._gathered.flush()
         self._write(b"%x\r\n%b\r\n" % (len(content), content))

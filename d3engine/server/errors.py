@@ -1,7 +1,4 @@
-"""Every error that a client gets, in OpenAI's form: clients decide by `type` and `code` what to do next.
-
-Under /v1/messages it has Anthropic's form, and under /api Ollama's.
-"""
+"""Every error that a client gets: in OpenAI's form, under /v1/messages in Anthropic's and under /api in Ollama's."""
 
 from __future__ import annotations
 
@@ -57,15 +54,10 @@ OLLAMAS_ROOT = "/api"
 
 
 class RequestError(Exception):
-    """Why a request is not answered: a status, and what the body says.
+    """Why a request is not answered: a status of HTTP, and what the body says.
 
-    Args:
-        status: of HTTP.
-        message: what is wrong, as a sentence.
-        param: the field of the request that it is about.
-        code: OpenAI's word for it, such as "model_not_found".
-        type: OpenAI's word for its kind; None: the usual one of the status.
-        headers: further ones of the response, such as Retry-After.
+    `param` is the field of the request that it is about; `code` and `type` are OpenAI's words for it and for its kind,
+    which follows from the status where it is None; `headers` are further ones of the response, such as Retry-After.
     """
 
     def __init__(
@@ -93,7 +85,6 @@ def invalid(param: str | None, message: str, code: str | None = None) -> Request
 
 
 def shown_message(error: RequestError) -> str:
-    """Its message, cut to size."""
     message = error.message
     return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 3] + "..."
 
@@ -117,7 +108,6 @@ def ollamas_error_body(error: RequestError) -> bytes:
 
 
 def error_response(error: RequestError, path: str) -> Response:
-    """The answer to a request for `path` that failed."""
     if path == ANTHROPICS_ROOT or path.startswith(ANTHROPICS_ROOT + "/"):
         body = anthropics_error_body(error)
     elif path.startswith(OLLAMAS_ROOT + "/"):
@@ -128,10 +118,7 @@ def error_response(error: RequestError, path: str) -> Response:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a client gets of any error; of the server's own faults, no internals.
-
-    A fault of the server's own is logged here, once.
-    """
+    """What a client gets of any error; a fault of the server's own is logged here, once, and shows no internals."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, InvalidValueError):

@@ -20,7 +20,6 @@ class Answered:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> Answered:
-    """POST a body of JSON."""
     status, headers, parts = 0, {}, []
     async with aclosing(messages_of(app, path, body)) as messages:
         async for message in messages:
@@ -32,10 +31,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Answered:
 
 
 async def messages_of(app: ASGIApp, path: str, body: bytes) -> AsyncGenerator[Message, None]:
-    """The messages by which an app answers a POST of JSON, as ASGI has them, as they come.
-
-    Closing it ends the request, as a client does that leaves.
-    """
+    """The ASGI messages by which an app answers a POST of JSON. Closing it ends the request, as leaving does."""
     # The app waits for its reader, as for a socket.
     sent: asyncio.Queue[Message | Exception | None] = asyncio.Queue(1)
 
@@ -70,7 +66,6 @@ def whole(body: bytes) -> Receive:
 
 
 def scope_of(path: str, length: int) -> Scope:
-    """Of a POST of `length` bytes of JSON."""
     headers = {"host": "localhost", "content-type": "application/json", "content-length": str(length)}
     return {
         "type": "http",

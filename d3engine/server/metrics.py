@@ -1,8 +1,4 @@
-"""Meters: what a server counts of its requests, beside what the engine counts of its steps.
-
-Nothing is kept of a request but counts in buckets, and every label has a fixed set of values, so that no
-client can make them grow.
-"""
+"""What a server counts of its requests, as Prometheus reads it with what the engine counts of its steps."""
 
 from __future__ import annotations
 
@@ -12,9 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -64,7 +61,7 @@ class Meters:
     """All that one app counts by itself. `own` is the engine's own policy, under the label "default"."""
 
     def __init__(self, own: DepthPolicy, num_layers: int) -> None:
-        self._own = own
+        self.own = own
         self.num_layers = num_layers
         self.finished: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter()
@@ -87,14 +84,7 @@ class Meters:
         finally:
             meter.leave()
 
-    def label_of(self, depth: DepthPolicy | None) -> PolicyLabel:
-        """The value of the label `policy` for what a request asked for."""
-        if depth is None or depth == self._own:
-            return "default"
-        return "full" if isinstance(depth, FullDepth) else "other"
-
     def count_exchange(self, exchange: RequestLog) -> None:
-        """Count a request over HTTP that has ended."""
         path = "/v1/models" if exchange.path.startswith("/v1/models/") else exchange.path
         route = path if path in ROUTES else "other"
         kind = "left" if exchange.status == 499 else f"{exchange.status // 100}xx"
@@ -108,14 +98,15 @@ class RequestMeter:
 
     def __init__(self, meters: Meters, prepared: EngineRequest) -> None:
         self._meters = meters
-        self._policy = meters.label_of(prepared.params.depth)
+        depth = prepared.params.depth
+        is_own = depth is None or depth == meters.own
+        self._policy: PolicyLabel = "default" if is_own else "full" if isinstance(depth, FullDepth) else "other"
         self._num_sequences = prepared.params.n
         self._num_tokens = 0
         self._num_ended = 0
         self._last: float | None = None
 
     def see(self, output: RequestOutput) -> None:
-        """The next output."""
         now = time.monotonic()
         meters, num_new, num_run, num_full = self._meters, 0, 0, 0
         for answer in output.outputs:
@@ -192,21 +183,9 @@ ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineStats], Histogram]]]
     ("request_decode_time_seconds", "Seconds from the first token to the last.", lambda s: s.decode_seconds),
 )
 REQUEST_HISTOGRAMS: Sequence[tuple[str, str, Callable[[Meters], HistogramCounter]]] = (
-    (
-        "time_to_first_token_seconds",
-        "Seconds from arrival to the first token.",
-        lambda m: m.first_token_seconds,
-    ),
-    (
-        "inter_token_latency_seconds",
-        "Seconds between tokens as they come.",
-        lambda m: m.inter_token_seconds,
-    ),
-    (
-        "request_time_per_output_token_seconds",
-        "Their mean after the first.",
-        lambda m: m.time_per_token,
-    ),
+    ("time_to_first_token_seconds", "Seconds from arrival to the first token.", lambda m: m.first_token_seconds),
+    ("inter_token_latency_seconds", "Seconds between tokens as they come.", lambda m: m.inter_token_seconds),
+    ("request_time_per_output_token_seconds", "Their mean after the first.", lambda m: m.time_per_token),
     ("e2e_request_latency_seconds", "Seconds from arrival to the end.", lambda m: m.e2e_seconds),
     ("request_prompt_tokens", "Tokens of a prompt.", lambda m: m.prompt_tokens),
     ("request_generation_tokens", "Tokens generated for a request.", lambda m: m.generation_tokens),
@@ -228,26 +207,26 @@ class Exposition:
         """All of them, in Prometheus' text format; never waits long for the engine, which may hang."""
         with suppress(TimeoutError, EngineDeadError, EngineClosedError):
             self._stats = await asyncio.wait_for(client.stats(), STATS_SECONDS)
-        return _text(self._families(client, traffic, meters))
+        return generate_latest(_Collected(self._families(client, traffic, meters)))
 
     def text_of_engine(self, stats: EngineStats) -> bytes:
         """Those of the engine alone, for a stack that counts requests itself."""
-        return _text(self._engine_families(stats))
+        return generate_latest(_Collected(self._engine_families(stats)))
 
     def _families(self, client: AsyncEngine, traffic: AdmissionControl, meters: Meters) -> Iterable[Metric]:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
         yield self._sleep_state(is_sleeping=client.heartbeat().is_sleeping)
         yield self._gauge("num_requests_in_flight", "Places taken, running or waiting.", traffic.taken)
-        yield self._counts(
-            "request_success", "Sequences that ended.", "finished_reason", FINISH_REASONS, meters.finished
-        )
+        what = "Sequences that ended."
+        yield self._counts("request_success", what, ("finished_reason",), FINISH_REASONS, meters.finished)
         what = "Requests refused before they were run."
-        yield self._counts("admission_rejections", what, "reason", REJECTIONS, meters.rejections)
-        yield self._answered(meters)
+        yield self._counts("admission_rejections", what, ("reason",), REJECTIONS, meters.rejections)
+        what = "Requests over HTTP that have ended."
+        yield self._counts("http_requests", what, ("route", "status"), product(ROUTES, STATUSES), meters.answered)
         what = "Layers run for the tokens of requests."
-        yield self._counts("layers_run", what, "policy", POLICIES, meters.layers_run)
+        yield self._counts("layers_run", what, ("policy",), POLICIES, meters.layers_run)
         what = "Layers that full depth would have run for them."
-        yield self._counts("layers_full", what, "policy", POLICIES, meters.layers_full)
+        yield self._counts("layers_full", what, ("policy",), POLICIES, meters.layers_full)
         for name, what, tally in REQUEST_HISTOGRAMS:
             yield self._histogram(name, what, tally(meters).histogram())
         if self._stats is not None:
@@ -264,7 +243,7 @@ class Exposition:
         yield self._token_layers(stats)
         what = "Accepted draft tokens by their place in the draft."
         places = {str(place): count for place, count in enumerate(stats.accepted_at)}
-        yield self._counts("spec_decode_num_accepted_tokens_per_pos", what, "position", tuple(places), places)
+        yield self._counts("spec_decode_num_accepted_tokens_per_pos", what, ("position",), places, places)
 
     def _token_layers(self, stats: EngineStats) -> Metric:
         """A bucket for each number of layers; a draft's share that is more than all of them counts as all."""
@@ -281,18 +260,13 @@ class Exposition:
             family.add_metric((state,), is_so)
         return family
 
-    def _answered(self, meters: Meters) -> Metric:
-        name, what = self._prefix + "http_requests", "Requests over HTTP that have ended."
-        family = CounterMetricFamily(name, what, labels=("route", "status"))
-        for route in ROUTES:
-            for status in STATUSES:
-                family.add_metric((route, status), meters.answered[route, status])
-        return family
-
-    def _counts(self, name: str, what: str, label: str, values: Sequence[str], counts: Mapping[str, int]) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, what, labels=(label,))
+    def _counts(
+        self, name: str, what: str, labels: Sequence[str], values: Iterable[Any], counts: Mapping[Any, int]
+    ) -> Metric:
+        """A count for each value of a label, or for each tuple of values of several."""
+        family = CounterMetricFamily(self._prefix + name, what, labels=labels)
         for value in values:
-            family.add_metric((value,), counts.get(value, 0))
+            family.add_metric(value if isinstance(value, tuple) else (value,), counts.get(value, 0))
         return family
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
@@ -306,16 +280,10 @@ class Exposition:
         return HistogramMetricFamily(self._prefix + name, what, buckets=buckets, sum_value=found.sum)
 
 
-def _text(families: Iterable[Metric]) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(list(families)))
-    return generate_latest(registry)
-
-
 class _Collected(Collector):
     """Families that are there already."""
 
-    def __init__(self, families: list[Metric]) -> None:
+    def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
@@ -327,11 +295,7 @@ LABEL = "replica"
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """What Prometheus reads, out of what each of the servers would tell it; every name is described once.
-
-    Args:
-        texts: by the id of the server, in Prometheus' text format.
-    """
+    """Prometheus' texts of several servers, by their ids, as one; every name is described once."""
     families: dict[str, tuple[dict[str, None], list[str]]] = {}
     for replica, text in texts.items():
         found: tuple[dict[str, None], list[str]] = ({}, [])
@@ -341,12 +305,8 @@ def merged(texts: Mapping[str, str]) -> str:
             if line.startswith("#"):
                 found[0].setdefault(line)
             else:
-                found[1].append(_labelled(line, replica))
+                sample = SAMPLE.fullmatch(line)
+                assert sample is not None, line
+                labels = ",".join(filter(None, (f'{LABEL}="{replica}"', sample["labels"])))
+                found[1].append(f"{sample['name']}{{{labels}}} {sample['value']}")
     return "".join(f"{line}\n" for heads, samples in families.values() for line in (*heads, *samples))
-
-
-def _labelled(line: str, replica: str) -> str:
-    sample = SAMPLE.fullmatch(line)
-    assert sample is not None, line
-    labels = ",".join(filter(None, (f'{LABEL}="{replica}"', sample["labels"])))
-    return f"{sample['name']}{{{labels}}} {sample['value']}"

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from d3engine.errors import D3EngineError
 from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
-from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState, ModelCard, no_such_model
 from d3engine.utils.garbage import collect_now, freeze_loaded, unfreeze_loaded
 
@@ -33,14 +32,8 @@ LATEST = ":latest"
 
 @dataclass(frozen=True)
 class FurtherModel:
-    """What is known of a model before it is loaded.
-
-    Attributes:
-        name: the id by which requests name it.
-        load: makes its engine, in a thread.
-        num_bytes: what its weights and its KV cache take, about.
-        directory: where its files are.
-        config: its sizes.
+    """What is known of a model before it is loaded: its id, what makes its engine in a thread, about how many bytes its
+    weights and its KV cache take, and its files.
     """
 
     name: str
@@ -51,15 +44,7 @@ class FurtherModel:
 
 
 class _Place:
-    """One model, and the requests that use it. Times are of the monotonic clock.
-
-    Args:
-        name: its id.
-        num_bytes: what it takes while it is loaded, about.
-        load: loads it.
-        unload: frees what it takes.
-        served: its app state where it is loaded already.
-    """
+    """One model, and the requests that use it; times are of the monotonic clock."""
 
     def __init__(
         self,
@@ -104,7 +89,10 @@ class FurtherModels:
         ttl: float | None = None,
     ) -> None:
         self._models: Mapping[str, FurtherModel] = {model.name: model for model in models}
-        self._places = {one.name: _Place(one.name, one.num_bytes, partial(self._new, one), _close) for one in models}
+        self._places = {
+            one.name: _Place(one.name, one.num_bytes, partial(self._new, one), lambda client: client.close())
+            for one in models
+        }
         self._first = first
         self._sleeper: _Place | None = None
         if first.settings.enable_sleep_mode:
@@ -125,11 +113,9 @@ class FurtherModels:
 
     @property
     def models(self) -> list[FurtherModel]:
-        """All of them but the first, loaded or not."""
         return list(self._models.values())
 
     def loaded(self) -> list[tuple[FurtherModel, AppState]]:
-        """Those that are loaded now."""
         return [(self._models[name], one.served) for name, one in self._places.items() if one.served is not None]
 
     def cards(self) -> list[ModelCard]:
@@ -137,7 +123,6 @@ class FurtherModels:
         return [self.card(name) for name in self._places]
 
     def card(self, name: str) -> ModelCard:
-        """The entry of one of them."""
         place = self._places[name]
         if place.served is not None:
             return place.served.models.card(name)
@@ -172,10 +157,7 @@ class FurtherModels:
         return place is not None and place.served is None
 
     async def sleep(self, given: str | None) -> None:
-        """Unload a model after its requests in progress; later ones wait, and load it again.
-
-        Raises `RequestError` for an unknown one, and as `AsyncEngine.sleep` does.
-        """
+        """Unload a model after its requests in progress; later ones load it again. Raises as `AsyncEngine.sleep`."""
         place = self._known(given)
         assert place is not None, "the route asks whether models may sleep"
         if place.draining is None:
@@ -223,7 +205,6 @@ class FurtherModels:
         await self._closed()
 
     async def _drain(self, place: _Place) -> None:
-        """Wait for the requests that use a model, and unload it."""
         try:
             while place.num_users:
                 self._left.clear()
@@ -264,12 +245,10 @@ class FurtherModels:
 
     async def _new(self, model: FurtherModel) -> AppState:
         client = await asyncio.to_thread(model.load)
-        served = AppState(client, self._settings_of(model))
+        own = {"model_names": (model.name,), "depth_aliases": {}, "otlp_traces_endpoint": None}
+        served = AppState(client, replace(self._first.settings, **own))
         served.traffic = self._first.traffic
         return served
-
-    def _settings_of(self, model: FurtherModel) -> ServerSettings:
-        return replace(self._first.settings, model_names=(model.name,), depth_aliases={}, otlp_traces_endpoint=None)
 
     async def _make_room(self, place: _Place) -> None:
         """Unload the models that were used least recently, and wait while those that are left are in use."""
@@ -322,10 +301,6 @@ async def _freed(place: _Place, served: AppState) -> D3EngineError | None:
     return None
 
 
-async def _close(client: AsyncEngine) -> None:
-    await client.close()
-
-
 async def _put_to_sleep(client: AsyncEngine) -> None:
     unfreeze_loaded()
     await client.sleep()
@@ -361,10 +336,8 @@ class ModelRouter:
             await self.app(scope, receive, send)
 
 
-def _model_of(body: bytes | None) -> object:
+def _model_of(body: bytes) -> object:
     """What a body has as `model`; None where it is no JSON object, which its route says."""
-    if not body:
-        return None
     try:
         return msgspec.json.decode(body, type=_Named).model
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError):

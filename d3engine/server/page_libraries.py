@@ -48,7 +48,6 @@ class Library(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Where the registry has the package file."""
         return f"{REGISTRY}/{self.name}/-/{self.name.rpartition('/')[2]}-{self.version}.tgz"
 
 
@@ -146,7 +145,6 @@ def _unpack(library: Library, package: bytes, folder: Path) -> None:
 
 
 def main() -> int:
-    """Fetch them, and say what came of it."""
     try:
         fetch()
     except LibraryError as error:

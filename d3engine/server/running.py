@@ -1,8 +1,4 @@
-"""Running an app: its socket, its signals, and how it ends.
-
-The first signal begins a drain and the second ends the process at once. While it drains, the port stays
-open, so that clients learn that the server is going, and /health says so.
-"""
+"""Runs an app: its socket and its signals. The first begins a drain with an open port, the second ends the process."""
 
 from __future__ import annotations
 
@@ -62,14 +58,7 @@ def most_connections(settings: GuardSettings) -> int:
 
 
 class GuardedServer(uvicorn.Server):
-    """Serves an app until a signal comes, then until its requests are answered.
-
-    Args:
-        app: the app.
-        settings: its limits of time.
-        traffic: that of the app.
-        say: prints, in a line, how it ends.
-    """
+    """Serves an app until a signal comes, then until its requests are answered; `say` prints how it ends, in a line."""
 
     def __init__(
         self, app: ASGIApp, settings: GuardSettings, traffic: AdmissionControl, say: Callable[[str], None]
@@ -104,13 +93,11 @@ class GuardedServer(uvicorn.Server):
         self._started = act
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
         await super().startup(sockets)
         if self._started is not None:
             self._started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
         if self._traffic.is_draining:
             print("ended at once, at a second signal", file=sys.stderr, flush=True)
             os._exit(128 + sig)

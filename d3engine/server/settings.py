@@ -71,21 +71,13 @@ class ServerSettings:
         require_integer("max_prompts", self.max_prompts, 1)
         require_integer("max_logprobs", self.max_logprobs, 0)
         require_number("sse_keep_alive_seconds", self.sse_keep_alive_seconds, 0, 86400)
-        self._check_formats()
-        if self.otlp_traces_endpoint is not None:
-            _check_traces_endpoint(self.otlp_traces_endpoint)
-
-    def _check_formats(self) -> None:
+        if self.otlp_traces_endpoint is not None and TRACES_ENDPOINT.fullmatch(self.otlp_traces_endpoint) is None:
+            shown = NOTHING if "@" in self.otlp_traces_endpoint else self.otlp_traces_endpoint  # never a password
+            words = 'a whole URL like "http://127.0.0.1:4318/v1/traces", without a name or a password'
+            raise InvalidValueError("otlp_traces_endpoint", shown, words)
         from d3engine.server.requests.formats import reasoning_format_named, tool_format_named
 
         if self.tool_call_parser not in ("auto", "none"):
             tool_format_named(self.tool_call_parser)
         if self.reasoning_parser not in ("auto", "none"):
             reasoning_format_named(self.reasoning_parser)
-
-
-def _check_traces_endpoint(endpoint: str) -> None:
-    if TRACES_ENDPOINT.fullmatch(endpoint) is None:
-        shown = NOTHING if "@" in endpoint else endpoint  # never a password
-        words = 'a whole URL like "http://127.0.0.1:4318/v1/traces", without a name or a password'
-        raise InvalidValueError("otlp_traces_endpoint", shown, words)

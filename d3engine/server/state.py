@@ -1,5 +1,4 @@
-"""The ids under which one model is served: its own, one for each depth that the server's owner gave a name, and one for
-each LoRA adapter."""
+"""The state of an app: its engine, the ids under which that is served, and whether it can be expected to answer."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.async_engine.client import Heartbeat
-from d3engine.depth import DepthPolicy, FullDepth
+from d3engine.depth import FullDepth
 from d3engine.engine.depth import Certification
 from d3engine.errors import require
 from d3engine.request.params import SamplingParams
@@ -27,7 +26,7 @@ from d3engine.server.requests.refused import IgnoredFields
 from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.requests.tools import ChatStyles
 from d3engine.server.settings import ServerSettings
-from d3engine.server.tracing import Tracer
+from d3engine.server.tracing import new_tracer
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.infill import InfillFormat, infill_format
 from d3engine.text.tokenizer import Tokenizer
@@ -59,32 +58,28 @@ class ModelCard(TypedDict):
     d3ext: NotRequired[ModelExtra]
 
 
+class ModelList(TypedDict):
+    """The answer to GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
 class ModelIds:
     """Which ids there are, and the depth that each stands for."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        *,
-        own: DepthPolicy,
-        num_layers: int,
-        max_model_len: int,
-        certification: Certification,
-        created: int,
-        adapters: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        self._adapters = adapters
+    def __init__(self, client: AsyncEngine, settings: ServerSettings, certification: Certification) -> None:
+        self._client = client
         self.default = settings.model_names[0]
         self.aliases = dict(settings.depth_aliases)
         self._names = settings.model_names
-        self._own = own
-        self._num_layers = num_layers
-        self._max_model_len = max_model_len
         self._certification = certification
-        self._created = created
+        self._created = int(time.time())
+        for name in client.lora_adapters:
+            require(not self.is_own(name), "lora_modules", name, "a name that is no id of the model")
 
     def __contains__(self, name: str) -> bool:
-        return self.is_own(name) or name in self._adapters()
+        return self.is_own(name) or name in self._client.lora_adapters
 
     def check(self, name: str | None) -> str:
         """The id of a request, which may leave it out. Raises `RequestError` for one that is not served."""
@@ -96,19 +91,19 @@ class ModelIds:
 
     def adapter(self, name: str) -> str | None:
         """The LoRA adapter that an id stands for, None for the model alone."""
-        return name if name in self._adapters() else None
+        return name if name in self._client.lora_adapters else None
 
     def is_own(self, name: str) -> bool:
         """Whether an id is the model's, at one depth or another, so that no adapter may have it."""
         return name in self._names or name in self.aliases
 
     def cards(self) -> list[ModelCard]:
-        return [self.card(name) for name in (*self._names, *self.aliases, *self._adapters())]
+        return [self.card(name) for name in (*self._names, *self.aliases, *self._client.lora_adapters)]
 
     def card(self, name: str) -> ModelCard:
         """The entry of one id; raises `RequestError` for one that is not served."""
         self.check(name)
-        policy = self.aliases.get(name, self._own)
+        policy = self.aliases.get(name, self._client.depth)
         # What was measured is the model alone: an adapter is certified for full depth, which needs no measurement.
         is_base = self.adapter(name) is None
         is_measured = is_base or isinstance(policy, FullDepth)
@@ -120,9 +115,9 @@ class ModelIds:
             "owned_by": "d3engine",
             "root": self.default,
             "parent": None if name in self._names else self.default,
-            "max_model_len": self._max_model_len,
+            "max_model_len": self._client.max_model_len,
             "d3ext": {
-                "num_layers": self._num_layers,
+                "num_layers": self._client.config.num_layers,
                 "depth": policy.describe(),
                 "calibrated": is_measured and self._certification.is_calibrated(policy),
                 "certified": is_measured and self._certification.covers(policy),
@@ -165,7 +160,6 @@ def health(heartbeat: Heartbeat, traffic: AdmissionControl, stall_seconds: float
 
 
 def readiness(healthy: Health, traffic: AdmissionControl) -> Health:
-    """Whether it would take a request now."""
     if healthy.is_ok and traffic.is_full:
         return Health("full", "the queue is full")
     return healthy
@@ -186,37 +180,13 @@ QUEUE_PER_SEQUENCE = 4
 
 
 class AppState:
-    """One engine behind one app.
-
-    Attributes:
-        client: the engine, which the app uses and does not own.
-        settings: what the server's owner has decided.
-        models: the ids of the model.
-        certification: which depths are certified for the model.
-        depths: reads the depths of requests, and knows which are at work.
-        ignored: names unknown fields.
-        chat_styles: how chat templates show functions, write calls and mark reasoning.
-        traffic: the requests that have a place, and whether new ones are taken.
-        meters: what is counted of requests.
-        exposition: writes that, and what the engine counts, for Prometheus.
-        tracer: makes spans of requests, None where they are off; to be closed when the app has ended.
-    """
+    """One engine behind one app, which does not own it; `tracer` is to be closed when the app has ended."""
 
     def __init__(self, client: AsyncEngine, settings: ServerSettings) -> None:
         self.client = client
         self.settings = settings
         self.certification = Certification(client.settings.directory, client.config.num_layers)
-        self.models = ModelIds(
-            settings,
-            own=client.depth,
-            num_layers=client.config.num_layers,
-            max_model_len=client.max_model_len,
-            certification=self.certification,
-            created=int(time.time()),
-            adapters=lambda: client.lora_adapters,
-        )
-        for name in client.lora_adapters:
-            require(not self.models.is_own(name), "lora_modules", name, "a name that is no id of the model")
+        self.models = ModelIds(client, settings, self.certification)
         self.depths = DepthPolicies(settings, client.depth)
         self.ignored = IgnoredFields()
         self.chat_styles = ChatStyles(client, settings.tool_call_parser, settings.reasoning_parser)
@@ -224,7 +194,7 @@ class AppState:
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)
         endpoint = settings.otlp_traces_endpoint
-        self.tracer = None if endpoint is None else Tracer(endpoint)
+        self.tracer = None if endpoint is None else new_tracer(endpoint)
 
     async def in_thread(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """What a function of the tokenizer's makes of what may be long."""
@@ -237,7 +207,6 @@ class AppState:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """What the model's tokens read as."""
         return TokenTexts(self.tokenizer)
 
     @cached_property
@@ -263,7 +232,6 @@ def served_by(request: Request) -> AppState:
 
 
 def _places(client: AsyncEngine, settings: ServerSettings) -> int:
-    """How many sequences may run or wait."""
     running = client.settings.max_num_seqs
     waiting = settings.guards.max_queue
     return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)

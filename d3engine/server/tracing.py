@@ -1,14 +1,10 @@
-"""What a trace has of one request: numbers, and words that are this server's own.
-
-It is written down while the request runs, as plain values, and becomes a span only when the request has
-ended. Nothing of a prompt or of an answer is ever in here, and no message of an error, which may quote either.
-"""
+"""What a trace has of one request: numbers and words of the server's own, never a prompt, an answer or a message."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.types import Scope
 
@@ -16,18 +12,16 @@ from d3engine.errors import MissingExtraError
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
 
+if TYPE_CHECKING:
+    from d3engine.server.tracing_export import SpanWriter
+
 Attributes: TypeAlias = dict[str, str | int | float | list[str]]
 
 PROVIDER = "d3engine"
 
 
 class RequestTrace:
-    """Of a request that asks for an answer.
-
-    Args:
-        operation: OpenTelemetry's word for what is asked: "chat" or "text_completion".
-        route: the path.
-    """
+    """Of a request for an answer; `operation` is OpenTelemetry's word for it: "chat" or "text_completion"."""
 
     def __init__(self, operation: str, route: str) -> None:
         self.began_ns = time.time_ns()
@@ -79,7 +73,6 @@ class RequestTrace:
         self._unfinished = len(prepared)
 
     def see(self, number: int, output: RequestOutput) -> None:
-        """The next output of the prompt of this number: a delta, or all of it once."""
         for answer in output.outputs:
             self._num_tokens += len(answer.token_ids)
             self._layers_run += sum(answer.depths)
@@ -104,23 +97,17 @@ class RequestTrace:
             found["d3engine.layers_saved"] = self._num_layers * self._num_tokens - self._layers_run
         if self._num_tokens:
             found["d3engine.mean_layers"] = self._layers_run / self._num_tokens
-        return found | self._latencies()
-
-    def _latencies(self) -> Attributes:
-        """Under vLLM's names."""
-        times = self._times
-        if times is None:
-            return {}
-        ended = times.finished_time
-        first = times.first_token_time
-        found = {
-            "time_in_queue": times.queue_seconds,
-            "time_in_model_prefill": times.prefill_seconds,
-            "time_in_model_decode": times.decode_seconds,
-            "time_to_first_token": None if first is None else first - times.arrival_time,
-            "e2e": None if ended is None else ended - times.arrival_time,
-        }
-        return {f"gen_ai.latency.{name}": seconds for name, seconds in found.items() if seconds is not None}
+        if (times := self._times) is not None:
+            ended, first = times.finished_time, times.first_token_time
+            latencies = {  # vLLM's names
+                "time_in_queue": times.queue_seconds,
+                "time_in_model_prefill": times.prefill_seconds,
+                "time_in_model_decode": times.decode_seconds,
+                "time_to_first_token": None if first is None else first - times.arrival_time,
+                "e2e": None if ended is None else ended - times.arrival_time,
+            }
+            found |= {f"gen_ai.latency.{name}": given for name, given in latencies.items() if given is not None}
+        return found
 
 
 PACKAGES = {
@@ -130,23 +117,12 @@ PACKAGES = {
 """Of the extra: what is imported -> what is installed."""
 
 
-class Tracer:
-    """Sends the spans of one app to `endpoint`. Raises `MissingExtraError` without the extra `otel`."""
+def new_tracer(endpoint: str) -> SpanWriter:
+    """What sends the spans of one app to `endpoint`. Raises `MissingExtraError` without the extra `otel`."""
+    require_tracing_packages("otlp_traces_endpoint")
+    from d3engine.server.tracing_export import SpanWriter
 
-    def __init__(self, endpoint: str) -> None:
-        require_tracing_packages("otlp_traces_endpoint")
-        from d3engine.server.tracing_export import SpanWriter
-
-        self._writer = SpanWriter(endpoint)
-
-    def write(self, trace: RequestTrace, scope: Scope, answered: Attributes, error: str | None) -> None:
-        """A request has ended: how it was `answered`, and one word for what kept it from its end, if anything did."""
-        attributes = trace.attributes() | answered
-        self._writer.write(trace.name, _carrier(scope), attributes, error, trace.began_ns, trace.ended_ns)
-
-    def close(self) -> None:
-        """Send what is not sent yet, as far as the collector takes it."""
-        self._writer.close()
+    return SpanWriter(endpoint)
 
 
 def require_tracing_packages(what: str) -> None:
@@ -159,17 +135,5 @@ def require_tracing_packages(what: str) -> None:
 
 
 def trace_of(scope: Scope) -> RequestTrace | None:
-    """The trace of a request, where there is one."""
     found: RequestTrace | None = scope.get("state", {}).get("trace")
     return found
-
-
-def _carrier(scope: Scope) -> dict[str, str]:
-    """The headers that say whose child the span is; of two parents neither is taken."""
-    parents = _values(scope, b"traceparent")
-    states = _values(scope, b"tracestate")
-    return {"traceparent": parents[0], "tracestate": ",".join(states)} if len(parents) == 1 else {}
-
-
-def _values(scope: Scope, key: bytes) -> list[str]:
-    return [value.decode("latin-1") for name, value in scope["headers"] if name == key]

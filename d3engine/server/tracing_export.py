@@ -1,15 +1,11 @@
-"""Spans on their way to a collector: OpenTelemetry's packages are used here alone.
-
-The event loop only puts a span into a bounded queue. A thread of the SDK's sends batches of
-them; a collector that is away costs spans, which is said once, and never a request.
-"""
+"""Spans on their way to a collector by OpenTelemetry's packages; one that is away costs spans, never a request."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from urllib.parse import urlsplit
@@ -21,8 +17,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import Scope
 
-from d3engine.server.tracing import PROVIDER, Attributes
+from d3engine.server.tracing import PROVIDER, Attributes, RequestTrace
 from d3engine.utils.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -53,19 +50,12 @@ class SpanWriter:
         self._propagator = TraceContextTextMapPropagator()
         self._end = weakref.finalize(self, _Ending(provider, exporter).end)  # with the process, if not before
 
-    def write(
-        self,
-        name: str,
-        carrier: Mapping[str, str],
-        attributes: Attributes,
-        error: str | None,
-        began_ns: int,
-        ended_ns: int,
-    ) -> None:
-        """Queue one span; `carrier` holds the headers that say whose child it is, `error` one word for what failed."""
-        parent = self._propagator.extract(carrier, context=Context())
+    def write(self, trace: RequestTrace, scope: Scope, answered: Attributes, error: str | None) -> None:
+        """A request has ended: how it was `answered`, and one word for what kept it from its end, if anything did."""
+        ended_ns, attributes = trace.ended_ns, trace.attributes() | answered
+        parent = self._propagator.extract(_carrier(scope), context=Context())
         span = self._tracer.start_span(
-            name, context=parent, kind=SpanKind.SERVER, attributes=attributes, start_time=began_ns
+            trace.name, context=parent, kind=SpanKind.SERVER, attributes=attributes, start_time=trace.began_ns
         )
         if error is not None:
             span.set_attribute("error.type", error)
@@ -76,6 +66,13 @@ class SpanWriter:
     def close(self) -> None:
         """Send what is queued, as far as the collector takes it within two seconds; further calls do nothing."""
         self._end()
+
+
+def _carrier(scope: Scope) -> dict[str, str]:
+    """The headers that say whose child a span is; of two parents neither is taken."""
+    given = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
+    parents, states = ([value for name, value in given if name == key] for key in (b"traceparent", b"tracestate"))
+    return {"traceparent": parents[0], "tracestate": ",".join(states)} if len(parents) == 1 else {}
 
 
 class _ToCollector(SpanExporter):
@@ -104,7 +101,6 @@ class _ToCollector(SpanExporter):
         self._is_failing = is_failing
 
     def tell_of_loss(self) -> None:
-        """It hangs, and is waited for no longer."""
         _log.warning("%s did not take the last traces within %g seconds; they are lost", self._where, END_SECONDS)
 
     def begin_to_close(self) -> None:

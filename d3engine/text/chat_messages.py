@@ -57,18 +57,13 @@ def _check_message(name: str, message: object, form: MessageFormat) -> dict[str,
     # An assistant's message with only tool calls or reasoning has no content.
     if "content" in given or not (given.get("tool_calls") or given_fields):
         given["content"] = _content(f"{name}.content", given.get("content"), form)
-    if given_fields and form.reasoning_fields:
-        _rename_reasoning(name, given, given_fields, form.reasoning_fields)
+    if given_fields and form.reasoning_fields:  # it gets the names that the template reads
+        text = given[given_fields[0]]
+        for field in given_fields:
+            value = given.pop(field)
+            require(value == text, f"{name}.{field}", value, f"the same as {given_fields[0]} beside it")
+        given |= dict.fromkeys(form.reasoning_fields, text)
     return given
-
-
-def _rename_reasoning(name: str, given: dict[str, Any], given_fields: list[str], wanted: tuple[str, ...]) -> None:
-    """Give the reasoning the names that the template reads."""
-    text = given[given_fields[0]]
-    for field in given_fields:
-        value = given.pop(field)
-        require(value == text, f"{name}.{field}", value, f"the same as {given_fields[0]} beside it")
-    given |= dict.fromkeys(wanted, text)
 
 
 def _content(name: str, content: object, form: MessageFormat) -> str | list[dict[str, Any]]:

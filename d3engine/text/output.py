@@ -59,7 +59,6 @@ class _Completion:
         return output
 
     def add_text(self, text: str) -> None:
-        """Append text that the detokenizer has settled."""
         if self.new_text is not None:
             self.new_text.append(text)
 
@@ -128,7 +127,6 @@ class _Request:
         return True
 
     def count_tokens(self, count: int) -> None:
-        """Count `count` new tokens."""
         if self.num_waiting is not None:
             self.num_waiting += count
 
@@ -183,7 +181,6 @@ class _Request:
 
 
 def _counts_of_drafts(completions: list[_Completion]) -> dict[str, int]:
-    """The draft counters of `RequestMetrics`."""
     drafts = [completion.sequence.draft for completion in completions if completion.sequence.draft is not None]
     return {
         "num_drafted_tokens": sum(draft.num_drafted for draft in drafts),
@@ -304,7 +301,6 @@ class OutputProcessor:
         return self._outputs(ended)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Remove requests without an output."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 

@@ -82,8 +82,8 @@ class PromptReader:
                 raise InvalidValueError(
                     "prompt", prompt, "token ids, since the engine has no tokenizer (skip_tokenizer_init)"
                 )
-            if not is_truncated:
-                self._check_length(prompt)
+            fewest = 0 if is_truncated else self._tokenizer.fewest_tokens(prompt)  # before it is encoded
+            require(fewest < self._max_model_len, "prompt", f"at least {fewest} tokens", self._shorter)
             (ids,) = self._encode("prompt", [prompt])
             return prompt, ids
         if _is_array(prompt):
@@ -93,13 +93,6 @@ class PromptReader:
         is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
         require(is_list, "prompt", prompt, "a text, a list of token ids, or a mapping of one")
         return None, prompt
-
-    def _check_length(self, text: str) -> None:
-        """Refuse a text that has too many tokens in any case, before it is encoded."""
-        assert self._tokenizer is not None
-        fewest = self._tokenizer.fewest_tokens(text)
-        if fewest >= self._max_model_len:
-            raise InvalidValueError("prompt", f"at least {fewest} tokens", self._shorter)
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that this model or engine cannot honour, by name."""
@@ -216,12 +209,9 @@ def load_question_template(model: ModelSource) -> QuestionTemplate | None:
     if not files.has(QUESTION_TEMPLATE_FILE):
         return None
     found = files.read_json_object(QUESTION_TEMPLATE_FILE)
-    is_form = set(found) == {"before", "after"} and all(_is_short_text(value) for value in found.values())
+    are_short = (isinstance(value, str) and len(value) <= _MAX_CHARACTERS for value in found.values())
+    is_form = set(found) == {"before", "after"} and all(are_short)
     if not is_form or not found["after"].strip():
         allowed = f'"before" and "after", texts of at most {_MAX_CHARACTERS} characters, and "after" not empty'
         raise ModelFormatError(f"{files.place(QUESTION_TEMPLATE_FILE)} must hold {allowed}")
     return QuestionTemplate(**found)
-
-
-def _is_short_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _MAX_CHARACTERS

@@ -37,7 +37,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"too_long": True} if text is None else {"text": text}
 
 
-def compile_template(source: str) -> CompiledTemplate:
+@lru_cache(_KEPT_TEMPLATES)
+def _compiled(source: str) -> CompiledTemplate:
     """Return the compiled template. Raises `ValueError` with the line and the error."""
     environment = _Environment()
     try:
@@ -45,12 +46,6 @@ def compile_template(source: str) -> CompiledTemplate:
         return CompiledTemplate(environment.from_string(tree), _message_format(tree))
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from None
-
-
-@lru_cache(_KEPT_TEMPLATES)
-def _compiled(source: str) -> CompiledTemplate:
-    """The last compiled templates, by their source."""
-    return compile_template(source)
 
 
 class CompiledTemplate:

@@ -221,7 +221,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.special_ids = frozenset(special | {i for i, token in added.items() if token.get("special", True)})
         self.vocab_size = max(self._tokens) + 1
         self._whole = {self._tokens[i]: i for i in special | added.keys()}
-        self._split = _splitter(self._whole)
+        longest_first = sorted(self._whole, key=len, reverse=True)
+        self._split = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
         self._name_special_tokens(path, config)
         self._prefix = [self.bos_token_id] if config.get("add_bos_token") is not False else []
         self._suffix = [self.eos_token_id] if config.get("add_eos_token") else []
@@ -381,12 +382,6 @@ def _added_tokens(files: ModelFiles, config: Mapping[str, Any], tokens: Mapping[
         if tokens.get(token_id, token["content"]) != token["content"]:
             raise ModelFormatError(f"{where} is {token['content']!r}, tokenizer.model has {tokens[token_id]!r}")
     return added
-
-
-def _splitter(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern whose `split` keeps the tokens as items of their own, the longest first."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
 
 def _require_in_vocabulary(path: Path, field: str, token: str, token_id: int | None) -> int:

@@ -108,7 +108,7 @@ def _add_special_tokens(path: Path, tokenizer: Tokenizer, first: int, config: Ma
         added = {first + i: {"content": content} for i, content in enumerate(_SPECIAL_TOKENS)}
         names = _NAMES | names
     for token_id, token in sorted(added.items()):
-        flags = {flag: bool(token.get(flag)) for flag in ("lstrip", "rstrip", "single_word")}
+        flags = {flag: bool(token.get(flag)) for flag in _FLAGS}
         is_special = bool(token.get("special", True))
         tokenizer.add_tokens([AddedToken(token["content"], special=is_special, normalized=False, **flags)])
         if tokenizer.token_to_id(token["content"]) != token_id:

@@ -136,10 +136,11 @@ def test_priority_takes_permission(asked: Callable[..., Asked], path: str) -> No
 
 
 def test_openapi_says_which_priorities_there_are(asked: Callable[..., Asked]) -> None:
-    from d3engine.server.routes.openapi import _schemas
+    from d3engine.server.app import ROUTES
+    from d3engine.server.routes.openapi import description
 
     for allow, bounds in ((False, (0, 2**31 - 1)), (True, (-(2**31), 2**31 - 1))):
-        schemas = _schemas(asked(allow_priority=allow).app.state.served)
+        schemas = description(ROUTES, asked(allow_priority=allow).app.state.served)["components"]["schemas"]
         for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest"):
             integer = next(kind for kind in schemas[name]["properties"]["priority"]["anyOf"] if "minimum" in kind)
             assert (integer["minimum"], integer["maximum"]) == bounds

@@ -1,3 +1,1 @@
 """What stands around the routes: each guard is an ASGI app around another, and lets a request through or answers it."""
-
-from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Host check: under which names a server answers, so that a page of another domain cannot reach a local one.
-
-A domain can be made to point at 127.0.0.1 after its page was loaded (DNS rebinding). What the page then asks is of one
-origin to its browser, but carries that domain in `Host`.
-"""
+"""Who may call: the names under which a server answers, which DNS rebinding (a page's own domain made to point at
+127.0.0.1) cannot forge in `Host`, and API keys."""
 
 from __future__ import annotations
 

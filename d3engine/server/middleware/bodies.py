@@ -1,8 +1,5 @@
-"""How deep a JSON text nests, how long its numbers are and how much it holds, found before any parser sees it.
-
-What a parser would recurse into or grow over is counted first, while the text comes, so that a hostile
-one is refused at the piece that goes too far. The passes take time in proportion to the text and nothing else.
-"""
+"""Bodies as they come: their framing, their length, and how deep their JSON nests, counted before any parser, which
+would recurse into it or grow over it, sees it. The passes take time in proportion to the text and nothing else."""
 
 from __future__ import annotations
 
@@ -107,10 +104,7 @@ class JsonBounds:
 
 
 def is_within_bounds(text: bytes) -> bool:
-    """Whether a whole text is so short and so plain that it keeps all bounds even if none of it stands in strings.
-
-    Nearly every request is; that something is not says nothing yet.
-    """
+    """Whether a whole text is so short and plain that it keeps all bounds even if none of it stands in strings."""
     is_flat = len(text) <= SHORT and text.count(b"[") + text.count(b"{") <= MAX_DEPTH
     return is_flat and LONG_NUMBER.search(text) is None
 
@@ -146,10 +140,7 @@ def check_framing(headers: Collection[tuple[bytes, bytes]]) -> None:
 
 
 class BodyGuard:
-    """Reads the bodies of all requests that may have one.
-
-    `paths` are those that take one, None: all; of any other a body is not even looked at, since the router refuses it.
-    """
+    """Reads the bodies of requests to `paths`, None: to all; of others the router refuses a body unread."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float, paths: frozenset[str] | None = None) -> None:
         self.app = app
@@ -204,7 +195,6 @@ class BodyGuard:
             raise RequestError(415, message, code="unsupported_media_type")
 
     async def _read_in_time(self, receive: Receive) -> bytes | None:
-        """As `_read`, for a body that has yet to come."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._read(receive)

@@ -1,13 +1,8 @@
-"""Traffic: how many requests are being answered, how many may be, and whether new ones are taken at all.
-
-One count for an app, which its guards keep and everything else reads: the queue's limit, the end of a
-drain, /ready and the metrics.
-"""
+"""How many requests an app takes: places in its queue, the drain at its end, and deadlines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,8 +23,6 @@ class AdmissionControl:
         self.places = places
         self.taken = 0
         self.is_draining = False
-        self.rejections: Counter[str] = Counter()
-        """Reason -> requests refused for it; the reasons are the codes of `RequestError` that guards raise."""
 
     @property
     def is_full(self) -> bool:
@@ -55,11 +48,7 @@ class Place:
         self._taken = 0
 
     def take(self, count: int) -> None:
-        """Room for `count` more sequences; raises `RequestError` (429) where too little is left.
-
-        A request that is larger than all of the room is refused before it comes here: it would be told to come back
-        for ever.
-        """
+        """Room for `count` more sequences; raises `RequestError` (429) where too little is left."""
         traffic = self._traffic
         if traffic.taken + count > traffic.places:
             message = "The server has as many requests as it takes; try again later."
@@ -68,7 +57,6 @@ class Place:
         self._taken += count
 
     def leave(self) -> None:
-        """Give all of it back."""
         self._traffic.taken -= self._taken
         self._taken = 0
 
@@ -122,7 +110,8 @@ class DeadlineGuard:
         except asyncio.CancelledError:
             if not writes.has_stalled:
                 raise
-            _uncancel()
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
             scope["state"]["ended"] = "the client stopped reading"
             abort = scope["state"].get("abort_connection")
             if abort is not None:
@@ -144,12 +133,6 @@ class DeadlineGuard:
 
 def _openai_failed(error: RequestError) -> bytes:
     return b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    if task is not None:
-        task.uncancel()
 
 
 class _WatchedWrites:
@@ -193,5 +176,4 @@ class _WatchedWrites:
             self._timer = self._loop.call_later(self._timeout - waits, self._look)
 
     def end(self) -> None:
-        """Stop watching."""
         self._timer.cancel()

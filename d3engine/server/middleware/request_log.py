@@ -1,4 +1,4 @@
-"""Tracing: which requests have a trace, and how they ended."""
+"""One line of log and one trace for each request, and answers for what was raised inside."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from d3engine.server.errors import RequestError, as_request_error, error_response
-from d3engine.server.tracing import Attributes, RequestTrace, Tracer
+from d3engine.server.tracing import Attributes, RequestTrace
+
+if TYPE_CHECKING:
+    from d3engine.server.tracing_export import SpanWriter
 
 OPERATIONS = {
     "/v1/completions": "text_completion",
@@ -29,7 +33,7 @@ UNTRACED = frozenset({"host_not_allowed", "invalid_api_key"})
 class TracingGuard:
     """Gives each request for an answer its trace, and hands that on when all other guards are through with it."""
 
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+    def __init__(self, app: ASGIApp, tracer: SpanWriter) -> None:
         self.app = app
         self._tracer = tracer
 

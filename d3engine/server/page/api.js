@@ -1,8 +1,10 @@
-// What the page asks of the server it came from. Whatever goes wrong becomes an `ApiError` whose message is a sentence.
+// What the page asks of the server it came from. Whatever goes wrong becomes an `ApiError` whose message is a sentence,
+// which both pages tell in one way, with a form for the key where the server asks for one.
 
 import { events } from "./sse.js";
 
 const KEY = "d3engine-key";
+const $ = (id) => document.getElementById(id);
 
 export class ApiError extends Error {
   constructor(message, { status = 0, param = null, code = null } = {}) {
@@ -12,10 +14,33 @@ export class ApiError extends Error {
 }
 
 /** The key is kept for as long as the tab lives, and nowhere else. */
-export const key = {
+const key = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
+
+export function tell(problem) {
+  $("problem").textContent = problem ?? "";
+  $("problem").hidden = problem === null;
+}
+
+export function tellRefusal({ status, message }) {
+  if (status === 401) {
+    $("key-form").hidden = false;
+    $("key").focus();
+  }
+  tell(status === 401 && !key.get() ? null : message);
+}
+
+/** Have `connect` try each key that is entered. */
+export function takeKeys(connect) {
+  $("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    key.set($("key").value.trim());
+    $("key").value = "";
+    connect();
+  });
+}
 
 /** The JSON at a path below the page's own. */
 export async function getJson(path) {

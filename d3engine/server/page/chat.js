@@ -1,6 +1,6 @@
 // The chat as a whole: which conversation is shown, what runs, and what the page's controls do.
 
-import { getJson, key } from "./api.js";
+import { getJson, takeKeys, tell, tellRefusal } from "./api.js";
 import { download, readText } from "./clipboard.js";
 import { DepthScale } from "./colours.js";
 import * as tree from "./conversation.js";
@@ -51,11 +51,7 @@ async function connect() {
     await loadModels();
     $("key-form").hidden = true;
   } catch (error) {
-    if (error.status === 401) {
-      $("key-form").hidden = false;
-      $("key").focus();
-    }
-    tell(error.status === 401 && !key.get() ? null : error.message);
+    tellRefusal(error);
     return;
   }
   drawControls();
@@ -356,12 +352,8 @@ function drawDepths() {
   if (!isUnderlined) return underlines.eraseAll();
   const found = views.flatMap(({ message }) => message.depths ?? []).map(([, depth]) => depth);
   const layers = Math.max(extra?.num_layers ?? 1, ...found);
-  const least = Math.min(layers, ...found);
-  scale.set(layers, least);
-  $("legend").setAttribute("aria-label", `Colours go from ${layers} layers, dark, to ${least}, light.`);
-  $("legend").firstElementChild.textContent = `${layers} layers`;
-  $("legend").lastElementChild.textContent = least;
-  drawLegend($("legend").querySelector("canvas"), scale);
+  scale.set(layers, Math.min(layers, ...found));
+  drawLegend($("legend"), scale);
   return views.forEach(underline);
 }
 
@@ -370,11 +362,6 @@ function underline({ message, answer: element }) {
   const least = message.depths.reduce((found, [, depth]) => Math.min(found, depth), scale.least);
   if (least < scale.least) return drawDepths();
   underlines.draw(element, message.content, message.depths);
-}
-
-function tell(problem) {
-  $("problem").textContent = problem ?? "";
-  $("problem").hidden = problem === null;
 }
 
 /** What a screen reader says. */
@@ -508,12 +495,7 @@ $("compare").addEventListener("click", () => {
   const last = tree.path(conversation).findLast(({ role }) => role === "user");
   sessionStorage.setItem("d3engine-question", last ? tree.contentOf(last) : "");
 });
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key.set($("key").value.trim());
-  $("key").value = "";
-  connect();
-});
+takeKeys(connect);
 // A text that is dropped, and a short one that is pasted, stays the browser's matter.
 document.addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
 document.addEventListener("drop", (event) => takeFiles(event, event.dataTransfer.files));

@@ -1,6 +1,6 @@
 // The page as a whole: what is chosen, what runs, and what is said of it.
 
-import { getJson, key } from "./api.js";
+import { getJson, takeKeys, tell, tellRefusal } from "./api.js";
 import { DepthScale } from "./colours.js";
 import { Follower } from "./follow.js";
 import { Pane } from "./pane.js";
@@ -30,8 +30,7 @@ async function load() {
     models = (await getJson("v1/models")).data;
     $("key-form").hidden = true;
   } catch (error) {
-    if (error.status === 401) askForKey();
-    tell(error.status === 401 && !key.get() ? null : error.message);
+    tellRefusal(error);
     $("run").disabled = true;
     return;
   }
@@ -44,11 +43,6 @@ async function load() {
     document.querySelector("input[value=completion]").checked = true;
     changeMode();
   }
-}
-
-function askForKey() {
-  $("key-form").hidden = false;
-  $("key").focus();
 }
 
 /** The server's own depth; to compare with it full depth, or where that is its own, D3 that skips nothing yet. */
@@ -71,16 +65,10 @@ function draw() {
   if (!models.length) return;
   panes[1].element.hidden = !isComparing();
   $("panes").classList.toggle("at-once", isComparing() && !$("in-turn").checked); // they slow each other down: no speed
-  const layers = panes[0].layers;
-  const least = Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens())));
-  scale.set(layers, least);
+  scale.set(panes[0].layers, Math.min(...shownPanes().map((pane) => pane.leastLayers(maxTokens()))));
   for (const pane of shownPanes()) pane.draw(maxTokens());
-  const legend = $("legend");
-  legend.hidden = false;
-  legend.setAttribute("aria-label", `Colours go from ${layers} layers, dark, to ${least}, light.`);
-  legend.querySelector(".legend-deep").textContent = `${layers} layers`;
-  legend.querySelector(".legend-shallow").textContent = least;
-  drawLegend(legend.querySelector("canvas"), scale);
+  $("legend").hidden = false;
+  drawLegend($("legend"), scale);
   showDifference();
 }
 
@@ -108,11 +96,6 @@ function difference() {
   }
   for (const turn of turns) turn.markDifference(number);
   return { number, sentence: `The answers differ first at token ${number + 1}.` };
-}
-
-function tell(problem) {
-  $("problem").textContent = problem ?? "";
-  $("problem").hidden = problem === null;
 }
 
 // -- what it does -----------------------------------------------------------------------------------------------------
@@ -188,12 +171,7 @@ $("clear").addEventListener("click", () => {
   draw();
   $("prompt").focus();
 });
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key.set($("key").value.trim());
-  $("key").value = "";
-  load();
-});
+takeKeys(load);
 $("model").addEventListener("change", offer);
 for (const name of ["compare", "in-turn"]) $(name).addEventListener("change", draw);
 $("max-tokens").addEventListener("input", draw);

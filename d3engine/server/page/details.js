@@ -1,13 +1,15 @@
 // What is known of one token, shown beside it while it is pointed at or has the focus.
 
+import { made } from "./icons.js";
+
 const card = document.getElementById("details");
 
 /** Show `rows` of [name, value] and `others` of [text, logprob] beside an element. */
 export function showDetails(beside, heading, rows, others) {
   card.replaceChildren(
-    line("strong", heading),
-    ...rows.map(([name, value]) => line("div", `${name}: ${value}`)),
-    ...(others.length ? [line("div", "Alternatives:", "hint")] : []),
+    made("strong", "", heading),
+    ...rows.map(([name, value]) => made("div", "", `${name}: ${value}`)),
+    ...(others.length ? [made("div", "hint", "Alternatives:")] : []),
     ...others.map(([text, logprob]) => bar(text, logprob)),
   );
   card.hidden = false;
@@ -33,19 +35,8 @@ export function percent(logprob) {
   return value >= 99.95 && value < 100 ? "> 99.9 %" : value < 0.05 ? "< 0.1 %" : `${value.toFixed(1)} %`;
 }
 
-function line(name, text, kind = "") {
-  const made = document.createElement(name);
-  made.textContent = text;
-  made.className = kind;
-  return made;
-}
-
 function bar(text, logprob) {
-  const row = line("div", "", "alternative");
-  const meter = line("span", "", "meter");
-  const share = line("i", "");
+  const share = made("i");
   share.style.width = `${100 * Math.exp(logprob)}%`;
-  meter.append(share);
-  row.append(line("code", visible(text)), meter, line("span", percent(logprob)));
-  return row;
+  return made("div", "alternative", made("code", "", visible(text)), made("span", "meter", share), made("span", "", percent(logprob)));
 }

@@ -40,14 +40,12 @@ export function icon(name) {
 
 /** A button with an icon alone, which says in words what it does. */
 export function iconButton(name, words, press) {
-  const made = document.createElement("button");
-  made.type = "button";
-  made.className = "icon";
-  made.title = words;
-  made.setAttribute("aria-label", words);
-  made.append(icon(name));
-  made.addEventListener("click", press);
-  return made;
+  const button = made("button", "icon", icon(name));
+  button.type = "button";
+  button.title = words;
+  button.setAttribute("aria-label", words);
+  button.addEventListener("click", press);
+  return button;
 }
 
 /** Give the buttons of the page's own markup their icons. */

@@ -33,8 +33,12 @@ export function drawStrip(canvas, depths, { layers, first, scale }) {
   }
 }
 
-/** A bar with the colours of the scale from most to least. */
-export function drawLegend(canvas, scale) {
+/** The colours of the scale from most to least: a canvas between two numbers. */
+export function drawLegend(legend, scale) {
+  legend.setAttribute("aria-label", `Colours go from ${scale.most} layers, dark, to ${scale.least}, light.`);
+  legend.firstElementChild.textContent = `${scale.most} layers`;
+  legend.lastElementChild.textContent = scale.least;
+  const canvas = legend.querySelector("canvas");
   const ratio = window.devicePixelRatio || 1;
   size(canvas, 120, 12, ratio);
   const pen = canvas.getContext("2d");

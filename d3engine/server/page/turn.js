@@ -2,6 +2,7 @@
 
 import { copied } from "./clipboard.js";
 import { hideDetails, percent, showDetails, visible } from "./details.js";
+import { made } from "./icons.js";
 import { drawStrip } from "./strip.js";
 import { Tokens } from "./tokens.js";
 
@@ -20,8 +21,7 @@ export class Turn {
   constructor(question, how) {
     this.question = question;
     this.how = how;
-    const made = document.getElementById("turn-template").content.cloneNode(true);
-    this.element = made.firstElementChild;
+    this.element = document.getElementById("turn-template").content.cloneNode(true).firstElementChild;
     this.#part(".question").textContent = question;
     this.#answer.setAttribute("aria-busy", "true");
     this.#listen();
@@ -82,9 +82,8 @@ export class Turn {
   #write(number) {
     let span = this.#spans[number];
     if (!span) {
-      span = document.createElement("span");
+      span = made("span", `token depth-${this.tokens.depths[number]}`);
       span.tabIndex = number === 0 ? 0 : -1;
-      span.classList.add("token", `depth-${this.tokens.depths[number]}`);
       span.setAttribute("aria-describedby", "details");
       this.#spans.push(span);
       this.#answer.append(span);

@@ -38,7 +38,6 @@ _WORDS = {
 
 
 def wrong_type(content: dict[str, Any], shape: type[Struct], said: str) -> RequestError:
-    """The error for a body that msgspec does not take as this shape."""
     if found := _MISSING.match(said):
         place = _joined(found["place"], found["name"])
         return invalid(_field(place), f"{place} must be given.", "missing_required_parameter")
@@ -73,7 +72,6 @@ def _steps(place: str) -> list[str]:
 
 
 def _words_at(shape: type[Struct], steps: Iterable[str]) -> list[str]:
-    """The words that may stand at a place."""
     kinds = list(_parts(msgspec.inspect.type_info(shape)))
     for step in steps:
         kinds = [part for kind in kinds for inner in _inside(kind, step) for part in _parts(inner)]
@@ -124,13 +122,11 @@ def check_work(request: Request, asked: Common, prompts: Sequence[Any] | None = 
 
 
 def most_work(served: AppState) -> int:
-    """Characters and list entries of a request at most."""
     guards = served.settings.guards
     return guards.max_body_bytes if guards.max_request_work is None else guards.max_request_work
 
 
 def priority_bounds(settings: ServerSettings) -> Integers:
-    """The priorities that a request may have."""
     return PRIORITIES if settings.allow_priority else Integers(0, PRIORITIES.high)
 
 
@@ -176,7 +172,9 @@ def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] 
     content = with_own_names(json_object(body), shape)
     asked = read_as(content, shape)
     unknown = [name for name in content if name not in known_names(shape)]
-    unknown += _unknown_inside(content, shape)
+    for name, inner in _structs_inside(shape).items():
+        if isinstance(given := content.get(name), dict):
+            unknown += [f"{name}.{field}" for field in given if field not in inner.__struct_fields__]
     if unknown_deeper is not None:
         unknown += unknown_deeper(asked)
     return asked, unknown
@@ -200,7 +198,6 @@ def read_as(content: dict[str, Any], shape: type[S]) -> S:
 
 
 def as_shape(content: dict[str, Any], shape: type[S]) -> S:
-    """A body as that shape. Raises `RequestError`."""
     try:
         return msgspec.convert(content, shape)
     except msgspec.ValidationError as error:
@@ -215,19 +212,6 @@ def known_names(shape: type[Struct]) -> frozenset[str]:
 
 @cache
 def _structs_inside(shape: type[Struct]) -> dict[str, type[Struct]]:
-    """The fields of a shape that are shapes themselves."""
-    found = {}
-    for field in msgspec.structs.fields(shape):
-        for kind in (field.type, *get_args(field.type)):
-            if isinstance(kind, type) and issubclass(kind, Struct):
-                found[field.name] = kind
-    return found
-
-
-def _unknown_inside(content: dict[str, Any], shape: type[Struct]) -> list[str]:
-    unknown = []
-    for name, inner in _structs_inside(shape).items():
-        given = content.get(name)
-        if isinstance(given, dict):
-            unknown += [f"{name}.{field}" for field in given if field not in inner.__struct_fields__]
-    return unknown
+    fields = msgspec.structs.fields(shape)
+    kinds = ((field.name, kind) for field in fields for kind in (field.type, *get_args(field.type)))
+    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Struct)}

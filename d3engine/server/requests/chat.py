@@ -1,8 +1,4 @@
-"""Conversations as other interfaces have them become the messages of a chat.
-
-Text is all that the model reads. A part of any other kind is refused by its place, and what stands beside
-a text without changing it is taken.
-"""
+"""What any conversation asks for, whichever interface has brought it, as requests of the engine."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.requests import CHAT, ChatRequest, SamplingNames, TokenizeRequest
 from d3engine.server.state import AppState, served_by
 from d3engine.server.tracing import trace_of
-from d3engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,6 @@ class TurnForm:
 
 
 def read_turn(name: str, turn: Any, form: TurnForm) -> dict[str, Any]:
-    """The message of one turn."""
     role = read_role(name, turn, form)
     return {"role": role, "content": read_content(f"{name}.content", turn.get("content"), form)}
 
@@ -95,7 +89,6 @@ def read_content(name: str, content: Any, form: TurnForm) -> str | list[dict[str
 
 
 def read_text(name: str, part: Any, form: TurnForm) -> dict[str, str]:
-    """The text part of a chat's message."""
     kinds = " or ".join(f'"{kind}"' for kind in form.kinds)
     is_text = isinstance(part, dict) and part.get("type") in form.kinds and isinstance(part.get("text"), str)
     require(is_text, name, part, f'{{"type": {kinds}, "text": a string}}, since the model reads nothing but text')
@@ -114,7 +107,6 @@ def unknown_in_turns(turns: object, form: TurnForm) -> list[str]:
 
 
 def unknown_in_parts(name: str, content: object, form: TurnForm) -> list[str]:
-    """The same for parts."""
     texts = frozenset({"type", "text", *form.beside_text})
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     known = [form.others.get(str(part.get("type")), texts) for part in parts]
@@ -143,6 +135,12 @@ def chat_fields(shape: type[Struct], sampling: SamplingNames, *others: str) -> d
     return {name: name for name in shared} | dict(sampling.others)
 
 
+def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None) -> dict[str, Any]:
+    """A function of another interface as a chat has it."""
+    function = {"name": name, "description": description or "", "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
 async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
     asked, headers = await read_body(request, ChatRequest)
@@ -150,12 +148,7 @@ async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[
 
 
 async def job_of(
-    request: Request,
-    asked: ChatRequest,
-    headers: Mapping[str, str],
-    *,
-    id_prefix: str,
-    ends_with_context: bool = False,
+    request: Request, asked: ChatRequest, headers: Mapping[str, str], *, id_prefix: str, ends_with_context: bool = False
 ) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
     """The same for a chat that was read already, with the headers that this has given.
 
@@ -184,7 +177,7 @@ async def job_of(
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
         thinking = None
         if style.reasoning is not None:
-            end = _end_of(prompt, served.tokenizer)
+            end = served.tokenizer.decode(prompt["prompt_token_ids"][-_END_TOKENS:], skip_special_tokens=False)
             thinking = thinking_of(style.reasoning, end, bool(asked.continue_final_message))
             if style.has_special_marks and form is not None:
                 thinking = None  # the form begins at once
@@ -206,26 +199,17 @@ async def job_of(
 
 
 async def tool_use(served: AppState, asked: ChatRequest) -> tuple[ToolUse, ChatRequest]:
-    """What the tools of a chat come to by the template that writes it, and the chat with the template's variables.
-
-    Raises `RequestError`.
-    """
+    """What the tools of a chat become by its template, and the chat with its variables. Raises as `job_of`."""
     style = await _style(served, asked)
     return tool_use_of(asked, style), _with_thinking(asked, style)
 
 
 async def _style(served: AppState, asked: ChatRequest | TokenizeRequest) -> ChatStyle:
-    """What is known of the template that writes a conversation."""
     return await served.chat_styles.of(_template(asked, served))
 
 
 _END_TOKENS = 32
 """Of a prompt, in which the beginning of reasoning is looked for."""
-
-
-def _end_of(prompt: Mapping[str, list[int]], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(prompt["prompt_token_ids"][-_END_TOKENS:], skip_special_tokens=False)
-
 
 _ANY_TEXT = StructuredOutputsParams(regex="(?s:.*)")
 

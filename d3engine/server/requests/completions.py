@@ -86,53 +86,38 @@ async def prepare_all(
     refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
     served, found = served_by(request), list[EngineRequest]()
-    adapter = served.models.adapter(model)
+    most, named_adapter = served.client.max_model_len, served.models.adapter(model)
+    adapter = {} if named_adapter is None else {"lora_request": named_adapter}
     flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
     try:
         for prompt in prompts:
             if found:
                 await asyncio.sleep(0)  # short ones are read here: others have a turn
-            prepared = await _prepare(served, prompt, params, priority or 0, max_tokens, adapter)
+            prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority or 0, **adapter)
+            length = len(prepared.prompt_token_ids)
+            if max_tokens is not None and length + max_tokens > most:
+                asked = f"{length + max_tokens} are asked for: {length} in the prompt, {max_tokens} in the answer"
+                raise invalid("max_tokens", f"{_LONGEST.format(most)}, but {asked}.", TOO_LONG)
             found.append(replace(prepared, flow=flow))
         return found
     except InvalidValueError as error:
-        raise _of_length(error, served.client.max_model_len) or error from None
+        raise _of_length(error, most) or error from None
 
 
 def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
-    """Take the room that a request needs, before any work is done for it; it has one place already.
+    """Take the room that a request needs beside the place that it has.
 
-    `n_field` is the field of the request that says how many answers there are for each prompt. Raises `RequestError`:
-    429 where too little is left now, and 400 for what would find no room in an idle server either, since to be told to
-    come back would be no help there.
+    `n_field` is its field that says how many answers there are for each prompt. Raises `RequestError`: 429 where too
+    little is left now, and 400 where an idle server would have too little too.
     """
-    _check_room(served_by(request), num_prompts, n, n_field)
-    request.scope["state"]["place"].take(num_prompts * n - 1)
-
-
-def _check_room(served: AppState, num_prompts: int, n: int, n_field: str) -> None:
-    places = served.traffic.places
+    places = served_by(request).traffic.places
     if num_prompts * n <= places:
+        request.scope["state"]["place"].take(num_prompts * n - 1)
         return
     field, given, most = ("prompt", num_prompts, places // n) if n <= places else (n_field, n, places)
     kind = "prompts" if field == "prompt" else "answers per prompt"
     why = f"since the server has room for {places} sequences"
     raise invalid(field, must_be(field, f"{given} {kind}", f"at most {most} {kind}, {why}") + ".", "too_many_sequences")
-
-
-async def _prepare(
-    served: AppState, prompt: Any, params: SamplingParams, priority: int, max_tokens: int | None, adapter: str | None
-) -> EngineRequest:
-    named_adapter = {} if adapter is None else {"lora_request": adapter}
-    prepared: EngineRequest = await served.client.prepare(prompt, params, priority=priority, **named_adapter)
-    length, most = len(prepared.prompt_token_ids), served.client.max_model_len
-    if max_tokens is not None and length + max_tokens > most:
-        message = (
-            f"{_LONGEST.format(most)}, but {length + max_tokens} are asked for: {length} in the prompt, {max_tokens} in"
-            " the answer."
-        )
-        raise invalid("max_tokens", message, TOO_LONG)
-    return prepared
 
 
 def _of_length(error: InvalidValueError, most: int) -> RequestError | None:
@@ -174,16 +159,9 @@ async def completion_job(request: Request) -> tuple[RequestContext[CompletionReq
 
 
 async def completion_job_of(
-    request: Request,
-    asked: CompletionRequest,
-    *,
-    id_prefix: str = "cmpl-",
-    ends_with_context: bool = False,
+    request: Request, asked: CompletionRequest, *, id_prefix: str = "cmpl-", ends_with_context: bool = False
 ) -> RequestContext[CompletionRequest]:
-    """The same for a completion that was read already.
-
-    With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
-    """
+    """The same for a completion that was read already; `ends_with_context` is that of `chat.job_of`."""
     served = served_by(request)
     model = served.models.check(asked.model)
     depth = served.depths.read(model, asked.depth, depth_header(request.scope))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.schemas.requests import MAX_TOOLS
 from d3engine.text.structured.references import resolved
@@ -60,7 +60,6 @@ class ToolFormat:
     short_ids: bool = False
 
     def new_id(self) -> str:
-        """The id of a new call."""
         if self.short_ids:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{uuid.uuid4().hex[:24]}"
@@ -118,7 +117,6 @@ class ToolFormat:
 
     @property
     def is_bare(self) -> bool:
-        """Whether there are such calls."""
         return bool(self.bare_parts(()))
 
     def bare_parts(self, names: Sequence[str]) -> list[Parts]:
@@ -129,7 +127,6 @@ class ToolFormat:
         return [[[fence], *one] for one in (head, typed) for fence in _FENCES] if self.keys else []
 
     def bare_pattern(self, name: str) -> str:
-        """A regular expression for the same."""
         found = [SPACE + SPACE.join(_either(options) for options in parts) for parts in self.bare_parts([name])]
         return f"({'|'.join(found)})"
 
@@ -182,7 +179,6 @@ class _Marks:
         self._split = re.compile(f"({spelled})") if spelled else None
 
     def has_special(self, text: str) -> bool:
-        """Whether a special token stands in a text."""
         return self._split is not None and self._split.search(text) is not None
 
     @property
@@ -232,7 +228,6 @@ class PythonFormat(ToolFormat):
         return f"{json.dumps(f'{name}=')} {value}"
 
     def value(self, schema: Mapping[str, Any]) -> str:
-        """A value of this schema, as an expression of the grammar."""
         is_boolean = {name: one for name, one in schema.items() if name not in _DEFINITIONS} == {"type": "boolean"}
         return '("True" | "False")' if is_boolean else json_rule(schema)
 
@@ -426,12 +421,10 @@ def tool_format_of(rendered: str, source: str, specials: Mapping[str, int]) -> T
 
 
 def tool_format_named(name: str) -> ToolFormat:
-    """The format of this name. Raises `InvalidValueError`."""
     known = {one.name: one for one in TOOL_FORMATS}
-    try:
-        return known[_ALIASES.get(name, name)]
-    except KeyError:
-        raise InvalidValueError("tool_call_parser", name, f"auto, none, or one of {', '.join(known)}") from None
+    own = _ALIASES.get(name, name)
+    require(own in known, "tool_call_parser", name, f"auto, none, or one of {', '.join(known)}")
+    return known[own]
 
 
 @dataclass(frozen=True)
@@ -460,15 +453,11 @@ _REASONING_ALIASES = {"deepseek_r1": "qwen3", "deepseek_v3": "qwen3", "glm45": "
 
 
 def reasoning_format_of(source: str) -> ReasoningFormat | None:
-    """The format of a template, by its source."""
     return next((one for one in REASONING_FORMATS if one.closing in source), None)
 
 
 def reasoning_format_named(name: str) -> ReasoningFormat:
-    """The format of this name. Raises `InvalidValueError`."""
     known = {one.name: one for one in REASONING_FORMATS}
-    try:
-        return known[_REASONING_ALIASES.get(name, name)]
-    except KeyError:
-        allowed = f"auto, none, or one of {', '.join([*known, *_REASONING_ALIASES])}"
-        raise InvalidValueError("reasoning_parser", name, allowed) from None
+    own = _REASONING_ALIASES.get(name, name)
+    require(own in known, "reasoning_parser", name, f"auto, none, or one of {', '.join([*known, *_REASONING_ALIASES])}")
+    return known[own]

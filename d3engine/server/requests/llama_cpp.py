@@ -1,7 +1,4 @@
-"""llama.cpp's requests become completions of OpenAI's names, which are read and checked as those are.
-
-So every sampling field that a completion takes is taken here too, by that name or by llama.cpp's.
-"""
+"""llama.cpp's requests as completions, whose sampling fields they take by llama.cpp's names or by ours."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from d3engine.server.requests.chat import (
     by_names,
     chat_fields,
     chat_prompt,
+    function_tool,
     job_of,
     merged,
     read_content,
@@ -166,28 +167,16 @@ def _tools_of(asked: CountTokensRequest) -> dict[str, Any]:
     choice = asked.tool_choice
     if choice is not None:
         is_named = choice.type == "tool"
-        if is_named != (choice.name is not None) or (is_named and choice.name not in names):
-            allowed = 'with a name out of tools where its type is "tool", and with none elsewhere'
-            raise invalid("tool_choice", must_be("tool_choice", choice, allowed) + ".")
-        if not names and choice.type != "none":
-            raise invalid("tool_choice", must_be("tool_choice", choice.type, 'absent or "none" without tools') + ".")
+        fits = is_named == (choice.name is not None) and (not is_named or choice.name in names)
+        allowed = 'with a name out of tools where its type is "tool", and with none elsewhere'
+        require(fits, "tool_choice", choice, allowed)
+        require(bool(names) or choice.type == "none", "tool_choice", choice.type, 'absent or "none" without tools')
     if not asked.tools:
         return {}
     words: dict[str, Any] = {"none": "none", "any": "required"}
     named = {"type": "function", "function": {"name": choice.name}} if choice is not None else None
     return {
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                    "strict": tool.strict,
-                },
-            }
-            for tool in asked.tools
-        ],
+        "tools": [function_tool(one.name, one.description, one.input_schema, one.strict) for one in asked.tools],
         "tool_choice": "auto" if choice is None or choice.type == "auto" else words.get(choice.type, named),
         "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
     }

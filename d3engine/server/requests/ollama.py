@@ -1,7 +1,4 @@
-"""Ollama's requests become chats and completions of OpenAI's names, which are read and checked as those are.
-
-So every sampling field that a chat takes is taken in `options` too, by that name or by Ollama's.
-"""
+"""Ollama's requests as chats and completions, whose sampling fields `options` take by Ollama's names or by ours."""
 
 from __future__ import annotations
 
@@ -106,7 +103,7 @@ def _sampling_of(served: AppState, asked: OllamaGenerating) -> tuple[dict[str, A
     if asked.format not in (None, ""):
         content["response_format"] = _form(asked.format)
     if asked.think is not None:
-        content |= _thinking(asked.think)
+        content["reasoning_effort" if isinstance(asked.think, str) else "enable_thinking"] = asked.think
     ignored = []
     for name, value in (asked.options or {}).items():
         if name in LOADING or value is None:
@@ -126,8 +123,7 @@ def _sampling_of(served: AppState, asked: OllamaGenerating) -> tuple[dict[str, A
 
 
 def check_penalty_window(sampling: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse a window of penalties other than the whole text, where there are penalties: llama.cpp's and Ollama's
-    `repeat_last_n`. Raises `InvalidValueError`."""
+    """Refuse a `repeat_last_n` other than the whole text, where there are penalties. Raises `InvalidValueError`."""
     names = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     window = sampling.get("repeat_last_n")
     has_penalty = any(sampling.get(name) not in (None, off) for name, off in names.items())
@@ -140,10 +136,6 @@ def _form(given: str | dict[str, Any]) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given}}
     require(given == "json", "format", given, '"json" or a JSON schema')
     return {"type": "json_object"}
-
-
-def _thinking(given: bool | str) -> dict[str, Any]:
-    return {"reasoning_effort" if isinstance(given, str) else "enable_thinking": given}
 
 
 def _check_context(served: AppState, given: Any) -> None:

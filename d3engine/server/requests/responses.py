@@ -15,6 +15,7 @@ from d3engine.server.requests.chat import (
     TurnForm,
     by_names,
     chat_fields,
+    function_tool,
     job_of,
     read_content,
     read_turn,
@@ -40,10 +41,7 @@ FIELDS = {
 
 
 def read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of a chat; reasoning, a text and calls that follow each other are one message.
-
-    Raises `InvalidValueError`.
-    """
+    """The messages of a chat; reasoning, text and calls that follow each other are one. Raises `InvalidValueError`."""
     require(len(items) > 0, "input", items, "a list of at least one item")
     found: list[dict[str, Any]] = []
     reasoning: str | None = None
@@ -67,7 +65,6 @@ def read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def unknown_in_items(items: object) -> list[str]:
-    """The names of unknown fields; each once."""
     given = items if isinstance(items, list) else []
     turns = [item for item in given if _kind(item) not in FIELDS]
     others = [item for item in given if _kind(item) in FIELDS]
@@ -106,10 +103,7 @@ CHAT_FIELDS = chat_fields(ResponsesRequest, RESPONSES, "tools", "tool_choice")
 
 
 async def response_job(request: Request) -> tuple[RequestContext[ChatRequest], ResponsesRequest, dict[str, str]]:
-    """What to run, wholly checked, what was asked for, and headers for the answer.
-
-    Raises `RequestError` and `InvalidValueError`.
-    """
+    """What to run, wholly checked, what was asked for, and headers for the answer. Raises as `chat_job` does."""
     asked, headers = await read_body(request, ResponsesRequest, lambda asked: unknown_in_items(asked.input))
     chat = ChatRequest(
         messages=_messages(asked),
@@ -149,18 +143,8 @@ def _form_of(asked: ResponsesRequest) -> dict[str, Any] | None:
 
 def _tools_of(asked: ResponsesRequest) -> list[dict[str, Any]] | None:
     """`tools` as a chat has them; an empty list is none."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.parameters,
-                "strict": tool.strict,
-            },
-        }
-        for tool in asked.tools or ()
-    ] or None
+    tools = [function_tool(one.name, one.description, one.parameters, one.strict) for one in asked.tools or ()]
+    return tools or None
 
 
 def _choice_of(asked: ResponsesRequest) -> str | dict[str, Any] | None:

@@ -43,12 +43,8 @@ _VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b
 
 
 def _example(arguments: object) -> list[dict[str, Any]]:
-    """A conversation with a call."""
     call = {"id": "shownCall", "type": "function", "function": {"name": EXAMPLE, "arguments": arguments}}
-    return [
-        {"role": "user", "content": "A question."},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
+    return [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,6 @@ class ChatStyles:
         self._known: OrderedDict[str | None, ChatStyle] = OrderedDict()
 
     async def of(self, template: str | None) -> ChatStyle:
-        """The style of a request's template; None stands for the model's own."""
         if template not in self._known:
             self._known[template] = await self._find(template)
             if len(self._known) > _NUM_KEPT:
@@ -151,7 +146,6 @@ def _variables(source: str) -> frozenset[str]:
 
 
 def special_ids_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens by their spelling."""
     found = {tokenizer.convert_id_to_token(token) or "": token for token in sorted(tokenizer.special_ids)}
     return {text: token for text, token in found.items() if text}
 
@@ -252,10 +246,8 @@ class ToolUse:
 def tool_use_of(asked: ChatRequest, style: ChatStyle) -> ToolUse:
     """What the tools of a chat come to by a template of this style. Raises `RequestError`."""
     if asked.tools is None:
-        if asked.tool_choice not in (None, "none"):
-            raise invalid(
-                "tool_choice", must_be("tool_choice", asked.tool_choice, 'absent or "none" without tools') + "."
-            )
+        fits = asked.tool_choice in (None, "none")
+        require(fits, "tool_choice", asked.tool_choice, 'absent or "none" without tools')
         return ToolUse()
     tools = _tools(asked.tools)
     choice = "auto" if asked.tool_choice is None else asked.tool_choice
@@ -355,9 +347,8 @@ def _read_calls(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """The functions, checked."""
-    if not 0 < len(given) <= MAX_TOOLS:
-        raise invalid("tools", must_be("tools", f"{len(given)} tools", f"absent, or 1 to {MAX_TOOLS} of them") + ".")
+    most = f"absent, or 1 to {MAX_TOOLS} of them"
+    require(0 < len(given) <= MAX_TOOLS, "tools", f"{len(given)} tools", most)
     tools = []
     for place, one in enumerate(given):
         allowed = '{"type": "function", "function": {"name", "description", "parameters", "strict"}}'
@@ -373,19 +364,17 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
             raise invalid("tools", must_be(f"the type of the parameters of tools[{place}]", kind, '"object"') + ".")
         tools.append(tool)
     names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise invalid("tools", must_be("tools", names, "functions of different names") + ".")
+    require(len(set(names)) == len(names), "tools", names, "functions of different names")
     return tools
 
 
 def _named(choice: object, tools: Sequence[Tool]) -> Tool:
-    """The function that must be called."""
     allowed = '"none", "auto", "required", or {"type": "function", "function": {"name": one of the tools}}'
     try:
         name = msgspec.convert(choice, NamedTool).function.name
         return next(tool for tool in tools if tool.function.name == name)
     except (msgspec.ValidationError, StopIteration):
-        raise invalid("tool_choice", must_be("tool_choice", choice, allowed) + ".") from None
+        raise InvalidValueError("tool_choice", choice, allowed) from None
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:

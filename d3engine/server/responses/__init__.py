@@ -1,3 +1,1 @@
 """From the engine's outputs to answers, whole or as streams."""
-
-from __future__ import annotations

@@ -54,13 +54,10 @@ class ChatWriter:
             choice: ChatChoice = {
                 "index": answer.index,
                 "message": new.message(answer),
-                "logprobs": new.logprobs(answer),
-                "finish_reason": new.finish_reason(answer),  # type: ignore[typeddict-item]  # no other is left here
+                "logprobs": None,
+                "finish_reason": None,
             }
-            if self._asked.return_token_ids:
-                choice["token_ids"] = answer.token_ids
-            if self._asked.return_depths:
-                choice["d3ext"] = new.depths(answer)
+            self._tell_tokens(choice, new, answer)
             found.append(choice)
         return found
 
@@ -79,14 +76,17 @@ class ChatWriter:
             *before, delta = deltas or [nothing]
             found += [_chunk(answer.index, one) for one in before]
             chunk = _chunk(answer.index, delta)
-            chunk["logprobs"] = new.logprobs(answer)
-            chunk["finish_reason"] = new.finish_reason(answer)  # type: ignore[typeddict-item]  # no other is left here
-            if self._asked.return_token_ids:
-                chunk["token_ids"] = answer.token_ids
-            if self._asked.return_depths:
-                chunk["d3ext"] = new.depths(answer)
+            self._tell_tokens(chunk, new, answer)
             found.append(chunk)
         return found
+
+    def _tell_tokens(self, choice: ChatChoice | ChatChunkChoice, new: _Answer, answer: CompletionOutput) -> None:
+        choice["logprobs"] = new.logprobs(answer)
+        choice["finish_reason"] = new.finish_reason(answer)  # type: ignore[arg-type]  # no other is left here
+        if self._asked.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        if self._asked.return_depths:
+            choice["d3ext"] = new.depths(answer)
 
     @property
     def _tells_tokens(self) -> bool:
@@ -95,7 +95,6 @@ class ChatWriter:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far, over all choices."""
         return sum(one.num_reasoning_tokens for one in self._answers.values())
 
     def _answer(self, index: int) -> _Answer:
@@ -123,28 +122,21 @@ class _Answer:
         self._reasoning_offsets: list[int] = []
         self._is_named = job.calling is not None and job.calling.kind == "named"
 
-    @cached_property
-    def _places(self) -> TextPlaces:
-        return self._new_places()
-
-    @cached_property
-    def _reasoning_places(self) -> TextPlaces:
-        return self._new_places()
-
     def _new_places(self) -> TextPlaces:
         served, prepared = self._job.served, self._job.prepared[0]
         hidden, drops_space = served.hidden_ids(prepared.params), not self._job.asked.continue_final_message
         return TextPlaces(served.texts, prepared.prompt_token_ids, hidden, drops_space=drops_space)
 
+    _places = cached_property(_new_places)
+    _reasoning_places = cached_property(_new_places)
+
     def text(self, answer: CompletionOutput) -> str:
-        """What is new of the message."""
         text = answer.text
         if text and self._drops_space:
             text, self._drops_space = text.removeprefix(" "), False
         return text
 
     def message(self, answer: CompletionOutput) -> ChatMessage:
-        """The whole message."""
         reasoning, text = self._parted(answer, is_last=True)
         found: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
         if reasoning:
@@ -171,7 +163,6 @@ class _Answer:
         return 0 if self._reasonings is None else bisect_left(self._reasoning_offsets, self._reasonings.end)
 
     def deltas(self, answer: CompletionOutput) -> list[ChatDelta]:
-        """What is new, if anything: of text, or of calls."""
         is_last = answer.finish_reason is not None
         reasoning, text = self._parted(answer, is_last=is_last)
         found: list[ChatDelta] = [{"reasoning_content": reasoning}] if reasoning else []
@@ -194,7 +185,6 @@ class _Answer:
 
 
 def _call(pieces: Sequence[Piece], index: int) -> ToolCall:
-    """One call of those that the pieces are of."""
     own = [piece for piece in pieces if piece.index == index]
     function: FunctionCall = {"name": own[0].name or "", "arguments": "".join(piece.text for piece in own)}
     return {"id": own[0].id or "", "type": "function", "function": function}

@@ -1,8 +1,4 @@
-"""The engine's outputs as OpenAI's text completions.
-
-A whole answer is its only delta. Each choice has a `_Choice` that turns what is new of it into what is
-written; for a whole answer it is asked once, in a stream at every output.
-"""
+"""The engine's outputs as OpenAI's text completions; a whole answer is its only delta."""
 
 from __future__ import annotations
 
@@ -10,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.server.responses.context import RequestContext, TextPlaces, places_in_prompt
+from d3engine.server.responses.context import RequestContext, TextPlaces
 from d3engine.server.responses.extras import LogprobWords, Row, of_prompt
 from d3engine.server.schemas.answers import CompletionChoice, CompletionLogprobs
 from d3engine.server.schemas.requests import CompletionRequest
@@ -28,9 +23,8 @@ class CompletionWriter:
         self._job = job
         self._n = job.asked.n or 1
         self._awaits_prompt = bool(job.asked.echo) and job.asked.logprobs is not None
-        self._tells_tokens = bool(
-            job.asked.logprobs is not None or job.asked.return_token_ids or job.asked.return_depths
-        )
+        asked = job.asked
+        self._tells_tokens = bool(asked.logprobs is not None or asked.return_token_ids or asked.return_depths)
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._prompt_rows: list[list[Row | None]] = [[] for _ in job.prepared]
         self._waiting: list[list[CompletionOutput]] = [[] for _ in job.prepared]
@@ -77,10 +71,9 @@ class CompletionWriter:
         return waiting
 
     def _choice(self, number: int, index: int) -> _Choice:
-        choice = self._choices.get((number, index))
-        if choice is None:
-            choice = self._choices[number, index] = _Choice(self._job, number, index, self._prompt_rows[number])
-        return choice
+        if (number, index) not in self._choices:
+            self._choices[number, index] = _Choice(self._job, number, index, self._prompt_rows[number])
+        return self._choices[number, index]
 
 
 class _Choice:
@@ -96,9 +89,16 @@ class _Choice:
         self._texts = job.served.texts
         self._hidden = job.served.hidden_ids(self._prepared.params)
         self._words = LogprobWords(job.asked.logprobs or 0, bool(job.asked.return_tokens_as_token_ids))
-        self._echo = echoed(job, self._prepared) if job.asked.echo else ""
+        self._echo = self._prompt_text(job) if job.asked.echo else ""
         self._tells_places = job.asked.logprobs is not None or bool(job.asked.return_depths)
         self._has_begun = False
+
+    def _prompt_text(self, job: RequestContext[CompletionRequest]) -> str:
+        """As it came, or what its token ids read as."""
+        if self._prepared.prompt is not None:
+            return self._prepared.prompt
+        skips = self._prepared.params.skip_special_tokens
+        return job.served.tokenizer.decode(self._prepared.prompt_token_ids, skip_special_tokens=skips)
 
     @cached_property
     def _places(self) -> TextPlaces:
@@ -130,28 +130,16 @@ class _Choice:
         return self._words.of_completion(
             [*prompt, *answer.token_ids],
             [*self._prompt_rows, *(answer.logprobs or [])],
-            [*places_in_prompt(self._texts, prompt, self._hidden), *places],
+            [*TextPlaces(self._texts, (), self._hidden).of_answer(prompt), *places],
             first=self._texts.of(prompt[0], is_first=True)[0],
         )
-
-
-def echoed(job: RequestContext[CompletionRequest], prepared: EngineRequest) -> str:
-    """The prompt's text: as it came, or what its token ids read as."""
-    if prepared.prompt is not None:
-        return prepared.prompt
-    skips = prepared.params.skip_special_tokens
-    return job.served.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=skips)
 
 
 def best_of(answers: Sequence[CompletionOutput], n: int) -> list[CompletionOutput]:
     """The n answers whose tokens were likeliest on average, best first; all in their order if there are no more."""
     if len(answers) <= n:
         return list(answers)
-    return sorted(answers, key=_mean_logprob, reverse=True)[:n]
-
-
-def _mean_logprob(answer: CompletionOutput) -> float:
-    return (answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
+    return sorted(answers, key=lambda one: -(one.cumulative_logprob or 0.0) / max(1, len(one.token_ids)))[:n]
 
 
 def _without_tokens(answer: CompletionOutput) -> CompletionOutput:

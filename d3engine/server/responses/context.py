@@ -1,8 +1,4 @@
-"""Where in a text each of its tokens begins, in characters.
-
-Characters are counted over the tokens' bytes, so that a character cut into halves counts once, where it
-becomes whole, and both halves begin in the same place.
-"""
+"""A request on its way to an answer, and where in a text each of its tokens begins, in characters."""
 
 from __future__ import annotations
 
@@ -25,6 +21,8 @@ from d3engine.text.detokenizer import PlacedTexts, TokenTexts
 
 class TextPlaces:
     """Follows one choice from the first token whose place is asked for.
+
+    Both halves of a character that is cut begin in the same place, where it becomes whole.
 
     Args:
         texts: of the model's tokens.
@@ -51,7 +49,6 @@ class TextPlaces:
         self._index = len(prompt_token_ids)
 
     def of_answer(self, token_ids: Sequence[int]) -> list[int]:
-        """The places of the next tokens of the answer."""
         return [self._next(token_id) for token_id in token_ids]
 
     def _next(self, token_id: int) -> int:
@@ -65,11 +62,6 @@ class TextPlaces:
         self._placed.grow(token_id, self._index)
         self._index += 1
         return place
-
-
-def places_in_prompt(texts: TokenTexts, token_ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
-    """The places of a prompt's tokens in its text."""
-    return TextPlaces(texts, (), hidden).of_answer(token_ids)
 
 
 C = TypeVar("C", bound=Common)
@@ -105,10 +97,8 @@ class RequestContext(Generic[C]):
 
     @property
     def is_text_alone(self) -> bool:
-        """Whether an answer is a text, without calls and reasoning."""
         return self.calling is None and self.thinking is None
 
     @property
     def policy(self) -> DepthPolicy:
-        """The policy that it runs under."""
         return self.depth or self.served.client.depth

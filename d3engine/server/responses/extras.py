@@ -1,4 +1,4 @@
-"""What a request has come to so far, over all its prompts and choices: tokens and layers."""
+"""What a request has come to so far, its tokens, its layers and its log-probabilities, as answers say it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from d3engine.depth import Schedule
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import Logprob, RequestOutput
 from d3engine.server.responses.context import RequestContext
@@ -34,7 +33,6 @@ class UsageCounter:
         self._depth = DepthCount(job) if job.asked.return_depths else None
 
     def add(self, number: int, output: RequestOutput) -> None:
-        """Take in an output of the prompt of this number."""
         self._cached[number] = output.num_cached_tokens
         self._drafted[number] = output.metrics.num_drafted_tokens
         self._accepted[number] = output.metrics.num_accepted_tokens
@@ -46,7 +44,6 @@ class UsageCounter:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every prompt has had its last output."""
         return not self._unfinished
 
     def usage(self) -> Usage:
@@ -80,7 +77,6 @@ class DepthCount:
         self._last: float | None = None
 
     def add(self, number: int, output: RequestOutput) -> None:
-        """Take in what is new of the choices of the prompt of this number."""
         for answer in output.outputs:
             self._layers += sum(answer.depths)
             key = number, answer.index
@@ -107,18 +103,12 @@ class DepthCount:
 
     def _blocks_saved(self, prepared: EngineRequest, length: int) -> int:
         """Blocks that a sequence did not hold at its end although full depth would, of `length` generated tokens."""
-        if prepared.draft_rule is not None or length == 0:
+        schedule = prepared.schedule
+        if prepared.draft_rule is not None or length == 0 or schedule.on_skip != "none":  # else something fills them
             return 0
         size = self._job.served.client.settings.block_size
         entries = len(prepared.prompt_token_ids) + length - 1  # the last token is never fed
-        return layers_given_back(prepared.schedule, length) * -(-entries // size)
-
-
-def layers_given_back(schedule: Schedule, step: int) -> int:
-    """Layers whose entries are gone before this step: those that run no more, where nothing fills them."""
-    if schedule.on_skip != "none":
-        return 0
-    return schedule.num_layers - schedule.depth_at(step)
+        return (schedule.num_layers - schedule.depth_at(length)) * -(-entries // size)
 
 
 Row: TypeAlias = Mapping[int, Logprob]
@@ -193,9 +183,11 @@ def _number(logprob: Logprob) -> float:
 def of_prompt(rows: Iterable[Row | None]) -> PromptLogprobs:
     """vLLM's `prompt_logprobs`."""
     return [
-        None if row is None else {str(token): _of_prompt_token(known) for token, known in row.items()} for row in rows
+        None
+        if row is None
+        else {
+            str(token): {"logprob": _number(one), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token, one in row.items()
+        }
+        for row in rows
     ]
-
-
-def _of_prompt_token(known: Logprob) -> dict[str, float | int | str | None]:
-    return {"logprob": _number(known), "rank": known.rank, "decoded_token": known.decoded_token}

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from d3engine.request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from d3engine.request.outputs import Logprob, RequestMetrics, RequestOutput
 from d3engine.server.errors import RequestError, error_body
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LOWEST, UsageCounter
@@ -74,6 +74,7 @@ class LlamaAnswer:
     def _end(self, output: RequestOutput) -> dict[str, Any]:
         job = self._job
         (answer,), params = output.outputs, job.prepared[0].params
+        word = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         usage = self._usage.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         penalties = ("presence_penalty", "frequency_penalty", "repeat_penalty")
@@ -86,19 +87,13 @@ class LlamaAnswer:
             "prompt": job.prepared[0].prompt or "",
             "has_new_line": self._has_new_line,
             "truncated": False,
-            "stop_type": _stop_type(answer),
-            "stopping_word": answer.stop_reason if isinstance(answer.stop_reason, str) else "",
+            "stop_type": "limit" if answer.finish_reason == "length" else "eos" if word is None else "word",
+            "stopping_word": word or "",
             "tokens_cached": usage["total_tokens"],
             "generation_settings": settings,
             "timings": timings(output.metrics, usage["prompt_tokens"], cached, usage["completion_tokens"]),
             **self._usage.depth(),
         }
-
-
-def _stop_type(answer: CompletionOutput) -> str:
-    if answer.finish_reason == "length":
-        return "limit"
-    return "word" if isinstance(answer.stop_reason, str) else "eos"
 
 
 def timings(times: RequestMetrics, prompt: int, cached: int, predicted: int) -> LlamaTimings:

@@ -16,29 +16,22 @@ from d3engine.server.schemas.requests import ChatRequest
 
 
 class MessageBlocks:
-    """Of one message.
-
-    Args:
-        begins_with_text: it can be nothing but a text, whose block therefore opens at once.
-    """
+    """The blocks of one message; with `begins_with_text` it can be nothing but a text, whose block opens at once."""
 
     def __init__(self, *, begins_with_text: bool) -> None:
         self._begins_with_text = begins_with_text
         self._index = -1
         self._kind: str | None = None
         self._waiting: DepthsOfTokens = {"depths": [], "token_offsets": []}
-        self._has_depths = False
         self.has_calls = False
 
     def first_events(self) -> list[dict[str, Any]]:
-        """Before anything is known of the answer."""
         return self._open("text", {"type": "text", "text": ""}) if self._begins_with_text else []
 
     def events(self, news: Delta) -> list[dict[str, Any]]:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
         if (told := news.d3ext.get("d3ext")) is not None:
-            self._has_depths = True
             self._waiting["depths"] += told["depths"]
             self._waiting["token_offsets"] += told["token_offsets"]
         if news.reasoning:
@@ -60,7 +53,7 @@ class MessageBlocks:
                 }
                 found += [*self.close(), *self._open("tool_use", block)]
             found.append(self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]}))
-        if self._has_depths and self._waiting["depths"] and self._kind is not None:
+        if self._waiting["depths"] and self._kind is not None:
             found.append(self._delta(_NOTHING_NEW[self._kind]))
         return found
 
@@ -152,7 +145,7 @@ class MessageAnswer:
         news = self._answer.news(output)
         if news is None:
             return b""
-        events = [] if self._has_begun else self._first_events(self._blocks)
+        events = [] if self._has_begun else self._first_events()
         self._has_begun = True
         events += self._blocks.events(news)
         self._has_calls = self._blocks.has_calls
@@ -160,14 +153,10 @@ class MessageAnswer:
             events += [*self._blocks.close(), *self._last_events(news)]
         return b"".join(map(named_event, events))
 
-    def _first_events(self, blocks: MessageBlocks) -> list[dict[str, Any]]:
+    def _first_events(self) -> list[dict[str, Any]]:
         start = self._message([], None)
         start["usage"]["output_tokens"] = 0
-        return [
-            {"type": "message_start", "message": start},
-            *blocks.first_events(),
-            {"type": "ping"},
-        ]
+        return [{"type": "message_start", "message": start}, *self._blocks.first_events(), {"type": "ping"}]
 
     def _last_events(self, news: Delta) -> list[dict[str, Any]]:
         reason, sequence = self._stop(news)

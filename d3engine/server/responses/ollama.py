@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -18,14 +18,13 @@ from d3engine.server.responses.extras import LogprobWords, UsageCounter
 from d3engine.server.responses.running import whole_output
 from d3engine.server.responses.writer import Delta, SingleAnswer
 from d3engine.server.schemas.answers import FunctionCall, TokenLogprob, ToolCallDelta
-from d3engine.server.schemas.ollama import OllamaLogprob, OllamaToolCall
+from d3engine.server.schemas.ollama import OllamaToolCall
 from d3engine.server.schemas.requests import ChatRequest
 
 NANOSECONDS = 1_000_000_000
 
 
 def now() -> str:
-    """The time of day as Ollama writes it."""
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -109,7 +108,7 @@ class OllamaAnswer:
         if calls := self._whole_calls(news.calls):
             message["tool_calls"] = calls
         if news.logprobs:
-            line["logprobs"] = [_logprob(entry) for entry in news.logprobs]
+            line["logprobs"] = news.logprobs
         return line
 
     def _end(self, output: RequestOutput) -> dict[str, Any]:
@@ -132,18 +131,6 @@ _NOTHING = Delta("", None, None, {})
 
 def _nanoseconds(seconds: float | None) -> int:
     return round((seconds or 0.0) * NANOSECONDS)
-
-
-def _logprob(entry: Mapping[str, Any]) -> OllamaLogprob:
-    """A chat's entry of one token, which has the same fields."""
-    return {
-        "token": entry["token"],
-        "logprob": entry["logprob"],
-        "bytes": entry["bytes"],
-        "top_logprobs": [
-            {"token": one["token"], "logprob": one["logprob"], "bytes": one["bytes"]} for one in entry["top_logprobs"]
-        ],
-    }
 
 
 def loaded(model: str, *, is_chat: bool) -> dict[str, Any]:

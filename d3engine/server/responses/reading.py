@@ -1,8 +1,4 @@
-"""Reasoning and calls of functions, read from the text of an answer as it comes.
-
-JSON arguments are passed on as the model writes them, letter by letter, so a stream of them is never behind;
-only where one call ends and the next begins is found out here.
-"""
+"""Reasoning and calls of functions, read from the text of an answer as it comes, and passed on letter by letter."""
 
 from __future__ import annotations
 
@@ -58,7 +54,6 @@ class CallReader:
         return self._arguments is not None
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Take what is new of the answer."""
         if self._format is None:
             begun = [] if self.num_calls else [self._begin(self._calling.names[0])]
             return [*begun, *([Piece(text, 0)] if text else [])]
@@ -166,10 +161,20 @@ class _Arguments(ABC):
         self._depth = 0
         self._in_string = self._escaped = False
         self.is_over = False
+        self._num_written = 0
 
     @abstractmethod
     def take(self, text: str) -> tuple[str, int]:
         """Go on with `text`: what of it is to be passed on, as JSON, and how many characters that takes."""
+
+    def _member(self, name: str, value: str) -> str:
+        """One more argument of an object, its value as JSON."""
+        self._num_written += 1
+        return ("{" if self._num_written == 1 else ", ") + f"{json.dumps(name)}: {value}"
+
+    def _end(self) -> str:
+        self.is_over = True
+        return "}" if self._num_written else "{}"
 
     def _ends_part(self, char: str, ends: str) -> bool:
         """Go over one character; whether it is one of `ends`, outside of strings, lists and objects."""
@@ -202,7 +207,6 @@ class _PythonArguments(_Arguments):
     def __init__(self) -> None:
         super().__init__()
         self._one = ""
-        self._num_written = 0
 
     def take(self, text: str) -> tuple[str, int]:
         found: list[str] = []
@@ -212,19 +216,13 @@ class _PythonArguments(_Arguments):
                 continue
             found.append(self._written())
             if char == ")":
-                self.is_over = True
-                found.append("}" if self._num_written else "{}")
-                return "".join(found), size
+                return "".join([*found, self._end()]), size
         return "".join(found), len(text)
 
     def _written(self) -> str:
         name, separator, value = self._one.partition("=")
         self._one = ""
-        if not separator:
-            return ""
-        self._num_written += 1
-        value = _LITERALS.get(value.strip(), value.strip())
-        return ("{" if self._num_written == 1 else ", ") + f"{json.dumps(name.strip())}: {value}"
+        return self._member(name.strip(), _LITERALS.get(value.strip(), value.strip())) if separator else ""
 
 
 _XML_ARGUMENT = re.compile(r"\s*<parameter=(?P<name>[^>\n]+)>\n(?P<value>.*?)\n</parameter>\n", re.DOTALL)
@@ -238,7 +236,6 @@ class _XmlArguments(_Arguments):
         super().__init__()
         self._schema = schema
         self._waiting = ""
-        self._num_written = 0
 
     def take(self, text: str) -> tuple[str, int]:
         self._waiting += text
@@ -249,17 +246,13 @@ class _XmlArguments(_Arguments):
         end = _XML_END.match(self._waiting)
         if end is None:
             return "".join(found), len(text)
-        self.is_over = True
-        found.append("}" if self._num_written else "{}")
-        return "".join(found), len(text) - (len(self._waiting) - end.end())
+        return "".join([*found, self._end()]), len(text) - (len(self._waiting) - end.end())
 
     def _written(self, name: str, value: str) -> str:
-        self._num_written += 1
         own = (self._schema.get("properties") or {}).get(name)
         shared = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
         is_text = isinstance(own, Mapping) and is_raw_text({**own, **shared})
-        shown = json.dumps(value) if is_text else _as_json(_LITERALS.get(value, value))
-        return ("{" if self._num_written == 1 else ", ") + f"{json.dumps(name)}: {shown}"
+        return self._member(name, json.dumps(value) if is_text else _as_json(_LITERALS.get(value, value)))
 
 
 def _as_json(value: str) -> str:
@@ -272,12 +265,7 @@ def _as_json(value: str) -> str:
 
 
 class ReasoningReader:
-    """Parts an answer into its reasoning and what follows it.
-
-    Args:
-        written: how reasoning is marked.
-        is_open: whether the prompt has begun it.
-    """
+    """Parts an answer into its reasoning, which the prompt has begun where it `is_open`, and what follows it."""
 
     def __init__(self, written: ReasoningFormat, *, is_open: bool) -> None:
         self._format = written

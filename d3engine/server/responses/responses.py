@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -20,7 +21,6 @@ from d3engine.server.schemas.responses import (
     OutputCall,
     OutputMessage,
     OutputReasoning,
-    OutputText,
     ResponsesRequest,
     ResponseUsage,
     TextFormat,
@@ -28,36 +28,29 @@ from d3engine.server.schemas.responses import (
 
 
 class OutputItems:
-    """Of one response; `done` are those that have ended.
-
-    Args:
-        begins_with_text: the output can be nothing but a message, which therefore begins at once.
-    """
+    """The items of one response; with `begins_with_text` it can be nothing but a message, which begins at once."""
 
     def __init__(self, *, begins_with_text: bool) -> None:
         self.begins_with_text = begins_with_text
-        self.done: list[OutputReasoning | OutputMessage | OutputCall] = []
-        self._reasoning: OutputReasoning | None = None
-        self._message: OutputMessage | None = None
-        self._call: OutputCall | None = None
+        self.done: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
         self._depths: DepthsOfTokens = {"depths": [], "token_offsets": []}
 
     def first_events(self) -> list[dict[str, Any]]:
-        """Before anything is known of the answer."""
-        return self._begin_message() if self.begins_with_text else []
+        return self._begin(_new_message()) if self.begins_with_text else []
 
     def events(self, news: Delta) -> list[dict[str, Any]]:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
         if news.reasoning:
-            found += [] if self._reasoning else self._begin_reasoning()
-            found.append(self._grow_reasoning(news.reasoning))
+            found += [] if self._open else self._begin(_new_reasoning())
+            found.append(self._grow(news.reasoning))
         if news.text:
-            found += [] if self._message else [*self.end("completed"), *self._begin_message()]
-            found.append(self._grow_message(news.text))
+            found += [] if self._open and self._open["type"] == "message" else self._begin(_new_message())
+            found.append(self._grow(news.text))
         for call in news.calls:
-            found += self._begin_call(call) if "id" in call else []
-            found.append(self._grow_call(call["function"]["arguments"]))
+            found += self._begin(_new_call(call)) if "id" in call else []
+            found.append(self._grow(call["function"]["arguments"]))
         if (depths := news.d3ext.get("d3ext")) is not None:
             self._depths["depths"] += depths["depths"]
             self._depths["token_offsets"] += depths["token_offsets"]
@@ -73,126 +66,99 @@ class OutputItems:
         more = []
         place = next((one for one in found if one["type"].endswith(".delta")), None)
         if place is None:
-            is_begun = self._reasoning or self._message or self._call
-            if not is_begun and not is_last:
+            if self._open is None and not is_last:
                 return []
-            more = [] if is_begun else self._begin_message()
-            grow = self._grow_reasoning if self._reasoning else self._grow_call if self._call else self._grow_message
-            more.append(place := grow(""))
+            more = [] if self._open else self._begin(_new_message())
+            more.append(place := self._grow(""))
         place["d3ext"], self._depths = self._depths, {"depths": [], "token_offsets": []}
         return more
 
+    def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        before = self.end("completed")
+        self._open = item
+        begun = self._event("response.output_item.added", item={**item})
+        if "content" not in item:
+            return [*before, begun]
+        begun["item"]["content"] = []
+        return [*before, begun, self._of_item("response.content_part.added", part={**item["content"][0]})]
+
+    def _grow(self, text: str) -> dict[str, Any]:
+        assert self._open is not None
+        if "content" in self._open:
+            self._open["content"][0]["text"] += text
+        else:
+            self._open["arguments"] += text
+        kind, more = _GROWS[self._open["type"]]
+        return self._of_item(f"{kind}.delta", delta=text, **more)
+
     def end(self, status: Any) -> list[dict[str, Any]]:
         """The end of the item that is open, if one is."""
-        if self._reasoning is not None:
-            return self._end_reasoning(self._reasoning, status)
-        if self._message is not None:
-            return self._end_message(self._message, status)
-        return [] if self._call is None else self._end_call(self._call, status)
-
-    # -- reasoning ---------------------------------------------------------------------------------------------------
-
-    def _begin_reasoning(self) -> list[dict[str, Any]]:
-        self._reasoning = {
-            "id": f"rs_{uuid.uuid4().hex}",
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": ""}],
-            "status": "in_progress",
-        }
-        added = {"part": {"type": "reasoning_text", "text": ""}}
-        begun = {**self._reasoning, "content": []}
-        return [self._of_item("added", begun), self._of_content("response.content_part.added", **added)]
-
-    def _grow_reasoning(self, text: str) -> dict[str, Any]:
-        assert self._reasoning is not None
-        self._reasoning["content"][0]["text"] += text
-        return self._of_content("response.reasoning_text.delta", delta=text)
-
-    def _end_reasoning(self, reasoning: OutputReasoning, status: Any) -> list[dict[str, Any]]:
-        reasoning["status"] = status
-        part = dict(reasoning["content"][0])
-        events = [
-            self._of_content("response.reasoning_text.done", text=part["text"]),
-            self._of_content("response.content_part.done", part=part),
-            self._of_item("done", reasoning),
-        ]
-        self.done.append(reasoning)
-        self._reasoning = None
+        if self._open is None:
+            return []
+        item = self._open
+        item["status"] = status
+        kind, more = _GROWS[item["type"]]
+        if "content" in item:
+            part = {**item["content"][0]}
+            events = [self._of_item(f"{kind}.done", text=part["text"], **more)]
+            events.append(self._of_item("response.content_part.done", part=part))
+        else:
+            events = [self._of_item(f"{kind}.done", name=item["name"], arguments=item["arguments"])]
+        events.append(self._event("response.output_item.done", item=item))
+        self.done.append(item)
+        self._open = None
         return events
 
-    # -- a message -------------------------------------------------------------------------------------------------
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "output_index": len(self.done), **fields}
 
-    def _begin_message(self) -> list[dict[str, Any]]:
-        self._message = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [_part("")],
-        }
-        begun = {**self._message, "content": []}
-        return [self._of_item("added", begun), self._of_content("response.content_part.added", part=_part(""))]
-
-    def _grow_message(self, text: str) -> dict[str, Any]:
-        assert self._message is not None
-        self._message["content"][0]["text"] += text
-        return self._of_content("response.output_text.delta", delta=text, logprobs=[])
-
-    def _end_message(self, message: OutputMessage, status: Any) -> list[dict[str, Any]]:
-        text = message["content"][0]["text"]
-        message["status"] = status
-        events = [
-            self._of_content("response.output_text.done", text=text, logprobs=[]),
-            self._of_content("response.content_part.done", part=_part(text)),
-            self._of_item("done", message),
-        ]
-        self.done.append(message)
-        self._message = None
-        return events
-
-    def _of_content(self, kind: str, **fields: Any) -> dict[str, Any]:
-        item = self._reasoning or self._message
-        assert item is not None
-        return {"type": kind, "item_id": item["id"], "output_index": len(self.done), "content_index": 0, **fields}
-
-    # -- a call ------------------------------------------------------------------------------------------------------
-
-    def _begin_call(self, call: ToolCallDelta) -> list[dict[str, Any]]:
-        before = self.end("completed")
-        self._call = {
-            "id": f"fc_{uuid.uuid4().hex}",
-            "type": "function_call",
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": "",
-            "status": "in_progress",
-        }
-        return [*before, self._of_item("added", {**self._call})]
-
-    def _grow_call(self, arguments: str) -> dict[str, Any]:
-        assert self._call is not None
-        self._call["arguments"] += arguments
-        return self._of_call("response.function_call_arguments.delta", delta=arguments)
-
-    def _end_call(self, call: OutputCall, status: Any) -> list[dict[str, Any]]:
-        call["status"] = status
-        words = {"name": call["name"], "arguments": call["arguments"]}
-        events = [self._of_call("response.function_call_arguments.done", **words), self._of_item("done", call)]
-        self.done.append(call)
-        self._call = None
-        return events
-
-    def _of_call(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._call is not None
-        return {"type": kind, "item_id": self._call["id"], "output_index": len(self.done), **fields}
-
-    def _of_item(self, what: str, item: Any) -> dict[str, Any]:
-        return {"type": f"response.output_item.{what}", "output_index": len(self.done), "item": item}
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the item that is open: of its only part, where it has parts."""
+        assert self._open is not None
+        place = {"content_index": 0} if "content" in self._open else {}
+        return {"type": kind, "item_id": self._open["id"], "output_index": len(self.done), **place, **fields}
 
 
-def _part(text: str) -> OutputText:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+_GROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "reasoning": ("response.reasoning_text", {}),
+    "message": ("response.output_text", {"logprobs": []}),
+    "function_call": ("response.function_call_arguments", {}),
+}
+"""The type of an item -> what its events are called that grow and end it, and what else these say."""
+
+
+def _new_reasoning() -> dict[str, Any]:
+    item: OutputReasoning = {
+        "id": f"rs_{uuid.uuid4().hex}",
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": ""}],
+        "status": "in_progress",
+    }
+    return {**item}
+
+
+def _new_message() -> dict[str, Any]:
+    item: OutputMessage = {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "status": "in_progress",
+        "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}],
+    }
+    return {**item}
+
+
+def _new_call(call: ToolCallDelta) -> dict[str, Any]:
+    item: OutputCall = {
+        "id": f"fc_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": "",
+        "status": "in_progress",
+    }
+    return {**item}
 
 
 class ResponseAnswer:
@@ -270,7 +236,10 @@ class ResponseAnswer:
     def _response(self, status: Any) -> ModelResponse:
         """The response without what comes at its end."""
         params = self._job.prepared[0].params
-        form = None if self._asked.text is None else self._asked.text.format
+        asked = self._asked
+        form = (asked.text and asked.text.format) or TextFormat(type="text")
+        written = {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}
+        choice = msgspec.to_builtins("auto" if asked.tool_choice is None else asked.tool_choice)
         return {
             "id": self._job.id,
             "object": "response",
@@ -279,19 +248,19 @@ class ResponseAnswer:
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "instructions": self._asked.instructions,
-            "max_output_tokens": self._asked.max_output_tokens,
-            "metadata": self._asked.metadata or {},
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
             "model": self._job.model,
             "output": [],
             "background": False,
-            "parallel_tool_calls": bool(self._asked.tools) and self._asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": bool(asked.tools) and asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": _without_nulls(form) if form is not None else {"type": "text"}},
-            "tool_choice": _choice(self._asked),
-            "tools": [msgspec.to_builtins(tool) for tool in self._asked.tools or ()],
+            "text": {"format": written},
+            "tool_choice": choice if asked.tools else "none",
+            "tools": [msgspec.to_builtins(tool) for tool in asked.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -310,15 +279,3 @@ class ResponseAnswer:
 
 def _status(news: Delta) -> Literal["completed", "incomplete"]:
     return "incomplete" if news.finish_reason == "length" else "completed"
-
-
-def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:
-    """What the request's `tool_choice` came to."""
-    if not asked.tools:
-        return "none"
-    found: str | dict[str, Any] = msgspec.to_builtins("auto" if asked.tool_choice is None else asked.tool_choice)
-    return found
-
-
-def _without_nulls(form: TextFormat) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}

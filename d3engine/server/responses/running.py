@@ -1,9 +1,4 @@
-"""The straight way of a stream: what is new goes from the engine's outputs to the socket without waking any task.
-
-Tasks are for what begins, ends, fails or must wait. Between a stream's first event and its last, as long
-as its client reads, there is nothing to wait for: the event loop's call that hears of a step writes what it brought to
-all of its streams.
-"""
+"""Runs requests: outputs as they come, which go from the engine to the socket without waking a task where they can."""
 
 from __future__ import annotations
 
@@ -12,8 +7,9 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from d3engine.async_engine.client import AsyncAnswer
@@ -25,27 +21,18 @@ from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
 from d3engine.server.schemas.answers import PromptProgress
 
-
-class DirectWriter(Protocol):
-    """What a connection offers for an answer in pieces (`scope["state"]["outlet"]`); servers of others offer none."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether what is written now goes on its way."""
-
-    def write(self, content: bytes) -> None:
-        """Write a piece that is not empty, while it is free."""
+if TYPE_CHECKING:
+    from d3engine.server.connections import DirectWriter
 
 
 class DirectStream:
-    """Of one stream. `outlet` is None until its task opens it, when the first event is out."""
+    """Of one stream. `outlet` is None until its task opens it, when the first event is out, and with other servers."""
 
     def __init__(self) -> None:
         self.outlet: DirectWriter | None = None
         self.num_writes = 0
 
     def write(self, content: bytes) -> None:
-        """Send whole events, while the outlet is free."""
         assert self.outlet is not None
         self.num_writes += 1
         self.outlet.write(content)
@@ -251,9 +238,9 @@ async def unless_disconnected(scope: Scope, receive: Receive, work: Awaitable[T]
             watching.cancel()
 
 
-async def while_connected(scope: Scope, receive: Receive, work: Awaitable[T]) -> T:
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; raises `RequestError` (499) if the client leaves before, and ends it."""
-    found = await unless_disconnected(scope, receive, work)
+    found = await unless_disconnected(request.scope, request.receive, work)
     if found is None:
         raise RequestError(499, "The client has left.", code="client_closed_request")
     return found

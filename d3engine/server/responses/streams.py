@@ -1,8 +1,4 @@
-"""Server-sent events: one write for each output, pings into silence, and errors where a client looks for them.
-
-Nothing is sent before the first event is there. Until then an error is an HTTP status, as everywhere
-else; only after it does it become an event.
-"""
+"""Server-sent events: one write for each output, pings into silence; an error before the first is an HTTP status."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ from d3engine.server.responses.running import DirectStream, unless_disconnected
 
 EVENTS = b"text/event-stream; charset=utf-8"
 LINES = b"application/x-ndjson"
-HEADERS = (
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
+HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
@@ -141,7 +134,6 @@ class _Writer:
 
     @property
     def num_writes(self) -> int:
-        """How often anything was written, be it past this writer."""
         return self._num_own + self._straight.num_writes
 
     async def ping(self, num_writes: int) -> None:

@@ -16,13 +16,7 @@ from d3engine.request.outputs import RequestOutput
 from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
-from d3engine.server.responses.running import (
-    DirectStream,
-    outputs_of,
-    prompt_progress,
-    while_connected,
-    whole_output,
-)
+from d3engine.server.responses.running import DirectStream, outputs_of, prompt_progress, while_connected, whole_output
 from d3engine.server.responses.streams import EVENTS, EventStream, OpenAIForm, StreamForm
 from d3engine.server.schemas.answers import (
     ChatChoice,
@@ -64,7 +58,6 @@ class SingleAnswer:
         self.tally = UsageCounter(job)
 
     async def whole(self) -> Delta:
-        """All of it. Raises `RequestError`."""
         return self.of_whole(await whole_output(self._job, self.tally))
 
     def of_whole(self, output: RequestOutput) -> Delta:
@@ -91,7 +84,6 @@ class SingleAnswer:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of its reasoning so far."""
         return self._writer.num_reasoning_tokens
 
 
@@ -171,7 +163,7 @@ async def respond(
         return EventStream(
             events, headers, ping_interval=interval, form=told.form, straight=straight, media_type=media_type
         )
-    found = await while_connected(request.scope, request.receive, told.whole())
+    found = await while_connected(request, told.whole())
     return json_response(found, headers)
 
 
@@ -218,10 +210,16 @@ class _Choices:
         self._is_first = True
 
     async def whole(self) -> dict[str, Any]:
-        return await _whole(self._job, self._writer)
+        job, writer, outputs = self._job, self._writer, dict[int, RequestOutput]()
+        async with aclosing(outputs_of(job)) as found:
+            async for number, output in found:
+                outputs[number] = writer.taken(output)
+                self._tally.add(number, outputs[number])
+        in_order = [outputs[number] for number in range(len(job.prepared))]
+        told = {"choices": writer.choices(in_order), "usage": self._tally.usage()}
+        return {**_head(job, writer.kind), **told, **writer.extras(in_order), **self._tally.depth()}
 
     def progress(self, found: PromptProgress) -> bytes:
-        """The event of how far the prompt is computed."""
         return self._frame.event([], {"prompt_progress": found})
 
     def told(self, number: int, given: RequestOutput) -> bytes:
@@ -243,23 +241,6 @@ class _Choices:
         self._is_first = False
         last = self._tally.depth() if self._tally.is_finished else {}
         return self._frame.events(chunks, {**each, **first}, {**each, **last})
-
-
-async def _whole(job: RequestContext[Any], writer: Writer) -> dict[str, Any]:
-    tally = UsageCounter(job)
-    outputs: dict[int, RequestOutput] = {}
-    async with aclosing(outputs_of(job)) as found:
-        async for number, output in found:
-            outputs[number] = writer.taken(output)
-            tally.add(number, outputs[number])
-    in_order = [outputs[number] for number in range(len(job.prepared))]
-    return {
-        **_head(job, writer.kind),
-        "choices": writer.choices(in_order),
-        "usage": tally.usage(),
-        **writer.extras(in_order),
-        **tally.depth(),
-    }
 
 
 def _head(job: RequestContext[Any], kind: str) -> dict[str, Any]:

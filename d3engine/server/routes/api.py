@@ -1,10 +1,12 @@
-"""The routes that answer, and the files of the page."""
+"""The routes that answer, and the files of the page; `Route` says of each what /openapi.json does."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from msgspec import structs
 from starlette import routing
@@ -12,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from d3engine.errors import InvalidValueError, TokenizerError, must_be, require
+from d3engine.errors import InvalidValueError, TokenizerError, require
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.models import FurtherModels
 from d3engine.server.requests.bodies import read_body
@@ -26,67 +28,96 @@ from d3engine.server.responses.messages import MessageAnswer
 from d3engine.server.responses.responses import ResponseAnswer
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.writer import answer, respond
-from d3engine.server.schemas.answers import Text, TokenizerInfo, Tokens, Unloaded
-from d3engine.server.schemas.messages import TokenCount
-from d3engine.server.schemas.requests import (
-    ChatRequest,
-    DetokenizeRequest,
-    LoadAdapterRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
-from d3engine.server.state import AppState, json_response, no_such_model, served_by
+from d3engine.server.schemas import answers, messages, requests, responses
+from d3engine.server.schemas.requests import ChatRequest, TokenizeRequest
+from d3engine.server.state import AppState, ModelCard, ModelList, json_response, no_such_model, served_by
 from d3engine.text.tokenizer import Tokenizer
 
 
 class Route(routing.Route):
-    """A path and what answers there."""
+    """A path, what answers there, whose docstring says it in a few words, and what that takes and gives.
+
+    Args:
+        body: the shape of its requests.
+        answer: of a whole answer: a shape, or a list of one.
+        method: POST where there is a body, and GET otherwise, unless it is given.
+        media: the type of an answer that is no JSON.
+        events: the shapes that a streamed answer is made of.
+        has_error_events: whether an error may be one more of them.
+        ends_with_done: whether "[DONE]" comes after them.
+        unwell: the body of a 503 where that is no error but the answer.
+        loads: whether it is forbidden unless the server's owner allows it.
+        queries: name of a query parameter -> what its schema says beyond being a text.
+    """
 
     def __init__(
-        self, path: str, endpoint: Callable[[Request], Awaitable[Response]], *, methods: Iterable[str]
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        body: Any = None,
+        answer: Any = None,
+        *,
+        method: str | None = None,
+        name: str | None = None,
+        media: str = "application/json",
+        events: tuple[Any, ...] = (),
+        has_error_events: bool = True,
+        ends_with_done: bool = False,
+        unwell: Any = None,
+        loads: bool = False,
+        queries: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        super().__init__(path, endpoint, methods=list(methods))
+        super().__init__(path, endpoint, methods=[method or ("GET" if body is None else "POST")], name=name)
+        self.body, self.answer, self.media = body, answer, media
+        self.events, self.has_error_events, self.ends_with_done = events, has_error_events, ends_with_done
+        self.unwell, self.loads, self.queries = unwell, loads, queries
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             response = await endpoint(Request(scope, receive, send))
             await response(scope, receive, send)
 
-        self.app = answer
+        self.app = respond
 
 
 async def create_chat_completion(request: Request) -> Response:
-    job, headers = await while_connected(request.scope, request.receive, chat_job(request))
+    """Answer a conversation."""
+    job, headers = await while_connected(request, chat_job(request))
     return await answer(request, job, ChatWriter(job), headers)
 
 
 async def create_completion(request: Request) -> Response:
-    job, headers = await while_connected(request.scope, request.receive, completion_job(request))
+    """Go on from prompts."""
+    job, headers = await while_connected(request, completion_job(request))
     return await answer(request, job, CompletionWriter(job), headers)
 
 
 async def create_message(request: Request) -> Response:
-    job, headers = await while_connected(request.scope, request.receive, message_job(request))
+    """Answer a conversation, as Anthropic has it."""
+    job, headers = await while_connected(request, message_job(request))
     return await respond(request, job, MessageAnswer(job), headers)
 
 
 async def count_message_tokens(request: Request) -> Response:
-    number, headers = await while_connected(request.scope, request.receive, count_tokens(request))
-    found: TokenCount = {"input_tokens": number}
+    """Count a conversation's tokens."""
+    number, headers = await while_connected(request, count_tokens(request))
+    found: messages.TokenCount = {"input_tokens": number}
     return json_response(found, headers)
 
 
 async def create_response(request: Request) -> Response:
-    job, asked, headers = await while_connected(request.scope, request.receive, response_job(request))
+    """Answer a conversation, as OpenAI's responses."""
+    job, asked, headers = await while_connected(request, response_job(request))
     return await respond(request, job, ResponseAnswer(job, asked), headers)
 
 
 async def list_models(request: Request) -> Response:
+    """The ids of the model."""
     data = served_by(request).models.cards() + further_models(request).cards()
     return json_response({"object": "list", "data": data})
 
 
 async def show_model(request: Request) -> Response:
-    """The card of one id, which may hold slashes."""
+    """One id of the model."""
     name, further = request.path_params["name"], further_models(request)
     if further.name_of(name) == name:
         return json_response(further.card(name))
@@ -100,25 +131,25 @@ def further_models(request: Request) -> FurtherModels:
 
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Load an adapter, whose name is an id of the model from then on; its card."""
+    """Load a LoRA adapter, where the server allows it."""
     served = served_by(request)
     _check_may_load(served)
-    asked, headers = await read_body(request, LoadAdapterRequest)
-    if served.models.is_own(asked.lora_name):
-        raise invalid("lora_name", must_be("lora_name", asked.lora_name, "a name that is no id of the model") + ".")
+    asked, headers = await read_body(request, requests.LoadAdapterRequest)
+    is_free = not served.models.is_own(asked.lora_name)
+    require(is_free, "lora_name", asked.lora_name, "a name that is no id of the model")
     await served.client.load_lora_adapter(asked.lora_name, asked.lora_path)
     return json_response(served.models.card(asked.lora_name), headers)
 
 
 async def unload_lora_adapter(request: Request) -> Response:
-    """Let no further request name an adapter; those in progress keep it."""
+    """Unload a LoRA adapter, where the server allows it."""
     served = served_by(request)
     _check_may_load(served)
-    asked, headers = await read_body(request, UnloadAdapterRequest)
+    asked, headers = await read_body(request, requests.UnloadAdapterRequest)
     if served.models.adapter(asked.lora_name) is None:
         raise no_such_model(asked.lora_name)
     await served.client.unload_lora_adapter(asked.lora_name)
-    found: Unloaded = {"id": asked.lora_name, "object": "model", "deleted": True}
+    found: answers.Unloaded = {"id": asked.lora_name, "object": "model", "deleted": True}
     return json_response(found, headers)
 
 
@@ -129,14 +160,14 @@ def _check_may_load(served: AppState) -> None:
 
 
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text, or of a conversation as the model's template writes it."""
+    """The token ids of a text or a conversation."""
     served = served_by(request)
     asked, headers = await read_body(request, TokenizeRequest)
     served.models.check(asked.model)
     if asked.content is not None:
         asked = _as_prompt(asked, asked.content)
     ids, ignored = await _token_ids(served, asked)
-    found: Tokens = {"count": len(ids), "max_model_len": served.client.max_model_len, "tokens": [*ids]}
+    found: answers.Tokens = {"count": len(ids), "max_model_len": served.client.max_model_len, "tokens": [*ids]}
     if asked.with_pieces:
         texts = await served.in_thread(_token_strs, served.tokenizer, ids)
         found["tokens"] = [{"id": token, "piece": text} for token, text in zip(ids, texts, strict=True)]
@@ -146,24 +177,23 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens spelled out."""
+    """The text of token ids."""
     served = served_by(request)
-    asked, headers = await read_body(request, DetokenizeRequest)
+    asked, headers = await read_body(request, requests.DetokenizeRequest)
     served.models.check(asked.model)
     size = served.tokenizer.vocab_size
     for token in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
-        if not 0 <= token < size:
-            raise invalid("tokens", must_be("tokens", token, f"ids from 0 to {size - 1}") + ".")
+        require(0 <= token < size, "tokens", token, f"ids from 0 to {size - 1}")
     text = await served.in_thread(served.tokenizer.decode, asked.tokens, skip_special_tokens=False)
-    found: Text = {"prompt": text, "content": text}
+    found: answers.Text = {"prompt": text, "content": text}
     return json_response(found, headers)
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """The special tokens by name, and the chat template."""
+    """Special tokens and chat template."""
     served = served_by(request)
     named = served.tokenizer.special_tokens
-    found: TokenizerInfo = {
+    found: answers.TokenizerInfo = {
         "bos_token": named.get("bos_token"),
         "eos_token": named.get("eos_token"),
         "pad_token": named.get("pad_token"),
@@ -175,9 +205,8 @@ async def tokenizer_info(request: Request) -> Response:
 
 def _as_prompt(asked: TokenizeRequest, content: str) -> TokenizeRequest:
     """llama.cpp's fields by our names: without special tokens unless `add_special`."""
-    if asked.parse_special is False:
-        words = "absent or true, since special tokens that are written out are always read as such"
-        raise invalid("parse_special", must_be("parse_special", False, words) + ".")
+    allowed = "absent or true, since special tokens that are written out are always read as such"
+    require(asked.parse_special is not False, "parse_special", False, allowed)
     for name in ("prompt", "messages", "tools"):
         require(getattr(asked, name) is None, name, getattr(asked, name), "absent beside content")
     return structs.replace(asked, prompt=content, add_special_tokens=bool(asked.add_special))
@@ -207,6 +236,42 @@ async def _token_ids(served: AppState, asked: TokenizeRequest) -> tuple[list[int
     except (InvalidValueError, TokenizerError) as error:
         raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None
 
+
+ROUTES = (
+    Route(
+        "/v1/completions",
+        create_completion,
+        requests.CompletionRequest,
+        answers.Completion,
+        events=(answers.Completion,),
+        ends_with_done=True,
+    ),
+    Route(
+        "/v1/chat/completions",
+        create_chat_completion,
+        ChatRequest,
+        answers.ChatCompletion,
+        events=(answers.ChatChunk,),
+        ends_with_done=True,
+    ),
+    Route(
+        "/v1/responses",
+        create_response,
+        responses.ResponsesRequest,
+        responses.ModelResponse,
+        events=responses.RESPONSE_EVENTS,
+        has_error_events=False,
+    ),
+    Route("/v1/messages", create_message, messages.MessagesRequest, messages.Message, events=messages.MESSAGE_EVENTS),
+    Route("/v1/messages/count_tokens", count_message_tokens, messages.CountTokensRequest, messages.TokenCount),
+    Route("/v1/models", list_models, answer=ModelList),
+    Route("/v1/models/{name:path}", show_model, answer=ModelCard),
+    Route("/v1/load_lora_adapter", load_lora_adapter, requests.LoadAdapterRequest, ModelCard, loads=True),
+    Route("/v1/unload_lora_adapter", unload_lora_adapter, requests.UnloadAdapterRequest, answers.Unloaded, loads=True),
+    Route("/tokenize", tokenize, TokenizeRequest, answers.Tokens),
+    Route("/detokenize", detokenize, requests.DetokenizeRequest, answers.Text),
+    Route("/tokenizer_info", tokenizer_info, answer=answers.TokenizerInfo),
+)
 
 FOLDER = Path(__file__).parent.parent / "page"
 PAGES = {"index.html": "/", "compare.html": "/compare"}
@@ -257,6 +322,7 @@ def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
     headers = HEADERS | {"Content-Security-Policy": policy, "ETag": tag}
 
     async def show(request: Request) -> Response:
+        """A file of the page."""
         known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
         if tag in known or known == ["*"]:
             return Response(status_code=304, headers=headers)
@@ -265,6 +331,9 @@ def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
     return show
 
 
-PAGE_ROUTES = tuple(Route(path, _endpoint(file), methods=["GET"]) for path, file in _files().items())
+PAGE_ROUTES = tuple(
+    Route(path, _endpoint(file), media=TYPES[file.suffix], name=f"show{path.replace('/', '_')}")
+    for path, file in _files().items()
+)
 PAGE_PATHS = frozenset(route.path for route in PAGE_ROUTES)
 """What answers without a key."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from d3engine.engine.model_directory import own_pooling
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.request.engine_request import EngineRequest
+from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import DEFAULT_POOLING, POOLINGS, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
 from d3engine.server.errors import invalid
@@ -23,6 +23,7 @@ from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import prepare_all, prompts_of, without_special_tokens
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.running import while_connected, whole_output
+from d3engine.server.routes.api import Route
 from d3engine.server.schemas.embeddings import DIMENSIONS, EmbeddingList, EmbeddingRequest
 from d3engine.server.schemas.requests import Prompt
 from d3engine.server.state import AppState, json_response, served_by
@@ -33,15 +34,8 @@ MAX_INPUTS = 2048
 """OpenAI's, of one request."""
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """The embeddings of the inputs of a request, in order, and how many tokens these had."""
-
-    vectors: Sequence[FloatArray]
-    num_tokens: int
-
-
 async def create_embeddings(request: Request) -> Response:
+    """Embed texts."""
     served = served_by(request)
     asked, headers = await read_body(request, EmbeddingRequest)
     model = served.models.check(asked.model)
@@ -59,15 +53,15 @@ async def create_embeddings(request: Request) -> Response:
         add_special_tokens=asked.add_special_tokens is not False,
         priority=asked.priority,
     )
-    found = await while_connected(request.scope, request.receive, work)
+    vectors, num_tokens = await while_connected(request, work)
     answer: EmbeddingList = {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
-            for index, vector in enumerate(found.vectors)
+            for index, vector in enumerate(vectors)
         ],
         "model": model,
-        "usage": {"prompt_tokens": found.num_tokens, "total_tokens": found.num_tokens},
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_response(answer, headers)
 
@@ -91,8 +85,9 @@ async def embedded(
     add_special_tokens: bool = True,
     truncate: bool = False,
     priority: int | None = None,
-) -> Embedded:
-    """The embeddings of what stands in this field; with `truncate` of its beginning where it is too long.
+) -> tuple[list[FloatArray], int]:
+    """The embeddings of what stands in this field, and how many tokens that had; with `truncate` of its beginning
+    where it is too long.
 
     Raises `RequestError` and `InvalidValueError` naming the field.
 
@@ -115,8 +110,8 @@ async def embedded(
         prepared = await prepare_all(request, prompts, params, model=model, **limits)
     most = places_side_by_side(request, len(prepared))
     finish = {"normalize": normalize, "dimensions": dimensions}
-    vectors = await all_of([_vector(served, request, one, finish) for one in prepared], most)
-    return Embedded(vectors, sum(len(one.prompt_token_ids) for one in prepared))
+    vectors = await all_of([_vector(served, one, finish) for one in prepared], most)
+    return vectors, sum(len(one.prompt_token_ids) for one in prepared)
 
 
 def places_side_by_side(request: Request, num_inputs: int) -> int:
@@ -157,9 +152,14 @@ def check_texts(served: AppState, prompts: Sequence[str | list[int]]) -> None:
         raise InvalidValueError("prompt", f"{work} characters or ids", allowed)
 
 
-async def _vector(served: AppState, request: Request, prepared: EngineRequest, finish: dict[str, Any]) -> FloatArray:
-    job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix="embd-")
-    return embedding_of(await whole_output(job), **finish)
+async def _vector(served: AppState, prepared: EngineRequest, finish: dict[str, Any]) -> FloatArray:
+    return embedding_of(await output_of(served, prepared, "embd-"), **finish)
+
+
+async def output_of(served: AppState, prepared: EngineRequest, prefix: str) -> RequestOutput:
+    """The whole output of a request whose answer is no text."""
+    job: RequestContext[Any] = RequestContext(served, None, served.models.default, [prepared], None, id_prefix=prefix)
+    return await whole_output(job)
 
 
 async def all_of(work: Sequence[Awaitable[T]], most: int) -> list[T]:
@@ -181,3 +181,6 @@ async def all_of(work: Sequence[Awaitable[T]], most: int) -> list[T]:
         for _, left in waiting:
             left.close()  # type: ignore[attr-defined]  # coroutines that never began
     return [found[number] for number in range(len(work))]
+
+
+ROUTES = (Route("/v1/embeddings", create_embeddings, EmbeddingRequest, EmbeddingList),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,24 +15,35 @@ from d3engine.server.requests.llama_cpp import infill_job, llama_completion_job
 from d3engine.server.responses.llama_cpp import LlamaAnswer
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.writer import respond
-from d3engine.server.schemas.llama_cpp import LlamaPrompt, LlamaProps, LlamaSlot, LlamaTemplateRequest
+from d3engine.server.routes.api import Route
+from d3engine.server.schemas.llama_cpp import (
+    LlamaCompletion,
+    LlamaCompletionRequest,
+    LlamaInfillRequest,
+    LlamaPrompt,
+    LlamaProps,
+    LlamaSlot,
+    LlamaTemplateRequest,
+)
 from d3engine.server.schemas.requests import LLAMA_CPP, TokenizeRequest
 from d3engine.server.state import json_response, served_by
 from d3engine.utils.version import __version__
 
 
 async def llama_completion(request: Request) -> Response:
-    job, headers = await while_connected(request.scope, request.receive, llama_completion_job(request))
+    """Go on from a prompt, as llama.cpp has it."""
+    job, headers = await while_connected(request, llama_completion_job(request))
     return await respond(request, job, LlamaAnswer(job), headers)
 
 
 async def llama_infill(request: Request) -> Response:
-    job, headers = await while_connected(request.scope, request.receive, infill_job(request))
+    """Write the text between two others, as llama.cpp has it."""
+    job, headers = await while_connected(request, infill_job(request))
     return await respond(request, job, LlamaAnswer(job), headers)
 
 
 async def llama_props(request: Request) -> Response:
-    """What the server does where a request does not say."""
+    """What the server does by default, as llama.cpp says it."""
     served = served_by(request)
     client, defaults, named = served.client, served.client.default_sampling_params, served.tokenizer.special_tokens
     params = LLAMA_CPP.values(defaults, "temperature", "top_k", "top_p", "min_p", "repeat_penalty") | {"n_predict": -1}
@@ -50,7 +63,7 @@ async def llama_props(request: Request) -> Response:
 
 
 async def llama_slots(request: Request) -> Response:
-    """The sequences that may run at once; with ?fail_on_no_slot a 503 where all do."""
+    """The sequences that may run at once."""
     served = served_by(request)
     running, most = (await served.client.stats()).num_running, served.client.settings.max_num_seqs
     if running >= most and request.query_params.get("fail_on_no_slot") not in (None, "", "0"):
@@ -63,7 +76,7 @@ async def llama_slots(request: Request) -> Response:
 
 
 async def llama_apply_template(request: Request) -> Response:
-    """The text that the model's template makes of a conversation."""
+    """The text of a conversation by the model's template."""
     served = served_by(request)
     asked, headers = await read_body(request, LlamaTemplateRequest)
     served.models.check(asked.model)
@@ -75,3 +88,15 @@ async def llama_apply_template(request: Request) -> Response:
     text = await served.in_thread(served.tokenizer.decode, prompt["prompt_token_ids"], skip_special_tokens=False)
     found: LlamaPrompt = {"prompt": text}
     return json_response(found, headers)
+
+
+_GENERATES: dict[str, Any] = {"answer": LlamaCompletion, "events": (LlamaCompletion,)}
+
+ROUTES = (
+    Route("/completion", llama_completion, LlamaCompletionRequest, **_GENERATES),
+    Route("/completions", llama_completion, LlamaCompletionRequest, **_GENERATES),
+    Route("/infill", llama_infill, LlamaInfillRequest, **_GENERATES),
+    Route("/apply-template", llama_apply_template, LlamaTemplateRequest, LlamaPrompt),
+    Route("/props", llama_props, answer=LlamaProps),
+    Route("/slots", llama_slots, answer=list[LlamaSlot]),
+)

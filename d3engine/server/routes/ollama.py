@@ -27,25 +27,13 @@ from d3engine.server.responses.ollama import NANOSECONDS, OllamaAnswer, loaded
 from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.streams import LINES
 from d3engine.server.responses.writer import respond
-from d3engine.server.routes.api import further_models
+from d3engine.server.routes.api import Route, further_models
 from d3engine.server.routes.embeddings import embedded
-from d3engine.server.schemas.ollama import (
-    OllamaChatRequest,
-    OllamaDetails,
-    OllamaEmbedAnswer,
-    OllamaEmbeddingsAnswer,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaGenerating,
-    OllamaModel,
-    OllamaShow,
-    OllamaShowRequest,
-)
+from d3engine.server.schemas import answers, ollama
 from d3engine.server.schemas.requests import OLLAMA
 from d3engine.server.state import AppState, json_response, served_by
 
-G = TypeVar("G", bound=OllamaGenerating)
+G = TypeVar("G", bound=ollama.OllamaGenerating)
 
 API_VERSION = "0.12.11"
 """Of Ollama: the API that these routes follow, by which clients decide what they may ask for."""
@@ -54,11 +42,13 @@ NEVER = "9999-12-31T23:59:59Z"
 
 
 async def ollama_chat(request: Request) -> Response:
-    return await _generated(request, OllamaChatRequest, "messages", chat_job_of)
+    """Answer a conversation, as Ollama has it."""
+    return await _generated(request, ollama.OllamaChatRequest, "messages", chat_job_of)
 
 
 async def ollama_generate(request: Request) -> Response:
-    return await _generated(request, OllamaGenerateRequest, "prompt", generate_job_of)
+    """Answer a prompt, as Ollama has it."""
+    return await _generated(request, ollama.OllamaGenerateRequest, "prompt", generate_job_of)
 
 
 async def _generated(
@@ -69,44 +59,45 @@ async def _generated(
 ) -> Response:
     """The answer to what stands in this field; without it, that the model is loaded."""
     asked, headers = await read_body(request, shape)
-    is_chat = shape is OllamaChatRequest
+    is_chat = shape is ollama.OllamaChatRequest
     if not getattr(asked, field):
         model_of(served_by(request), asked.model)
         return json_response(loaded(asked.model, is_chat=is_chat), headers)
-    job, headers = await while_connected(request.scope, request.receive, job_of(request, asked, headers))
+    job, headers = await while_connected(request, job_of(request, asked, headers))
     return await respond(request, job, OllamaAnswer(job, asked.model, is_chat=is_chat), headers, media_type=LINES)
 
 
 async def ollama_embed(request: Request) -> Response:
-    """Embeddings of length 1. A text that is too long is cut, unless `truncate` is false."""
+    """Embed texts, as Ollama has it."""
     began = time.monotonic()
-    asked, headers = await read_body(request, OllamaEmbedRequest)
+    asked, headers = await read_body(request, ollama.OllamaEmbedRequest)
     model = model_of(served_by(request), asked.model)
     cut = asked.truncate is not False
     work = embedded(request, asked.input, model, field="input", dimensions=asked.dimensions, truncate=cut)
-    found = await while_connected(request.scope, request.receive, work)
-    answer: OllamaEmbedAnswer = {
+    vectors, num_tokens = await while_connected(request, work)
+    answer: ollama.OllamaEmbedAnswer = {
         "model": asked.model,
-        "embeddings": [vector.tolist() for vector in found.vectors],
+        "embeddings": [vector.tolist() for vector in vectors],
         "total_duration": round((time.monotonic() - began) * NANOSECONDS),
         "load_duration": 0,
-        "prompt_eval_count": found.num_tokens,
+        "prompt_eval_count": num_tokens,
     }
     return json_response(answer, headers)
 
 
 async def ollama_embeddings(request: Request) -> Response:
-    asked, headers = await read_body(request, OllamaEmbeddingsRequest)
+    """Embed a text, as Ollama had it."""
+    asked, headers = await read_body(request, ollama.OllamaEmbeddingsRequest)
     model = model_of(served_by(request), asked.model)
     require(bool(asked.prompt), "prompt", asked.prompt, "a text of at least one character")
     work = embedded(request, asked.prompt or "", model, field="prompt", normalize=False, truncate=True)
-    found = await while_connected(request.scope, request.receive, work)
-    answer: OllamaEmbeddingsAnswer = {"embedding": found.vectors[0].tolist()}
+    vectors, _ = await while_connected(request, work)
+    answer: ollama.OllamaEmbeddingsAnswer = {"embedding": vectors[0].tolist()}
     return json_response(answer, headers)
 
 
 async def ollama_tags(request: Request) -> Response:
-    """The ids that can be asked, those of depths among them, and of models that are not loaded yet."""
+    """The ids of the model, as Ollama lists them."""
     served = served_by(request)
     facts = await _facts(served)
     cards = [facts.card(card["id"]) for card in served.models.cards()]
@@ -117,8 +108,9 @@ async def ollama_tags(request: Request) -> Response:
 
 
 async def ollama_show(request: Request) -> Response:
+    """What the model is, as Ollama says it."""
     served = served_by(request)
-    asked, headers = await read_body(request, OllamaShowRequest)
+    asked, headers = await read_body(request, ollama.OllamaShowRequest)
     name = asked.model or asked.name
     if name is None:
         raise invalid("model", "model must be given.", "missing_required_parameter")
@@ -127,7 +119,7 @@ async def ollama_show(request: Request) -> Response:
     shown = OLLAMA.values(defaults, "temperature", "top_k", "top_p", "min_p", "repeat_penalty")
     parameters = [f"{option:<30} {value:g}" for option, value in shown.items()]
     template = await served.client.chat_template()
-    answer: OllamaShow = {
+    answer: ollama.OllamaShow = {
         "modelfile": f"FROM {name}\n",
         "parameters": "\n".join(parameters),
         "template": "{{ .Prompt }}" if template is None else template,
@@ -140,6 +132,7 @@ async def ollama_show(request: Request) -> Response:
 
 
 async def ollama_ps(request: Request) -> Response:
+    """The model that is loaded, as Ollama lists it."""
     first = served_by(request)
     states = [] if first.client.heartbeat().is_sleeping else [first]
     states += [state for _, state in further_models(request).loaded()]
@@ -158,6 +151,7 @@ async def _running(served: AppState) -> dict[str, Any]:
 
 
 async def ollama_version(request: Request) -> Response:
+    """The version of Ollama's API."""
     return json_response({"version": API_VERSION})
 
 
@@ -180,11 +174,10 @@ class ModelFacts:
     size: int
     modified_at: str
     digest: str
-    details: OllamaDetails
+    details: ollama.OllamaDetails
     num_parameters: int
 
-    def card(self, name: str) -> OllamaModel:
-        """The entry of one id."""
+    def card(self, name: str) -> ollama.OllamaModel:
         return {
             "name": name,
             "model": name,
@@ -252,3 +245,23 @@ def _num_parameters(config: ModelConfig) -> int:
     layer = heads + 3 * config.hidden_size * config.intermediate_size
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
     return config.num_layers * layer + tables
+
+
+ROUTES = (
+    Route(
+        "/api/chat", ollama_chat, ollama.OllamaChatRequest, ollama.OllamaChatAnswer, events=(ollama.OllamaChatAnswer,)
+    ),
+    Route(
+        "/api/generate",
+        ollama_generate,
+        ollama.OllamaGenerateRequest,
+        ollama.OllamaGenerateAnswer,
+        events=(ollama.OllamaGenerateAnswer,),
+    ),
+    Route("/api/embed", ollama_embed, ollama.OllamaEmbedRequest, ollama.OllamaEmbedAnswer),
+    Route("/api/embeddings", ollama_embeddings, ollama.OllamaEmbeddingsRequest, ollama.OllamaEmbeddingsAnswer),
+    Route("/api/show", ollama_show, ollama.OllamaShowRequest, ollama.OllamaShow),
+    Route("/api/tags", ollama_tags, answer=ollama.OllamaTags),
+    Route("/api/ps", ollama_ps, answer=ollama.OllamaProcesses),
+    Route("/api/version", ollama_version, answer=answers.Version),
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from d3engine.errors import must_be
-from d3engine.server.errors import RequestError, invalid
-from d3engine.server.routes.api import further_models
+from d3engine.errors import require
+from d3engine.server.errors import RequestError
+from d3engine.server.routes.api import Route, further_models
 from d3engine.server.schemas.answers import SleepState
 from d3engine.server.state import json_response, served_by
 
@@ -16,21 +16,21 @@ SLEEPS = {"level": "1", "mode": "wait"}
 
 
 async def sleep(request: Request) -> Response:
-    """Free weights and KV cache of the model that `?model=` names, or the first, when it is idle."""
+    """Free weights and KV cache of a model after its requests in progress, where the server allows it."""
     _check_may_sleep(request)
     await further_models(request).sleep(_model_of(request, "model", *SLEEPS))
     return _state(request)
 
 
 async def wake_up(request: Request) -> Response:
-    """Load the model, where it is not."""
+    """Load a model that sleeps, where the server allows it."""
     _check_may_sleep(request)
     await further_models(request).wake_up(_model_of(request, "model"))
     return _state(request)
 
 
 async def is_sleeping(request: Request) -> Response:
-    """Whether it is not loaded."""
+    """Whether a model sleeps."""
     return _state(request)
 
 
@@ -42,10 +42,8 @@ def _state(request: Request) -> Response:
 def _model_of(request: Request, *names: str) -> str | None:
     """The model that the query names. Raises `RequestError` for a parameter that cannot be honoured."""
     for name, value in request.query_params.multi_items():
-        if name not in names:
-            raise invalid(name, must_be(name, value, f"absent: the parameters here are {', '.join(names)}") + ".")
-        if name in SLEEPS and value != SLEEPS[name]:
-            raise invalid(name, must_be(name, value, f"{SLEEPS[name]} or absent") + ".")
+        require(name in names, name, value, f"absent: the parameters here are {', '.join(names)}")
+        require(value == SLEEPS.get(name, value), name, value, f"{SLEEPS.get(name)} or absent")
     return request.query_params.get("model")
 
 
@@ -59,3 +57,17 @@ def _check_may_sleep(request: Request) -> None:
     is_own = origin is None or origin.partition("://")[2] == request.headers.get("host")
     if not (is_own or origin in allowed or "*" in allowed):
         raise RequestError(403, "Pages of other origins put no model to sleep.", code="origin_not_allowed")
+
+
+ROUTES = (
+    Route(
+        "/sleep",
+        sleep,
+        answer=SleepState,
+        method="POST",
+        queries={"model": {}, **{name: {"enum": [value]} for name, value in SLEEPS.items()}},
+        loads=True,
+    ),
+    Route("/wake_up", wake_up, answer=SleepState, method="POST", queries={"model": {}}, loads=True),
+    Route("/is_sleeping", is_sleeping, answer=SleepState, queries={"model": {}}),
+)

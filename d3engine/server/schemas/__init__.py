@@ -1,3 +1,1 @@
 """What requests and answers look like: the shapes that are read, written, and described in /openapi.json."""
-
-from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
-from d3engine.server.schemas.answers import DepthSummary
+from d3engine.server.schemas.answers import DepthSummary, TopLogprob
 from d3engine.server.schemas.embeddings import DIMENSIONS
 from d3engine.server.schemas.requests import OLLAMA, Prompt, StopStrings, Tools, bounded, described, shaped_as
 from d3engine.utils.arguments import Integers
@@ -99,12 +99,8 @@ class OllamaShowRequest(Struct, kw_only=True):
     verbose: bool | None = None
 
 
-class OllamaTokenLogprob(TypedDict):
+class OllamaTokenLogprob(TopLogprob):
     """A token that might have come."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
 
 
 class OllamaLogprob(OllamaTokenLogprob):

@@ -1,9 +1,4 @@
-"""Fields that several requests have, with the bounds that the engine checks them by, in JSON Schema's words.
-
-A bound is written where it is checked, in `SamplingParams` most of all, and described from there. `SamplingNames` adds
-the fields of sampling to the shapes of an API. What reads bodies looks at types alone, so that an error has the same
-words for every caller.
-"""
+"""Shapes of requests, whose bounds are described from where they are checked, in `SamplingParams` most of all."""
 
 from __future__ import annotations
 

@@ -197,11 +197,7 @@ class ResponseEvent(_Numbered):
     """How far the response is."""
 
     type: Literal[
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-        "response.incomplete",
-        "response.failed",
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
     ]
     response: ModelResponse
 

@@ -14,7 +14,6 @@ from d3engine.text.limited_process import LimitError, ProcessEndedError, Process
 from d3engine.text.structured.checker import MOST, in_words
 from d3engine.text.structured.free_text import FreeForm, FreeText
 from d3engine.text.structured.grammar import Grammar, MaskTime
-from d3engine.text.structured.reasoning_limit import LimitedReasoning, ReasoningLimit
 from d3engine.text.structured.source import grammar_of
 from d3engine.text.tokenizer import DecoderKind, Tokenizer
 
@@ -64,29 +63,19 @@ class Forms:
         made: Form = Grammar(matcher, self._vocab_size, self._mask_time)
         if params.reasoning is not None or params.openings is not None:
             made = FreeForm(made, self._free_text(params))
-        return made if params.reasoning_tokens is None else LimitedReasoning(made, self._reasoning_limit(params))
+        return made
 
     def _free_text(self, params: StructuredOutputsParams) -> FreeText:
         assert self._tokenizer is not None
         marks = params.reasoning
+        closing = "" if marks is None or params.reasoning_tokens is None else marks[1]
         return FreeText(
             reasoning=None if marks is None else (marks[0].encode(), marks[1].encode()),
             openings=None if params.openings is None else tuple(one.encode() for one in params.openings),
             special_ids=self._tokenizer.special_ids,
             bytes_of=self._bytes_of,
-        )
-
-    def _reasoning_limit(self, params: StructuredOutputsParams) -> ReasoningLimit:
-        assert self._tokenizer is not None
-        assert params.reasoning is not None
-        assert params.reasoning_tokens is not None
-        opening, closing = params.reasoning
-        return ReasoningLimit(
-            opening=opening.encode(),
-            closing=closing.encode(),
-            closing_ids=tuple(self._tokenizer.encode(closing, add_special_tokens=False)),
-            most=params.reasoning_tokens,
-            bytes_of=self._bytes_of,
+            most_reasoning=params.reasoning_tokens,
+            closing_ids=tuple(self._tokenizer.encode(closing, add_special_tokens=False)) if closing else (),
             vocab_size=self._vocab_size,
         )
 

@@ -1,12 +1,14 @@
-"""Free text before a form: until a mark comes up, the same tokens may follow at each
-token, computed once and without moving the grammar."""
+"""Free text before a form: until a mark comes up, the same tokens may follow at each token, computed once and without
+moving the grammar. Where reasoning is too long, its end is written for the model."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
 
 from d3engine.request.constraint import Allowed, Constraint, Form
 
@@ -25,13 +27,25 @@ class FreeText:
         openings: texts behind which the form begins; None: it begins at once, behind reasoning if there is one.
         special_ids: tokens that no free text has.
         bytes_of: what a token stands for.
+        most_reasoning: tokens of reasoning without its end, which is then written for the model; None: any number.
+        closing_ids: the tokens of that end.
+        vocab_size: of the masks.
     """
 
     reasoning: tuple[bytes, bytes] | None
     openings: tuple[bytes, ...] | None
     special_ids: frozenset[int]
     bytes_of: Callable[[int], bytes]
+    most_reasoning: int | None = None
+    closing_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
     masks: dict[tuple[frozenset[int], _Stage], Allowed] = field(default_factory=dict)
+
+    def only(self, token: int) -> Allowed:
+        """A mask of one token."""
+        found: Allowed = np.zeros(-(-self.vocab_size // 8), dtype=np.uint8)
+        found[token >> 3] = 1 << (token & 7)
+        return found
 
 
 class _Stage(Enum):
@@ -47,13 +61,16 @@ class _Place:
     """How far a sequence has come.
 
     `text` is what matters of its end. With `rests` the grammar stands at an earlier place of the same free text, behind
-    which only `pending` has to be seen: nothing where no mark has begun.
+    which only `pending` has to be seen: nothing where no mark has begun. Of its `num_tokens` the last `num_closing` end
+    reasoning that was too long.
     """
 
     stage: _Stage
     text: bytes = b""
     rests: bool = False
     pending: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_closing: int = 0
 
 
 class FreeForm:
@@ -64,7 +81,6 @@ class FreeForm:
         self._free = free
 
     def begin(self, end_token_ids: frozenset[int]) -> Constraint:
-        """At the beginning of a sequence that these tokens end."""
         reasoning = self._free.reasoning
         begun = _Place(_Stage.REST if reasoning is None else _Stage.BEGIN if reasoning[0] else _Stage.REASONING)
         return _FreePlace(self._form.begin(end_token_ids), self._free, begun, end_token_ids)
@@ -89,6 +105,8 @@ class _FreePlace:
 
     def allowed(self, drafted: Sequence[int] = ()) -> Allowed | None:
         place, taken = self._behind(drafted)
+        if _is_too_long(self._free, place) and self._inner.fault is None:
+            return self._free.only(self._free.closing_ids[place.num_closing])
         if not place.rests or place.pending:
             return self._inner.allowed([*taken, *place.pending])
         key = self._ends, place.stage
@@ -127,13 +145,20 @@ def _step(free: FreeText, place: _Place, token: int) -> tuple[_Place, tuple[int,
         return place, (token,)
     if token in free.special_ids:
         return _Place(_Stage.HELD), (*place.pending, token)
+    num_tokens, num_closing = place.num_tokens + 1, place.num_closing + _is_too_long(free, place)
     stage, text = _stage_of(free, place.stage, place.text + free.bytes_of(token))
     marks = _marks_of(free, stage)
     is_open = marks is not None and _is_open(text, marks)
     kept = text if marks is None else text[-max(map(len, marks)) :]
     if place.rests and stage is place.stage:
-        return replace(place, text=kept, pending=() if is_open else (*place.pending, token)), ()
-    return _Place(stage, kept, rests=is_open), (*place.pending, token)
+        return _Place(stage, kept, True, () if is_open else (*place.pending, token), num_tokens, num_closing), ()
+    return _Place(stage, kept, is_open, (), num_tokens, num_closing), (*place.pending, token)
+
+
+def _is_too_long(free: FreeText, place: _Place) -> bool:
+    """Whether a place is in reasoning whose end is due."""
+    most = free.most_reasoning
+    return most is not None and place.stage is _Stage.REASONING and place.num_tokens >= most
 
 
 def _marks_of(free: FreeText, stage: _Stage) -> tuple[bytes, ...] | None:

@@ -76,7 +76,6 @@ class Grammar:
         """Free time that the sequence asked last had left, where a new sequence begins: its first masks cost alike."""
 
     def begin(self, end_token_ids: frozenset[int]) -> Constraint:
-        """At the beginning of a sequence that these tokens end."""
         start, _ = self.start()
         ends = np.array(sorted(end_token_ids), dtype=np.int64)
         return GrammarPlace(self, start, start.deep_copy(), ends)

@@ -65,7 +65,6 @@ def allowed_values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def type_of(value: Any) -> str:
-    """Return JSON's type of a value."""
     for kind, name in ((bool, "boolean"), (str, "string"), ((int, float), "number"), (list, "array"), (dict, "object")):
         if isinstance(value, kind):
             return name

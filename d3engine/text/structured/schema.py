@@ -331,11 +331,6 @@ class _Rewriter:
         return ways[0] if len(ways) == 1 else {"anyOf": ways}
 
 
-_ANNOTATIONS = frozenset(
-    {"$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-)
-
-
 def _inexact(value: Any) -> int | None:
     """A whole number in a value that the next ones cannot be told from; None without one."""
     if isinstance(value, int):

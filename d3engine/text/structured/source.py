@@ -66,20 +66,16 @@ def _grammar_of_form(params: StructuredOutputsParams) -> str:
     return _with_start(_json(schema, params))
 
 
-def _json(schema: dict[str, object], params: StructuredOutputsParams, line: int | None = None) -> str:
-    """A JSON schema as an expression of the grammar; `line` is where it stands in a request's own grammar."""
+def _json(schema: dict[str, object], params: StructuredOutputsParams) -> str:
+    """A JSON schema as an expression of the grammar."""
     if _OWN_SETTINGS in schema:
-        raise InvalidValueError(params.form, getattr(params, params.form), f"a schema without {_OWN_SETTINGS}")
+        raise _refused(params, f"a schema without {_OWN_SETTINGS}")
     try:
         enforceable = prepared(schema)
     except UnenforceableError as error:
-        raise InvalidValueError(
-            params.form, getattr(params, params.form), f"a JSON schema to answer by ({cut(str(error))})"
-        ) from None
+        raise _refused(params, f"a JSON schema to answer by ({cut(str(error))})") from None
     except RecursionError:
-        raise InvalidValueError(
-            params.form, getattr(params, params.form), "a schema that is nested less deep"
-        ) from None
+        raise _refused(params, "a schema that is nested less deep") from None
     return f"%json {json.dumps({_OWN_SETTINGS: _settings(params), **enforceable})}"
 
 
@@ -101,8 +97,7 @@ def _with_schemas(params: StructuredOutputsParams) -> str:
         except (ValueError, RecursionError):
             continue  # the compiler names the fault and its place
         if isinstance(schema, dict):
-            line = grammar.count("\n", 0, begin) + 1
-            written[-1], end = grammar[begin : token.start()] + _json(schema, params, line), after
+            written[-1], end = grammar[begin : token.start()] + _json(schema, params), after
     return "".join([*written, grammar[end:]])
 
 
