@@ -81,10 +81,9 @@ def test_kept_kv_gives_the_full_depth_answer(model: Any) -> None:
 
 @pytest.mark.parametrize("entries", ENTRIES)
 def test_early_exit_where_settled_answers_as_a_shallow_run(model: Any, entries: str) -> None:
-    """An exit where the token is settled answers as a run that goes no deeper.
-
-    A schedule with the depths that the oracle found, in transformers' own layers: the same tokens, without looking
-    at the layers above."""
+    """An exit where the token is settled answers as a run that goes no deeper."""
+    # A schedule with the depths that the oracle found, in transformers' own layers: the same tokens, without looking at
+    # the layers above.
     found = oracle_answer(observer_of(model.directory), PROMPT, TOKENS, entries)
     depths = found.depths
     expected = greedy_at_depth(model.model, PROMPT, TOKENS, lambda step: set(range(depths[step])), ENTRIES[entries])

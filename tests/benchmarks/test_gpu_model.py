@@ -92,9 +92,7 @@ def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
     assert all(0 < row["share_of_bandwidth"] < row["share_of_limit"] < 1 for row in rows)
 
 
-def test_top_p_threshold_reads_logits_thrice_and_adds_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_top_p_threshold_reads_logits_thrice_and_adds_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling with a threshold reads logits three times and adds up each token once."""
     compiled: list[str] = []
     monkeypatch.setattr(

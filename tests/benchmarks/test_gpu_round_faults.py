@@ -96,10 +96,8 @@ def test_figures_are_kept_although_the_part_fails_after_them(monkeypatch: pytest
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """`apart(function)`: what `run_apart` hands back of a part whose process runs `function(name, round)`.
-
-    The process is forked, so that it need not import everything anew, and knows `function`.
-    """
+    """`apart(function)`: what `run_apart` hands back of a part whose process runs `function(name, round)`."""
+    # The process is forked, so that it need not import everything anew, and knows `function`.
 
     def call(function: Callable[[str, Round], object], limit: float = 1e6) -> dict[str, Any]:
         monkeypatch.setattr(gpu_round, "get_context", lambda _: multiprocessing.get_context("fork"))

@@ -18,9 +18,7 @@ TEXTS = [Text("one", list(range(20, 33)), [40, 41, 42, 43, 44]), Text("other", [
 EAGER: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False}
 
 
-def test_rounding_kv_when_written_is_as_the_engines_cache_does(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_rounding_kv_when_written_is_as_the_engines_cache_does(make_engine: Callable[..., Engine]) -> None:
     """Rounding KV as it is written is what the engine's own cache does."""
     floats, fp8 = make_engine(**EAGER), make_engine(kv_cache_dtype="fp8", **EAGER)
     depth = D3(0.8, 0.4)

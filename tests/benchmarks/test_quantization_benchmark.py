@@ -33,10 +33,8 @@ def reader(tiny_llama: MakeTiny, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_benchmark_finds_the_engines_loss_of_a_prompt(reader: Path) -> None:
-    """The benchmark finds the loss that the engine gives for a prompt.
-
-    At full depth a solution costs the same whether it is generated step by step or read as part of a prompt.
-    """
+    """The benchmark finds the loss that the engine gives for a prompt."""
+    # At full depth a solution costs the same whether it is generated step by step or read as part of a prompt.
     given = take_problems("validation", 0, 2)
     with Engine(reader, device="cpu", dtype="float32", enforce_eager=True) as engine:
         found = benchmark.answer(engine, given, FullDepth(), 4)

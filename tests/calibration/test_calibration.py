@@ -94,10 +94,8 @@ def test_fastest_of_few_lossless_settings_is_chosen(starts: tuple[float, ...], a
 
 
 def test_next_setting_is_taken_where_the_boldest_fail() -> None:
-    """Where the boldest fail, the next one is taken and not the slowest.
-
-    Six settings look harmless in screening; the three fastest of them lose much elsewhere.
-    """
+    """Where the boldest fail, the next one is taken and not the slowest."""
+    # Six settings look harmless in screening; the three fastest of them lose much elsewhere.
 
     def shown_late(policy: D3, part: Part) -> float:
         return 0.3 if part is not Part.SCREENING and policy.start < 0.5 else 0.0
@@ -134,10 +132,8 @@ def test_none_is_shown_to_be_safe_where_every_one_loses_much() -> None:
 
 
 def test_uncertifiable_setting_names_the_problems_it_would_need() -> None:
-    """A setting that cannot be certified is named with the problems that might be enough.
-
-    Nothing is lost, but a tenth of the answers differ: too many for a tolerance of two points and 300 problems.
-    """
+    """A setting that cannot be certified is named with the problems that might be enough."""
+    # Nothing is lost, but a tenth of the answers differ: too many for a tolerance of two points and 300 problems.
     lucky = KnownScorer(lambda policy, part: 0.0 if part is Part.SCREENING else 0.02, base=1.0)
     result = search(lucky, certification=300, loss=0.02)
     assert outcome(result) is Outcome.NOT_SHOWN
@@ -264,10 +260,8 @@ def test_each_part_answers_its_own_problems_and_the_budget_holds() -> None:
 
 
 def test_settings_that_lose_the_tolerance_are_seldom_chosen() -> None:
-    """Settings that lose the tolerance are seldom chosen, however many are tried.
-
-    The whole search, selection included; many more runs: `python -m benchmarks.calibrations`.
-    """
+    """Settings that lose the tolerance are seldom chosen, however many are tried."""
+    # The whole search, selection included; many more runs: `python -m benchmarks.calibrations`.
     found = simulate(
         lambda policy: 0.1, Tolerance(0.1), differing=0.2, runs=200, limit=60, budget=1000, candidates=small_grid()
     )

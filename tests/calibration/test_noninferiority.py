@@ -12,11 +12,7 @@ import pytest
 
 from d3engine.errors import InvalidValueError
 from d3engine.research.calibration.outcome import problems_for
-from d3engine.research.calibration.search import (
-    fewest_problems,
-    fewest_to_certify,
-    least_tolerance,
-)
+from d3engine.research.calibration.search import fewest_problems, fewest_to_certify, least_tolerance
 from d3engine.research.calibration.statistics import PASS_LEVEL, Pairs, Tolerance, exact_p, noninferiority_p, power
 
 

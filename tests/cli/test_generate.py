@@ -15,7 +15,7 @@ from invoking import invoke, refused, succeed
 from rich.console import Console
 
 from benchmarks.lora import write_random_adapter
-from d3engine.cli.answers import Answer, readable_bytes, run_answers
+from d3engine.cli.answers import Answer, _raise_fault, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth, Lossless
 from d3engine.depth.labels import policy_in_words
@@ -450,8 +450,6 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 def test_a_fault_of_an_answer_is_told(engine: Engine) -> None:
-    from d3engine.cli.answers import _raise_fault
-
     answer = Answer("prompt-0", 0, engine.tokenizer, True)
     answer.update(CompletionOutput(0, "", [], None, None, "abort", "ValueError: bad", []), [])
     with pytest.raises(D3EngineError, match="bad"):

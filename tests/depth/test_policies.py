@@ -367,13 +367,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "early-exit",
         "table",
     }
-    assert D3(0.9, 0.6).describe() == {
-        "policy": "d3",
-        "alpha": 0.9,
-        "start": 0.6,
-        "tail": 0,
-        "on_skip": "none",
-    }
+    assert D3(0.9, 0.6).describe() == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}
     assert policy_from_name("d3", alpha=0.9, start=0.6) == D3(0.9, 0.6)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from d3engine import Engine
 from d3engine.depth import D3, FullDepth
@@ -99,8 +100,6 @@ def test_a_fingerprint_is_of_the_weights_and_what_they_compute(tiny_llama: Calla
 def test_one_changed_matrix_of_one_layer_changes_the_fingerprint(
     tiny_llama: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     directory = tiny_with_depth(tiny_llama, tmp_path, None)
     own = fingerprint(directory)
     tensors = load_file(directory / "model.safetensors")

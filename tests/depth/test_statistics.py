@@ -28,8 +28,7 @@ def ratio(policy: D3, shape: ModelShape, num_steps: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shape", "start", "expected"),
-    [(LLAMA2_7B, 0.6, 1.648), (LLAMA2_13B, 0.5, 1.943), (LLAMA2_70B, 0.6, 1.648)],
+    ("shape", "start", "expected"), [(LLAMA2_7B, 0.6, 1.648), (LLAMA2_13B, 0.5, 1.943), (LLAMA2_70B, 0.6, 1.648)]
 )
 def test_flops_ratios_on_bbh(shape: ModelShape, start: float, expected: float) -> None:
     assert ratio(D3(alpha=0.9, start=start), shape, 200) == pytest.approx(expected, abs=5e-4)

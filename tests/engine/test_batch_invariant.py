@@ -41,9 +41,7 @@ def test_policy_run_by_pytorch_is_refused(
     ],
 )
 def test_engine_without_a_fixed_order_of_sums_is_refused(
-    make_engine: Callable[..., Engine],
-    arguments: dict[str, Any],
-    allowed: str,
+    make_engine: Callable[..., Engine], arguments: dict[str, Any], allowed: str
 ) -> None:
     """An engine whose sums have no fixed order is refused by name."""
     with pytest.raises(InvalidValueError) as caught:

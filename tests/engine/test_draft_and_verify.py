@@ -52,10 +52,8 @@ def asked(policy: DepthPolicy, max_tokens: int = 32, **more: Any) -> SamplingPar
 def test_drafts_follow_the_published_rules(
     make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
 ) -> None:
-    """Drafts are those of the published rules on transformers' own layers.
-
-    Tokens, the length of every draft, and how much of each was accepted.
-    """
+    """Drafts are those of the published rules on transformers' own layers."""
+    # Tokens, the length of every draft, and how much of each was accepted.
     lengths = []
     engine = make_engine()
     for prompt in some_prompts(3, 2, 6):

@@ -15,12 +15,7 @@ from stepping import see_steps
 from tiny_models import TinyLlama, random_prompts
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError, ModelFormatError

@@ -184,9 +184,7 @@ def test_stream_ends_with_the_answer_alone(kinds: Callable[[str], Kind], alone: 
             kinds(name).same(last, alone(name, request), request)
 
 
-def test_policy_answers_otherwise_than_full_depth(
-    solo: Callable[[Request], RequestOutput],
-) -> None:
+def test_policy_answers_otherwise_than_full_depth(solo: Callable[[Request], RequestOutput]) -> None:
     """So equal answers mean something."""
     prompt = tuple(range(20, 32))
     answers: dict[tuple[int, ...], list[DepthPolicy]] = {}

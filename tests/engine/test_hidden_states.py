@@ -34,6 +34,7 @@ from d3engine import (
     Steer,
 )
 from d3engine.depth import DepthPolicy
+from d3engine.engine import resolve
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.request.hidden_states import Positions
 
@@ -277,8 +278,6 @@ def test_d3_steers_in_front_of_layers_that_a_token_skips(native: Engine) -> None
 def test_graphs_leave_hooked_steps_to_the_eager_executor(
     tiny: TinyLlama, native: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.engine import resolve
-
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     given = greedy(capture=EVERY, steer=CHANGES, logprobs=2)
     with engine_of(tiny) as engine:

@@ -43,6 +43,7 @@ from d3engine import (
     Speculative,
 )
 from d3engine.depth import DepthPolicy
+from d3engine.engine import resolve
 
 NAMES = [None, *ADAPTERS]
 TOKENS = 20
@@ -105,7 +106,6 @@ def test_mixed_batch_answers_as_pefts_merged_models(adapted: Adapted, backend: s
 def test_graphs_serve_any_adapters(
     adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.engine import resolve
     from d3engine.executor.cuda_graph import GraphExecutor
 
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")

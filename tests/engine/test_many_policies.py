@@ -20,10 +20,8 @@ def objects() -> tuple[int, int]:
 
 
 def test_two_thousand_policies_leave_no_more_than_a_hundred(make_engine: Callable[..., Engine]) -> None:
-    """Two thousand policies leave no more behind than a hundred.
-
-    Requests that are only prepared, such that are aborted, and such that are answered.
-    """
+    """Two thousand policies leave no more behind than a hundred."""
+    # Requests that are only prepared, such that are aborted, and such that are answered.
     engine, numbers = make_engine(max_num_seqs=16), count()
 
     def sweep(prepared: int, aborted: int, answered: int) -> tuple[int, int]:

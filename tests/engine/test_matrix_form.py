@@ -102,10 +102,8 @@ def test_another_instruction_set_gets_rows(quantized: Callable[..., Path], monke
 def test_instruction_set_is_found_where_some_matrices_fill_rows(
     quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instruction set is found where only some matrices fill interleaved rows.
-
-    The rows of what a layer yields are a width that fills none.
-    """
+    """An instruction set is found where only some matrices fill interleaved rows."""
+    # The rows of what a layer yields are a width that fills none.
     directory = quantized("int8", hidden_size=48)
     monkeypatch.setenv(NATIVE_ISA.name, "auto")
     with Engine(directory, **OPTIONS) as engine:

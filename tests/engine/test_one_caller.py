@@ -1,7 +1,5 @@
 """Whoever calls when, and whenever Ctrl-C is pressed: a call is done whole or not at all, and alone.
-
-Calls and signals come from inside a step, by way of the executor, so that nothing depends on timing.
-"""
+Calls and signals come from inside a step, by way of the executor, so that nothing depends on timing."""
 
 from __future__ import annotations
 
@@ -15,13 +13,7 @@ from typing import Any
 import pytest
 from stepping import finish, greedy, see_steps
 
-from d3engine import (
-    Engine,
-    EngineBusyError,
-    EngineDeadError,
-    InvalidValueError,
-    Speculative,
-)
+from d3engine import Engine, EngineBusyError, EngineDeadError, InvalidValueError, Speculative
 from d3engine.engine import call_lock as interrupts
 from d3engine.errors import D3EngineError
 from d3engine.executor.draft_target import DraftTargetExecutor
@@ -183,9 +175,7 @@ def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: Call
     assert [(output.request_id, output.outputs[0].finish_reason) for output in engine.step()] == [("a", "length")]
 
 
-def test_waiting_outputs_are_returned_before_a_steps_fault(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_waiting_outputs_are_returned_before_a_steps_fault(make_engine: Callable[..., Engine]) -> None:
     """Waiting outputs are returned though the step fails; then its fault is raised."""
     engine = make_engine()
     engine.add_request("first", OTHER, greedy(2))
@@ -202,9 +192,7 @@ def test_waiting_outputs_are_returned_before_a_steps_fault(
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_in_generate_raises_between_steps(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_ctrl_c_in_generate_raises_between_steps(make_engine: Callable[..., Engine]) -> None:
     """Ctrl-C in `generate` is heard between two steps, and the engine goes on."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs

@@ -92,10 +92,8 @@ def test_a_device_that_fails_is_told_of_once_and_runs_without(
 
 
 def test_kernel_that_reads_too_early_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that reads what is not there yet fails the trial.
-
-    As if one link had begun before the one in front of it.
-    """
+    """A kernel that reads what is not there yet fails the trial."""
+    # As if one link had begun before the one in front of it.
     run, numbers = programmatic.Launch.run, iter(range(100))
 
     def in_wrong_order(launch: programmatic.Launch) -> None:

@@ -88,9 +88,7 @@ def test_every_part_of_an_engine_computes_with_its_threads(
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_stream_reader_has_pytorchs_threads_between_outputs(
-    tiny_llama: Callable[..., TinyLlama],
-) -> None:
+def test_stream_reader_has_pytorchs_threads_between_outputs(tiny_llama: Callable[..., TinyLlama]) -> None:
     """The reader of a stream has PyTorch's own threads between two outputs."""
     with Engine(tiny_llama().directory, num_threads=2, enforce_eager=True, **OPTIONS) as engine:
         assert {torch.get_num_threads() for _ in engine.stream([1, 2], PARAMS)} == {4}

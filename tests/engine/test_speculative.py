@@ -52,10 +52,8 @@ def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLla
 def test_second_model_with_graphs_drafts_step_by_step(
     target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an executor that decodes by itself a second model drafts step by step.
-
-    Rows that could run ahead wait for the draft model's; alone they do run ahead.
-    """
+    """With an executor that decodes by itself a second model drafts step by step."""
+    # Rows that could run ahead wait for the draft model's; alone they do run ahead.
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
     prompts = random_prompts([7, 12, 3], vocab_size=40)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

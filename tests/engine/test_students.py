@@ -210,10 +210,8 @@ def test_auto_takes_the_certified_student_beside_the_weights(made: Trained, make
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
 def test_quantized_rows_of_a_student_stay_as_they_are(tmp_path: Path, kind: str) -> None:
-    """Rows of a quantized file stay, and answers are those of all its neurons.
-
-    A student of which every neuron stays, with the file's own down matrix, answers as the model does.
-    """
+    """Rows of a quantized file stay, and answers are those of all its neurons."""
+    # A student of which every neuron stays, with the file's own down matrix, answers as the model does.
     sizes = {**SMALL, "types": (kind,), "intermediate": 64, "layers": 2, "vocab_size": 420}
     path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes)
     config = ModelConfig.from_directory(path)

@@ -237,9 +237,7 @@ def chosen(
 
 
 def test_auto_leaves_matrices_in_a_dtype_decoding_can_read(
-    directory: Callable[..., Path],
-    tiny_llama: Callable[..., TinyLlama],
-    tmp_path: Path,
+    directory: Callable[..., Path], tiny_llama: Callable[..., TinyLlama], tmp_path: Path
 ) -> None:
     """`auto` leaves matrices in a dtype that decoding reads as it lies."""
     source = tiny_llama(**LAYOUTS["grouped heads"]).directory

@@ -56,9 +56,7 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engi
     return make
 
 
-def test_bridged_rows_in_graphs_answer_as_step_by_step(
-    make: Callable[..., Engine],
-) -> None:
+def test_bridged_rows_in_graphs_answer_as_step_by_step(make: Callable[..., Engine]) -> None:
     """Rows of any ages with and without bridges answer in graphs as step by step."""
     prompts = [[9 + nth, 8, 7, *range(nth)] for nth in range(7)]
     params = [unread(greedy(POLICIES[nth % len(POLICIES)], 14 + nth)) for nth in range(7)]

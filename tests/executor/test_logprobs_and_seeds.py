@@ -146,9 +146,7 @@ def test_sequences_differ_and_a_seed_repeats_them(make_engine: Callable[..., Eng
     assert len({tuple(tokens) for tokens in answers[0]}) == 5
 
 
-def test_engine_seed_decides_without_a_requests(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_engine_seed_decides_without_a_requests(make_engine: Callable[..., Engine]) -> None:
     """Without a seed the engine's own decides, and no two requests draw alike."""
     params = SamplingParams(temperature=1.5, max_tokens=12)
 

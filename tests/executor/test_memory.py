@@ -89,9 +89,7 @@ class FakeDevice(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 40])
-def test_workspace_counts_the_largest_step(
-    max_num_seqs: int,
-) -> None:
+def test_workspace_counts_the_largest_step(max_num_seqs: int) -> None:
     """The workspace counts the largest step although a capture gives back what steps took."""
     device, sorted_before = FakeDevice(), []
 

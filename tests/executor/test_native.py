@@ -100,10 +100,8 @@ def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: Callable[...
 
 
 def test_run_is_short_where_a_text_may_end_it(tiny_llama: Callable[..., TinyLlama]) -> None:
-    """A run is short where a text may end it or memory is short.
-
-    Of no more than 16 steps; and where these have no room either, of one.
-    """
+    """A run is short where a text may end it or memory is short."""
+    # Of no more than 16 steps; and where these have no room either, of one.
     table = RunningTable(2, 2, 512)
     for slot, stop in enumerate((None, "end")):
         table.sequences[slot] = cast(Any, SimpleNamespace(params=greedy(FullDepth(), stop=stop)))
@@ -168,10 +166,8 @@ def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine
 
 
 def test_step_in_parts_chooses_in_each_of_them(engines: tuple[Engine, Engine]) -> None:
-    """A step that goes through the layers in parts chooses in each of them.
-
-    Rows that yield a token lie in its first, its second and its third part.
-    """
+    """A step that goes through the layers in parts chooses in each of them."""
+    # Rows that yield a token lie in its first, its second and its third part.
     lengths, draws = (MAX_ROWS - 200, 300, MAX_ROWS + 70), {"temperature": 1.5, "top_k": 7, "logprobs": 1}
     prompts = [[(7 * token + length) % 250 + 3 for token in range(length)] for length in lengths]
     params = [

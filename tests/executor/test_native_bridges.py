@@ -88,9 +88,7 @@ def test_whole_runs_of_bridged_rows_are_taken_at_once(model: Callable[[str, int]
         assert engine.stats().native_steps - before == 128
 
 
-def test_bridged_rows_alone_in_a_batch_and_read_keep_bits(
-    model: Callable[[str, int], Path],
-) -> None:
+def test_bridged_rows_alone_in_a_batch_and_read_keep_bits(model: Callable[[str, int], Path]) -> None:
     """Bridged rows have the same bits alone in a batch and read step by step."""
 
     def logprobs(output: RequestOutput) -> list[float]:

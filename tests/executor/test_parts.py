@@ -118,8 +118,7 @@ def test_ranks_hear_of_runs_that_become_longer(
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "changes"),
-    [(Gemma2Config, {"attn_logit_softcapping": 0.5}), (Gemma3TextConfig, {"layer_types": KINDS})],
+    ("kind", "changes"), [(Gemma2Config, {"attn_logit_softcapping": 0.5}), (Gemma3TextConfig, {"layer_types": KINDS})]
 )
 def test_norms_behind_and_soft_caps_answer_alike_over_ranks(
     kind: type[PreTrainedConfig],

@@ -120,10 +120,8 @@ def test_a_fault_in_a_capture_ends_the_capture(cuda: FakeCuda) -> None:
 
 
 def test_every_capture_is_of_this_thread_alone(cuda: FakeCuda) -> None:
-    """Every capture and the first empty one is of this thread alone.
-
-    Another thread may load a bridge to the device meanwhile.
-    """
+    """Every capture and the first empty one is of this thread alone."""
+    # Another thread may load a bridge to the device meanwhile.
     CudaGraphs(torch.device("cpu")).record(cuda.noting("step"))
     assert cuda.modes == {"thread_local"}
 

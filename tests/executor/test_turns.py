@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from batches import LAYERS, block_bytes
 
 from d3engine import D3, Engine, SamplingParams
@@ -170,8 +171,6 @@ def test_an_answer_that_ends_in_a_run_ends_the_run(clock: Clock, make_engine: Ca
 def test_the_tokens_and_scores_of_a_step_come_in_one_copy(
     make_engine: Callable[..., Engine], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     copies: list[int] = []
     copy = torch.Tensor.copy_
 

@@ -152,10 +152,8 @@ def test_the_chi_square_sees_the_drafts_own_distribution(llama: TinyLlama) -> No
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_draft_that_is_not_finite_ends_and_full_depth_goes_on(llama: TinyLlama, eager: bool) -> None:
-    """A draft whose logits are not finite ends and full depth goes on.
-
-    A fault of the draft is none of the request; one of full depth ends it, after the tokens before.
-    """
+    """A draft whose logits are not finite ends and full depth goes on."""
+    # A fault of the draft is none of the request; one of full depth ends it, after the tokens before.
     options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "enforce_eager": eager}
     engine = Engine(llama.directory, depth=FullDepth(), **options)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -199,10 +197,8 @@ def test_draft_that_is_not_finite_ends_and_full_depth_goes_on(llama: TinyLlama, 
 
 
 def test_fault_of_one_sequence_ends_its_request_and_drafts(llama: TinyLlama) -> None:
-    """A fault of one sequence ends its request and no draft of it goes on.
-
-    The other sequences of the request may be drafting in the very step that ends them.
-    """
+    """A fault of one sequence ends its request and no draft of it goes on."""
+    # The other sequences of the request may be drafting in the very step that ends them.
     policy = SelfSpeculative(UnifiedSkip(2), 3, adaptive=True)
     engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=policy, max_num_seqs=5)
     params = SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True)

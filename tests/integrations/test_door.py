@@ -1,7 +1,5 @@
 """A door before replicas: what clients see of a replica that dies, by when it dies, and of one that lives.
-
-Replicas that die are pretended: they send what a real app has sent, and stop wherever a test says.
-"""
+Replicas that die are pretended: they send what a real app has sent, and stop wherever a test says."""
 
 from __future__ import annotations
 

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from contract import ANSWERED, HANG_SECONDS, metric
 
-if TYPE_CHECKING:
-    from d3engine import RequestOutput
+from d3engine import RequestOutput
 
 pytest.importorskip("dynamo", reason="Dynamo is not installed: `make test-integrations` brings it")
 

@@ -104,9 +104,7 @@ def test_rows_of_zeros_and_of_almost_nothing_stay_what_they_are(
 
 
 @pytest.mark.parametrize("quantize_matrix", [quantize_int8, quantize_int4])
-def test_what_cannot_be_quantized_is_refused(
-    quantize_matrix: Callable[[Tensor], Int8Weight | Int4Weight],
-) -> None:
+def test_what_cannot_be_quantized_is_refused(quantize_matrix: Callable[[Tensor], Int8Weight | Int4Weight]) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         matrix = torch.ones(3, 130)
         matrix[1, 129] = bad

@@ -1,7 +1,5 @@
 """The PTX that makes floats of stored small values, run here instruction by instruction for every byte there is.
-
-Triton's interpreter does not know PTX, so nothing else runs it where there is no GPU.
-"""
+Triton's interpreter does not know PTX, so nothing else runs it where there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Triton's paged attention against softmax written out in float64, in a pool whose other entries are NaN or infinite.
-
-The interpreter takes its time for every program, so shapes are as small as the borders they test allow.
-"""
+The interpreter takes its time for every program, so shapes are as small as the borders they test allow."""
 
 from __future__ import annotations
 
@@ -279,10 +277,8 @@ def test_long_chunks_beyond_the_active_count_stay_untouched(device: torch.device
 
 
 def test_one_launch_serves_changed_tables_and_lengths(device: torch.device) -> None:
-    """One launch serves changed tables and lengths as a graph replays it.
-
-    Persistent buffers larger than the batch: more chunks and blocks than are used, and parts full of NaN.
-    """
+    """One launch serves changed tables and lengths as a graph replays it."""
+    # Persistent buffers larger than the batch: more chunks and blocks than are used, and parts full of NaN.
     first, second = Paged([300, 20, 33], heads=4, device=device), Paged([64, 250], heads=4, device=device)
     tables = torch.full((4, 32), 10**6, dtype=torch.int32, device=device)  # a block id that must never be followed
     inputs = attention.AttentionInputs(

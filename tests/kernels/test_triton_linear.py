@@ -1,7 +1,5 @@
 """The Triton kernels of norm, projections and copies against float64, on sizes that fit no tile.
-
-Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows.
-"""
+Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
 
 from __future__ import annotations
 
@@ -33,10 +31,8 @@ ROWS = [1, 5, 19, 40, 43]  # one for each path, the last for torch.matmul with k
 
 
 def cases(first: tuple[int, ...], *others: tuple[int, ...]) -> list[object]:
-    """(dtype, rows, *sizes): the first sizes with all dtypes and rows, the others where a path may see them.
-
-    In the interpreter a dtype changes what is rounded and nothing else: half precision has four of these rows there.
-    """
+    """(dtype, rows, *sizes): the first sizes with all dtypes and rows, the others where a path may see them."""
+    # In the interpreter a dtype changes what is rounded and nothing else: half precision has four of these rows there.
     halves = [(torch.float16, 19), (torch.float16, 43), (torch.bfloat16, 1), (torch.bfloat16, 40)]
     pairs = list(product(DTYPES, ROWS))
     if not torch.cuda.is_available():
@@ -91,10 +87,8 @@ def test_rms_norm(dtype: torch.dtype, rows: int, width: int, randn: Callable[...
 
 
 def test_rms_norm_rounds_before_weight(randn: Callable[..., Tensor], device: torch.device) -> None:
-    """The normed row is rounded before it meets the weight, as in transformers.
-
-    The norm of ones and threes is far from where a rounding turns; Triton's interpreter cuts bfloat16 off instead.
-    """
+    """The normed row is rounded before it meets the weight, as in transformers."""
+    # The norm of ones and threes is far from where a rounding turns; Triton's interpreter cuts bfloat16 off instead.
     hidden, weight = torch.ones(2, 128, dtype=torch.float16, device=device), randn(128, dtype=torch.float16)
     hidden[:, ::2] = 3.0
     rounded = normed(hidden, torch.ones_like(weight)).half()
@@ -157,12 +151,7 @@ def test_rows_that_are_kept_from_torch_go_by_128(
 @pytest.mark.parametrize(("dtype", "rows", "width"), [*cases((123,), (256,)), (torch.float32, 5, 256)])
 @pytest.mark.parametrize("live", [None, 0.6])
 def test_linear_residual(
-    dtype: torch.dtype,
-    rows: int,
-    width: int,
-    live: float | None,
-    randn: Callable[..., Tensor],
-    device: torch.device,
+    dtype: torch.dtype, rows: int, width: int, live: float | None, randn: Callable[..., Tensor], device: torch.device
 ) -> None:
     x, weight = randn(rows, width, dtype=dtype), randn(129, width, dtype=dtype, scale=0.1)
     bias = None if width == 256 else randn(129, dtype=dtype)
@@ -180,12 +169,7 @@ def test_linear_residual(
 
 @pytest.mark.parametrize(("dtype", "rows", "width", "gates"), cases((123, 67), (256, 64)))
 def test_gate_up(
-    dtype: torch.dtype,
-    rows: int,
-    width: int,
-    gates: int,
-    randn: Callable[..., Tensor],
-    device: torch.device,
+    dtype: torch.dtype, rows: int, width: int, gates: int, randn: Callable[..., Tensor], device: torch.device
 ) -> None:
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(2 * gates, width, dtype=dtype, scale=0.1)

@@ -1,7 +1,5 @@
 """The Triton projections on quantized weights against float64 on the values that the stored ones stand for.
-
-Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows.
-"""
+Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ Randn = Callable[..., Tensor]
 
 
 def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -> tuple[QuantizedWeight, Tensor]:
-    """Any stored values, the extreme ones too, with unequal scales; and the matrix they stand for in float64.
-
-    The matrix is written out here by the format's definition, not by `dequantize`.
-    """
+    """Any stored values, the extreme ones too, with unequal scales; and the matrix they stand for in float64."""
+    # The matrix is written out here by the format's definition, not by `dequantize`.
     generator = torch.Generator().manual_seed(1)
     if kind == "int8":
         values = torch.randint(-127, 128, (outputs, columns), generator=generator, dtype=torch.int8)
@@ -89,10 +85,7 @@ def limit_of(dtype: torch.dtype, rows: int) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    ("dtype", "columns"),
-    [(torch.float32, 123), (torch.float16, 256), (torch.bfloat16, 300)],
-)
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 123), (torch.float16, 256), (torch.bfloat16, 300)])
 def test_linear_residual(
     kind: str, rows: int, dtype: torch.dtype, columns: int, randn: Randn, device: torch.device
 ) -> None:

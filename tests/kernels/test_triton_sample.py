@@ -1,7 +1,5 @@
 """The choice of tokens in Triton kernels against the reference: random words bit for bit, cuts token by token.
-
-Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows.
-"""
+Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows."""
 
 from __future__ import annotations
 
@@ -119,9 +117,7 @@ def test_keys_order_as_floats_do_and_nan_is_above_all(device: torch.device) -> N
     assert torch.equal(back.nan_to_num(5.0), scores.nan_to_num(5.0))
 
 
-def test_lowest_of_equal_candidates_wins_over_many_tiles(
-    device: torch.device,
-) -> None:
+def test_lowest_of_equal_candidates_wins_over_many_tiles(device: torch.device) -> None:
     """Of equal candidates the lowest token wins, also with more tiles than fit one step."""
     tokens = torch.arange(2100, device=device)
     keys = torch.zeros(2, 2100, dtype=torch.int64, device=device)
@@ -232,12 +228,7 @@ def test_cuts_keep_the_tokens_that_sorting_keeps(
 
 @pytest.mark.parametrize(("tile", "bins", "listed"), [(32, 64, 512), (32, 8, 32), (128, 512, 32), (512, 1, 512)])
 def test_tiles_bins_and_lists_of_any_size_keep_the_same_tokens(
-    tile: int,
-    bins: int,
-    listed: int,
-    device: torch.device,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    tile: int, bins: int, listed: int, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The top-k below the number of tiles has a way of its own; one bin puts the whole row on the list."""
     monkeypatch.setattr(scores, "TILE", tile)

@@ -177,10 +177,7 @@ def without(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     ("edit", "message"),
     [
         (lambda all_: without(QUERY + "weight_scale", all_), "weight' has dtype F8_E4M3, but there are no floats"),
-        (
-            lambda all_: all_ | {QUERY + "weight_scale": torch.ones(3, 1)},
-            r"shape \[3, 1\]: allowed .* for each row",
-        ),
+        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(3, 1)}, r"shape \[3, 1\]: allowed .* for each row"),
         (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(7, 5)}, r"shape \[7, 5\]: allowed .* equal blocks"),
         (
             lambda all_: all_ | {QUERY + "weight_scale": torch.full((64, 1), torch.nan)},

@@ -46,9 +46,7 @@ def test_answer_without_max_tokens_runs_to_the_models_length(
     assert free == answer(engine, temperature=0, max_tokens=room, ignore_eos=True)
 
 
-def test_answer_cut_by_the_models_length_ends_by_length(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_answer_cut_by_the_models_length_ends_by_length(make_engine: Callable[..., Engine]) -> None:
     """An answer that the model's length cuts before `max_tokens` ends by length."""
     room = MAX_LENGTH - len(PROMPT)
     cut = answer(make_engine(), temperature=0, max_tokens=room + 100, ignore_eos=True)
@@ -59,10 +57,8 @@ def test_answer_cut_by_the_models_length_ends_by_length(
 def test_answer_without_max_tokens_runs_to_a_small_caches_end(
     make_engine: Callable[..., Engine], policy: DepthPolicy
 ) -> None:
-    """Without `max_tokens` an answer goes on to the end of a small cache.
-
-    As far as one that names that number of tokens may go, and not a token further.
-    """
+    """Without `max_tokens` an answer goes on to the end of a small cache."""
+    # As far as one that names that number of tokens may go, and not a token further.
     entries = 20
     blocks = LAYERS * -(-entries // BLOCK)
     engine = make_engine(depth=policy, kv_cache_memory_bytes=blocks * block_bytes())
@@ -85,9 +81,7 @@ def test_prompts_share_blocks_with_those_of_their_salt_alone(make_engine: Callab
     assert len({tuple(output.outputs[0].token_ids) for output in cached}) == 1
 
 
-def test_min_tokens_may_exceed_the_room_without_max_tokens(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_min_tokens_may_exceed_the_room_without_max_tokens(make_engine: Callable[..., Engine]) -> None:
     """`min_tokens` may ask for more than there is room for where `max_tokens` is open."""
     found = answer(make_engine(), temperature=0, max_tokens=None, min_tokens=1000)
     assert (len(found.token_ids), found.finish_reason) == (MAX_LENGTH - len(PROMPT), "length")

@@ -59,10 +59,8 @@ def requests() -> list[Request]:
 def test_cycles_begin_wherever_drafts_are(
     make_engine: Callable[..., Engine], solo: Solo, requests: list[Request]
 ) -> None:
-    """Drafting sequences take cycles from wherever their drafts are.
-
-    They come one after the other, so most are in the middle of a draft when the next one has its prompt.
-    """
+    """Drafting sequences take cycles from wherever their drafts are."""
+    # They come one after the other, so most are in the middle of a draft when the next one has its prompt.
     engine = make_engine(max_num_seqs=5)
     plans, begun = watched(engine), set()
 

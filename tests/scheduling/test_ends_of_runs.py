@@ -64,10 +64,8 @@ def test_waiting_request_with_a_place_ends_a_run(multi_step: Callable[..., Engin
 
 
 def test_rope_that_grows_is_known_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rope that grows with the sequence is known on the device.
-
-    Answers that outgrow the trained length, beside some that have outgrown it with their prompts.
-    """
+    """Rope that grows with the sequence is known on the device."""
+    # Answers that outgrow the trained length, beside some that have outgrown it with their prompts.
 
     def make(**config: Any) -> Engine:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
@@ -145,10 +143,8 @@ def test_row_that_is_not_finite_ends_alone_with_its_tokens(multi_step: Callable[
 
 
 def test_host_writes_between_steps_of_a_run_are_not_read(graphs: Callable[..., Engine], solo: Solo) -> None:
-    """What the host writes between the steps of a run is not read.
-
-    The proof that a step takes nothing from the host: all that the host knows is spoilt after the first.
-    """
+    """What the host writes between the steps of a run is not read."""
+    # The proof that a step takes nothing from the host: all that the host knows is spoilt after the first.
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5)))
     engine = graphs()
     executor = engine.executor
@@ -189,10 +185,8 @@ def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: Callable[..., 
 def test_graphs_used_longest_ago_go_and_come_again(
     graphs: Callable[..., Engine], solo: Solo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of too many graphs those used longest ago go, and come again when they are needed.
-
-    A single run needs more of them than are kept here.
-    """
+    """Of too many graphs those used longest ago go, and come again when they are needed."""
+    # A single run needs more of them than are kept here.
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 2)
     engine, captured = graphs(max_num_seqs=8, num_scheduler_steps=40), []
     assert isinstance(engine.executor, GraphExecutor)
@@ -216,10 +210,8 @@ def test_batch_sizes_reach_what_is_asked_and_waste_little() -> None:
 
 
 def test_run_ends_where_rows_leave_their_order() -> None:
-    """A run ends where the rows of a layer would no longer come first.
-
-    Rows of two schedules: the first is deeper at once and sleeps sooner.
-    """
+    """A run ends where the rows of a layer would no longer come first."""
+    # Rows of two schedules: the first is deeper at once and sleeps sooner.
     table = RunningTable(2, 3, 32)
     cutoffs = np.array([[100, 100, 6], [100, 100, 9]])
     table.cutoffs[:] = cutoffs

@@ -156,10 +156,8 @@ def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
 def test_reader_of_all_that_is_done_reads_single_tokens(
     multi_step: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
 ) -> None:
-    """A reader takes all that is done and still reads one token after the other.
-
-    Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too.
-    """
+    """A reader takes all that is done and still reads one token after the other."""
+    # Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too.
     request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40, logprobs=0)) for n in (50, 45))
     whole = solo(request).outputs[0]
     place = next(n for n, token in enumerate(whole.token_ids) if n > 20 and token not in whole.token_ids[:n])

@@ -56,10 +56,8 @@ def answers(engine: Engine, requests: list[Request], steps_between: int = 2) -> 
 def test_native_choice_in_a_prompt_step_is_the_samplers(
     make_engine: Callable[..., Engine], solo: Solo, kind: str
 ) -> None:
-    """The native library chooses in a step that has a prompt as the sampler does.
-
-    Prompts are computed in pieces of eight rows, some of which yield no token.
-    """
+    """The native library chooses in a step that has a prompt as the sampler does."""
+    # Prompts are computed in pieces of eight rows, some of which yield no token.
     all_kinds = list(ASKED.values())
     requests = [arriving(nth, ASKED.get(kind, all_kinds[nth % len(all_kinds)])) for nth in range(6)]
     engine = make_engine(max_num_batched_tokens=8, num_scheduler_steps=4, enable_prefix_caching=False)

@@ -134,10 +134,8 @@ def test_first_token_of_an_answer_at_once_is_older(native: Callable[..., Engine]
 
 
 def test_run_behind_an_opening_takes_blocks_for_its_layers(native: Callable[..., Engine]) -> None:
-    """The run behind an opening takes blocks for the layers that it runs.
-
-    Ten tokens and fifteen of the run are seven blocks of four, where a prompt of ten has three.
-    """
+    """The run behind an opening takes blocks for the layers that it runs."""
+    # Ten tokens and fifteen of the run are seven blocks of four, where a prompt of ten has three.
     engine, policy = native(), D3(0.9, 0.5)
     engine.add_request("one", list(PROMPT), unread(greedy(policy, 40)))
     seen: list[int] = []
@@ -155,10 +153,8 @@ def test_run_behind_an_opening_takes_blocks_for_its_layers(native: Callable[...,
 
 
 def test_prompt_without_room_for_a_run_is_computed_alone(native: Callable[..., Engine], solo: Solo) -> None:
-    """A prompt is computed alone where there is no room for a run.
-
-    Two prompts of two blocks take all the memory; the one that is sent away comes again as it was.
-    """
+    """A prompt is computed alone where there is no room for a run."""
+    # Two prompts of two blocks take all the memory; the one that is sent away comes again as it was.
     requests = [Request(tuple(range(n, n + 8)), greedy(FullDepth(), 8)) for n in (20, 40)]
     engine = native(kv_cache_memory_bytes=LAYERS * 4 * block_bytes(), enable_prefix_caching=False)
     plans = watch(engine)
@@ -220,10 +216,8 @@ def test_a_stream_has_its_first_token_before_its_run_begins(native: Callable[...
 
 
 def test_no_prompt_opens_a_run_while_another_could_join(native: Callable[..., Engine]) -> None:
-    """No prompt opens a run while a request waits that could join.
-
-    Two prompts of ten rows do not go into a step of twelve.
-    """
+    """No prompt opens a run while a request waits that could join."""
+    # Two prompts of ten rows do not go into a step of twelve.
     engine = native(max_num_batched_tokens=12)
     plans = watch(engine)
     add(engine, Request(PROMPT, greedy(FullDepth())), Request(OTHER * 2, greedy(FullDepth())))

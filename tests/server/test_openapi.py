@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
+from d3engine.server.app import ROUTES
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,6 @@ def shape_of(content: Any) -> str:
 
 
 def test_every_route_of_the_app_is_in_it(described: Any) -> None:
-    from d3engine.server.app import ROUTES
-
     there = {(path, method.upper()) for path, item in described["paths"].items() for method in item}
     routes = {(route.path.replace(":path}", "}"), method) for route in ROUTES for method in route.methods or ()}
     assert {(path, method) for path, method in routes if method != "HEAD"} <= there
@@ -57,8 +56,6 @@ def test_every_route_of_the_app_is_in_it(described: Any) -> None:
 
 
 def test_every_shape_that_it_refers_to_is_in_it(described: Any) -> None:
-    import re
-
     named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
     assert named == set(described["components"]["schemas"])
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from demo_server import TEMPLATE, WithTools, serving_demo
 
+from d3engine import AsyncEngine, Engine, FullDepth, SamplingParams
 from d3engine.request.scoring import judgement
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine, Engine
+from d3engine.server.routes import scores as routes
 
 ANSWERS = ("Tom", "pens")
 DOCUMENTS = ["Tom has 5 pens.", "Ann has 3 cats.", "How many?"]
@@ -21,8 +20,6 @@ DOCUMENTS = ["Tom has 5 pens.", "Ann has 3 cats.", "How many?"]
 
 @pytest.fixture
 def scores(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    from d3engine.server.routes import scores as routes
-
     monkeypatch.setattr(routes, "ANSWERS", ANSWERS)
     with serving_demo(WithTools(client)) as url, httpx.Client(base_url=url, timeout=60) as found:
         yield found
@@ -30,8 +27,6 @@ def scores(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[htt
 
 def expected(demo: Engine, query: str, document: str, instruction: str | None = None) -> float:
     """By all log-probabilities of the next token."""
-    from d3engine import FullDepth, SamplingParams
-
     prompt = demo.chat_prompt(judgement(query, document, instruction), chat_template=TEMPLATE)
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=-1, depth=FullDepth())
     (entries,) = demo.generate(prompt, params, use_tqdm=False)[0].outputs[0].logprobs or ()

@@ -8,16 +8,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from loops import on_a_loop
 from starlette.types import Message
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine, Engine
-    from d3engine.executor.interface import Computed
-    from d3engine.scheduling.plan import Plan
+from d3engine import AsyncEngine, Engine
+from d3engine.executor.interface import Computed
+from d3engine.scheduling.plan import Plan
+from d3engine.server.app import create_app
+from d3engine.server.in_process import scope_of, whole
+from d3engine.server.settings import ServerSettings
 
 QUESTION = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
 CHAT = [{"role": "user", "content": "Tom has 5 pens. Tom finds 3. How many now?"}]
@@ -53,8 +55,6 @@ def in_step() -> InStep:
 
 @pytest.fixture(scope="module")
 def engine(in_step: InStep) -> Iterator[AsyncEngine]:
-    from d3engine import AsyncEngine, Engine
-
     made = Engine("demo", num_scheduler_steps=1, **SIZES)  # no step is taken before the loop has come to rest
     engine = AsyncEngine.from_engine(made, before_step=in_step)
     yield engine
@@ -79,10 +79,6 @@ class FreeNowAndThen:
 
 async def stream(engine: AsyncEngine, path: str, outlet: FreeNowAndThen | None) -> list[tuple[str, bytes]]:
     """The pieces of an answer, each with the way that it went."""
-    from d3engine.server.app import create_app
-    from d3engine.server.in_process import scope_of, whole
-    from d3engine.server.settings import ServerSettings
-
     app = create_app(engine, ServerSettings(model_names=("demo",)))
     body = json.dumps({"model": "demo", "stream": True, "temperature": 0} | ASKED[path]).encode()
     scope = scope_of(path, len(body))
@@ -141,8 +137,6 @@ def taking_whole_runs(engine: Engine) -> Engine:
 @on_a_loop
 async def test_ready_tokens_are_one_write_and_an_event_each(engine: AsyncEngine, in_step: InStep, path: str) -> None:
     """Tokens that are ready together are one write, and still an event each."""
-    from d3engine import AsyncEngine, Engine
-
     in_step.loop = asyncio.get_running_loop()
     one_by_one = await stream(engine, path, FreeNowAndThen(itertools.repeat(True)))
     made = Engine("demo", **SIZES)

@@ -91,10 +91,8 @@ def write_gguf(
     part_tensors: int = 0,
     **sizes: int,
 ) -> Path:
-    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place.
-
-    With `part_tensors` it is in parts of that many tensors, and the path returned is the first's.
-    """
+    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place."""
+    # With `part_tensors` it is in parts of that many tensors, and the path returned is the first's.
     own = SIZES | sizes
     keys: dict[str, Any] = {
         "llama.block_count": own["layers"],

@@ -89,10 +89,8 @@ class GuardedApp:
         pieces: Iterable[bytes] | AsyncIterator[bytes] = (b"",),
         send: Callable[[Any], Awaitable[None]] | None = None,
     ) -> Answer:
-        """One request with a body in pieces; the client leaves when they are used up and a message is asked for.
-
-        A header of None is not sent.
-        """
+        """One request with a body in pieces; the client leaves when they are used up and a message is asked for."""
+        # A header of None is not sent.
         answer = Answer()
         source = _messages(pieces)
 

@@ -48,11 +48,10 @@ MakeEngine = Callable[..., Engine]
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine with these requests, for a seed.
+    """An engine with these requests, for a seed."""
 
-    `alone` are the arguments of the engine that answers each by itself, `asked_alone` what that is asked; `same`
-    asserts that an answer in a batch is that one. Both are run `within` a context.
-    """
+    # `alone` are the arguments of the engine that answers each by itself, `asked_alone` what that is asked; `same`
+    # asserts that an answer in a batch is that one. Both are run `within` a context.
 
     make: MakeEngine
     requests: Callable[[int], list[Request]]
@@ -116,11 +115,9 @@ def of_policies(given: Given) -> Kind:
 
 
 def over_8_bits(given: Given) -> Kind:
-    """By PyTorch whatever its requests ask for, with sums in float64, rounded once.
-
-    Another order of a sum may choose the next of 8-bit values. Elsewhere it depends on neighbours which steps the
-    native library takes; and on some machines so does the order of PyTorch's own float32 sums, by the number of rows.
-    """
+    """By PyTorch whatever its requests ask for, with sums in float64, rounded once."""
+    # Another order of a sum may choose the next of 8-bit values. Elsewhere it depends on neighbours which steps the
+    # native library takes; and on some machines so does the order of PyTorch's own float32 sums, by the number of rows.
 
     def make(**changes: Any) -> Engine:
         return given.make_engine(**({"kv_cache_dtype": "fp8", "enforce_eager": True} | changes))

@@ -59,10 +59,8 @@ def go_through_odd_shapes(
     name: str = build.LIBRARY,
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Build library and program in `folder`, any warning an error, and run them; the instruction sets that agreed.
-
-    `NATIVE_TEST_FLAGS` in the environment are further flags: `make ports` asks for an installation's -O3.
-    """
+    """Build library and program in `folder`, any warning an error, and run them; the instruction sets that agreed."""
+    # `NATIVE_TEST_FLAGS` in the environment are further flags: `make ports` asks for an installation's -O3.
     flags = [*flags, "-Werror"]
     library = folder / name
     further = os.environ.get(FLAGS, "").split()

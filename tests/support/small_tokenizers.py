@@ -9,11 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2"
-CORPUS = [
-    "the cat sat on the mat and the dog ate",
-    "Größe, naïve café, 東京 日本語 🙂",
-    "a b c\n\nd e f\n",
-] * 4
+CORPUS = ["the cat sat on the mat and the dog ate", "Größe, naïve café, 東京 日本語 🙂", "a b c\n\nd e f\n"] * 4
 
 
 def train_byte_level(corpus: list[str], vocab_size: int) -> tokenizers.Tokenizer:

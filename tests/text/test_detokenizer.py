@@ -19,8 +19,7 @@ MANY = settings(max_examples=40, deadline=None)
 
 
 @pytest.fixture(
-    scope="module",
-    params=["byte level", "byte fallback", "unstripped", "sentencepiece", "word level", "llama 2"],
+    scope="module", params=["byte level", "byte fallback", "unstripped", "sentencepiece", "word level", "llama 2"]
 )
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
@@ -209,11 +208,7 @@ class TestStopStrings:
         stops = [stop for stop in stops if stop]
         text, reason, consumed = expect(tokenizer, ids, stops, min_tokens, skip)
         detokenizer = Detokenizer(
-            tokenizer,
-            stop=stops,
-            skip_special_tokens=skip,
-            include_stop_str_in_output=include,
-            min_tokens=min_tokens,
+            tokenizer, stop=stops, skip_special_tokens=skip, include_stop_str_in_output=include, min_tokens=min_tokens
         )
         shown = stream(detokenizer, ids)
         assert (detokenizer.stop_reason, detokenizer.num_tokens) == (reason, consumed)
@@ -221,8 +216,7 @@ class TestStopStrings:
 
     @settings(max_examples=100, deadline=None)
     @given(
-        text=st.text("ab", max_size=12),
-        stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+        text=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
     )
     def test_no_more_is_held_back_than_could_begin_a_stop_string(
         self, byte_level: Tokenizer, text: str, stops: list[str]
@@ -333,10 +327,8 @@ class TestTextAfterAPrompt:
     def test_text_is_that_of_a_decode_stream_of_tokenizers(
         self, byte_level: Tokenizer, byte_fallback: Tokenizer, data: st.DataObject
     ) -> None:
-        """The text is what a decode stream of tokenizers makes of it.
-
-        vLLM reads answers by this stream, begun with the prompt's ids.
-        """
+        """The text is what a decode stream of tokenizers makes of it."""
+        # vLLM reads answers by this stream, begun with the prompt's ids.
         tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
         assert isinstance(tokenizer, FastTokenizer)
         ids = tokenizer.encode(data.draw(st.text("ab é日🙂 \n", max_size=12)))

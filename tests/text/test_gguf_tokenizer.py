@@ -1,9 +1,7 @@
 """A GGUF file's tokenizer splits texts as the model's own does, which the name in `tokenizer.ggml.pre` stands for.
-
 The oracle is the published pre-tokenizer, built with `tokenizers` beside the words and merges of the file: what
-SmolLM2's, Llama 3's, Qwen2's and GPT-2's own tokenizer.json have, and for "default" what llama.cpp does. transformers'
-GGUF loader reads the same files, and the texts on which it differs are of one kind for each name.
-"""
+SmolLM2's, Llama 3's, Qwen2's and GPT-2's own tokenizer.json have, and for "default" what llama.cpp does.
+transformers' GGUF loader reads the same files, and the texts on which it differs are of one kind for each name."""
 
 from __future__ import annotations
 
@@ -194,10 +192,8 @@ def test_flag_for_a_token_absent_from_the_file_is_refused(tmp_path: Path, keys: 
 
 
 def test_sentencepiece_without_space_before_text_is_its_model(tmp_path: Path) -> None:
-    """A SentencePiece tokenizer without a space before a text is the model it came from.
-
-    As Gemma's, whose files say so.
-    """
+    """A SentencePiece tokenizer without a space before a text is the model it came from."""
+    # As Gemma's, whose files say so.
     model = sentencepiece_model(add_dummy_prefix=False)
     keys = sentencepiece_keys(model) | {"tokenizer.ggml.add_space_prefix": False}
     path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, **SMALL)

@@ -74,10 +74,8 @@ def test_generate_returns_whole_answers_whatever_the_kind(make_engine: Callable[
 
 @pytest.mark.parametrize("depth", [FullDepth(), D3(0.9, 0.5), SelfSpeculative(D3(0.9, 0.3))], ids=repr)
 def test_long_answer_read_as_deltas_copies_each_token_once(make_engine: Callable[..., Engine], depth: Any) -> None:
-    """A long answer read as deltas copies each of its tokens once.
-
-    What a cumulative stream copies grows with the square of the answer's length.
-    """
+    """A long answer read as deltas copies each of its tokens once."""
+    # What a cumulative stream copies grows with the square of the answer's length.
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, logprobs=0, depth=depth)
 
     def items(output: RequestOutput) -> int:

@@ -56,10 +56,8 @@ def test_the_bytes_of_a_texts_tokens_joined_are_the_texts(
 
 
 def test_logprobs_of_an_engine_have_the_prompts_and_answers_text() -> None:
-    """Log-probabilities of an engine say what prompt and answer read as.
-
-    A half of a character has its byte and U+FFFD, a word its space, but not where it begins a text.
-    """
+    """Log-probabilities of an engine say what prompt and answer read as."""
+    # A half of a character has its byte and U+FFFD, a word its space, but not where it begins a text.
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1)
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
         tokenizer = engine.get_tokenizer()
@@ -85,10 +83,8 @@ def test_logprobs_of_an_engine_have_the_prompts_and_answers_text() -> None:
 
 
 def test_alternatives_read_as_in_the_chosen_tokens_place() -> None:
-    """Alternatives read as they would in the place of the chosen token.
-
-    All that begin with a space keep it, unless nothing stands before them.
-    """
+    """Alternatives read as they would in the place of the chosen token."""
+    # All that begin with a space keep it, unless nothing stands before them.
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=64, skip_special_tokens=True)
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
         pieces = engine.get_tokenizer().convert_id_to_token

@@ -178,17 +178,11 @@ OPENED_ELSEWHERE = {
     "d3engine/engine/prefix_file.py: safe_open",
     "weights_tools/convert.py: np.memmap",
     # To write.
-    *(
-        "d3engine/integrations/batch_file.py: os.open",
-        "weights_tools/fetch.py: target.open",
-    ),
+    *("d3engine/integrations/batch_file.py: os.open", "weights_tools/fetch.py: target.open"),
     # Files of the system, of the package, and of this process.
     *("d3engine/cli/streams.py: open", "d3engine/cli/streams.py: os.open", "d3engine/text/limited_worker.py: open"),
     *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/engine_process.py: path.open"),
-    *(
-        "d3engine/engine/host.py: CGROUP.read_text",
-        "d3engine/engine/host.py: (group / 'cpu.max').read_text",
-    ),
+    *("d3engine/engine/host.py: CGROUP.read_text", "d3engine/engine/host.py: (group / 'cpu.max').read_text"),
     "d3engine/engine/host.py: (group / f'cpu.cfs_{name}_us').read_text",
     "d3engine/engine/host.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
     "d3engine/server/routes/api.py: file.read_bytes",

@@ -54,9 +54,7 @@ def test_stats_count_what_the_engine_has_done_and_holds(make_engine: Callable[..
     assert engine.stats().kv_blocks_cached == 0
 
 
-def test_realised_depth_is_of_tokens_that_came(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_realised_depth_is_of_tokens_that_came(make_engine: Callable[..., Engine]) -> None:
     """Realised depth is of the tokens that came, nominal depth of those allowed."""
     policy = D3(0.5, 0.25)
     engine = make_engine({(9,): [100]}, depth=policy)

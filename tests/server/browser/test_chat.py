@@ -13,6 +13,9 @@ from demo_server import serving_demo
 from serving import HANG_SECONDS
 from written_streams import DONE, HOSTILE, Script, chunk, delta, whole
 
+from d3engine import AsyncEngine
+from d3engine.engine.model_directory import fetched_model
+
 QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
 
 
@@ -313,9 +316,6 @@ def test_chat_fits_every_screen_without_axe_violations(
 @pytest.fixture(scope="module")
 def real_url() -> Iterator[str]:
     """Where Qwen2.5-Coder-0.5B-Instruct answers, greedily unless it is asked otherwise."""
-    from d3engine import AsyncEngine
-    from d3engine.engine.model_directory import fetched_model
-
     pytest.importorskip("gguf", reason="the extra gguf is not installed")
     if not fetched_model("qwen2.5-coder-0.5b").exists():
         pytest.skip("the model is not there: d3engine weights fetch qwen2.5-coder-0.5b")

@@ -8,13 +8,13 @@ from typing import Any
 from browsed_page import at_once, compare, depths, letters, pane, run_whole, style
 from written_streams import Script
 
+from d3engine import D3, FullDepth, SamplingParams
+
 
 def test_panes_show_the_engines_tokens_and_depths(
     open_page: Callable[..., Any], url: str, demo: Any, question: str
 ) -> None:
     """A prompt runs at the server's own and at full depth at once, tokens coloured by their layers."""
-    from d3engine import FullDepth, SamplingParams
-
     page = open_page(url)
     page.click("text=Completion")
     compare(page)
@@ -37,8 +37,6 @@ def test_panes_show_the_engines_tokens_and_depths(
 
 def test_sliders_draw_the_schedule_that_the_run_keeps(open_page: Callable[..., Any], url: str) -> None:
     """Sliders draw the engine's schedule before anything runs, and the run keeps to it."""
-    from d3engine import D3
-
     page = open_page(url)
     compare(page)
     right = pane(page, 1)
@@ -62,8 +60,6 @@ def test_sliders_draw_the_schedule_that_the_run_keeps(open_page: Callable[..., A
 
 def test_page_schedule_equals_the_engines(open_page: Callable[..., Any], url: str) -> None:
     """The page's schedule is the engine's for any alpha and start."""
-    from d3engine import D3
-
     page = open_page(url)
     cases = [
         (layers, alpha, start)

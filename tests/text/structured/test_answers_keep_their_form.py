@@ -164,13 +164,9 @@ def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: Callab
     assert all(re.fullmatch("[a-z]{3}[0-9]{2}", answer.text) for answer in found)
 
 
-def test_guided_multi_step_batch_gives_answers_of_single_steps(
-    random_engine: Callable[..., Engine],
-) -> None:
-    """A guided batch decodes several steps at once and gives the answers of single steps.
-
-    By streams too, whose form a thread asks for; and no step is taken behind the last form's end.
-    """
+def test_guided_multi_step_batch_gives_answers_of_single_steps(random_engine: Callable[..., Engine]) -> None:
+    """A guided batch decodes several steps at once and gives the answers of single steps."""
+    # By streams too, whose form a thread asks for; and no step is taken behind the last form's end.
     forms: list[dict[str, Any]] = [
         {"regex": "[a-z]{3}[0-9]{20}", "ignore_eos": True},
         {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},

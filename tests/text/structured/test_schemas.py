@@ -148,12 +148,7 @@ def test_allowed_text_is_one_whose_value_satisfies_the_schema(
         {"type": "object", "required": ["x"], "additionalProperties": {"$ref": "#"}},
         {"type": "object", "required": ["x"], "patternProperties": {"^x$": {"$ref": "#"}}},
         {"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}},
-        {
-            "type": "object",
-            "minProperties": 1,
-            "properties": {"x": {"$ref": "#"}},
-            "additionalProperties": False,
-        },
+        {"type": "object", "minProperties": 1, "properties": {"x": {"$ref": "#"}}, "additionalProperties": False},
         {"$anchor": "a", "type": "object", "required": ["x"], "properties": {"x": {"$ref": "#a"}}},
         {"$id": "https://e.org/s", "type": "object", "required": ["x"], "properties": {"x": {"$ref": "s"}}},
         {"type": "object", "required": ["x"], "allOf": [{"properties": {"x": {"$ref": "#"}}}]},
