@@ -1,7 +1,5 @@
 """What the README and docs say is true: their Python runs, their commands parse, their links lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

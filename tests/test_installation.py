@@ -1,7 +1,5 @@
 """Installing: a wheel holds the bundled model, and `make` fetches the torch that the machine can use."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Kinds of tokens by a real vocabulary, and what each needs and loses against whole passes and counts by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The loss of the next token by skipped layers, against whole passes of the observer and against counts by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One perturbed step, and the run that leaves where predictions are settled, against a slow oracle on transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sleep and wake: an engine gives its memory back, and answers afterwards as before."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tap takes outputs as they come, without waking who reads them; all that it does not take, the reader gets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace

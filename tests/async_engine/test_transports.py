@@ -1,7 +1,5 @@
 """An engine on a thread and one in a process of its own keep the same promises; one of each serves all tests here."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Deep steps by the kind of their token, against a slow oracle on transformers' own layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

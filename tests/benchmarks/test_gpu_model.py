@@ -1,7 +1,5 @@
 """The model of a GPU's step adds up what its kernels read; here no kernel is compiled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What goes wrong in a part of the GPU round stays there, and what was found before is kept."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The round's part `switches`: a way that is wrong never wins. `test_gpu_round.py` runs them all."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `benchmarks.kv_cache_dtype` compares: that entries are changed where they are written, and figures from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`benchmarks.launch_time` runs without a GPU, and its figures belong together; no time is judged."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmark of quantization measures the loss that the engine has, and reports each scheme at each depth."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

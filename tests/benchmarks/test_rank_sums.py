@@ -1,7 +1,5 @@
 """The benchmark of sums between ranks counts those that layers take."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

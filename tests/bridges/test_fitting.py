@@ -1,7 +1,5 @@
 """Bridges fitted by normal equations, against the plain solution over stored states of transformers' own layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

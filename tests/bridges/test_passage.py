@@ -1,8 +1,6 @@
 """A text read at the depths of a schedule, against decoding with bridges on transformers' own layers, and what is made
 of it: the order of nested windows, and tuned bridges."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path

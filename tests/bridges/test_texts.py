@@ -1,7 +1,5 @@
 """What bridges are fitted on is read from files: only what was picked is turned into tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

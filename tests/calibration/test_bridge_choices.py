@@ -1,7 +1,5 @@
 """Calibration with bridges: which settings are tried, what they cost, and that "auto" applies what was chosen."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

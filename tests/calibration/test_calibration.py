@@ -1,7 +1,5 @@
 """Calibration chooses by its stated rule: on scorers whose truth is known, and on the bundled model."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

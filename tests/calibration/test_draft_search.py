@@ -1,7 +1,5 @@
 """The search for a draft: it finds what a model can do without where that is known, and tells it by fresh questions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The paired test holds its level, and says beforehand what it can show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import comb, log, sqrt
 from statistics import NormalDist

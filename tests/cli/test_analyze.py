@@ -1,7 +1,5 @@
 """`d3engine analyze` says the same in tables, JSON and pictures, and words every refusal in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

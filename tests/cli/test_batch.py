@@ -1,7 +1,5 @@
 """`d3engine batch`: one run, one that goes on where it was ended, and what is refused before a model is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`d3engine bridge`: a fit, its file and its report, and what is refused before any work."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`d3engine calibrate`: exit codes, what it writes and what it says, and what other commands say of its setting."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from hashlib import sha256

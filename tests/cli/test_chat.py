@@ -1,7 +1,5 @@
 """`d3engine chat` over a pipe: turns, commands, and the refusal of a model that cannot chat."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

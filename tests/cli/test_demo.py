@@ -1,7 +1,5 @@
 """What the demo says and how it runs: commands as they can be typed, speed by turns, threads by the model's size."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """How every command ends: exit codes, closed, full and poor streams, Ctrl-C; what -v and -q tell; quick help."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

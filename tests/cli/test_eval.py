@@ -1,7 +1,5 @@
 """`d3engine eval` on a few problems: the same figures for people and for machines, and paired with full depth."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

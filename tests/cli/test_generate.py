@@ -1,7 +1,5 @@
 """`d3engine generate` on the bundled model: what goes to stdout and stderr, colours, the demo, refusals."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """A page or a picture that cannot be written costs nothing else: what was measured is printed all the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options of the release before, and how many a reader of the help has to look through."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

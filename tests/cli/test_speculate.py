@@ -1,7 +1,5 @@
 """`d3engine speculate tune`: every drafter answers the same prompts, and a token that one changes is found."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The flags that hold answers to a form."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

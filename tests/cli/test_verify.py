@@ -1,7 +1,5 @@
 """`d3engine verify`: the bundled model keeps its bits, and a bit that changes in one situation is found there."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

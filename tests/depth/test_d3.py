@@ -1,7 +1,5 @@
 """D3's schedule is what its formula says, in the paper's numbers, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Every other policy gives the schedule its formula says, and any policy survives JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from fractions import Fraction

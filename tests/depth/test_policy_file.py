@@ -1,7 +1,5 @@
 """`d3.json`: for which weights and which task its setting holds, and that "auto" says so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

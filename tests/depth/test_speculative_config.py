@@ -1,7 +1,5 @@
 """vLLM's `speculative_config` says which policy drafts, and whatever else it says is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The figures of the D3 paper's tables follow from its schedules; the KV count agrees with a simulation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

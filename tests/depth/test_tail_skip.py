@@ -1,7 +1,5 @@
 """TailSkip meets its mean to within half a layer run, with whole layers and the deeper steps first."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

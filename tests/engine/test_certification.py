@@ -1,7 +1,5 @@
 """Depths that were never certified for a model are logged once; certified and exact ones are not."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

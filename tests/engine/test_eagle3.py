@@ -1,7 +1,5 @@
 """An EAGLE-3 head drafts what a slow reference on transformers' parts drafts, and answers stay full depth's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,10 +1,7 @@
 """Early exit gives the tokens and depths of a slow oracle on transformers' own layers, alone and in any company.
 Confidences of neighbouring layers differ by far more than float32's noise here, so depths must be equal one for one."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth_oracle import DepthAnswer, Exit, greedy_with_exits
+from fixture_types import MakeLlama, MakePrompts
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy_after
 
@@ -21,9 +19,6 @@ from d3engine.depth.schedule import OnSkip
 from d3engine.executor import early_exit
 from d3engine.model.llama import Llama
 from d3engine.scheduling.sequence import Sequence
-
-MakeModel = Callable[..., TinyLlama]
-MakePrompts = Callable[..., list[list[int]]]
 
 LAYERS, NUM_TOKENS = 8, 20
 DEEP: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48, "head_dim": 12}
@@ -39,7 +34,7 @@ AT_ONCE = {"softmax_max": EarlyExit(0.045, batch="batch_min"), "cosine": EarlyEx
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_llama: MakeModel) -> TinyLlama:
+def tiny(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(**DEEP)
 
 

@@ -1,7 +1,5 @@
 """Captured hidden states are transformers', steering is a forward hook there, and neither depends on the batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

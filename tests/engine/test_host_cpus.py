@@ -1,7 +1,5 @@
 """The threads that nobody asked for by number are no more than the process may use CPUs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

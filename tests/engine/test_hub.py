@@ -2,8 +2,6 @@
 The real huggingface_hub talks to a server of our own. It reads its settings when it is imported, so it runs in
 processes of its own, which say what became of each name."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """LoRA adapters: answers are those of PEFT's merged model, and nothing depends on who shares a batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A client that sweeps over policies makes nothing grow."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from itertools import count

@@ -1,7 +1,5 @@
 """An engine whose int8 and int4 matrices lie in lanes answers as with their rows, whatever carries out its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

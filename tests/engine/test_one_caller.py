@@ -1,8 +1,6 @@
 """Whoever calls when, and whenever Ctrl-C is pressed: a call is done whole or not at all, and alone.
 Calls and signals come from inside a step, by way of the executor, so that nothing depends on timing."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
@@ -11,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fixture_types import MakeEngine
 from stepping import finish, greedy, see_steps
 
 from d3engine import Engine, EngineBusyError, EngineDeadError, InvalidValueError, Speculative
@@ -47,9 +46,7 @@ def handler_stays() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("from_thread", [False, True])
-def test_call_during_another_is_refused_and_the_first_goes_on(
-    make_engine: Callable[..., Engine], from_thread: bool
-) -> None:
+def test_call_during_another_is_refused_and_the_first_goes_on(make_engine: MakeEngine, from_thread: bool) -> None:
     """A call during another is refused, and the running one goes on."""
     want = make_engine().generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     engine = make_engine()
@@ -86,7 +83,7 @@ def test_call_during_another_is_refused_and_the_first_goes_on(
     assert [output.finished for output in stream][-1]
 
 
-def test_threads_that_take_turns_share_an_engine(make_engine: Callable[..., Engine]) -> None:
+def test_threads_that_take_turns_share_an_engine(make_engine: MakeEngine) -> None:
     prompts = [[10 + k, 20 + k] for k in range(4)]
     want = [make_engine().generate(prompt, greedy(), use_tqdm=False)[0].outputs for prompt in prompts]
     engine, turn, got = make_engine(), threading.Lock(), {}
@@ -110,7 +107,7 @@ def test_threads_that_take_turns_share_an_engine(make_engine: Callable[..., Engi
     assert [got[k] for k in range(4)] == want
 
 
-def test_stream_forgotten_during_a_step_ends_after_it(make_engine: Callable[..., Engine]) -> None:
+def test_stream_forgotten_during_a_step_ends_after_it(make_engine: MakeEngine) -> None:
     """A stream forgotten in the middle of a step ends after it."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
@@ -130,7 +127,7 @@ def test_stream_forgotten_during_a_step_ends_after_it(make_engine: Callable[...,
 # -- who gets which output -------------------------------------------------------------------------------------------
 
 
-def test_reader_who_steps_the_engine_reads_the_same_stream(make_engine: Callable[..., Engine]) -> None:
+def test_reader_who_steps_the_engine_reads_the_same_stream(make_engine: MakeEngine) -> None:
     """A reader that steps the engine itself reads the same stream."""
     engine = make_engine()
     want = list(engine.stream(PROMPT, greedy()))
@@ -144,7 +141,7 @@ def test_reader_who_steps_the_engine_reads_the_same_stream(make_engine: Callable
     assert not engine.has_unfinished_requests()
 
 
-def test_answers_inside_a_stream_leave_it_as_it_was(make_engine: Callable[..., Engine]) -> None:
+def test_answers_inside_a_stream_leave_it_as_it_was(make_engine: MakeEngine) -> None:
     engine = make_engine()
     want = [output.outputs for output in engine.stream(PROMPT, greedy())]
     read = []
@@ -154,7 +151,7 @@ def test_answers_inside_a_stream_leave_it_as_it_was(make_engine: Callable[..., E
     assert read == want
 
 
-def test_an_aborted_stream_ends(make_engine: Callable[..., Engine]) -> None:
+def test_an_aborted_stream_ends(make_engine: MakeEngine) -> None:
     engine = make_engine()
     reasons = []
     for output in engine.stream(PROMPT, greedy(50)):
@@ -163,7 +160,7 @@ def test_an_aborted_stream_ends(make_engine: Callable[..., Engine]) -> None:
     assert reasons == [None, "abort"]
 
 
-def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: Callable[..., Engine]) -> None:
+def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("a", PROMPT, greedy())
     engine.step()
@@ -175,7 +172,7 @@ def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: Call
     assert [(output.request_id, output.outputs[0].finish_reason) for output in engine.step()] == [("a", "length")]
 
 
-def test_waiting_outputs_are_returned_before_a_steps_fault(make_engine: Callable[..., Engine]) -> None:
+def test_waiting_outputs_are_returned_before_a_steps_fault(make_engine: MakeEngine) -> None:
     """Waiting outputs are returned though the step fails; then its fault is raised."""
     engine = make_engine()
     engine.add_request("first", OTHER, greedy(2))
@@ -192,7 +189,7 @@ def test_waiting_outputs_are_returned_before_a_steps_fault(make_engine: Callable
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_in_generate_raises_between_steps(make_engine: Callable[..., Engine]) -> None:
+def test_ctrl_c_in_generate_raises_between_steps(make_engine: MakeEngine) -> None:
     """Ctrl-C in `generate` is heard between two steps, and the engine goes on."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
@@ -207,7 +204,7 @@ def test_ctrl_c_in_generate_raises_between_steps(make_engine: Callable[..., Engi
     engine.scheduler.check_integrity()
 
 
-def test_ctrl_c_in_step_loses_no_output(make_engine: Callable[..., Engine]) -> None:
+def test_ctrl_c_in_step_loses_no_output(make_engine: MakeEngine) -> None:
     engine = make_engine()
     want = [output.outputs for output in engine.stream(PROMPT, greedy())]
     engine.add_request("a", PROMPT, greedy())
@@ -220,7 +217,7 @@ def test_ctrl_c_in_step_loses_no_output(make_engine: Callable[..., Engine]) -> N
     assert [output.outputs for output in got] == want
 
 
-def test_ctrl_c_in_a_stream_ends_its_request_alone(make_engine: Callable[..., Engine]) -> None:
+def test_ctrl_c_in_a_stream_ends_its_request_alone(make_engine: MakeEngine) -> None:
     engine, longer = make_engine(), greedy(100)  # a step may take all tokens of the streamed answer at once
     want = engine.generate(PROMPT, longer, use_tqdm=False)[0].outputs
     engine.add_request("other", PROMPT, longer)
@@ -234,7 +231,7 @@ def test_ctrl_c_in_a_stream_ends_its_request_alone(make_engine: Callable[..., En
 @pytest.mark.parametrize("where", ["outputs", "scheduler"])
 @pytest.mark.parametrize("how", ["Ctrl-C", "an exception out of nowhere"])
 def test_a_request_is_queued_whole_or_not_at_all(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str, how: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str, how: str
 ) -> None:
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
@@ -260,7 +257,7 @@ def test_a_request_is_queued_whole_or_not_at_all(
 
 @pytest.mark.parametrize("nth", [1, 3])
 def test_ctrl_c_while_generate_queues_leaves_no_prompt(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, nth: int
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     """Ctrl-C while `generate` queues its prompts leaves none behind."""
     engine = make_engine()
@@ -280,7 +277,7 @@ def test_ctrl_c_while_generate_queues_leaves_no_prompt(
     assert engine.generate(PROMPT, greedy(2), use_tqdm=False)[0].finished
 
 
-def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: Callable[..., Engine]) -> None:
+def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: MakeEngine) -> None:
     engine = make_engine()
     in_step(engine, 1, lambda: (press(), press()))
     with pytest.raises(KeyboardInterrupt):
@@ -289,7 +286,7 @@ def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: Callable[.
         engine.generate(PROMPT, greedy(), use_tqdm=False)
 
 
-def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: Callable[..., Engine]) -> None:
+def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: MakeEngine) -> None:
     heard: list[int] = []
 
     def own(number: int, frame: Any) -> None:
@@ -306,7 +303,7 @@ def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: Callable[
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: Callable[..., Engine]) -> None:
+def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: MakeEngine) -> None:
     engine = make_engine()
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -341,7 +338,7 @@ def handle() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGRTMIN])
 @pytest.mark.parametrize("times", [1, 3])
 def test_exception_of_a_signal_handler_ends_only_the_call(
-    make_engine: Callable[..., Engine], handle: Callable[[int], None], number: signal.Signals, times: int
+    make_engine: MakeEngine, handle: Callable[[int], None], number: signal.Signals, times: int
 ) -> None:
     """An exception of any signal handler ends the call and not the engine."""
     engine = make_engine()
@@ -354,7 +351,7 @@ def test_exception_of_a_signal_handler_ends_only_the_call(
     assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs == want
 
 
-def test_signals_of_one_step_are_all_raised(make_engine: Callable[..., Engine], handle: Callable[[int], None]) -> None:
+def test_signals_of_one_step_are_all_raised(make_engine: MakeEngine, handle: Callable[[int], None]) -> None:
     engine = make_engine()
     handle(signal.SIGALRM)
     in_step(engine, 1, lambda: (signal.raise_signal(signal.SIGALRM), press()))
@@ -365,7 +362,7 @@ def test_signals_of_one_step_are_all_raised(make_engine: Callable[..., Engine], 
 
 
 def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
-    make_engine: Callable[..., Engine], handle: Callable[[int], None]
+    make_engine: MakeEngine, handle: Callable[[int], None]
 ) -> None:
     engine, steps = make_engine(num_scheduler_steps=1), []
     handle(signal.SIGALRM)
@@ -376,9 +373,7 @@ def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
     assert len(steps) == 2
 
 
-def test_what_a_step_has_computed_outlives_a_time_limit(
-    make_engine: Callable[..., Engine], handle: Callable[[int], None]
-) -> None:
+def test_what_a_step_has_computed_outlives_a_time_limit(make_engine: MakeEngine, handle: Callable[[int], None]) -> None:
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     handle(signal.SIGALRM)
@@ -414,7 +409,7 @@ def test_handler_raising_during_restore_leaves_all_restored(
     assert interrupts._put_back is put_back
 
 
-def test_another_thread_touches_no_signals(make_engine: Callable[..., Engine]) -> None:
+def test_another_thread_touches_no_signals(make_engine: MakeEngine) -> None:
     engine = make_engine()
     seen: list[object] = []
     in_step(engine, 1, lambda: seen.append(signal.getsignal(signal.SIGINT)))

@@ -2,8 +2,6 @@
 `d3engine weights fetch qwen2.5-coder-0.5b` gets it; without it, or without the native library, these tests are
 skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

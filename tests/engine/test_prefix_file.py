@@ -1,7 +1,5 @@
 """The prefix cache in a file: an engine that starts again finds earlier prompts, and answers what it would without."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

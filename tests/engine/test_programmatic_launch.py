@@ -1,7 +1,5 @@
 """Programmatic launch is on where a device has passed its trial, and nowhere else; failing it stops no engine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,8 +1,6 @@
 """A real model's GGUF file: SmolLM2-135M-Instruct holds, reads and says what transformers' own loader makes of it.
 `d3engine weights fetch smollm2` gets it; without it these tests are skipped."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator

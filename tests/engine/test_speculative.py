@@ -1,7 +1,5 @@
 """A second model drafts and the answers stay full depth's, whatever it proposes and however its work is cut."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Matrices that stay in a checkpoint's bfloat16 under float32 activations: float32's answers in half of the bytes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,8 +1,6 @@
 """Layers with a sliding window answer as transformers' own, however the engine cuts, repeats and drafts its work.
 So do layers with norms behind their sublayers, with soft caps, and with another rope where they have a window."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

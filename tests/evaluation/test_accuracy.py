@@ -1,7 +1,5 @@
 """Intervals against published values, and scores that are what the outputs say."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import comb
 

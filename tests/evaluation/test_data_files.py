@@ -1,7 +1,5 @@
 """GSM8K and BBH read from files: prompts, examples, splits and the rules for an answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

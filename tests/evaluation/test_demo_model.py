@@ -1,7 +1,5 @@
 """The bundled model's weights: what is said of them, where a few answers can check it."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run is said to have cost, against the rows that really went through layers, LM head and projections."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Log-probabilities are of the raw distribution, and a seed repeats its draws anywhere in an engine."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

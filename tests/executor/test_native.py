@@ -1,7 +1,5 @@
 """Which steps the native executor takes, and that they are the eager executor's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Windows are crossed natively, in runs as in single steps, whatever the maps are held in."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

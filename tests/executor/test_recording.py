@@ -1,7 +1,5 @@
 """What a capture asks of CUDA, which is made up here, and what is done where it has no memory for one."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext

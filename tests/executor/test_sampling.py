@@ -1,7 +1,5 @@
 """Tokens are chosen as written down: by slow references in plain Python, and a faulty row fails alone."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

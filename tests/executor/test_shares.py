@@ -1,7 +1,5 @@
 """A step shared out computes what it does undivided, and rows of the native library do not meet PyTorch's."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

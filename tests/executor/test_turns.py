@@ -1,7 +1,5 @@
 """How often a device with graphs waits for the host: steps and turns take their time by a made-up clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Drawn tokens that were drafted and verified follow full depth's distribution, and nothing else decides them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """An app that brings its own engine: nothing is loaded before its lifespan begins, and nothing is left after it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import httpx

@@ -1,7 +1,5 @@
 """BentoML for real: `bentoml serve` with our app in a service of the page's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

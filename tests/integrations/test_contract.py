@@ -1,7 +1,5 @@
 """The contract of all stacks, held first by the asynchronous engine itself and by our own server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """NVIDIA Dynamo for real: its own frontend before a worker of ours, both found by files."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

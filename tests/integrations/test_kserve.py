@@ -1,7 +1,5 @@
 """KServe for real: its own server with our model, by the open inference protocol and by OpenAI's routes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing

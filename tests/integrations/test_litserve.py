@@ -1,7 +1,5 @@
 """LitServe for real: its own server and a worker process, with an engine in the worker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The adapter to lm-evaluation-harness, request by request, against the harness's own HF backend on one tiny model."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

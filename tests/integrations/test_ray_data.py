@@ -1,7 +1,5 @@
 """A batch on a local Ray: two engines answer what one engine without Ray answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

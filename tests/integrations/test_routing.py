@@ -1,7 +1,5 @@
 """Which replica a request goes to, by each of the rules."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,8 +1,6 @@
 """Runs `test_triton_*.py` where Triton kernels can run: compiled on a GPU, else in Triton's interpreter.
 Triton decides between the two when it is first imported; `tests/conftest.py` sets TRITON_INTERPRET=1 before that."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 So each operation runs with its programs in order, backwards and shuffled, and gives the same bits. Sizes are those
 at which a launch has several programs in every direction."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

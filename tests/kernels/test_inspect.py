@@ -1,7 +1,5 @@
 """Kernels compile for a GPU that is not there, and a spill is an error."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """A pool of 8-bit entries against arithmetic on single numbers: what is kept, what is copied, what a NaN spoils."""
 
-from __future__ import annotations
-
 from math import inf, nan
 
 import pytest

@@ -1,7 +1,5 @@
 """What is read from machine code: loads in flight, by loops written out by hand whose answer is known."""
 
-from __future__ import annotations
-
 import pytest
 
 from d3engine.kernels.machine_code import (

@@ -1,7 +1,5 @@
 """Quantized matrices: exact where they can be, bounded where not, and multiplied as what they stand for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

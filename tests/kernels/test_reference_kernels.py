@@ -1,7 +1,5 @@
 """The reference operations against formulas written out in float64, and against transformers where rounding matters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

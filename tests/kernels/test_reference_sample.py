@@ -1,7 +1,5 @@
 """The reference's choice of tokens equals the sampler's, which `tests/sampling` holds against plain Python."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,8 +1,6 @@
 """The PTX that makes floats of stored small values, run here instruction by instruction for every byte there is.
 Triton's interpreter does not know PTX, so nothing else runs it where there is no GPU."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 

@@ -1,8 +1,6 @@
 """Triton's paged attention against softmax written out in float64, in a pool whose other entries are NaN or infinite.
 The interpreter takes its time for every program, so shapes are as small as the borders they test allow."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from dataclasses import replace

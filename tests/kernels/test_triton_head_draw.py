@@ -1,8 +1,6 @@
 """The draw that the LM head's kernels make of their own logits against the reference, token by token.
 Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sampling_rows import assert_same_choice, rows_like

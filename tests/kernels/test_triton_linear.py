@@ -1,8 +1,6 @@
 """The Triton kernels of norm, projections and copies against float64, on sizes that fit no tile.
 Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product

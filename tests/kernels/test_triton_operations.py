@@ -1,7 +1,5 @@
 """Operations that are bound to tensors by a recipe do, and hand to the driver, what they do when described anew."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

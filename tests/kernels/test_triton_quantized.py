@@ -1,8 +1,6 @@
 """The Triton projections on quantized weights against float64 on the values that the stored ones stand for.
 Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -2,8 +2,6 @@
 Results cannot show it. What is computed in vain ends in a mask, or in scratch that nobody reads, and on a GPU it
 would only be slow. So what every launch loads and stores is counted, which only the interpreter can."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """What is no LoRA adapter of a model is refused by name: of the field, the tensor, and what is allowed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damaged files of K-quants, IQ4, AWQ, GPTQ and compressed-tensors are refused by name, whatever their bytes say."""
 
-from __future__ import annotations
-
 import json
 import resource
 import struct

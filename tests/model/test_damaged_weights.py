@@ -1,7 +1,5 @@
 """What is wrong with a directory is named before it is loaded."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Published checkpoints in 8-bit floats: rows with scales stay as they are, and all stand for the same floats."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

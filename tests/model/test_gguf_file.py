@@ -1,7 +1,5 @@
 """The header of a GGUF file: nothing in it is believed before it is held against what the file has."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct

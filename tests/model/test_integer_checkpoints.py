@@ -1,18 +1,16 @@
 """Published checkpoints of whole numbers: packed or not, they stand for the floats that their tools compute."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama
 from integer_checkpoints import PUBLISHED, publish
 from safetensors.torch import load_file, save_file
-from tiny_models import TinyLlama, random_prompts
+from tiny_models import random_prompts
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -21,7 +19,6 @@ from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.kernels.native.library import byte_isa
 from d3engine.model.source import open_checkpoint
 
-MakeTiny = Callable[..., TinyLlama]
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
@@ -31,7 +28,7 @@ QUERY = "model.layers.1.self_attn.q_proj."
 
 
 @pytest.fixture
-def source(tiny_llama: MakeTiny) -> Path:
+def source(tiny_llama: MakeLlama) -> Path:
     return tiny_llama(**SIZES).directory
 
 

@@ -1,7 +1,5 @@
 """Weights arrive in the engine's layout, whatever the form in which a directory holds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

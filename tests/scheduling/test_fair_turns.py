@@ -1,7 +1,5 @@
 """Requests take turns: one with many sequences does not keep one with few waiting, and nothing starves."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

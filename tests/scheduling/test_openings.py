@@ -1,7 +1,5 @@
 """A step of prompts and the run behind it are one plan: what comes of them is what each brings alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sequences enter where there is memory for their prompts, and the last in turn gives way where it runs short."""
 
-from __future__ import annotations
-
 import pytest
 
 from d3engine.depth import FullDepth

@@ -1,7 +1,5 @@
 """No order of adds, steps, aborts and preemptions makes a running layer read anything but what its rule says."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

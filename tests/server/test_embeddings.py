@@ -1,7 +1,5 @@
 """POST /v1/embeddings, as OpenAI's client asks for it."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

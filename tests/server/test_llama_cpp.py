@@ -1,7 +1,5 @@
 """llama.cpp's routes: its names, and the same tokens as a completion's."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

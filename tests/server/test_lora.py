@@ -1,7 +1,5 @@
 """LoRA adapters as ids of the model: listed, named by requests, loaded and unloaded while others are answered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The app's frame: what is served under which id, and how what cannot be answered is said."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 from starlette.testclient import TestClient

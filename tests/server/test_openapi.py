@@ -1,7 +1,5 @@
 """/openapi.json: every route is in it, and what the official client sends and gets is what it says."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

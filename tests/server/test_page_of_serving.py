@@ -1,7 +1,5 @@
 """The programs with which the pages of serving and of tools begin."""
 
-from __future__ import annotations
-
 import pytest
 from demo_server import InHermesFormat, call_at_once, serving_demo
 from page_programs import program_with, run_program

@@ -1,7 +1,5 @@
 """How far a prompt is computed, told in a stream before its first token."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """POST /v1/score and /v1/rerank, over a model for whose "yes" and "no" two of its words stand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

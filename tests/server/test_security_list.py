@@ -1,7 +1,5 @@
 """Rows of the security list that no other file closes, over HTTP: what a stranger may bring, and whom it may hurt."""
 
-from __future__ import annotations
-
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of serving asks as clients do, figures follow from what it saw, and its peer reads the same text."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Sleep and wake over HTTP: the server gives the memory of a model back, and loads it for the next request."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

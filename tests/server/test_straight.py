@@ -1,7 +1,5 @@
 """Between its first event and its last a stream goes straight to its socket, and reads as if it went through tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """/tokenize, /detokenize and /tokenizer_info: the model's own tokenizer over HTTP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

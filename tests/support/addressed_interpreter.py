@@ -1,7 +1,5 @@
 """The interpreter as a compiler: what it returns for a launch takes addresses, as a compiled kernel does."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests do with the server's pages in a browser, and what they read off them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -2,8 +2,6 @@
 Kernels are compiled for a GPU that is not there, and a driver counts what it is given to load; nothing is computed.
 Arguments: the directory of a model, and what `warm_up` is."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -3,8 +3,6 @@ Nothing here is shared with the engine: the layers, the norm, the rotary embeddi
 the formulas of the policies are written out again in exact arithmetic, and each layer's cache is a plain list of the
 entries that some token left there."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -1,7 +1,5 @@
 """GGUF files of tiny models, made by ggml's own writer: every type of tensor, and both kinds of tokenizers."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

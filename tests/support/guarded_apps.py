@@ -1,7 +1,5 @@
 """A small app behind all guards, called without a network: every message that goes in or comes out is at hand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping

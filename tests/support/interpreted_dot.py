@@ -2,8 +2,6 @@
 The interpreter leaves them to NumPy's BLAS. Where that has AVX2 alone (OpenBLAS's kernels for Haswell), it takes the
 sums of some rows of a tile in another order than those of others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A program that prints which compiled kernels of eager steps no graph has, and which no warm-up compiles.
 Nothing is compiled: launches are described on meta tensors, and their specializations compared."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

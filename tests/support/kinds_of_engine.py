@@ -1,7 +1,5 @@
 """Engines of several kinds, each with requests that are to be answered in a batch as alone."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Sequence

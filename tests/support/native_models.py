@@ -1,7 +1,5 @@
 """Small models for the native library, and the same steps taken by the reference operations."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds of the native library that no installation makes, each with the program that goes through odd shapes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

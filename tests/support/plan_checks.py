@@ -1,7 +1,5 @@
 """What every plan must hold, read off its rows alone, and the contents of a cache by what each rule says."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Hashable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the tests of quantized weights share: schemes, matrices and the layouts of the models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

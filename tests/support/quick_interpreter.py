@@ -5,8 +5,6 @@ sum of integers is checked for an overflow that nobody is then told of. Here wha
 once, and what would change nothing is left out. Another version of Triton, without one of these places, is left as
 it is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, cached_property, wraps

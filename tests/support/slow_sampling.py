@@ -1,7 +1,5 @@
 """Sampling in plain Python, one number at a time, and rows of logits to sample."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Small tokenizers of every kind, trained and saved in a moment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import sentencepiece

@@ -1,7 +1,5 @@
 """Programs of the page of stacks that serve, each in a process of its own, until a test has asked what it wants."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -2,8 +2,6 @@
 What processes, sockets and torch.distributed add to it is tested with fewer models, since each process takes seconds
 to begin."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

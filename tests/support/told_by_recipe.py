@@ -2,8 +2,6 @@
 Of each case: the launches of an operation on some tensors, by a recipe that comes from others, and those of the same
 operation on the same tensors described anew. An address stands as the number of the given tensor that begins there."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

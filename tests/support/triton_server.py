@@ -2,8 +2,6 @@
 Three things stand in the way of that, and are put right here: the stub of the backend must lie beside it, it must
 find the libpython of this very Python, and `python3` on the path must be this one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """A server of the page whose streams a test writes, byte by byte."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

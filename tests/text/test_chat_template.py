@@ -1,7 +1,5 @@
 """Rendering equals transformers' own, and what is malformed is named."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streamed text equals the full decode for any ids; a stop string never leaks, whatever the token borders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 

@@ -3,8 +3,6 @@ The oracle is the published pre-tokenizer, built with `tokenizers` beside the wo
 SmolLM2's, Llama 3's, Qwen2's and GPT-2's own tokenizer.json have, and for "default" what llama.cpp does.
 transformers' GGUF loader reads the same files, and the texts on which it differs are of one kind for each name."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A hostile template ends in an error instead of a full machine, and the process that it ran in is replaced."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

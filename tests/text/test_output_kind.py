@@ -1,7 +1,5 @@
 """What outputs hold: everything so far, only what is new, or everything once at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Special tokens are found in whichever file names them, with the ids that transformers gives them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

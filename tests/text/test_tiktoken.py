@@ -1,7 +1,5 @@
 """Meta's tokenizer.model of Llama 3 is read, and gives the tokens that its ranks mean."""
 
-from __future__ import annotations
-
 import base64
 import json
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What a token reads as in its place: the bytes of all that a text shows are the text's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

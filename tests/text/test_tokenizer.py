@@ -1,7 +1,5 @@
 """Encoding equals the tokenizer's own reference, decoding survives any id, and BOS comes exactly once."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No process that d3engine starts runs files of the working directory, or gets keys that it has no use for."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import json

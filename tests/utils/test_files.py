@@ -1,7 +1,5 @@
 """A user's files are read and written in one way: what cannot be read is named, and what is written is whole."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

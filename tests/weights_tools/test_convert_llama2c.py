@@ -1,7 +1,5 @@
 """A llama2.c file becomes the model it was made from; a wrong one is refused in one line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bundled model's text files: every tokenizer gives the ids that the model was trained with."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import islice

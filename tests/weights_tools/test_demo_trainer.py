@@ -1,7 +1,5 @@
 """The demo model's trainer: answers in a batch are those of each prompt alone; it learns from what was asked for."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """A model fetched once is there by its name; what pip brings is used only if it is what the project pins."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Quantized weights are the same in a directory as in memory; a directory that is damaged is refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An engine on quantized weights answers as one on what they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The LM head beside quantized matrices: what it can be, what files say of it, and how it is read back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A request's fault ends that request alone, an engine's fault the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

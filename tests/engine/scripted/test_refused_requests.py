@@ -1,7 +1,5 @@
 """A request that cannot run is refused by name, and the engine is as before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

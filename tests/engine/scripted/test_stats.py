@@ -1,7 +1,5 @@
 """What an engine counts and tells of itself is what it has done."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Streams, steps and aborts: whoever reads, in whatever order, gets their own outputs and all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 
 import pytest

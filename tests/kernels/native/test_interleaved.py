@@ -1,7 +1,5 @@
 """Interleaved int8 and int4 matrices: int4 has the bits of the plain layout; no row depends on the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

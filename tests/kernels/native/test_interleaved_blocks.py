@@ -1,7 +1,5 @@
 """Interleaved blocks times vectors of 8 bits: the numbers of the reference, and no row depends on the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 Each is skipped by name where its compiler is missing. Among all tests Arm's compiler only reads what is for Arm; the
 gate and `make ports` build the library with it, and run it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page in a real browser: Debian's Chromium, driven by playwright (`make test-server` installs it)."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any

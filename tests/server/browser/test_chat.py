@@ -1,7 +1,5 @@
 """The chat: answers and their branches, over the bundled model or streams that a test writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The chat's comforts: drafts, long pastes, titles by the model, pins, and previews of markup."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

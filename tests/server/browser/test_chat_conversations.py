@@ -1,7 +1,5 @@
 """The chat's conversations: how they are kept, found, deleted, exported, and which files go along with a question."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chat's settings: sampling, models, colours and keys, and what a request has of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

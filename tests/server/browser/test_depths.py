@@ -1,7 +1,5 @@
 """The page over the bundled model's server: depths, tokens and schedules are the engine's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How the page looks: it fits its screen, and every depth can be seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

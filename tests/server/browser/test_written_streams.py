@@ -1,7 +1,5 @@
 """The page over a server whose streams the tests write, byte by byte: cuts, ends, errors, keys and hostile text."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

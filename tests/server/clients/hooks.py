@@ -2,8 +2,6 @@
 What fits the schema may name a model that is not there, or a role of no template: such requests are refused, and
 would never come to an answer."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An answer that had to have a form has it, whatever the model would rather say and however its tokens came to be."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 from batches import Request, preempting, run_together
+from fixture_types import MakeEngine
 from json_schemas import random_schema, satisfies
 from multi_step import unread
 from tiny_models import save_without_layer
@@ -59,7 +58,7 @@ def params(**given: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_models_write_json_of_random_schemas(random_engine: Callable[..., Engine], kind: str) -> None:
+def test_random_models_write_json_of_random_schemas(random_engine: MakeEngine, kind: str) -> None:
     """The hard case: nothing in the model helps, and its temperature is 1; every policy in one batch."""
     numbers = random.Random(kind)
     schemas = [random_schema(numbers) for _ in range(15)]
@@ -75,7 +74,7 @@ def test_random_models_write_json_of_random_schemas(random_engine: Callable[...,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_models_match_patterns_choices_and_grammars(random_engine: Callable[..., Engine], kind: str) -> None:
+def test_random_models_match_patterns_choices_and_grammars(random_engine: MakeEngine, kind: str) -> None:
     """Random models match a pattern, choose, and follow a grammar."""
     texts = [" yes", "no, never!\n", "日本 (é)", "a\\b/[c]*"]
     forms: list[tuple[dict[str, Any], Callable[[str], object]]] = [
@@ -94,7 +93,7 @@ def test_random_models_match_patterns_choices_and_grammars(random_engine: Callab
         assert answer.text.count("(") == answer.text.count(")")
 
 
-def test_any_object_is_written_with_little_between_its_parts(random_engine: Callable[..., Engine]) -> None:
+def test_any_object_is_written_with_little_between_its_parts(random_engine: MakeEngine) -> None:
     with random_engine("sentencepiece", max_model_len=512) as engine:
         (quote,), (end,) = (engine.get_tokenizer().encode(sign)[-1:] for sign in '"}')
         ending = {quote: 8.0, end: 8.0}  # or a random text would hardly ever end
@@ -107,9 +106,7 @@ def test_any_object_is_written_with_little_between_its_parts(random_engine: Call
 
 
 @pytest.mark.parametrize("policy", DRAFTING, ids=repr)
-def test_drafts_under_a_grammar_give_full_depth_answers(
-    random_engine: Callable[..., Engine], policy: DepthPolicy
-) -> None:
+def test_drafts_under_a_grammar_give_full_depth_answers(random_engine: MakeEngine, policy: DepthPolicy) -> None:
     """Drafts give the answers that full depth gives under the same grammar."""
     numbers = random.Random(7)
     forms: list[dict[str, Any]] = [{"json": random_schema(numbers)} for _ in range(5)]
@@ -138,7 +135,7 @@ def test_a_second_model_drafts_in_the_form_too(
         assert (drafted.token_ids, drafted.finish_reason) == (full.token_ids, full.finish_reason)
 
 
-def test_answers_beside_others_and_preempted_are_those_alone(random_engine: Callable[..., Engine]) -> None:
+def test_answers_beside_others_and_preempted_are_those_alone(random_engine: MakeEngine) -> None:
     numbers = random.Random(3)
     requests = []
     for nth in range(7):
@@ -156,7 +153,7 @@ def test_answers_beside_others_and_preempted_are_those_alone(random_engine: Call
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
 
 
-def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: Callable[..., Engine]) -> None:
+def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: MakeEngine) -> None:
     """Several answers to one prompt keep the grammar, each for itself."""
     with random_engine("byte level") as engine:
         found = answers(engine, [params(regex="[a-z]{3}[0-9]{2}", n=8, seed=1)], [5, 6, 7])
@@ -164,7 +161,7 @@ def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: Callab
     assert all(re.fullmatch("[a-z]{3}[0-9]{2}", answer.text) for answer in found)
 
 
-def test_guided_multi_step_batch_gives_answers_of_single_steps(random_engine: Callable[..., Engine]) -> None:
+def test_guided_multi_step_batch_gives_answers_of_single_steps(random_engine: MakeEngine) -> None:
     """A guided batch decodes several steps at once and gives the answers of single steps."""
     # By streams too, whose form a thread asks for; and no step is taken behind the last form's end.
     forms: list[dict[str, Any]] = [

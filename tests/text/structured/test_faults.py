@@ -1,7 +1,5 @@
 """What ends one sequence of a grammar leaves later requests, other sequences and memory as they were."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

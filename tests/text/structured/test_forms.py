@@ -1,7 +1,5 @@
 """Which tokens a form allows, where it ends, and what is refused before anything runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a grammar allows of a JSON schema satisfies that schema once it is parsed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
