@@ -1,7 +1,5 @@
 """`LLM` and `chat` take vLLM's arguments, and refuse by name what has no counterpart."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Iterator
@@ -112,11 +110,7 @@ def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
         "trust_remote_code": False,
         "tokenizer_mode": "auto",
         "quantization": None,
-        "enable_chunked_prefill": True,
-        "seed": None,
-        "dtype": "float",
-        "max_model_len": 64,
-    }
+    } | {"enable_chunked_prefill": True, "seed": None, "dtype": "float", "max_model_len": 64}
     with LLM("demo", **same, **SMALL) as llm, Engine("demo", dtype="float32", max_model_len=64, **SMALL) as engine:
         assert isinstance(llm, Engine)
         assert (llm.dtype, llm.max_model_len, llm.depth) == (engine.dtype, engine.max_model_len, engine.depth)

@@ -1,7 +1,5 @@
 """POST /v1/completions by OpenAI's own client: what comes over HTTP is what the engine says."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -87,25 +85,10 @@ def test_completion_without_max_tokens_ends_at_sixteen(openai: Any, question: st
 
 
 def test_engine_parameters_reach_the_engine_under_vllms_names(openai: Any, demo: Any, question: str) -> None:
-    extra: dict[str, Any] = {
-        "top_k": 5,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "min_tokens": 30,
-        "ignore_eos": True,
-        "stop_token_ids": [700],
-        "bad_words": ["Adding"],
-        "skip_special_tokens": False,
-    }
-    plain: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_p": 0.9,
-        "seed": 11,
-        "max_tokens": 40,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.1,
-        "logit_bias": {"300": -5.0},
-    }
+    extra: dict[str, Any] = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 30, "ignore_eos": True}
+    extra |= {"stop_token_ids": [700], "bad_words": ["Adding"], "skip_special_tokens": False}
+    plain: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 11, "max_tokens": 40, "presence_penalty": 0.2}
+    plain |= {"frequency_penalty": 0.1, "logit_bias": {"300": -5.0}}
     answer = openai.completions.create(model="demo", prompt=question, **plain, extra_body=extra)
     (expected,) = demo.generate(question, SamplingParams(**plain, **extra), use_tqdm=False)
     assert answer.choices[0].text == expected.outputs[0].text

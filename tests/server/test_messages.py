@@ -1,25 +1,22 @@
 """POST /v1/messages by Anthropic's own client: what a chat answers, in Anthropic's form."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
+from bad_values import bad_values
 from demo_server import Dying, serving_demo
 from guarded_apps import JSON, GuardedApp
 from starlette.requests import Request
 from starlette.responses import Response
 from untimed import untimed
 
+from d3engine import AsyncEngine
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.responses.messages import PING, MessageForm
 from d3engine.server.responses.streams import EventStream
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 ANSWER = "Adding 3 makes 5 + 3 = 8. Adding 2 makes 8 + 2 = 10. #### 10"
@@ -140,40 +137,25 @@ def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Any, openai: Any) ->
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": "Tom"}, "messages"),
+        *bad_values(messages=[[], "Tom"], system=[5], max_tokens=[None, 0, 2**70], temperature=[2.1], top_p=[0]),
+        *bad_values(top_k=[-2], stop_sequences=[[""], ["a"] * 17, "a"], mcp_servers=[[{}]], container=["c"]),
+        *bad_values(tool_choice=[{"type": "auto"}, {"type": "tool"}], speed=["fast"], depth=["deep"]),
+        *bad_values(thinking=[{"type": "enabled", "budget_tokens": 1024}]),
         ({"messages": ["Tom"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [*TURNS, {"role": "user", "content": [{"type": "image"}]}]}, "messages[1].content[0]"),
-        ({"system": 5}, "system"),
         ({"system": [{"type": "text"}]}, "system[0]"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 2**70}, "max_tokens"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
-        ({"stop_sequences": "a"}, "stop_sequences"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "auto"}}, "tool_choice"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "output_config"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"container": "c"}, "container"),
-        ({"speed": "fast"}, "speed"),
-        ({"depth": "deep"}, "depth"),
     ],
     ids=str,
 )

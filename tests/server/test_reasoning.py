@@ -1,17 +1,17 @@
 """Reasoning in chats, responses and messages, by the official clients: apart from the answer, and of bounded length."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from demo_server import WithTools, anthropic_of, openai_of, serving_demo
+from json_schemas import closed
 from openai import BadRequestError
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
+from d3engine.server.requests.formats import reasoning_format_named
+from d3engine.server.requests.tools import ChatStyle, ChatStyles
 
 QUESTION = "Tom has 5 pens."
 TEMPLATE = (
@@ -24,12 +24,7 @@ TEMPLATE = (
     "{% endif %}{% endif %}"
 )
 """A Qwen's of 2025: the reasoning has begun, unless it is switched off."""
-COUNT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"many": {"enum": [5, 6]}},
-    "required": ["many"],
-    "additionalProperties": False,
-}
+COUNT = closed({"many": {"enum": [5, 6]}})
 BUDGET = 6
 
 
@@ -203,9 +198,6 @@ class Marked(WithTools):
 def test_special_marks_of_reasoning_are_read_and_have_no_budget(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server.requests.formats import reasoning_format_named
-    from d3engine.server.requests.tools import ChatStyle, ChatStyles
-
     style = ChatStyle(reasoning=reasoning_format_named("mistral"), special_ids={"[THINK]": 3, "[/THINK]": 4})
 
     async def found(self: ChatStyles, template: str | None) -> ChatStyle:

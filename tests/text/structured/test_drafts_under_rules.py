@@ -11,21 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from batches import Request, preempting, run_together
-from json_schemas import random_schema
+from json_schemas import closed, random_schema
 from slow_sampling import sequence_of
 from stepping import see_steps
 from tiny_models import save_without_layer
 
-from d3engine import (
-    D3,
-    Engine,
-    FullDepth,
-    Lossless,
-    PromptLookup,
-    SamplingParams,
-    Speculative,
-    StructuredOutputsParams,
-)
+from d3engine import D3, Engine, FullDepth, Lossless, PromptLookup, SamplingParams, Speculative, StructuredOutputsParams
 from d3engine.depth import DepthPolicy
 from d3engine.executor.native_choices import FormsOfRun
 from d3engine.request.outputs import CompletionOutput
@@ -33,12 +24,7 @@ from d3engine.request.params import RequestOutputKind
 from d3engine.scheduling.plan import Plan
 
 PROMPT = (40, 41, 42, 43, 44, 40, 41, 42, 43, 44, 40, 41, 42)
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["one of these", "one of those"]}, "ids": {"type": "array", "maxItems": 3}},
-    "required": ["name", "ids"],
-    "additionalProperties": False,
-}
+SCHEMA = closed({"name": {"enum": ["one of these", "one of those"]}, "ids": {"type": "array", "maxItems": 3}})
 RULES: dict[str, dict[str, Any]] = {
     "none": {},
     "presence and frequency": {"presence_penalty": 0.7, "frequency_penalty": 0.3},
