@@ -1,15 +1,15 @@
 """Every figure of the analyses against transformers' own hidden states, on tiny random models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from configs import llama3_rope
 from depth_oracle import d3, greedy_at_depth
 from observers import observer_of
+from tiny_models import random_prompts
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers_oracle import greedy
@@ -31,20 +31,8 @@ from d3engine.research.analysis.saturation import (
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "grouped heads": {"num_hidden_layers": 6},
-    "biases, tied, llama3 rope": {
-        "num_hidden_layers": 4,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
+    "biases, tied, llama3 rope": {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}
+    | {"tie_word_embeddings": True, "rope_parameters": llama3_rope(16, rope_theta=10_000.0)},
 }
 
 PROMPT_LENGTHS = [5, 12]
@@ -63,8 +51,6 @@ def observer(model: Any) -> Observer:
 
 @pytest.fixture(scope="module")
 def answered(model: Any) -> list[Answered]:
-    from tiny_models import random_prompts
-
     found = []
     for prompt in random_prompts(PROMPT_LENGTHS):
         answer = greedy(model.model, prompt, TOKENS)

@@ -1,13 +1,12 @@
 """A layer that has fallen asleep gives its KV memory back, at the step the formula says, and others can use it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from configs import llama_config
 
 from d3engine import (
     D3,
@@ -29,16 +28,7 @@ from d3engine.scheduling.scheduler import peak_blocks
 
 LAYERS, MAX_LENGTH = 8, 96
 KV_CHANNELS = 2 * 8  # kv heads x channels
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LENGTH,
-}
+CONFIG = llama_config(LAYERS, max_position_embeddings=MAX_LENGTH)
 NESTED: list[DepthPolicy] = [
     D3(0.9, 0.5),
     D3(0.95, 0.25),
@@ -114,9 +104,7 @@ def test_full_depth_frees_nothing_before_its_end(make_engine: Callable[..., Engi
         assert engine.stats().kv_bytes_saved == 0
 
 
-def test_shared_prompt_outlives_a_layer_of_one_request(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_shared_prompt_outlives_a_layer_of_one_request(make_engine: Callable[..., Engine]) -> None:
     """Blocks of a shared prompt outlive the layer that one of its requests runs no more."""
     engine = make_engine(enable_prefix_caching=True, depth=FullDepth())
     prompt = list(range(13))  # three full blocks, shared, and a fourth
@@ -191,8 +179,7 @@ def test_request_that_fits_only_by_freed_memory_runs(make_engine: Callable[..., 
 
     for refused in (FullDepth(), D3(0.7, 0.25, on_skip="copy"), D3(0.7, 0.25, on_skip="project")):
         with pytest.raises(
-            InvalidValueError,
-            match=r"max_tokens must be .*20 tokens.*160 blocks of 4.*bytes allows 40.*; got 60",
+            InvalidValueError, match=r"max_tokens must be .*20 tokens.*160 blocks of 4.*bytes allows 40.*; got 60"
         ):
             engine.generate(list(range(prompt)), greedy(max_tokens, refused), use_tqdm=False)
     assert engine.stats().num_waiting == 0
@@ -215,9 +202,7 @@ def test_two_requests_run_where_full_depth_has_room_for_one(make_engine: Callabl
     assert preemptions == {"full": 1, "unified": 0}
 
 
-def test_waking_table_keeps_blocks_and_shares_equal_ones(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_waking_table_keeps_blocks_and_shares_equal_ones(make_engine: Callable[..., Engine]) -> None:
     """A table that wakes layers up keeps their blocks and shares what is equal."""
     every = list(range(LAYERS))
     table = LayerTable([every, *[[0, 1]] * 9, every], on_skip="copy")
