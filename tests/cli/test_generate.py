@@ -134,12 +134,8 @@ def test_several_prompts_and_answers_come_in_order_under_headers() -> None:
     sampling = ["--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "3"]
     lines = generate("demo", PROMPT, "Question:", *sampling).stdout.splitlines()
     headers = [line for line in lines if line.startswith("[")]
-    assert [header.split("]")[0] for header in headers] == [
-        "[1/2, answer 1 of 2",
-        "[1/2, answer 2 of 2",
-        "[2/2, answer 1 of 2",
-        "[2/2, answer 2 of 2",
-    ]
+    told = [f"[{prompt}/2, answer {answer} of 2" for prompt in (1, 2) for answer in (1, 2)]
+    assert [header.split("]")[0] for header in headers] == told
 
 
 def test_a_seed_repeats_what_was_drawn() -> None:
@@ -468,10 +464,5 @@ def test_policies_have_short_titles() -> None:
 
 
 def test_bytes_are_readable() -> None:
-    assert [readable_bytes(n) for n in (0, 1023, 2048, 3 * 2**20, 5 * 2**30)] == [
-        "0 bytes",
-        "1023 bytes",
-        "2.0 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-    ]
+    told = {0: "0 bytes", 1023: "1023 bytes", 2048: "2.0 KiB", 3 * 2**20: "3.0 MiB", 5 * 2**30: "5.0 GiB"}
+    assert {count: readable_bytes(count) for count in told} == told

@@ -10,7 +10,7 @@ import pytest
 import torch
 from configs import llama3_rope
 from depth_oracle import Exit, d3, greedy_at_depth, greedy_with_exits
-from families import NO_PAD, TIED, YARN, assert_answers_as, granite, longrope, make_family
+from families import DENSE, NO_PAD, TIED, YARN, assert_answers_as, granite, longrope, make_family
 from multi_step import steps_by_itself
 from observers import observer_of
 from safetensors.torch import load_file, save_file
@@ -32,9 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 MULTIPLIERS = granite(attention=0.11, residual=0.22, logits=5.0)
 LLAMA3 = llama3_rope(32, rope_theta=10_000.0)
-DENSE: dict[str, Any] = {"shared_intermediate_size": 80, "num_local_experts": 0, "mamba_n_heads": 4}
-DENSE |= {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3}
-"""What makes a Granite 4 a model of attention and one MLP."""
+
 LONGROPE = longrope(pairs=6, original=20, step=0.1)
 LONG = {"max_position_embeddings": 4096, "original_max_position_embeddings": 512}
 BIASED = {"attention_bias": True}

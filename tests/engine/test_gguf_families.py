@@ -13,16 +13,7 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 import numpy as np
 import torch
-from families import (
-    NO_PAD,
-    OWN_HEAD_DIM,
-    TIED,
-    YARN,
-    assert_answers_as,
-    granite,
-    longrope,
-    make_family,
-)
+from families import DENSE, NO_PAD, OWN_HEAD_DIM, TIED, YARN, assert_answers_as, granite, longrope, make_family
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from tiny_models import random_prompts
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -55,8 +46,7 @@ LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0}
 GEMMA3: dict[str, Any] = TIED | {"sliding_window": 20, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}
 GEMMA3["rope_parameters"] = {"full_attention": LINEAR, "sliding_attention": PLAIN}
 LONGROPE = {pairs: longrope(pairs, original=32, step=0.125) for pairs in (4, 6)}
-DENSE: dict[str, Any] = {"shared_intermediate_size": 80, "num_local_experts": 0, "mamba_n_heads": 4}
-DENSE |= {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3}
+
 NO_WINDOW = {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),

@@ -366,13 +366,12 @@ def test_ready_weights_are_packed_too_and_the_log_tells_it(
     [
         ({"enforce_eager": True, "weight_dtype": "bfloat16"}, "none where the native library does not decode"),
         ({"dtype": "bfloat16"}, "none where the native library does not decode"),
-        (
-            {"weight_dtype": "float32"},
-            'none where matrices are float32 (weight_dtype="bfloat16" would make them bfloat16)',
-        ),
-        (
-            {"weight_dtype": "float16"},
-            'none where matrices are float16 (weight_dtype="bfloat16" would make them bfloat16)',
+        *(
+            (
+                {"weight_dtype": name},
+                f'none where matrices are {name} (weight_dtype="bfloat16" would make them bfloat16)',
+            )
+            for name in ("float32", "float16")
         ),
     ],
 )

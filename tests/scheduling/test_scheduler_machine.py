@@ -1,6 +1,7 @@
 """No order of adds, steps, aborts and preemptions makes a running layer read anything but what its rule says."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from plan_checks import (
     token_at,
 )
 from schedule_strategies import draft_rules, guess, judged, ways
+from sequences import new_sequence
 
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.errors import InvalidValueError
@@ -355,16 +357,6 @@ def test_first_in_turn_has_rows_during_a_replay() -> None:
 def plain_sequence(
     prompt: list[int], policy: DepthPolicy, *, max_tokens: int, arrival: int, priority: int = 0
 ) -> Sequence:
-    return Sequence(
-        request_id=f"r{arrival}",
-        index=0,
-        prompt_token_ids=prompt,
-        params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        schedule=policy.schedule(4),
-        eos_token_ids=frozenset(),
-        seed=0,
-        priority=priority,
-        arrival=arrival,
-        max_length=len(prompt) + max_tokens,
-        shares_prompt=False,
-    )
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    own: dict[str, Any] = {"schedule": policy.schedule(4), "priority": priority, "shares_prompt": False}
+    return new_sequence(prompt, params, arrival=arrival, **own)

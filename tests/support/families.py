@@ -16,6 +16,9 @@ TIED: dict[str, Any] = {"tie_word_embeddings": True}
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 """For families whose padding token would lie beyond the vocabulary of `TINY`."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+DENSE: dict[str, Any] = {"shared_intermediate_size": 80, "num_local_experts": 0, "mamba_n_heads": 4}
+DENSE |= {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3}
+"""What makes a Granite 4 a model of attention and one MLP."""
 OWN_HEAD_DIM = (
     *("seed_oss", "qwen3", "ministral", "gemma", "gemma2", "gemma3_text"),
     *("glm", "glm4", "ernie4_5", "exaone4"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bad_values import bad_values
 from small_tokenizers import save_word_level
 
 from d3engine import Engine, InvalidValueError, SamplingParams, StructuredOutputsParams
@@ -192,40 +193,27 @@ class TestRefusals:
         assert len(str(caught.value)) < 700
 
     @pytest.mark.parametrize(
-        ("field", "given"),
+        ("given", "field"),
         [
-            ("structured_outputs", {}),
-            ("structured_outputs", {"regex": "a", "choice": ["a"]}),
-            ("structured_outputs", {"json_object": False}),
-            ("json", {"json": "[1]"}),
-            ("json", {"json": "{"}),
-            ("json", {"json": 3}),
-            ("json", {"json": {"const": float("nan")}}),
-            ("json", {"json": {"const": object()}}),
-            ("json", {"json": {"const": "\ud800"}}),
-            ("json", {"json": "[" * 100_000}),
-            ("json", {"json": {"const": "x" * MAX_CHARACTERS}}),
-            ("regex", {"regex": ""}),
-            ("regex", {"regex": "a" * (MAX_CHARACTERS + 1)}),
-            ("grammar", {"grammar": b"start: A"}),
-            ("choice", {"choice": "yes"}),
-            ("choice", {"choice": []}),
-            ("choice", {"choice": ["a", "a"]}),
-            ("choice", {"choice": ["a", ""]}),
-            ("choice", {"choice": [str(nth) for nth in range(MAX_CHOICES + 1)]}),
-            ("json_object", {"json_object": 1}),
-            ("whitespace_pattern", {"regex": "a", "whitespace_pattern": " "}),
-            ("whitespace_pattern", {"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}),
-            ("disable_any_whitespace", {"json_object": True, "disable_any_whitespace": "no"}),
-            ("reasoning", {"regex": "a", "reasoning": [None, "</think>"]}),
-            ("reasoning", {"regex": "a", "reasoning": ["<think>", ""]}),
-            ("reasoning", {"regex": "a", "reasoning": ["</think>"]}),
-            ("reasoning_tokens", {"regex": "a", "reasoning_tokens": 3}),
-            ("openings", {"regex": "a", "openings": ["b"]}),
+            *(({}, "structured_outputs"), ({"regex": "a", "choice": ["a"]}, "structured_outputs")),
+            ({"json_object": False}, "structured_outputs"),
+            *bad_values(json=["[1]", "{", 3, "[" * 100_000], regex=["", "a" * (MAX_CHARACTERS + 1)]),
+            *bad_values(json=[{"const": one} for one in (float("nan"), object(), "\ud800", "x" * MAX_CHARACTERS)]),
+            *bad_values(choice=["yes", [], ["a", "a"], ["a", ""], [str(nth) for nth in range(MAX_CHOICES + 1)]]),
+            *bad_values(grammar=[b"start: A"], json_object=[1]),
+            ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
+            ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "whitespace_pattern"),
+            ({"json_object": True, "disable_any_whitespace": "no"}, "disable_any_whitespace"),
+            *(
+                ({"regex": "a", "reasoning": marks}, "reasoning")
+                for marks in ([None, "</think>"], ["<think>", ""], ["</think>"])
+            ),
+            ({"regex": "a", "reasoning_tokens": 3}, "reasoning_tokens"),
+            ({"regex": "a", "openings": ["b"]}, "openings"),
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_a_form_that_is_none_is_refused_where_it_is_written(self, field: str, given: dict[str, Any]) -> None:
+    def test_a_form_that_is_none_is_refused_where_it_is_written(self, given: dict[str, Any], field: str) -> None:
         with pytest.raises(InvalidValueError) as caught:
             StructuredOutputsParams(**given)
         assert caught.value.field == field
