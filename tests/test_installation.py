@@ -56,9 +56,7 @@ def test_wheel_holds_the_model_and_is_built_without_warnings(tmp_path: Path) -> 
     assert "d3engine.demo_model" not in build("wheel", tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
-    model = {
-        f"d3engine/demo_model/{file.name}" for file in (ROOT / "d3engine" / "demo_model").iterdir() if file.is_file()
-    }
+    model = {f"d3engine/demo_model/{one.name}" for one in (ROOT / "d3engine/demo_model").iterdir() if one.is_file()}
     assert "d3engine/demo_model/model.safetensors" in model
     assert {*model, "d3engine/py.typed", "d3engine/kernels/reference.py"} <= held
 

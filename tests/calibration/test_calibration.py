@@ -215,9 +215,7 @@ def test_of_several_tasks_each_has_a_constant_answer_of_its_own() -> None:
     told = [
         Asked("?", BBHQuestion(str(i), f"({'ABCD'[task]})"), f"task {task}") for task in range(4) for i in range(50)
     ]
-    assert best_constant(told) > 0.95, (
-        "who knows no more than the task is right on all of them, and has nothing to lose"
-    )
+    assert best_constant(told) > 0.95, "who knows no more than the task is right on all, and has nothing to lose"
     different = [Asked("?", BBHQuestion(str(i), str(i)), f"task {i % 20}") for i in range(60)]
     assert best_constant(different) < 0.01, "one answer of three is no third by being the only one of its kind"
 

@@ -41,9 +41,7 @@ def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["alpha", "\\", "start", "0.2", "0.7"] in rows
-    assert any(
-        line.startswith("alpha 0.9, start 0.7") and line.endswith("passed") for line in result.stdout.splitlines()
-    )
+    assert any(one.startswith("alpha 0.9, start 0.7") and one.endswith("passed") for one in result.stdout.splitlines())
     assert f"written to {out}" in result.stdout
     assert result.stdout.isascii()
 

@@ -101,9 +101,7 @@ def test_eval_shared_prompts_are_computed_once() -> None:
     assert apart[0]["cached_prompt_tokens"] == 0
     assert cached[0] > shared[0]["prompt_tokens"] / 3, "later questions find the examples that the first one left"
     left = shared[1]["prompt_tokens"] - cached[1]
-    assert 0 < left <= 3 * 16, (
-        "a prompt's last block, which has to yield its first token, is all that is computed again"
-    )
+    assert 0 < left <= 3 * 16, "a prompt's last block, which has to yield its first token, is all that is done again"
     assert "came from the prefix cache" in succeed([*EVAL, *asked, *small, "--share-prompts"]).stdout
 
 

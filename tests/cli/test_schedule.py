@@ -148,10 +148,7 @@ LAYERS = ["schedule", "--layers", "32"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            [*LAYERS, "--depth", "full alpha=0.9"],
-            "option must be absent, since full takes no options .*; got 'alpha=0.9'",
-        ),
+        ([*LAYERS, "--depth", "full alpha=0.9"], "option must be absent, since full takes no .*; got 'alpha=0.9'"),
         (
             [*LAYERS, "--depth", "unified speedup=2 tail=1"],
             r"option must be option=value, with speedup, on-skip, bridges \(tail goes with d3\); got 'tail=1'",

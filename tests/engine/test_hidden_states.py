@@ -98,9 +98,7 @@ def hooked(model: Any, steer: Steer, prompt_length: int) -> Iterator[None]:
     def hook(change: Any) -> Callable[..., Any]:
         return lambda _, arguments: (add(change, arguments[0]), *arguments[1:])
 
-    handles = [
-        model.model.layers[layer].register_forward_pre_hook(hook(change)) for layer, change in steer.changes.items()
-    ]
+    handles = [model.model.layers[at].register_forward_pre_hook(hook(change)) for at, change in steer.changes.items()]
     yield
     for handle in handles:
         handle.remove()

@@ -48,9 +48,8 @@ class Full:
     def of(self, asked: list[tuple[list[int], SamplingParams]]) -> list[CompletionOutput]:
         deep = [(prompt, replace(params, depth=FullDepth())) for prompt, params in asked]
         new = {repr(one): one for one in deep if repr(one) not in self._known}
-        outputs = self._engine.generate(
-            [one[0] for one in new.values()], [one[1] for one in new.values()], use_tqdm=False
-        )
+        prompts, params = [one[0] for one in new.values()], [one[1] for one in new.values()]
+        outputs = self._engine.generate(prompts, params, use_tqdm=False)
         self._known |= {key: output.outputs[0] for key, output in zip(new, outputs, strict=True)}
         return [self._known[repr(one)] for one in deep]
 

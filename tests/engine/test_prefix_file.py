@@ -42,9 +42,7 @@ def answers(engine: Engine, **params: Any) -> list[Any]:
     return [(one.token_ids, one.logprobs) for one in outputs]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"kv_cache_dtype": "fp8"}, {"backend": "torch"}], ids=["native", "fp8", "torch"]
-)
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"backend": "torch"}], ids=str)
 def test_second_engine_finds_prompts_and_keeps_their_bits(make: Make, options: dict[str, Any]) -> None:
     """A second engine finds the prompts and answers with the same bits."""
     with make(**options) as engine:

@@ -74,9 +74,7 @@ def test_draft_model_that_does_not_fit_is_refused_by_name(
     target: TinyLlama, draft: str, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
 ) -> None:
     """A draft model that does not fit its target is refused by name."""
-    with pytest.raises(
-        InvalidValueError, match=r"^draft_model must be .*vocabulary of its target, 40 tokens and not 300"
-    ):
+    with pytest.raises(InvalidValueError, match=r"^draft_model must be .*vocabulary of its target, 40 tokens and not"):
         new_engine(target, Speculative(str(tiny_llama().directory)))
     with pytest.raises(InvalidValueError, match=r"^draft_model must be .*a directory"):
         new_engine(target, Speculative(str(tmp_path / "nothing")))

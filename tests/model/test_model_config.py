@@ -145,10 +145,7 @@ def test_dtype_is_read_from_either_key_with_or_without_prefix() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["FalconForCausalLM"]},
-            r"architectures must be .*LlamaForCausalLM.*; got \['FalconForCausalLM'\]",
-        ),
+        ({"architectures": ["FalconForCausalLM"]}, r"architectures must be .*LlamaForC.*; got \['FalconForCausalLM'\]"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list.*; got 'LlamaForCausalLM'"),
         ({"model_type": "qwen2"}, "model_type must be 'llama' or .* beside these architectures; got 'qwen2'"),
         ({"architectures": None, "model_type": None}, "architectures and model_type are both missing"),
@@ -204,10 +201,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(changes: dict[str, Any], mes
         ({"rope_type": "linear", "factor": None}, "rope_scaling: factor is missing"),
         ({"rope_type": "linear", "factor": 0.5}, r"factor must be a number from 1 to 1,000,000; got 0\.5"),
         ({"rope_type": "linear", "factor": math.inf}, "factor must be .*; got inf"),
-        (
-            {"rope_type": "default", "factor": 2.0},
-            r"factor must be absent, since rope type 'default' reads.*; got 2\.0",
-        ),
+        ({"rope_type": "default", "factor": 2.0}, r"factor must be absent, since rope type 'default' .*; got 2\.0"),
         ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, r"alpha must be absent.*; got 3\.0"),
         (YARN | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be .*; got 0\.5"),
         (YARN | {"beta_fast": 1, "beta_slow": 8}, r"beta_fast must be a number of at least beta_slow=8\.0.*; got 1"),

@@ -161,9 +161,7 @@ def test_reader_of_all_that_is_done_reads_single_tokens(
     def run_when_done(plan: Plan) -> Computed:
         calls.append(plan.num_rows)
         followed = None if plan.multi_step is None else plan.multi_step.control
-        while (
-            followed is not None and plan.multi_step is not None and 0 < followed.num_begun < plan.multi_step.num_steps
-        ):
+        while followed is not None and plan.multi_step and 0 < followed.num_begun < plan.multi_step.num_steps:
             if followed.is_ended:  # then no further step begins
                 break
             os.sched_yield()

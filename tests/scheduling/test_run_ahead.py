@@ -120,9 +120,7 @@ def test_the_device_draws_what_the_host_draws(multi_step: MakeEngine, solo: Solo
         Request(tuple(range(60, 64 + n)), replace(greedy(D3(0.9, 0.5), 20 - n), seed=n, **kind))
         for n, kind in enumerate(ASKED[asked])
     ]
-    requests = [
-        replace(request, params=replace(request.params, n=1 if request.params.greedy else 2)) for request in requests
-    ]
+    requests = [replace(one, params=replace(one.params, n=1 if one.params.greedy else 2)) for one in requests]
     engine = multi_step(num_scheduler_steps=7)
     outputs = generate_as_alone(engine, requests, solo)
     stats = engine.stats()

@@ -71,9 +71,8 @@ def test_a_stop_string_ends_the_answer_before_it(openai: Any, question: str) -> 
     stopped = openai.completions.create(**ASKED, prompt=question, stop=["####", "never"]).choices[0]
     assert stopped.text == whole[: whole.index("####")]
     assert stopped.finish_reason == "stop"
-    kept = openai.completions.create(
-        **ASKED, prompt=question, stop="##", extra_body={"include_stop_str_in_output": True}
-    )
+    shown = {"include_stop_str_in_output": True}
+    kept = openai.completions.create(**ASKED, prompt=question, stop="##", extra_body=shown)
     assert kept.choices[0].text == whole[: whole.index("##") + 2]
 
 
@@ -97,9 +96,8 @@ def test_engine_parameters_reach_the_engine_under_vllms_names(openai: Any, demo:
 
 
 def test_a_text_without_special_tokens_is_encoded_as_it_is(openai: Any, demo: Any) -> None:
-    answer = openai.completions.create(
-        **ASKED, prompt="Tom", extra_body={"add_special_tokens": False, "return_token_ids": True}
-    )
+    extra = {"add_special_tokens": False, "return_token_ids": True}
+    answer = openai.completions.create(**ASKED, prompt="Tom", extra_body=extra)
     bare = demo.get_tokenizer().encode("Tom", add_special_tokens=False)
     assert answer.choices[0].model_extra["prompt_token_ids"] == bare
     assert answer.usage.prompt_tokens == len(bare)

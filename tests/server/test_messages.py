@@ -81,9 +81,8 @@ def test_a_conversation_is_read_as_the_chat_reads_it(
 ) -> None:
     extra = {"continue_final_message": turns[-1]["role"] == "assistant"}
     chat: list[Any] = [{"role": "system", "content": system}] if system else []
-    said = openai.chat.completions.create(
-        model="demo", messages=[*chat, *(as_chat or turns)], max_tokens=60, extra_body=extra
-    )
+    chat += as_chat or turns
+    said = openai.chat.completions.create(model="demo", messages=chat, max_tokens=60, extra_body=extra)
     asked: dict[str, Any] = {"messages": turns} | ({"system": system} if system else {})
     found = anthropic.messages.create(**ASKED | asked)
     assert found.content[0].text == said.choices[0].message.content

@@ -121,9 +121,8 @@ def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Any, op
     asked: dict[str, Any] = {"model": "demo", "messages": CHAT["messages"], "max_tokens": 40}
     asked["thinking"] = {"type": "enabled", "budget_tokens": BUDGET}
     whole: Any = anthropic.messages.create(**asked)
-    said = openai.chat.completions.create(
-        **CHAT | {"max_tokens": 40}, extra_body={"thinking_token_budget": BUDGET}
-    ).choices[0]
+    extra = {"thinking_token_budget": BUDGET}
+    said = openai.chat.completions.create(**CHAT | {"max_tokens": 40}, extra_body=extra).choices[0]
     reasoning, text = whole.content
     assert (reasoning.type, reasoning.thinking) == ("thinking", said.message.reasoning_content)
     assert (text.type, text.text) == ("text", said.message.content)

@@ -222,9 +222,8 @@ def knows_calls(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = client.tokenizer
     assert tokenizer is not None
     spelled = type(tokenizer).convert_id_to_token
-    monkeypatch.setattr(
-        type(tokenizer), "convert_id_to_token", lambda own, i: "<|python_tag|>" if i == 0 else spelled(own, i)
-    )
+    kind = type(tokenizer)
+    monkeypatch.setattr(kind, "convert_id_to_token", lambda own, i: spelled(own, i) if i else "<|python_tag|>")
 
 
 def test_a_model_that_may_call_says_text_or_calls(openai: Any, knows_calls: None) -> None:
@@ -379,9 +378,8 @@ def test_unenforceable_schema_is_refused_if_strict_else_named(openai: Any) -> No
     """A schema that cannot be enforced is refused if strict, and named otherwise."""
     function: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "not": {"minProperties": 3}}}
     asked: dict[str, Any] = HERMES_CHAT | {"max_tokens": 3}
-    answer = openai.chat.completions.with_raw_response.create(
-        **asked, tools=[{"type": "function", "function": function}]
-    )
+    tools: Any = [{"type": "function", "function": function}]
+    answer = openai.chat.completions.with_raw_response.create(**asked, tools=tools)
     assert answer.headers["x-d3-ignored-fields"] == "tools.parameters"
     with pytest.raises(BadRequestError) as caught:
         openai.chat.completions.create(**asked, tools=[{"type": "function", "function": function | {"strict": True}}])

@@ -112,9 +112,7 @@ class TestTokenizerJson:
         """Every named token is whole and has the id of transformers."""
         if name == "tokenizer_config.json":  # there transformers says what its objects are
             is_object = {key for key, value in fields.items() if isinstance(value, dict)}
-            fields = {
-                key: value | {"__type": "AddedToken"} if key in is_object else value for key, value in fields.items()
-            }
+            fields = {key: own | {"__type": "AddedToken"} if key in is_object else own for key, own in fields.items()}
         write(byte_level, name, **fields)
         ours, theirs = load_tokenizer(byte_level), PreTrainedTokenizerFast.from_pretrained(byte_level)
         text = "x<begin>y <end><pad> <a><b> <mask>z"

@@ -63,9 +63,7 @@ def test_a_long_paste_becomes_a_file(open_chat: Callable[..., Any], scripted: tu
     check_with_axe(page)
     ask_whole(page, "Which?")
     content = said(script.bodies[0])[0][1]
-    assert (
-        content == f"File `pasted-1.txt`:\n```\n{LONG_TEXT}```\n\nFile `pasted-2.txt`:\n```\n{LONG_TEXT}```\n\nWhich?"
-    )
+    assert content == "".join(f"File `pasted-{n}.txt`:\n```\n{LONG_TEXT}```\n\n" for n in (1, 2)) + "Which?"
 
 
 def test_a_long_paste_can_be_put_into_the_message(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:

@@ -63,9 +63,7 @@ def test_random_models_write_json_of_random_schemas(random_engine: MakeEngine, k
     numbers = random.Random(kind)
     schemas = [random_schema(numbers) for _ in range(15)]
     with random_engine(kind, max_model_len=512) as engine:
-        asked = [
-            params(json=schema, seed=nth, depth=POLICIES[nth % len(POLICIES)]) for nth, schema in enumerate(schemas)
-        ]
+        asked = [params(json=one, seed=nth, depth=POLICIES[nth % len(POLICIES)]) for nth, one in enumerate(schemas)]
         found = answers(engine, asked, [5, 6, 7])
     for answer, schema in zip(found, schemas, strict=True):
         assert answer.finish_reason == "stop", (answer, schema)

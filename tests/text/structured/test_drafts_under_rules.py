@@ -99,9 +99,7 @@ def what(answer: CompletionOutput) -> tuple[Any, ...]:
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> dict[str, CompletionOutput]:
     """The answers without drafts, each alone."""
-    return {
-        rule: engine.generate(list(PROMPT), params(rule, FullDepth()), use_tqdm=False)[0].outputs[0] for rule in RULES
-    }
+    return {one: engine.generate(list(PROMPT), params(one, FullDepth()), use_tqdm=False)[0].outputs[0] for one in RULES}
 
 
 def cycled(engine: Engine) -> list[Plan]:

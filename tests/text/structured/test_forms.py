@@ -256,9 +256,7 @@ class TestRefusals:
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
-        with pytest.raises(
-            MissingExtraError, match=r"structured_outputs needs the package 'llguidance'.*\[structured\]"
-        ):
+        with pytest.raises(MissingExtraError, match=r"structured_outputs needs the package 'llguidance'.*structured"):
             begin(Forms(tokenizer, tokenizer.vocab_size), regex="a")
 
 
