@@ -1,6 +1,5 @@
 """Every figure of the analyses against transformers' own hidden states, on tiny random models."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from configs import llama3_rope
 from depth_oracle import d3, greedy_at_depth
+from fixture_types import MakeLlama
 from observers import observer_of
 from tiny_models import random_prompts
 from torch import Tensor
@@ -40,7 +40,7 @@ TOKENS = 9
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
-def model(request: pytest.FixtureRequest, tiny_llama: Callable[..., Any]) -> Any:
+def model(request: pytest.FixtureRequest, tiny_llama: MakeLlama) -> Any:
     return tiny_llama(**LAYOUTS[request.param])
 
 
@@ -107,7 +107,7 @@ def test_the_observer_sees_an_answer_at_its_own_depths(model: Any, observer: Obs
     assert observer.logits(states.after[len(prompt) - 1 :]).argmax(dim=-1).tolist() == tokens
 
 
-def test_layers_that_wake_up_again_cannot_be_observed(tiny_llama: Callable[..., Any]) -> None:
+def test_layers_that_wake_up_again_cannot_be_observed(tiny_llama: MakeLlama) -> None:
     waking = LayerTable([[0, 1, 2], [0, 2], [0, 1, 2]]).schedule(3)
     with pytest.raises(InvalidValueError, match="schedule"):
         next(observer_of(tiny_llama().directory).layers([1, 2, 3], 1, waking))
@@ -125,9 +125,7 @@ def test_a_prediction_is_settled_once_it_stays() -> None:
     assert found.final_confidence.tolist() == chances[3].tolist()
 
 
-def test_saturation_is_that_of_transformers_hidden_states(
-    model: Any, observer: Observer, answered: list[Answered]
-) -> None:
+def test_saturation_is_of_transformers_hidden_states(model: Any, observer: Observer, answered: list[Answered]) -> None:
     result = measure_saturation(observer, answered)
     llama, layers = model.model, len(model.model.model.layers)
     for one, found in zip(answered, result.answers, strict=True):
@@ -228,7 +226,7 @@ def test_copied_layers_are_a_schedule() -> None:
         TailCopied(layers=6, from_step=1).schedule(5)
 
 
-def test_copied_layers_give_tokens_of_an_oracle_that_copies_kv(tiny_llama: Callable[..., Any]) -> None:
+def test_copied_layers_give_tokens_of_an_oracle_that_copies_kv(tiny_llama: MakeLlama) -> None:
     """Copied layers give the tokens of an oracle that copies their KV."""
     tiny = tiny_llama(num_hidden_layers=6)
     prompt = [3, 1, 4, 1, 5, 9]
@@ -271,7 +269,7 @@ def test_the_grid_asks_for_every_pair_and_for_full_depth_once() -> None:
     }
 
 
-def test_an_answer_that_ends_before_the_step_does_not_change(tiny_llama: Callable[..., Any]) -> None:
+def test_an_answer_that_ends_before_the_step_does_not_change(tiny_llama: MakeLlama) -> None:
     tiny = tiny_llama(num_hidden_layers=6)
     prompt = [3, 1, 4, 1, 5, 9]
     with Engine(tiny.directory, skip_tokenizer_init=True, device="cpu", kv_cache_memory_bytes=2**23) as engine:

@@ -1,11 +1,11 @@
 """One perturbed step, and the run that leaves where predictions are settled, against a slow oracle on transformers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from depth_oracle import greedy_at_depth
+from fixture_types import MakeLlama
 from observers import observer_of
 from schedules import layers_run
 from transformers_oracle import greedy
@@ -30,7 +30,7 @@ ALL = set(range(LAYERS))
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Any]) -> Any:
+def model(tiny_llama: MakeLlama) -> Any:
     return tiny_llama(num_hidden_layers=LAYERS)
 
 

@@ -106,9 +106,7 @@ def test_top_p_threshold_reads_logits_thrice_and_adds_once(monkeypatch: pytest.M
     assert step_us(kernels, H200, 32) > step_us(likeliest, H200, 32)
 
 
-def test_what_is_printed_and_written_says_that_it_is_a_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_printed_and_written_says_it_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpu_model.main(["--shape", "tiny", "--layers", "4", "--sampled", "--json", str(tmp_path / "model.json")])
     printed = capsys.readouterr().out
     assert "not measured, an upper bound" in printed
@@ -124,9 +122,7 @@ def test_a_figure_of_others_stands_where_there_is_one() -> None:
     assert published_shares("fp8", 1) is None
 
 
-def test_figure_of_saved_results_compiles_nothing_and_says_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figure_of_saved_results_compiles_nothing_says_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure of saved results compiles nothing and says that it is a model."""
     plots = pytest.importorskip("d3engine.research.plots")
     pytest.importorskip("matplotlib")

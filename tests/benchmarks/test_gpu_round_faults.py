@@ -67,7 +67,7 @@ def test_parts_share_the_time_and_leave_on_what_they_do_not_use(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("works_in", "tried"), [("no-pdl", ["graphs"]), ("reference", ["graphs", "no-pdl", "eager"])])
-def test_an_engine_that_fails_is_run_in_the_next_mode(
+def test_a_failing_engine_is_run_in_the_next_mode(
     works_in: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_mode(found: dict[str, Any], current: Round) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized_weights import SCHEMES, MakeTiny
+from fixture_types import MakeLlama
+from quantized_weights import SCHEMES
 
 from benchmarks import quantization as benchmark
 from d3engine import D3, Engine, FullDepth, SamplingParams
@@ -18,7 +19,7 @@ from d3engine.research.evaluation.word_problems import format_prompt
 
 
 @pytest.fixture(scope="module")
-def reader(tiny_llama: MakeTiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reader(tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that reads the word problems with the bundled model's tokenizer."""
     directory = tmp_path_factory.mktemp("reader")
     source = tiny_llama(vocab_size=768, hidden_size=128, num_hidden_layers=2, eos_token_id=2).directory

@@ -42,9 +42,7 @@ def slow_p(only_full: int, only_setting: int, problems: int, tolerance: Toleranc
 @pytest.mark.parametrize(
     ("only_full", "only_setting", "problems"), [(9, 4, 120), (0, 3, 60), (2, 0, 200), (30, 31, 90)]
 )
-def test_the_p_value_is_that_of_the_score_test(
-    only_full: int, only_setting: int, problems: int, relative: bool
-) -> None:
+def test_p_value_is_that_of_the_score_test(only_full: int, only_setting: int, problems: int, relative: bool) -> None:
     tolerance = Tolerance(0.05, relative)
     expected = slow_p(only_full, only_setting, problems, tolerance)
     assert normal_p(only_full, only_setting, problems, tolerance) == pytest.approx(expected, rel=1e-3)

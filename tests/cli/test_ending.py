@@ -264,7 +264,7 @@ def test_bars_are_hidden_by_a_quiet_logger() -> None:
 
 
 @pytest.mark.parametrize(("columns", "expected"), [(0, 80), (120, None)])
-def test_a_bar_has_a_width_where_the_terminal_says_it_has_none(
+def test_a_bar_has_a_width_where_the_terminal_has_none(
     monkeypatch: pytest.MonkeyPatch, columns: int, expected: int | None
 ) -> None:
     import fcntl

@@ -73,9 +73,7 @@ def test_what_is_no_form_is_refused_by_the_flags_name(flags: list[str], message:
     ],
     ids=lambda text: text[:20],
 )
-def test_a_file_that_is_no_form_is_named_and_not_poured_out(
-    flag: str, content: str, allowed: str, tmp_path: Path
-) -> None:
+def test_file_that_is_no_form_is_named_not_poured_out(flag: str, content: str, allowed: str, tmp_path: Path) -> None:
     file = tmp_path / "form"
     file.write_text(content)
     stderr = refused(words("Say:", flag, str(file)))

@@ -45,9 +45,7 @@ def test_flops_ratios_on_gsm8k(shape: ModelShape, expected: float) -> None:
         (LLAMA2_70B, 32000 * 8192 + 161 * 8192, 68_976_648_192),
     ],
 )
-def test_llama_2_shapes_have_the_published_parameters(
-    shape: ModelShape, norms_and_embeddings: int, published: int
-) -> None:
+def test_llama_2_shapes_have_published_parameters(shape: ModelShape, norms_and_embeddings: int, published: int) -> None:
     """The Llama 2 shapes have the published numbers of parameters."""
     matrices = shape.num_layers * shape.layer_parameters + shape.head_parameters
     assert matrices + norms_and_embeddings == published

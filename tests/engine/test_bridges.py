@@ -110,9 +110,7 @@ def test_a_batch_of_many_policies_equals_the_oracle(
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 @pytest.mark.parametrize("model_type", ["olmo2", "gemma2"])
-def test_layers_with_norms_behind_are_crossed_too(
-    model_type: str, enforce_eager: bool, maps: Maps, tmp_path: Path
-) -> None:
+def test_layers_with_norms_behind_are_crossed(model_type: str, enforce_eager: bool, maps: Maps, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": SIZE, "intermediate_size": 48}
     directory, model = make_family(tmp_path, (model_type, {"query_pre_attn_scalar": 8}), (), **sizes)
     write_maps(maps, directory, directory / BRIDGES_FILE)

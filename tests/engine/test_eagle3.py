@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eagle3_heads import EAGLE3_TARGET, READ, save_head
+from fixture_types import MakeLlama
 from safetensors.torch import load_file, save_file
 from stepping import see_steps
 from tiny_models import TinyLlama, random_prompts
@@ -22,7 +23,7 @@ LENGTH = 3
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+def target(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(**EAGLE3_TARGET)
 
 

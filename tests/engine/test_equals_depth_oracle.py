@@ -134,9 +134,7 @@ def assert_equals(output: RequestOutput, expected: DepthAnswer) -> None:
     assert completion.depths == expected.depths
 
 
-def test_the_oracle_at_full_depth_is_transformers_own_generate(
-    tiny_llama: MakeLlama, make_prompts: MakePrompts
-) -> None:
+def test_oracle_at_full_depth_is_transformers_own_generate(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     tiny = tiny_llama(**DEEP)
     for prompt in make_prompts(LENGTHS):
         expected = greedy(tiny.model, prompt, 24)
@@ -257,9 +255,7 @@ def test_preempted_and_replayed_sequences_equal_the_oracle(
         assert_equals(output, expected)
 
 
-def test_a_shared_prompt_is_read_at_full_depth_by_every_schedule(
-    tiny_llama: MakeLlama, make_prompts: MakePrompts
-) -> None:
+def test_shared_prompt_is_read_at_full_depth_by_every_rule(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     tiny = tiny_llama(**DEEP)
     (prompt,) = make_prompts([30], seed=3)
     with Engine(tiny.directory, skip_tokenizer_init=True, block_size=4) as engine:

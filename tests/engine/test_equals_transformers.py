@@ -86,9 +86,7 @@ def test_greedy_tokens_equal_transformers(name: str, tiny_llama: MakeLlama, make
 
 
 @pytest.mark.parametrize("name", ["grouped-query in threes", "llama3 rope"])
-def test_greedy_tokens_equal_those_of_transformers_own_loop(
-    name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts
-) -> None:
+def test_greedy_tokens_equal_those_of_transformers(name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, model = tiny_llama(**MODELS[name])
     assert_equals_generate(run(directory, make_prompts([16])), model)
 
@@ -153,7 +151,7 @@ def test_dynamic_rope_across_the_trained_length_is_transformers(
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
-def test_positions_past_8192_equal_transformers(
+def test_positions_past_8192_are_the_same(
     rope: dict[str, Any], tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     directory, model = tiny_llama(
@@ -250,9 +248,7 @@ def bfloat16_and_float32(directory: Path, model: LlamaForCausalLM) -> LlamaForCa
     return rounded.float().eval()
 
 
-def test_bfloat16_tokens_differ_from_float32_only_at_near_ties(
-    tiny_llama: MakeLlama, make_prompts: MakePrompts
-) -> None:
+def test_bfloat16_tokens_differ_only_at_near_ties(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, model = tiny_llama(num_hidden_layers=2)
     outputs = run(directory, make_prompts([5, 12, 30, 18, 40, 7], seed=7), dtype="bfloat16")
     assert_equals_transformers(outputs, bfloat16_and_float32(directory, model), tie=BFLOAT16_TIE)

@@ -263,9 +263,7 @@ def test_request_beside_aborted_ones_answers_as_alone(make_engine: MakeEngine, s
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_cached_prefix_gives_the_answer_of_a_computed_one(
-    make_engine: MakeEngine, solo: Solo, policy: DepthPolicy
-) -> None:
+def test_cached_prefix_answers_as_a_computed_one(make_engine: MakeEngine, solo: Solo, policy: DepthPolicy) -> None:
     """Also in the next turn of a chat."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, depth=policy)
     first = Request(tuple(range(100, 116)), params)

@@ -297,7 +297,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "key", "value", "message"), REFUSED)
-def test_what_a_family_cannot_have_is_refused_by_its_key(
+def test_what_no_family_has_is_refused_by_its_key(
     name: str, key: str, value: Any, message: str, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "model.gguf", make(tmp_path, name), changes={key: value})

@@ -238,9 +238,7 @@ def test_hooked_requests_do_not_draft(tiny: TinyLlama, depth: DepthPolicy, backe
 @pytest.mark.parametrize(
     "depth", [D3(alpha=0.7, start=0.3), EarlyExit(0.3), LayerTable([[0, 1, 2, 3], [0, 3], [0, 2, 3]])]
 )
-def test_a_skipped_layer_passes_the_state_on(
-    tiny: TinyLlama, depth: DepthPolicy, backend: str, native_library: None
-) -> None:
+def test_skipped_layer_passes_state_on(tiny: TinyLlama, depth: DepthPolicy, backend: str, native_library: None) -> None:
     with engine_of(tiny, backend=backend, depth=depth) as engine:
         outputs = answer(engine, PROMPTS, greedy(capture=EVERY))
     skipped = 0

@@ -85,9 +85,7 @@ def test_mixed_batch_answers_as_pefts_merged_models(adapted: Adapted, backend: s
     assert len(set(map(tuple, found))) == len(MIX), "equal answers of two adapters would prove little"
 
 
-def test_graphs_serve_any_adapters(
-    adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_serve_adapters(adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
     from d3engine.executor.cuda_graph import GraphExecutor
 
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
@@ -163,7 +161,7 @@ PACKED = {"weight_dtype": "bfloat16", "weight_compression": "bf12"}
 
 
 @pytest.mark.parametrize("changes", [{"kv_cache_dtype": "fp8"}, {"weight_dtype": "bfloat16"}, PACKED], ids=str)
-def test_adapters_stand_beside_any_weights_and_cache(
+def test_adapters_go_with_any_weights_and_cache(
     adapted: Adapted, native_library: None, changes: dict[str, Any]
 ) -> None:
     with engine_of(adapted, **changes) as engine:
@@ -241,9 +239,7 @@ def test_what_names_no_adapter_is_refused(native: Engine, asked: Any, said: str)
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])
-def test_async_engine_loads_and_unloads_under_load(
-    adapted: Adapted, alone: list[RequestOutput], transport: str
-) -> None:
+def test_async_engine_loads_and_unloads_at_work(adapted: Adapted, alone: list[RequestOutput], transport: str) -> None:
     expected = {(len(prompt), name): one.outputs[0].token_ids for (prompt, name), one in zip(MIX, alone, strict=True)}
 
     async def answer(engine: AsyncEngine, prompt: list[int], name: str | None) -> None:

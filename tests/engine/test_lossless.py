@@ -148,9 +148,7 @@ ASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
-def test_parameters_are_honoured_in_draft_and_verification(
-    make_engine: MakeEngine, full: Full, asks: dict[str, Any]
-) -> None:
+def test_parameters_hold_in_draft_and_verification(make_engine: MakeEngine, full: Full, asks: dict[str, Any]) -> None:
     """What a request asks for is honoured in the draft and in its verification."""
     policies = [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(1.5), 4), SelfSpeculative(SkipDecode(12, 3), 2)]
     requests = [SamplingParams(temperature=0, max_tokens=20, depth=policy, **asks) for policy in policies * 2]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixture_types import MakePrompts
 from quantized_weights import load
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, SamplingParams
@@ -54,7 +55,7 @@ def matrices(weights: LlamaWeights) -> list[object]:
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_an_engine_answers_as_with_rows(
     quantized: Callable[..., Path],
-    make_prompts: Callable[..., list[list[int]]],
+    make_prompts: MakePrompts,
     monkeypatch: pytest.MonkeyPatch,
     scheme: str,
     is_tied: bool,

@@ -18,6 +18,7 @@ from d3engine.errors import D3EngineError
 from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.request.params import RequestOutputKind
 
+Handle = Callable[[int], None]
 PROMPT, OTHER = [11, 12, 13], [21, 22]
 
 
@@ -338,7 +339,7 @@ def handle() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGRTMIN])
 @pytest.mark.parametrize("times", [1, 3])
 def test_exception_of_a_signal_handler_ends_only_the_call(
-    make_engine: MakeEngine, handle: Callable[[int], None], number: signal.Signals, times: int
+    make_engine: MakeEngine, handle: Handle, number: signal.Signals, times: int
 ) -> None:
     """An exception of any signal handler ends the call and not the engine."""
     engine = make_engine()
@@ -351,7 +352,7 @@ def test_exception_of_a_signal_handler_ends_only_the_call(
     assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs == want
 
 
-def test_signals_of_one_step_are_all_raised(make_engine: MakeEngine, handle: Callable[[int], None]) -> None:
+def test_signals_of_one_step_are_all_raised(make_engine: MakeEngine, handle: Handle) -> None:
     engine = make_engine()
     handle(signal.SIGALRM)
     in_step(engine, 1, lambda: (signal.raise_signal(signal.SIGALRM), press()))
@@ -361,9 +362,7 @@ def test_signals_of_one_step_are_all_raised(make_engine: MakeEngine, handle: Cal
     assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].finished
 
 
-def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
-    make_engine: MakeEngine, handle: Callable[[int], None]
-) -> None:
+def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(make_engine: MakeEngine, handle: Handle) -> None:
     engine, steps = make_engine(num_scheduler_steps=1), []
     handle(signal.SIGALRM)
     see_steps(engine, steps.append)
@@ -373,7 +372,7 @@ def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
     assert len(steps) == 2
 
 
-def test_what_a_step_has_computed_outlives_a_time_limit(make_engine: MakeEngine, handle: Callable[[int], None]) -> None:
+def test_what_a_step_has_computed_outlives_a_time_limit(make_engine: MakeEngine, handle: Handle) -> None:
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     handle(signal.SIGALRM)
@@ -384,9 +383,7 @@ def test_what_a_step_has_computed_outlives_a_time_limit(make_engine: MakeEngine,
     assert finish(engine)["a"].outputs == want
 
 
-def test_handler_raising_during_restore_leaves_all_restored(
-    handle: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handler_raising_during_restore_leaves_all_restored(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that raises while handlers are put back leaves none out of place."""
     handle(signal.SIGALRM)
     put_back, calls = interrupts._put_back, []

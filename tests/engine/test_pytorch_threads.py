@@ -115,9 +115,7 @@ def test_an_engine_on_a_thread_of_its_own_obeys_too(tiny_llama: MakeLlama, monke
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_threads_of_small_layers_and_of_pytorch_are_a_limit(
-    tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_layers_and_of_pytorch_are_a_limit(tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of small layers, and fewer of PyTorch's own, are not exceeded."""
 
     def threads(given: int | None) -> set[int]:

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import MakeLlama
 from tiny_models import TinyLlama, random_prompts, save_without_layer
 
 from d3engine import Engine, FullDepth, SamplingParams, Speculative, UnifiedSkip
@@ -21,7 +21,7 @@ TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+def target(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(**TARGET)
 
 
@@ -71,7 +71,7 @@ def test_second_model_with_graphs_drafts_step_by_step(
 
 
 def test_draft_model_that_does_not_fit_is_refused_by_name(
-    target: TinyLlama, draft: str, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
+    target: TinyLlama, draft: str, tiny_llama: MakeLlama, tmp_path: Path
 ) -> None:
     """A draft model that does not fit its target is refused by name."""
     with pytest.raises(InvalidValueError, match=r"^draft_model must be .*vocabulary of its target, 40 tokens and not"):

@@ -40,7 +40,7 @@ def test_largest_step_fills_the_budget_and_wants_all_logits(rows: int, length: i
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_workspace_is_what_the_device_has_less(
+def test_workspace_is_what_a_device_lost(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     """The workspace is what the device has less, the pool apart."""
@@ -116,9 +116,7 @@ def test_workspace_counts_the_largest_step(max_num_seqs: int) -> None:
     assert sorted_before == [0]
 
 
-def test_largest_graph_needs_to_know_all_tokens_before(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_largest_graph_must_know_all_tokens_before(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest graph is one that needs to know all tokens before."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     executor = make_engine(max_num_seqs=8).executor

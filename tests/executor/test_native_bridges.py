@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from bridge_files import some_maps, write_maps
+from fixture_types import MakeLlama
 from multi_step import greedy, unread
-from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, Lossless, RequestOutput, SamplingParams, SelfSpeculative
 from d3engine.model.bridges import BRIDGES_FILE
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("native_library")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+def model(tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """A directory with weights of a kind, and bridges of a rank beside them (0: full)."""
     made = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=96, seed=3)
     parent = tmp_path_factory.mktemp("bridged")

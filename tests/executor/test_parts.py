@@ -136,7 +136,7 @@ def test_norms_behind_and_soft_caps_answer_alike_over_ranks(
 
 
 @pytest.mark.parametrize("policy", [Lossless(D3(0.8, 0.3), 4), SelfSpeculative(UnifiedSkip(2), 3)], ids=repr)
-def test_drafts_are_verified_alike_over_two_ranks(
+def test_drafts_are_verified_over_two_ranks(
     policy: DepthPolicy, tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     if not isinstance(policy, Lossless):

@@ -307,9 +307,7 @@ def test_rank_stopped_while_it_answers_ends_the_engine(tiny_llama: MakeLlama, mo
     assert not children()
 
 
-def test_a_rank_that_is_killed_as_all_join_ends_the_start(
-    tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_killed_as_all_join_ends_the_start(tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     left_to_test_parallel()
 
     def join(place: Place, device: torch.device) -> Any:

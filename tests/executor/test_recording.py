@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeEngine
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
@@ -153,7 +154,7 @@ def test_drivers_memory_of_a_graph_counts_until_dropped(cuda: FakeCuda) -> None:
 
 
 @pytest.fixture
-def engine(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     return make_engine(max_num_seqs=2, depth=D3(0.8, 0.3))
 
@@ -257,7 +258,7 @@ def test_capture_ahead_without_memory_ends_the_captures(
 @pytest.mark.parametrize("gives_back", [0, 1])
 def test_a_request_whose_graph_finds_no_memory_is_answered(
     engine: Engine,
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     gives_back: int,

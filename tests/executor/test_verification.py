@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixture_types import MakeLlama
 from tiny_models import TinyLlama, save_without_layer
 
 from d3engine import (
@@ -34,7 +34,7 @@ SAMPLES = 512
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+def llama(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48, seed=4)
 
 

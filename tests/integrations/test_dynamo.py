@@ -93,9 +93,7 @@ def text_of(client: httpx.Client, model: str, **body: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_eight_requests_at_once_are_answered_as_by_the_engine(
-    client: httpx.Client, wanted: list[RequestOutput]
-) -> None:
+def test_eight_requests_at_once_are_answered_as_by_an_engine(client: httpx.Client, wanted: list[RequestOutput]) -> None:
     """Eight requests at once are answered as the engine answers them."""
     greedy = [nth for nth, question in enumerate(ANSWERED) if question.depth is None and question.temperature == 0]
     asked = [greedy[nth % len(greedy)] for nth in range(NUM_AT_ONCE)]

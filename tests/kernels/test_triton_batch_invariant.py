@@ -70,9 +70,7 @@ def test_a_row_becomes_the_same_bits_alone_and_among_any_others(form: str, devic
 
 
 @pytest.mark.parametrize("form", WEIGHTS)
-def test_programs_share_columns_alike_for_any_rows(
-    form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_share_columns_for_any_rows(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that share columns do so alike for any number of rows."""
     monkeypatch.setattr(products, "MIN_PROGRAMS", 4)
     columns = 1024

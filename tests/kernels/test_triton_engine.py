@@ -78,9 +78,7 @@ def test_hidden_states_are_those_of_the_reference(triton_engine: MakeEngine, mak
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_rows_of_many_ages_answer_as_on_the_reference(
-    triton_engine: MakeEngine, make_engine: MakeEngine, cache: str
-) -> None:
+def test_rows_of_many_ages_answer_as_reference(triton_engine: MakeEngine, make_engine: MakeEngine, cache: str) -> None:
     """Prompts in pieces and rows of many ages answer as on the reference."""
     reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
     engine = triton_engine(False, kv_cache_dtype=cache)
@@ -92,9 +90,7 @@ def test_rows_of_many_ages_answer_as_on_the_reference(
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_runs_of_steps_answer_as_on_the_reference(
-    triton_engine: MakeEngine, make_engine: MakeEngine, cache: str
-) -> None:
+def test_runs_of_steps_answer_as_on_reference(triton_engine: MakeEngine, make_engine: MakeEngine, cache: str) -> None:
     """Of several rows, and of one: the last request ends after all others."""
     reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
     engine = triton_engine(True, kv_cache_dtype=cache)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import Randn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -77,14 +78,14 @@ def row_count(value: int, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 123), (5, 129)])
-def test_rms_norm(dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor]) -> None:
+def test_rms_norm(dtype: torch.dtype, rows: int, width: int, randn: Randn) -> None:
     hidden, weight = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     out = kernels.rms_norm(hidden, weight, EPS)
     assert_close(out, normed(hidden, weight))
     torch.testing.assert_close(out, reference.rms_norm(hidden, weight, EPS), rtol=2e-2, atol=1e-6)
 
 
-def test_rms_norm_rounds_before_weight(randn: Callable[..., Tensor], device: torch.device) -> None:
+def test_rms_norm_rounds_before_weight(randn: Randn, device: torch.device) -> None:
     """The normed row is rounded before it meets the weight, as in transformers."""
     # The norm of ones and threes is far from where a rounding turns; Triton's interpreter cuts bfloat16 off instead.
     hidden, weight = torch.ones(2, 128, dtype=torch.float16, device=device), randn(128, dtype=torch.float16)
@@ -96,7 +97,7 @@ def test_rms_norm_rounds_before_weight(randn: Callable[..., Tensor], device: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_adds_to_the_residual_of_live_rows_first(
-    dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
+    dtype: torch.dtype, randn: Randn, device: torch.device
 ) -> None:
     """Rms norm adds to the residual first but only in rows that live."""
     hidden, residual, weight = randn(5, 123, dtype=dtype), randn(5, 123, dtype=dtype), randn(123, dtype=dtype)
@@ -111,7 +112,7 @@ def test_rms_norm_adds_to_the_residual_of_live_rows_first(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (5, 129)])
 def test_a_norm_is_added_to_the_rows_that_live(
-    dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor], device: torch.device
+    dtype: torch.dtype, rows: int, width: int, randn: Randn, device: torch.device
 ) -> None:
     x, residual = randn(rows, width, dtype=dtype, scale=3.0), randn(rows, width, dtype=dtype)
     weight, live = randn(width, dtype=dtype), max(1, rows - 2)
@@ -127,7 +128,7 @@ def test_a_norm_is_added_to_the_rows_that_live(
 
 @pytest.mark.parametrize("rows", [65, 130])
 def test_rows_that_are_kept_from_torch_go_by_128(
-    rows: int, randn: Callable[..., Tensor], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "MATMUL_ROWS", 256)
     dtype, width = torch.bfloat16, 256
@@ -149,7 +150,7 @@ def test_rows_that_are_kept_from_torch_go_by_128(
 @pytest.mark.parametrize(("dtype", "rows", "width"), [*cases((123,), (256,)), (torch.float32, 5, 256)])
 @pytest.mark.parametrize("live", [None, 0.6])
 def test_linear_residual(
-    dtype: torch.dtype, rows: int, width: int, live: float | None, randn: Callable[..., Tensor], device: torch.device
+    dtype: torch.dtype, rows: int, width: int, live: float | None, randn: Randn, device: torch.device
 ) -> None:
     x, weight = randn(rows, width, dtype=dtype), randn(129, width, dtype=dtype, scale=0.1)
     bias = None if width == 256 else randn(129, dtype=dtype)
@@ -166,9 +167,7 @@ def test_linear_residual(
 
 
 @pytest.mark.parametrize(("dtype", "rows", "width", "gates"), cases((123, 67), (256, 64)))
-def test_gate_up(
-    dtype: torch.dtype, rows: int, width: int, gates: int, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_gate_up(dtype: torch.dtype, rows: int, width: int, gates: int, randn: Randn, device: torch.device) -> None:
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(2 * gates, width, dtype=dtype, scale=0.1)
     bias = None if width == 256 else randn(2 * gates, dtype=dtype)
@@ -185,9 +184,7 @@ def test_gate_up(
 
 @pytest.mark.parametrize("rows", [1, 5, 19, 43])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_gates_are_of_gelu_and_of_rows_that_are_not_normed(
-    rows: int, has_norm: bool, randn: Callable[..., Tensor]
-) -> None:
+def test_gates_are_of_gelu_and_of_rows_that_are_not_normed(rows: int, has_norm: bool, randn: Randn) -> None:
     hidden, norm = randn(rows, 123, dtype=torch.float32), randn(123, dtype=torch.float32)
     weight = randn(134, 123, dtype=torch.float32, scale=0.3)
     x = normed(hidden, norm) if has_norm else hidden.double()
@@ -224,7 +221,7 @@ def test_qkv_writes_keys_and_values_only_where_told(
     kv_heads: int,
     channels: int,
     width: int,
-    randn: Callable[..., Tensor],
+    randn: Randn,
     device: torch.device,
 ) -> None:
     """QKV writes keys and values to their entries and nowhere else."""
@@ -268,7 +265,7 @@ def test_qkv_writes_keys_and_values_only_where_told(
     assert bool(pool.isnan().all())
 
 
-def test_qkv_of_rows_that_share_an_entry_writes_that_entry(randn: Callable[..., Tensor], device: torch.device) -> None:
+def test_qkv_of_rows_that_share_an_entry_writes_that_entry(randn: Randn, device: torch.device) -> None:
     """Equal rows with one target, as padding rows have: no other entry may change."""
     hidden = randn(1, 123, dtype=torch.float32).expand(3, 123).contiguous()
     norm, weight = randn(123, dtype=torch.float32), randn(3 * 16, 123, dtype=torch.float32)
@@ -281,9 +278,7 @@ def test_qkv_of_rows_that_share_an_entry_writes_that_entry(randn: Callable[..., 
 
 
 @pytest.mark.parametrize(("dtype", "rows", "width"), cases((123,), (256,)))
-def test_lm_head_and_its_argmax(
-    dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_lm_head_and_its_argmax(dtype: torch.dtype, rows: int, width: int, randn: Randn, device: torch.device) -> None:
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(141, width, dtype=dtype)
     expected = normed(hidden, norm) @ weight.double().t()
@@ -308,7 +303,7 @@ def test_lm_head_and_its_argmax(
 @pytest.mark.parametrize("rows", [1, 5, 43])
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 def test_logits_are_softly_capped_before_a_token_is_chosen(
-    rows: int, cap: float, randn: Callable[..., Tensor], device: torch.device
+    rows: int, cap: float, randn: Randn, device: torch.device
 ) -> None:
     hidden, norm, weight = (randn(count, 64, dtype=torch.float32) for count in (rows, 1, 141))
     expected = cap * torch.tanh(normed(hidden, norm[0]) @ weight.double().t() / cap)
@@ -324,9 +319,7 @@ def test_logits_are_softly_capped_before_a_token_is_chosen(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 43])
-def test_lowest_of_equal_logits_wins_and_a_fault_shows(
-    rows: int, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_lowest_of_equal_logits_wins_and_a_fault_shows(rows: int, randn: Randn, device: torch.device) -> None:
     """Of equal logits the lowest token wins and a fault shows in the score."""
     hidden, norm = randn(rows, 32, dtype=torch.float32), torch.ones(32, device=device)
     weight = torch.zeros(141, 32, device=device)
@@ -351,9 +344,7 @@ def test_lowest_of_equal_logits_wins_and_a_fault_shows(
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_large_float16_row_times_large_norm_stays_finite(
-    rows: int, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_large_float16_row_times_large_norm_stays_finite(rows: int, randn: Randn, device: torch.device) -> None:
     """A large float16 row times a large norm weight stays finite."""
     hidden = randn(rows, 128, dtype=torch.float16, scale=8000.0)
     norm = torch.full((128,), 20.0, dtype=torch.float16, device=device)
@@ -377,9 +368,7 @@ def test_no_rows_are_no_work(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_entry_is_copied_to_many_up_to_the_count(
-    dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_one_entry_is_copied_to_many_up_to_the_count(dtype: torch.dtype, randn: Randn, device: torch.device) -> None:
     """One entry is copied to many, and copies beyond the count are not made."""
     pool = randn(5, 2, 4, 3, 41, dtype=dtype).contiguous()
     expected = pool.clone()
@@ -392,7 +381,7 @@ def test_one_entry_is_copied_to_many_up_to_the_count(
     assert torch.equal(bits(pool), bits(expected))
 
 
-def test_a_count_above_the_rows_means_all_rows(randn: Callable[..., Tensor], device: torch.device) -> None:
+def test_a_count_above_the_rows_means_all_rows(randn: Randn, device: torch.device) -> None:
     x, weight, residual = (randn(n, 32, dtype=torch.float32) for n in (3, 32, 3))
     expected = residual.double() + x.double() @ weight.double().t()
     kernels.linear_residual(x, weight, None, residual, num_rows=row_count(9, device))
@@ -407,7 +396,7 @@ def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
         kernels.copy_entries(torch.ones(1, 2, 4, 2, 3, device=device).transpose(3, 4), *torch.zeros(2, 1).long())
 
 
-def test_many_rows_of_few_outputs_share_their_columns(randn: Callable[..., Tensor], device: torch.device) -> None:
+def test_many_rows_of_few_outputs_share_their_columns(randn: Randn, device: torch.device) -> None:
     """More steps than parts can have evenly, and a last step that is not whole."""
     x, weight, residual = (randn(n, 1000, dtype=torch.float16) for n in (20, 70, 20))
     residual = residual[:, :70]
@@ -455,9 +444,7 @@ def test_launch_makes_its_tensors_device_the_current_one(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("live", [None, 40])
-def test_the_matrix_library_keeps_its_sums_in_float32(
-    live: int | None, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_the_matrix_library_keeps_its_sums_in_float32(live: int | None, randn: Randn, device: torch.device) -> None:
     settings = torch.backends.cuda.matmul
     found: list[tuple[object, object]] = []
 

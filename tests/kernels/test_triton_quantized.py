@@ -1,10 +1,9 @@
 """The Triton projections on quantized weights against float64 on the values that the stored ones stand for.
 Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from fixture_types import Randn
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
@@ -21,8 +20,6 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 MATMUL_ROWS = 42
 ROWS = [1, 5, 40, 43]  # one for each path, the last for torch.matmul on an unpacked matrix
 KINDS = ["int8", "fp8", "fp8_groups", "int4"]
-
-Randn = Callable[..., Tensor]
 
 
 def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -> tuple[QuantizedWeight, Tensor]:
@@ -207,7 +204,7 @@ def test_many_rows_read_values_in_another_order_of_columns(
     assert_close(residual[:67], expected[:67], LIMITS[torch.float16])
 
 
-def test_noise_for_too_many_rows_is_of_stored_logits(
+def test_noise_of_many_rows_is_of_stored_logits(
     randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For more rows than registers allow noise is drawn from stored logits."""
@@ -223,9 +220,7 @@ def test_noise_for_too_many_rows_is_of_stored_logits(
     torch.testing.assert_close(scores, expected[1])
 
 
-def test_only_prompts_of_very_many_rows_unpack_quantized_weights(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_prompts_of_very_many_rows_unpack_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for kind in KINDS:
         weight, _ = random_weight(kind, 16, 64, device)

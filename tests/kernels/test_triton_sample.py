@@ -290,9 +290,7 @@ def test_cuts_of_halving_probabilities(
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_faulty_row_shows_in_its_score_and_changes_no_other(
-    cut: bool, device: torch.device, generator: torch.Generator
-) -> None:
+def test_faulty_row_shows_and_changes_no_other(cut: bool, device: torch.device, generator: torch.Generator) -> None:
     """A faulty row shows in its score and its neighbours do not change."""
     vocab = 300
     logits = torch.randn(6, vocab, generator=generator).to(device)
@@ -316,9 +314,7 @@ def test_faulty_row_shows_in_its_score_and_changes_no_other(
 
 
 @pytest.mark.parametrize("live", [0, 2, 9])
-def test_rows_beyond_the_count_are_not_chosen_nor_counted(
-    live: int, device: torch.device, generator: torch.Generator
-) -> None:
+def test_rows_beyond_the_count_are_left_alone(live: int, device: torch.device, generator: torch.Generator) -> None:
     vocab, num_rows = 300, torch.tensor([live], dtype=torch.int32, device=device)
     logits = torch.randn(4, vocab, generator=generator).to(device)
     rows, steps = rows_like([1.0, 0.0, 1.0, 0.7], device)

@@ -34,9 +34,7 @@ WRONG_TENSORS: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("edit", "message"), WRONG_TENSORS)
-def test_a_wrong_tensor_is_named_with_its_file(
-    tmp_path: Path, edit: Callable[[dict[str, Tensor]], Any], message: str
-) -> None:
+def test_wrong_tensor_is_named_by_file(tmp_path: Path, edit: Callable[[dict[str, Tensor]], Any], message: str) -> None:
     save_model(tmp_path)
     change(tmp_path, edit)
     with pytest.raises(ModelFormatError, match=message):

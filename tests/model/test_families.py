@@ -202,9 +202,7 @@ TWO_PARTS = {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_f
         ("LlamaModel", {}, "tie_word_embeddings must be true, since a LlamaModel has no LM head of its own; got None"),
     ],
 )
-def test_family_field_beyond_the_engine_is_refused_by_name(
-    architecture: str, changes: dict[str, Any], message: str
-) -> None:
+def test_field_beyond_the_engine_is_refused_by_name(architecture: str, changes: dict[str, Any], message: str) -> None:
     """What a family may ask for and the engine cannot do is refused by field."""
     with pytest.raises(ModelFormatError, match=message):
         config(architecture, **changes)
@@ -317,9 +315,7 @@ def assert_equal(one: LlamaWeights, other: LlamaWeights) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("name", SAVED)
-def test_a_quantized_family_loads_as_its_quantized_weights(
-    name: str, scheme: str, saved: MakeModel, tmp_path: Path
-) -> None:
+def test_quantized_family_loads_as_quantized_weights(name: str, scheme: str, saved: MakeModel, tmp_path: Path) -> None:
     quantize_model(saved(name), tmp_path / "out", scheme, show_progress=False)
     verify_model(tmp_path / "out", show_progress=False)
     found, expected = (all_tensors(w) for w in (load(tmp_path / "out"), quantize_weights(load(saved(name)), scheme)))

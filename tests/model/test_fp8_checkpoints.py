@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama
 from fp8_checkpoints import PUBLISHED, Published, publish
 from safetensors.torch import load_file, save_file
-from tiny_models import TinyLlama, random_prompts
+from tiny_models import random_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -29,14 +30,13 @@ from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import load_weights
 from d3engine.weights_tools.quantize import quantize_model
 
-MakeTiny = Callable[..., TinyLlama]
 MakeCheckpoint = Callable[[str], tuple[Path, LlamaForCausalLM]]
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 QUERY = "model.layers.1.self_attn.q_proj."
 
 
 @pytest.fixture
-def checkpoint_of(tiny_llama: MakeTiny, tmp_path: Path) -> MakeCheckpoint:
+def checkpoint_of(tiny_llama: MakeLlama, tmp_path: Path) -> MakeCheckpoint:
     """A directory as one publisher writes it, and transformers' model of the floats that it stands for."""
 
     def make(name: str) -> tuple[Path, LlamaForCausalLM]:
@@ -107,9 +107,7 @@ def wide(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
-def test_a_gpu_that_converts_no_8_bit_floats_gets_floats(
-    checkpoint_of: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_that_converts_no_8_bit_gets_floats(checkpoint_of: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = checkpoint_of("a scale a row")
     config = ModelConfig.from_directory(directory)
     held = {}
@@ -128,7 +126,7 @@ def test_of_a_config_without_weights_it_is_not_said_how_they_lie(checkpoint_of: 
     assert ModelConfig.from_directory(directory).quantization is None
 
 
-def test_where_a_layer_was_left_in_floats_all_are_floats(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_where_a_layer_was_left_in_floats_all_are_floats(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     rows = PUBLISHED["a scale a row"]
     publish(tiny_llama().directory, tmp_path, replace(rows, ignored=(*rows.ignored, "layers.1.mlp.down_proj")))
     assert ModelConfig.from_directory(tmp_path).quantization is None
@@ -291,7 +289,7 @@ def test_what_is_not_values_times_scales_is_refused_by_name(
         Engine(directory, **OPTIONS)
 
 
-def test_8_bit_floats_without_their_config_are_no_weights(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_8_bit_floats_without_their_config_are_no_weights(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     """Without a config that says so 8 bit floats are no weights."""
     publish(tiny_llama().directory, tmp_path, Published({"quant_method": "fp8"}))
     config = json.loads((tmp_path / "config.json").read_text())

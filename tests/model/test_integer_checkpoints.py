@@ -161,9 +161,7 @@ def refused(source: Path, directory: Path, **quantization: Any) -> str:
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups must be an object"),
     ],
 )
-def test_a_layout_that_is_not_read_is_refused_by_name(
-    source: Path, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_layout_that_is_not_read_is_refused(source: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     assert words in refused(source, tmp_path / "published", **changes)
 
 

@@ -111,9 +111,7 @@ def test_stream_of_cycles_brings_each_token_and_may_be_left(make_engine: MakeEng
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3])
-def test_cycles_are_as_few_as_the_host_wants_to_look(
-    make_engine: MakeEngine, solo: Solo, num_scheduler_steps: int
-) -> None:
+def test_cycles_are_as_few_as_the_host_looks(make_engine: MakeEngine, solo: Solo, num_scheduler_steps: int) -> None:
     engine = make_engine(num_scheduler_steps=num_scheduler_steps)
     plans = watched(engine)
     request = Request(tuple(range(30, 37)), greedy(Lossless(D3(0.9, 0.5), 5), 12))

@@ -181,9 +181,7 @@ def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: MakeEngine) ->
     assert engine.stats().graph_capture_seconds > 0
 
 
-def test_graphs_used_longest_ago_go_and_come_again(
-    graphs: MakeEngine, solo: Solo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_used_longest_ago_go_and_return(graphs: MakeEngine, solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of too many graphs those used longest ago go, and come again when they are needed."""
     # A single run needs more of them than are kept here.
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 2)

@@ -37,9 +37,7 @@ def deltas(params: Any) -> Any:
     return replace(params, output_kind=RequestOutputKind.DELTA)
 
 
-def test_stream_is_few_runs_and_each_step_brings_a_token(
-    multi_step: MakeEngine, solo: Solo, controls: list[RunControl]
-) -> None:
+def test_stream_is_few_runs_a_token_each_step(multi_step: MakeEngine, solo: Solo, controls: list[RunControl]) -> None:
     """A stream is a few runs of the device and each step brings a token."""
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5), 50))
     engine = multi_step(num_scheduler_steps=12)
@@ -146,9 +144,7 @@ def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-def test_reader_of_all_that_is_done_reads_single_tokens(
-    multi_step: MakeEngine, solo: Solo, kind: RequestOutputKind
-) -> None:
+def test_reader_of_all_done_reads_single_tokens(multi_step: MakeEngine, solo: Solo, kind: RequestOutputKind) -> None:
     """A reader takes all that is done and still reads one token after the other."""
     # Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too.
     request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40, logprobs=0)) for n in (50, 45))

@@ -71,9 +71,7 @@ def test_mixed_schedules_in_order_share_a_run(multi_step: MakeEngine, solo: Solo
 
 
 @pytest.mark.parametrize("policy", [D3(0.9, 0.5), D3(0.8, 0.3), D3(0.7, 0.2)], ids=repr)
-def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
-    multi_step: MakeEngine, solo: Solo, policy: DepthPolicy
-) -> None:
+def test_rows_of_one_schedule_share_a_run_at_any_age(multi_step: MakeEngine, solo: Solo, policy: DepthPolicy) -> None:
     """Those that have come later stay deeper for longer, also where all are at one depth when a run begins."""
     requests = [Request(tuple(range(40 + n, 56 + n)), greedy(policy, 22)) for n in range(5)]
     engine = multi_step(max_num_batched_tokens=16, enable_prefix_caching=False)
@@ -87,7 +85,7 @@ def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
     [({}, 0), ({"max_num_batched_tokens": 8}, 1), ({"admission": IntervalAdmission(5)}, 0)],
     ids=repr,
 )
-def test_requests_of_every_kind_answer_as_alone(
+def test_requests_of_any_kind_are_as_alone(
     multi_step: MakeEngine, solo: Solo, seed: int, changes: dict[str, Any]
 ) -> None:
     """Also those that a device cannot choose for (with log-probabilities, say), which make the host look."""

@@ -68,9 +68,7 @@ def test_the_limit_of_a_head_is_not_that_of_a_connection(hasty: ServedApp) -> No
             assert read_answer(client)[0] == 200
 
 
-def test_a_body_that_stalls_is_answered_and_its_connection_ends(
-    hasty: ServedApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_body_is_answered_and_its_connection_ends(hasty: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
     status, error = refused(hasty, request("/echo", b"{", Content_Length="1000"))
     assert (status, error["code"]) == (408, "body_timeout")

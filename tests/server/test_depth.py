@@ -146,7 +146,7 @@ def test_a_depth_that_is_malformed_or_not_allowed_is_refused(refusal: Any, depth
     ],
     ids=str,
 )
-def test_depths_that_disagree_or_cannot_be_read_are_refused(
+def test_depths_that_disagree_or_are_none_are_refused(
     refusal: Any, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     status, error = refusal("/v1/completions", {"prompt": "Tom"} | body, headers=headers)

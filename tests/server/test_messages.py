@@ -26,9 +26,7 @@ PATH = "/v1/messages"
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "seed": 3}], ids=str)
-def test_a_message_whole_and_streamed_is_what_the_chat_says(
-    anthropic: Any, openai: Any, sampled: dict[str, Any]
-) -> None:
+def test_message_whole_and_streamed_is_what_the_chat_says(anthropic: Any, openai: Any, sampled: dict[str, Any]) -> None:
     said = openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=60, extra_body=sampled)
     whole = anthropic.messages.create(**ASKED, extra_body=sampled)
     (block,) = whole.content
@@ -76,7 +74,7 @@ def test_message_stream_events_are_named_and_in_order(http: httpx.Client) -> Non
     ],
     ids=["blocks", "system", "one role twice", "an answer that has begun"],
 )
-def test_a_conversation_is_read_as_the_chat_reads_it(
+def test_conversation_is_read_as_by_the_chat(
     anthropic: Any, openai: Any, turns: Any, system: Any, as_chat: Any
 ) -> None:
     extra = {"continue_final_message": turns[-1]["role"] == "assistant"}
@@ -158,9 +156,7 @@ def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Any, openai: Any) ->
     ],
     ids=str,
 )
-def test_message_refusal_names_the_field_in_anthropics_form(
-    http: httpx.Client, changes: dict[str, Any], name: str
-) -> None:
+def test_message_refusal_names_a_field_as_anthropic(http: httpx.Client, changes: dict[str, Any], name: str) -> None:
     """A message that cannot be honoured names the field in Anthropic's form."""
     answer = http.post(PATH, json=ASKED | {"stream": True} | changes)
     error = answer.json()

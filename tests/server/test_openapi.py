@@ -114,7 +114,7 @@ def test_it_says_what_the_official_client_sends_and_gets(described: Any, faults:
         ("/is_sleeping", None),
     ],
 )
-def test_answers_of_every_route_are_what_it_says(
+def test_answers_of_routes_are_what_it_says(
     described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
 ) -> None:
     if asked is None:
@@ -137,7 +137,7 @@ def test_answers_of_every_route_are_what_it_says(
         ("/api/generate", {"prompt": "Tom has", "raw": True, "logprobs": True, "top_logprobs": 1}),
     ],
 )
-def test_lines_of_every_stream_are_what_it_says(
+def test_lines_of_streams_are_what_it_says(
     described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
 ) -> None:
     answer = http.post(path, json={"model": "demo", "options": {"num_predict": 4}, **asked})
@@ -161,7 +161,7 @@ def test_lines_of_every_stream_are_what_it_says(
         ("/v1/messages", {"messages": [{"role": "user", "content": "Tom has 5 pens."}], "max_tokens": 5}),
     ],
 )
-def test_events_of_every_stream_are_what_it_says(
+def test_events_of_streams_are_what_it_says(
     described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
 ) -> None:
     text = http.post(path, json=asked | {"stream": True, "return_depths": True}).text

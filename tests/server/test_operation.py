@@ -87,9 +87,7 @@ def asks(stepping: Stepping) -> Iterator[Callable[..., httpx.Response]]:
         yield lambda method, path, body=None: client.request(method, path, json=body)
 
 
-def test_health_reports_an_engine_that_hangs_or_has_ended(
-    stepping: Stepping, asks: Callable[..., httpx.Response]
-) -> None:
+def test_health_tells_an_engine_that_hangs_or_ended(stepping: Stepping, asks: Callable[..., httpx.Response]) -> None:
     """Health reports an engine that hangs, and one that has ended."""
     assert asks("GET", "/health").status_code == 200
     stepping.goes.clear()

@@ -194,7 +194,7 @@ class Marked(WithTools):
         return await self._client.prepare(prompt, params, **more)
 
 
-def test_special_marks_of_reasoning_are_read_and_have_no_budget(
+def test_special_marks_of_reasoning_are_read_without_budget(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     style = ChatStyle(reasoning=reasoning_format_named("mistral"), special_ids={"[THINK]": 3, "[/THINK]": 4})

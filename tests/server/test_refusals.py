@@ -33,9 +33,7 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
     ],
     ids=str,
 )
-def test_a_completion_that_cannot_be_honoured_names_the_field(
-    refusal: Any, changes: dict[str, Any], param: str
-) -> None:
+def test_completion_that_cannot_be_honoured_names_the_field(refusal: Any, changes: dict[str, Any], param: str) -> None:
     status, error = refusal("/v1/completions", COMPLETION | changes)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert error["message"].startswith((param, "This model's maximum context length is 1024 tokens, but", "In depth"))
@@ -77,9 +75,7 @@ def test_the_official_client_raises_its_own_errors(openai: OpenAI) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_deep_inside_is_named_by_its_place(
-    refusal: Any, body: dict[str, Any], param: str, message: str
-) -> None:
+def test_mistake_deep_inside_is_named_by_place(refusal: Any, body: dict[str, Any], param: str, message: str) -> None:
     status, error = refusal("/v1/responses", {"input": "Tom"} | body)
     assert (status, error["param"], error["message"]) == (400, param, message)
 

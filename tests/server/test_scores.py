@@ -68,9 +68,7 @@ def test_documents_are_ranked_by_their_scores(scores: httpx.Client, demo: Engine
         ("/v1/rerank", {"documents": ["b"]}, "query", ""),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(
-    scores: httpx.Client, path: str, body: Any, field: str, words: str
-) -> None:
+def test_what_cannot_be_scored_is_refused(scores: httpx.Client, path: str, body: Any, field: str, words: str) -> None:
     answer = scores.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, field)

@@ -97,9 +97,7 @@ async def stream(engine: AsyncEngine, path: str, outlet: FreeNowAndThen | None) 
 
 @pytest.mark.parametrize("path", ASKED)
 @on_a_loop
-async def test_a_stream_is_the_same_whichever_way_its_pieces_go(
-    engine: AsyncEngine, in_step: InStep, path: str
-) -> None:
+async def test_stream_is_the_same_whichever_way_its_pieces_go(engine: AsyncEngine, in_step: InStep, path: str) -> None:
     ways: dict[str, Callable[[], FreeNowAndThen | None]] = {
         "none": lambda: None,
         "free": lambda: FreeNowAndThen(itertools.repeat(True)),

@@ -358,9 +358,7 @@ def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: Any, template
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])
-def test_calls_in_hermes_syntax_are_whole_and_streamed(
-    openai: Any, monkeypatch: pytest.MonkeyPatch, choice: Any
-) -> None:
+def test_hermes_calls_are_whole_and_streamed(openai: Any, monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
     call_at_once(monkeypatch)
     asked: dict[str, Any] = {**HERMES_CHAT, "tools": TOOLS, "temperature": 1.2, "seed": 4, "max_tokens": 500}
     asked |= {"parallel_tool_calls": False} | ({} if choice is None else {"tool_choice": choice})

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from batches import Request
 from tiny_models import TinyLlama
+from torch import Tensor
 
 from d3engine import Engine
 from d3engine.request.outputs import RequestOutput
@@ -11,4 +12,5 @@ from d3engine.request.outputs import RequestOutput
 MakeEngine = Callable[..., Engine]
 MakeLlama = Callable[..., TinyLlama]
 MakePrompts = Callable[..., list[list[int]]]
+Randn = Callable[..., Tensor]
 Solo = Callable[[Request], RequestOutput]

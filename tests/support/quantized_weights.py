@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import TinyLlama
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -24,7 +23,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "more than one group": {"hidden_size": 144, "intermediate_size": 200},
 }
 QUERY = "model.layers.1.self_attn.q_proj"
-MakeTiny = Callable[..., TinyLlama]
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -73,6 +73,9 @@ class Script:
             self.title_ends.release()
 
 
+Scripted = tuple[str, Script]
+
+
 def is_for_title(body: dict[str, Any]) -> bool:
     """Whether a request of the page is for a title."""
     return body.get("priority") == 1

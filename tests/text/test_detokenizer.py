@@ -108,9 +108,7 @@ def expect(
 class TestStreamedText:
     @MANY
     @given(data=st.data(), skip=st.booleans())
-    def test_joined_deltas_equal_the_full_decode_for_any_ids(
-        self, tokenizer: Tokenizer, data: st.DataObject, skip: bool
-    ) -> None:
+    def test_joined_deltas_equal_the_full_decode(self, tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
         ids = data.draw(any_ids(tokenizer))
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
         assert stream(detokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=skip)
@@ -162,7 +160,7 @@ class TestStreamedText:
         assert detokenizer.append(byte_fallback.encode("<s>")[0]) == ""
         assert [detokenizer.append(i) for i in (space, space, word)] == ["", " ", " a"]
 
-    def test_every_id_is_looked_up_a_bounded_number_of_times(
+    def test_ids_are_looked_up_a_bounded_number_of_times(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         work = 0
@@ -310,9 +308,7 @@ class TestStopStrings:
 class TestTextAfterAPrompt:
     @MANY
     @given(data=st.data(), skip=st.booleans())
-    def test_prompt_and_answer_together_read_as_the_whole(
-        self, tokenizer: Tokenizer, data: st.DataObject, skip: bool
-    ) -> None:
+    def test_prompt_and_answer_read_as_the_whole(self, tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
         words = st.text("ab é日🙂 \n", max_size=8).map(tokenizer.encode)
         ids = data.draw(st.lists(words, max_size=3).map(lambda parts: list(chain(*parts))))
         cut = data.draw(st.integers(0, len(ids)))

@@ -231,9 +231,7 @@ BPE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BPE_FAULTS)
-def test_a_byte_level_tokenizer_that_lacks_something_is_refused(
-    tmp_path: Path, keys: dict[str, Any], case: str
-) -> None:
+def test_byte_level_tokenizer_that_lacks_something_is_refused(tmp_path: Path, keys: dict[str, Any], case: str) -> None:
     changes, message = BPE_FAULTS[case]
     changes = {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
     tokenizer = {key: value for key, value in (keys | changes).items() if value is not None and value != []}

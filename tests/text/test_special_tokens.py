@@ -129,9 +129,7 @@ class TestTokenizerJson:
 
     @pytest.mark.parametrize("field", ["add_bos_token", "add_eos_token", "add_prefix_space", "legacy"])
     @pytest.mark.parametrize("value", ["false", 1, {}, [False]])
-    def test_a_switch_that_is_neither_true_nor_false_is_refused(
-        self, byte_level: Path, field: str, value: object
-    ) -> None:
+    def test_a_switch_neither_true_nor_false_is_refused(self, byte_level: Path, field: str, value: object) -> None:
         write(byte_level, "tokenizer_config.json", **{field: value})
         with pytest.raises(ModelFormatError, match=rf"{field} must be true, false or null; got"):
             load_tokenizer(byte_level)

@@ -35,9 +35,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text("ab é日🙂 \n<", max_size=6), max_size=3), skip=st.booleans(), cut=st.integers(0, 12))
-def test_the_bytes_of_a_texts_tokens_joined_are_the_texts(
-    tokenizer: Tokenizer, texts: list[str], skip: bool, cut: int
-) -> None:
+def test_bytes_of_a_texts_tokens_are_the_texts(tokenizer: Tokenizer, texts: list[str], skip: bool, cut: int) -> None:
     """Of prompt and answer together, whatever is cut in halves between them, and with special ids on the way."""
     special = sorted(tokenizer.special_ids)[:1]
     ids = [i for text in texts for i in (*special, *tokenizer.encode(text, add_special_tokens=False))]

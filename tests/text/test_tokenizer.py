@@ -166,9 +166,7 @@ class TestTokenizerModel:
         for text in ["  two lead", " one", "in  between", "trail  ", "a   b    c", "\u2581x"]:
             assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text)
 
-    def test_plain_text_is_encoded_as_sentencepiece_itself_does(
-        self, small_model: Path, sentencepiece_file: Path
-    ) -> None:
+    def test_plain_text_is_encoded_as_by_sentencepiece(self, small_model: Path, sentencepiece_file: Path) -> None:
         reference = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_file.read_bytes())
         tokenizer = load_tokenizer(small_model)
         for text in [*TEXTS, *CORPUS[:4], "  spaces   inside "]:

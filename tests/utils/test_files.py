@@ -261,9 +261,7 @@ def test_what_is_no_json_is_an_error_with_the_file_name(tmp_path: Path, content:
     ("contents", "message"),
     [({"temperature": 1e9}, "temperature"), ({"top_p": 1.5}, "top_p"), ({"max_new_tokens": 0}, "max_tokens")],
 )
-def test_a_sampling_default_out_of_range_is_named_with_its_file(
-    tmp_path: Path, contents: dict[str, Any], message: str
-) -> None:
+def test_sampling_default_out_of_range_is_named_by_file(tmp_path: Path, contents: dict[str, Any], message: str) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(contents))
     with pytest.raises(ModelFormatError, match=rf"{tmp_path}/generation_config\.json: .*{message}"):
         default_sampling_params(tmp_path)

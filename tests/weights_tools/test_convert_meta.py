@@ -28,9 +28,7 @@ def test_a_sentencepiece_tokenizer_is_copied_with_a_config(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("shards", "embedding_dimension"), [(1, 1), (2, 1), (2, 0)])
-def test_metas_checkpoint_becomes_the_model_it_was_made_from(
-    tmp_path: Path, shards: int, embedding_dimension: int
-) -> None:
+def test_metas_checkpoint_becomes_the_model_it_came_from(tmp_path: Path, shards: int, embedding_dimension: int) -> None:
     model = make_model()
     save_meta(tmp_path / "meta", model, shards, embedding_dimension, multiple_of=8)
     notes = convert_meta(tmp_path / "meta", tmp_path / "out", max_position_embeddings=64, show_progress=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from batches import Request, preempting, run_together
-from fixture_types import MakeEngine
+from fixture_types import MakeEngine, MakeLlama
 from json_schemas import random_schema, satisfies
 from multi_step import unread
 from tiny_models import save_without_layer
@@ -120,7 +120,7 @@ def test_drafts_under_a_grammar_give_full_depth_answers(random_engine: MakeEngin
 
 
 def test_a_second_model_drafts_in_the_form_too(
-    tiny_llama: Callable[..., Any], tokenizer_of: Callable[[str], Path], tmp_path: Path
+    tiny_llama: MakeLlama, tokenizer_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     llama = tiny_llama(vocab_size=768, num_hidden_layers=4, hidden_size=32, eos_token_id=2, seed=1)
     policy = Speculative(save_without_layer(llama, 1, tmp_path / "draft"), 3)

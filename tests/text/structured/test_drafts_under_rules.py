@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from batches import Request, preempting, run_together
+from fixture_types import MakeLlama
 from json_schemas import closed, random_schema
 from slow_sampling import sequence_of
 from stepping import see_steps
@@ -53,7 +54,7 @@ class Models(NamedTuple):
 
 @pytest.fixture(scope="module")
 def models(
-    tiny_llama: Callable[..., Any], tokenizer_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_llama: MakeLlama, tokenizer_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Models:
     llama = tiny_llama(vocab_size=768, num_hidden_layers=4, hidden_size=32, eos_token_id=2, seed=1)
     draft = save_without_layer(llama, 1, tmp_path_factory.mktemp("draft"))

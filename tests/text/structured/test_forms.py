@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bad_values import bad_values
+from fixture_types import MakeEngine
 from small_tokenizers import save_word_level
 
 from d3engine import Engine, InvalidValueError, SamplingParams, StructuredOutputsParams
@@ -58,7 +59,7 @@ class TestAllowedTokens:
     CHOICES = (" yes", " yes, sir", "né!", "no")
 
     @pytest.mark.parametrize("written", ["", " ", " y", " yes", " yes,", "n", "né"])
-    def test_they_are_all_whose_bytes_begin_what_may_still_come(
+    def test_they_are_all_whose_bytes_begin_what_may_come(
         self, forms: Forms, tokenizer: Tokenizer, written: str
     ) -> None:
         place = begin(forms, choice=self.CHOICES)
@@ -241,7 +242,7 @@ class TestRefusals:
                 SamplingParams(**{"structured_outputs": form, **given})
             assert caught.value.field == field
 
-    def test_an_engine_without_a_tokenizer_knows_no_forms(self, make_engine: Callable[..., Engine]) -> None:
+    def test_an_engine_without_a_tokenizer_knows_no_forms(self, make_engine: MakeEngine) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
         with pytest.raises(InvalidValueError, match="no tokenizer") as caught:
             make_engine().generate(PROMPT, params, use_tqdm=False)
@@ -252,9 +253,7 @@ class TestRefusals:
         with pytest.raises(InvalidValueError, match="stands for single bytes"):
             begin(Forms(load_tokenizer(tmp_path), 5), regex="a")
 
-    def test_without_llguidance_the_error_names_the_extra(
-        self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_llguidance_an_extra_is_named(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(MissingExtraError, match=r"structured_outputs needs the package 'llguidance'.*structured"):
             begin(Forms(tokenizer, tokenizer.vocab_size), regex="a")

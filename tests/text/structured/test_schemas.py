@@ -115,9 +115,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [  # a schema, texts that are al
 
 
 @pytest.mark.parametrize(("schema", "allowed", "refused"), CASES, ids=lambda value: str(value)[:50])
-def test_allowed_text_is_one_whose_value_satisfies_the_schema(
-    schema: Any, allowed: list[str], refused: list[str]
-) -> None:
+def test_allowed_text_is_one_whose_value_fits_the_schema(schema: Any, allowed: list[str], refused: list[str]) -> None:
     """A text is allowed only if the value a parser reads satisfies the schema."""
     validator = jsonschema.Draft202012Validator(schema)
     try:
