@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from bad_values import refused
 from batches import assert_same
 from kinds_of_engine import same_bits
 from safetensors.numpy import load_file
@@ -394,9 +395,8 @@ def test_too_many_bytes_are_refused_with_their_product(tiny: TinyLlama, monkeypa
     ],
 )
 def test_values_out_of_bounds_are_refused_by_name(make: Callable[[], object], field: str) -> None:
-    with pytest.raises(InvalidValueError) as caught:
+    with refused(field):
         make()
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("which", [*POSITIONS, slice(None), slice(2, 3), slice(-3, -1), slice(7, 2)], ids=str)

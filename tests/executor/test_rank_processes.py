@@ -94,10 +94,9 @@ def test_a_rank_that_cannot_begin_says_why() -> None:
     ):
         team, link = joined()
         Leader(link).fail(error)
-        with pytest.raises(
-            ModelFormatError if isinstance(error, ModelFormatError) else EngineDeadError, match=expected
-        ):
+        with pytest.raises((ModelFormatError, EngineDeadError), match=expected) as raised:
             team.hearing.hear()
+        assert isinstance(raised.value, ModelFormatError) == isinstance(error, ModelFormatError)
         team.close()
 
 

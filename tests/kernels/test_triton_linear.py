@@ -96,9 +96,7 @@ def test_rms_norm_rounds_before_weight(randn: Randn, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_adds_to_the_residual_of_live_rows_first(
-    dtype: torch.dtype, randn: Randn, device: torch.device
-) -> None:
+def test_rms_norm_adds_to_the_residual_of_live_rows(dtype: torch.dtype, randn: Randn, device: torch.device) -> None:
     """Rms norm adds to the residual first but only in rows that live."""
     hidden, residual, weight = randn(5, 123, dtype=dtype), randn(5, 123, dtype=dtype), randn(123, dtype=dtype)
     total, untouched = (residual + hidden)[:3], bits(residual[3:])

@@ -3,6 +3,7 @@ Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows."
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -36,20 +37,20 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "BINS", 64)
 
 
+def picker(count: int, device: torch.device, generator: torch.Generator) -> Callable[[list[float]], Tensor]:
+    """Draws `count` of some values."""
+    return lambda values: torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
+
+
 def mixed_cuts(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Cuts:
     """Every combination of the three among neighbours, none of them as often as some value."""
-
-    def pick(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
-
+    pick = picker(count, device, generator)
     top_k = pick([0, 0, 1, 2, 7, vocab // 2, vocab - 1, vocab, 10**6]).long()
     return Cuts(pick([0.0, 0.0, 1e-3, 0.05, 0.6, 1.0]), top_k, pick([1.0, 1.0, 1e-9, 0.1, 0.55, 0.91, 0.999]))
 
 
 def mixed_penalties(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Penalties:
-    def pick(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
-
+    pick = picker(count, device, generator)
     seen = (torch.rand(count, vocab, generator=generator) < 0.3).to(torch.uint8)
     counts = torch.randint(-4, 4, (count, vocab), generator=generator).clamp(min=0).int()
     return Penalties(
@@ -345,17 +346,15 @@ def test_no_rows_are_no_work(device: torch.device) -> None:
 def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
     square = torch.ones(4, 4, device=device)
     rows, steps = rows_like([1.0] * 4, device)
-    with pytest.raises(ValueError, match="logits has stride"):
-        kernels.sample(square.t(), rows, steps)
-    floats = rows.temperature
+    floats, apart = rows.temperature, steps.repeat(2)[::2]
     penalties = Penalties(floats, floats, floats, square.t().to(torch.uint8), square.int())
-    with pytest.raises(ValueError, match="prompt_seen has stride"):
-        kernels.sample(square, replace(rows, penalties=penalties), steps)
-    with pytest.raises(ValueError, match="seeds has stride"):
-        kernels.sample(square, replace(rows, seeds=rows.seeds.repeat(2)[::2]), steps)
-    with pytest.raises(ValueError, match="steps has stride"):
-        kernels.lm_head_sample(square, floats, EPS, square, floats, steps, steps, steps.repeat(2)[::2])
-    with pytest.raises(ValueError, match="output_counts has stride"):
-        kernels.count_tokens(square.int().t(), steps)
-    with pytest.raises(ValueError, match="tokens has stride"):
-        kernels.count_tokens(square.int(), steps.repeat(2)[::2])
+    for operand, call in {
+        "logits": lambda: kernels.sample(square.t(), rows, steps),
+        "prompt_seen": lambda: kernels.sample(square, replace(rows, penalties=penalties), steps),
+        "seeds": lambda: kernels.sample(square, replace(rows, seeds=rows.seeds.repeat(2)[::2]), steps),
+        "steps": lambda: kernels.lm_head_sample(square, floats, EPS, square, floats, steps, steps, apart),
+        "output_counts": lambda: kernels.count_tokens(square.int().t(), steps),
+        "tokens": lambda: kernels.count_tokens(square.int(), apart),
+    }.items():
+        with pytest.raises(ValueError, match=f"{operand} has stride"):
+            call()

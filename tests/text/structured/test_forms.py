@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bad_values import bad_values
+from bad_values import bad_values, refused
 from fixture_types import MakeEngine
 from small_tokenizers import save_word_level
 
@@ -188,9 +188,8 @@ class TestRefusals:
     ) -> None:
         """A grammar that cannot be compiled is refused by name before it runs."""
         monkeypatch.setattr(structured_forms, "LIMITS", ProcessLimits(seconds=0.3))
-        with pytest.raises(InvalidValueError, match=why) as caught:
+        with refused(form, why) as caught:
             begin(forms, **{form: value})
-        assert caught.value.field == form
         assert len(str(caught.value)) < 700
 
     @pytest.mark.parametrize(
@@ -215,9 +214,8 @@ class TestRefusals:
         ids=lambda value: str(value)[:40],
     )
     def test_a_form_that_is_none_is_refused_where_it_is_written(self, given: dict[str, Any], field: str) -> None:
-        with pytest.raises(InvalidValueError) as caught:
+        with refused(field):
             StructuredOutputsParams(**given)
-        assert caught.value.field == field
 
     def test_a_self_containing_schema_is_no_json(self) -> None:
         schema: dict[str, Any] = {"type": "array"}
@@ -234,19 +232,14 @@ class TestRefusals:
 
     def test_params_say_where_they_contradict_a_form(self) -> None:
         form = StructuredOutputsParams(regex="a")
-        for field, given in {
-            "min_tokens": {"min_tokens": 1},
-            "structured_outputs": {"structured_outputs": "a"},
-        }.items():
-            with pytest.raises(InvalidValueError) as caught:
+        for given, field in bad_values(min_tokens=[1], structured_outputs=["a"]):
+            with refused(field):
                 SamplingParams(**{"structured_outputs": form, **given})
-            assert caught.value.field == field
 
     def test_an_engine_without_a_tokenizer_knows_no_forms(self, make_engine: MakeEngine) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-        with pytest.raises(InvalidValueError, match="no tokenizer") as caught:
+        with refused("structured_outputs", "no tokenizer"):
             make_engine().generate(PROMPT, params, use_tqdm=False)
-        assert caught.value.field == "structured_outputs"
 
     def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused(self, tmp_path: Path) -> None:
         save_word_level(tmp_path)
