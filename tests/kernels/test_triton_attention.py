@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_errors import relative_error
 from torch import Tensor
 
 from d3engine.kernels import reference
@@ -20,10 +21,6 @@ attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attentio
 
 POISON = -7.25
 ERRORS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
 class Paged:

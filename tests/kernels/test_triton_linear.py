@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fixture_types import Randn
+from kernel_errors import EPS, LIMITS, assert_close, normed, row_count
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -20,10 +21,6 @@ from d3engine.kernels.triton.launches import SHAPES, Launch, registered
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
-EPS = 1e-5
-# About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products
-# run on tensor cores. Casts to bfloat16 truncate in the interpreter; a GPU rounds, and its errors are half of these.
-LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 DTYPES = list(LIMITS)
 MATMUL_ROWS = 42
 ROWS = [1, 5, 19, 40, 43]  # one for each path, the last for torch.matmul with kernels around it
@@ -52,28 +49,9 @@ def randn(device: torch.device) -> Callable[..., Tensor]:
     return make
 
 
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    return float((out.double() - expected).norm() / expected.norm())
-
-
-def assert_close(out: Tensor, expected: Tensor, limit: float | None = None) -> None:
-    assert out.shape == expected.shape
-    error = relative_error(out, expected)
-    assert error < (limit or LIMITS[out.dtype]), f"relative error {error:.2e}"
-
-
-def normed(hidden: Tensor, weight: Tensor) -> Tensor:
-    wide = hidden.double()
-    return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-
-
 def bits(tensor: Tensor) -> Tensor:
     """What compares equal only if every bit is, NaN included."""
     return tensor.contiguous().view(torch.uint8).clone()
-
-
-def row_count(value: int, device: torch.device) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

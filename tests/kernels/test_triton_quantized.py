@@ -4,6 +4,7 @@ Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote 
 import pytest
 import torch
 from fixture_types import Randn
+from kernel_errors import EPS, LIMITS, assert_close, normed, row_count
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
@@ -14,9 +15,6 @@ from d3engine.kernels.triton import launches, products, unpack
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
-EPS = 1e-5
-# As in test_triton_linear.py: the stored values add no error of their own, they are whole numbers in every dtype.
-LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 MATMUL_ROWS = 42
 ROWS = [1, 5, 40, 43]  # one for each path, the last for torch.matmul on an unpacked matrix
 KINDS = ["int8", "fp8", "fp8_groups", "int4"]
@@ -58,23 +56,8 @@ def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -
     return Int4Weight(packed.to(device), scales.to(device), columns), exact[:, :columns].to(device)
 
 
-def assert_close(out: Tensor, expected: Tensor, limit: float) -> None:
-    assert out.shape == expected.shape
-    error = float((out.double() - expected).norm() / expected.norm())
-    assert error < limit, f"relative error {error:.2e}"
-
-
-def normed(hidden: Tensor, weight: Tensor) -> Tensor:
-    wide = hidden.double()
-    return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-
-
-def row_count(value: int, device: torch.device) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)
-
-
 def limit_of(dtype: torch.dtype, rows: int) -> float:
-    """The path of many rows rounds the unpacked matrix, and the normed row."""
+    """The stored values add no error of their own; many rows round the unpacked matrix, and the normed row."""
     return LIMITS[dtype] * (2 if rows > MATMUL_ROWS else 1)
 
 

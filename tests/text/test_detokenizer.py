@@ -6,48 +6,29 @@ from itertools import chain
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from small_tokenizers import LLAMA2, save_byte_fallback_json, save_byte_level, save_sentencepiece, save_word_level
+from small_tokenizers import KINDS, made_tokenizer
 from tokenizers import decoders
 
 from d3engine.errors import InvalidValueError
 from d3engine.text.detokenizer import Detokenizer
-from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
+from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer
 
 MANY = settings(max_examples=40, deadline=None)
 
 
-@pytest.fixture(
-    scope="module", params=["byte level", "byte fallback", "unstripped", "sentencepiece", "word level", "llama 2"]
-)
+@pytest.fixture(scope="module", params=[*KINDS, "llama 2"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    if request.param == "llama 2":
-        if not (LLAMA2 / "tokenizer.model").is_file():
-            pytest.skip("shared/data/llama2/tokenizer.model is not here")
-        return load_tokenizer(LLAMA2)
-    save = {
-        "byte level": save_byte_level,
-        "byte fallback": lambda directory: save_byte_fallback_json(directory, strip=True),
-        "unstripped": lambda directory: save_byte_fallback_json(directory, strip=False),
-        "sentencepiece": save_sentencepiece,
-        "word level": save_word_level,
-    }
-    save[request.param](directory)
-    return load_tokenizer(directory)
+    return made_tokenizer(request.param, tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("byte_level")
-    save_byte_level(directory)
-    return load_tokenizer(directory)
+    return made_tokenizer("byte level", tmp_path_factory.mktemp("byte_level"))
 
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("byte_fallback")
-    save_byte_fallback_json(directory, strip=True)
-    return load_tokenizer(directory)
+    return made_tokenizer("byte fallback", tmp_path_factory.mktemp("byte_fallback"))
 
 
 def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:

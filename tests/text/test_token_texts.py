@@ -1,36 +1,20 @@
 """What a token reads as in its place: the bytes of all that a text shows are the text's."""
 
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import LLAMA2, save_byte_fallback_json, save_byte_level, save_sentencepiece, save_word_level
+from small_tokenizers import KINDS, made_tokenizer
 
 from d3engine import Engine, SamplingParams
 from d3engine.text.detokenizer import TokenTexts
-from d3engine.text.tokenizer import Tokenizer, load_tokenizer
-
-KINDS: dict[str, Callable[[Path], None]] = {
-    "byte level": save_byte_level,
-    "byte fallback": lambda directory: save_byte_fallback_json(directory, strip=True),
-    "unstripped": lambda directory: save_byte_fallback_json(directory, strip=False),
-    "sentencepiece": save_sentencepiece,
-    "word level": save_word_level,
-}
+from d3engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", params=[*KINDS, "llama 2"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    if request.param == "llama 2":
-        if not (LLAMA2 / "tokenizer.model").is_file():
-            pytest.skip("shared/data/llama2/tokenizer.model is not here")
-        return load_tokenizer(LLAMA2)
-    directory = tmp_path_factory.mktemp("tokenizer")
-    KINDS[request.param](directory)
-    return load_tokenizer(directory)
+    return made_tokenizer(request.param, tmp_path_factory.mktemp("tokenizer"))
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from small_tokenizers import save_sentencepiece, train_byte_level
-from tokenizers import decoders, models, normalizers, processors
+from small_tokenizers import byte_fallback, save_sentencepiece, train_byte_level
+from tokenizers import processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from d3engine.errors import InvalidValueError, ModelFormatError
@@ -132,12 +132,7 @@ class TestTokenizerJson:
 
     def test_byte_fallback_pipeline_and_its_bytes_are_recognised(self, tmp_path: Path) -> None:
         """A byte-fallback pipeline is recognised, and its byte tokens too."""
-        vocabulary = {"<unk>": 0, "<0x0A>": 1, "\u2581a": 2}
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
-        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
-        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        byte_fallback(["<unk>", "<0x0A>", "\u2581a"], strip=True).save(str(tmp_path / "tokenizer.json"))
         ours = load_tokenizer(tmp_path)
         assert (ours.kind, ours.strips_first_space) == (DecoderKind.BYTE_FALLBACK, True)
         assert [ours.is_byte_fallback(i) for i in range(-1, 5)] == [False, False, True, False, False, False]

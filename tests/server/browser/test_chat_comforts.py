@@ -30,11 +30,10 @@ def title_requests(script: Script) -> list[dict[str, Any]]:
     return [body for body in script.bodies if is_for_title(body)]
 
 
-def test_an_unsent_draft_survives_a_reload(open_chat: Open, scripted: Scripted) -> None:
+def test_an_unsent_draft_survives_a_reload(chat: tuple[Any, Script]) -> None:
     """Text and attached files stand in the message field again, and are gone once they were sent."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     page.set_input_files("#choose-files", {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"Some notes"})
     page.wait_for_selector("#files li")
     page.fill("#prompt", "Half a\nquestion")
@@ -50,11 +49,10 @@ def test_an_unsent_draft_survives_a_reload(open_chat: Open, scripted: Scripted) 
     assert (page.input_value("#prompt"), page.locator("#files li").count()) == ("", 0)
 
 
-def test_a_long_paste_becomes_a_file(open_chat: Open, scripted: Scripted) -> None:
+def test_a_long_paste_becomes_a_file(chat: tuple[Any, Script]) -> None:
     """Each of them has another name, and goes along as a file."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("Read")
-    page = open_chat(address)
     assert page.evaluate(PASTE, "x" * 2000) is True  # short enough to be the browser's matter
     for number in (1, 2):
         assert page.evaluate(PASTE, LONG_TEXT) is False
@@ -186,11 +184,10 @@ def test_a_question_or_a_comparison_ends_a_titles_request(open_chat: Open, scrip
     assert (titles(page), len(title_requests(script))) == (["Pens"], 3)
 
 
-def test_pinned_conversations_come_first(open_chat: Open, scripted: Scripted) -> None:
+def test_pinned_conversations_come_first(chat: tuple[Any, Script]) -> None:
     """A pin is kept, keeps the keyboard's place, and is taken out again."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     for question in ("One?", "Two?", "Three?"):
         page.click("#new")
         ask_whole(page, question)
@@ -281,11 +278,10 @@ def test_a_preview_fits_its_screen_and_axe_finds_nothing(
     assert not page.locator("#preview").is_visible()
 
 
-def test_a_message_can_follow_an_edited_answer(open_chat: Open, scripted: Scripted) -> None:
+def test_a_message_can_follow_an_edited_answer(chat: tuple[Any, Script]) -> None:
     """The next question is asked behind the answer as it was edited."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("It is red.")
-    page = open_chat(address)
     ask_whole(page, "Colour?")
     press(page, "assistant", "Edit")
     page.fill("[aria-label='Edit the answer']", "It is green.")

@@ -1,6 +1,5 @@
 """The chat's conversations: how they are kept, found, deleted, exported, and which files go along with a question."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -145,20 +144,8 @@ def test_what_is_exported_is_imported_again_with_its_branches(
     assert titles(other) == ["One?"]
 
 
-LOOP = json.dumps(
-    {
-        "format": "d3engine conversations",
-        "version": 1,
-        "conversations": [
-            {
-                "id": "a",
-                "title": "",
-                "system": "",
-                "created": 0,
-                "updated": 0,
-                "current": "b",
-                "messages": [{"id": "b", "parent": "b", "role": "user", "content": ""}],
-            }
-        ],
-    }
+LOOP = (
+    '{"format": "d3engine conversations", "version": 1, "conversations": [{"id": "a", "title": "", "system": "",'
+    ' "created": 0, "updated": 0, "current": "b",'
+    ' "messages": [{"id": "b", "parent": "b", "role": "user", "content": ""}]}]}'
 )
