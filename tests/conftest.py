@@ -1,9 +1,7 @@
 """What all tests share: tiny models made once for all tests, prompts, and optional data from beside the checkout.
-
-Fixtures return functions where a test needs arguments; the functions themselves live in `tests/support`, which pytest
-puts on the import path. What takes seconds to import is imported in the fixtures: the process that only hands out the
-tests to others needs none of it, and Triton's interpreter must be chosen before.
-"""
+Fixtures return functions where a test needs arguments; the functions themselves live in `tests/support`, which
+pytest puts on the import path. What takes seconds to import is imported in the fixtures: the process that only hands
+out the tests to others needs none of it, and Triton's interpreter must be chosen before."""
 
 from __future__ import annotations
 
@@ -29,11 +27,9 @@ if TYPE_CHECKING:
 
 
 def pytest_collectstart() -> None:
-    """Before a test file is imported: where there is no GPU, Triton is to interpret its kernels in this process.
-
-    Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time, and to try 60 of
-    them where a test says nothing: others in each run. With NO_SHRINKING it looks for no simpler failing example.
-    """
+    """Before a test file is imported: where there is no GPU, Triton is to interpret its kernels in this process."""
+    # Hypothesis, whose settings a test takes when it is imported, is to judge no example by its time, and to try 60 of
+    # them where a test says nothing: others in each run. With NO_SHRINKING it looks for no simpler failing example.
     gc.disable()  # until all is collected: what is imported stays, and would be searched for garbage all the time
     # Whatever a test starts: its own threads would spin while the other worker computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -123,11 +119,9 @@ def as_loud_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyLlama]:
-    """`tiny_llama(**config)` -> (directory, transformers' model): a random Llama, made once for equal arguments.
-
-    Keywords are LlamaConfig's, and `seed` and `max_shard_size`; see `tiny_models.TINY` for what they change. Treat both
-    as read-only: other tests use them too.
-    """
+    """`tiny_llama(**config)` -> (directory, transformers' model): a random Llama, made once for equal arguments."""
+    # Keywords are LlamaConfig's, and `seed` and `max_shard_size`; see `tiny_models.TINY` for what they change. Treat
+    # both as read-only: other tests use them too.
     from tiny_models import save_tiny_llama
 
     made: dict[str, TinyLlama] = {}

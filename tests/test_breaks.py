@@ -1,7 +1,5 @@
 """The table of deliberate breaks fits the code, so that `tools/breaks.py` can be run at any time."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """What the README and docs say is true: their Python runs, their commands parse, their links lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -23,6 +21,7 @@ from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICIES
 from d3engine.engine.model_directory import FETCHED
 from d3engine.research.evaluation.word_problems import extract_answer
+from d3engine.utils.environment import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -106,7 +105,6 @@ def test_an_entry_of_the_changelog_is_one_line() -> None:
 
 
 def test_the_tables_of_the_code_are_whole() -> None:
-    from d3engine.utils.environment import VARIABLES
     from tools.docs_reference import MARK, TABLES, on_page_markdown
 
     with_tables = [page for page in PAGES if MARK.search(page.read_text())]
@@ -240,10 +238,8 @@ KEEPS_ANSWERS = ("auto", "full", "lossless", "self-speculative", "draft-and-veri
 
 @pytest.mark.parametrize("line", [one for one in sorted(set(commands("d3engine"))) if one.split()[1] in RUNS_A_MODEL])
 def test_commands_of_pages_skip_layers_of_the_bundled_model(line: str) -> None:
-    """A command of the pages skips layers of no model but the bundled one.
-
-    Tried on another model it gives that model's answers; bridges and students are made for a model.
-    """
+    """A command of the pages skips layers of no model but the bundled one."""
+    # Tried on another model it gives that model's answers; bridges and students are made for a model.
     words = shlex.split(line, comments=True)
     depth = words[words.index("--depth") + 1] if "--depth" in words else "auto"
     is_bundled = not any(word in FETCHED or "path/to" in word or "owner/" in word for word in words)

@@ -1,7 +1,5 @@
 """What errors show, and that a number with more digits than Python converts is refused as any other value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

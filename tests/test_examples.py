@@ -1,7 +1,5 @@
 """The programs in `examples/` run as their first lines say, and print what a reader is promised."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Installing: a wheel holds the bundled model, and `make` fetches the torch that the machine can use."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -18,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from d3engine import errors
 from d3engine.kernels.native.build import sources
+from d3engine.server import page_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "kernels" / "native"
@@ -56,9 +56,7 @@ def test_wheel_holds_the_model_and_is_built_without_warnings(tmp_path: Path) -> 
     assert "d3engine.demo_model" not in build("wheel", tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
-    model = {
-        f"d3engine/demo_model/{file.name}" for file in (ROOT / "d3engine" / "demo_model").iterdir() if file.is_file()
-    }
+    model = {f"d3engine/demo_model/{one.name}" for one in (ROOT / "d3engine/demo_model").iterdir() if one.is_file()}
     assert "d3engine/demo_model/model.safetensors" in model
     assert {*model, "d3engine/py.typed", "d3engine/kernels/reference.py"} <= held
 
@@ -80,8 +78,6 @@ def test_wheel_holds_the_pages_libraries_with_licences(tmp_path: Path) -> None:
 
 def test_library_of_the_page_that_has_changed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of the page that is another than it was is not taken."""
-    from d3engine.server import page_libraries
-
     (library, *_) = page_libraries.LIBRARIES
     monkeypatch.setattr(page_libraries, "REGISTRY", tmp_path.as_uri())
     package = tmp_path / library.name / "-" / f"{library.name}-{library.version}.tgz"
@@ -185,8 +181,6 @@ def test_nothing_says_to_install_a_release_that_there_is_none_of() -> None:
 
 @pytest.mark.parametrize("is_checkout", [True, False])
 def test_a_missing_extra_is_installed_from_a_checkout(monkeypatch: pytest.MonkeyPatch, is_checkout: bool) -> None:
-    from d3engine import errors
-
     if not is_checkout:
         monkeypatch.setattr(Path, "is_file", lambda self: False)
     said = errors.install_command("serve")

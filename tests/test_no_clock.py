@@ -1,7 +1,5 @@
 """No test depends on how fast the machine is; what only the suite's own set-up can promise of that is tested here."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 

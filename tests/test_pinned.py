@@ -1,7 +1,5 @@
 """What others publish is taken at versions that we have chosen."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

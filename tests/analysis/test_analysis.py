@@ -1,15 +1,15 @@
 """Every figure of the analyses against transformers' own hidden states, on tiny random models."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from configs import llama3_rope
 from depth_oracle import d3, greedy_at_depth
+from fixture_types import MakeLlama
 from observers import observer_of
+from tiny_models import random_prompts
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers_oracle import greedy
@@ -31,20 +31,8 @@ from d3engine.research.analysis.saturation import (
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "grouped heads": {"num_hidden_layers": 6},
-    "biases, tied, llama3 rope": {
-        "num_hidden_layers": 4,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
+    "biases, tied, llama3 rope": {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}
+    | {"tie_word_embeddings": True, "rope_parameters": llama3_rope(16, rope_theta=10_000.0)},
 }
 
 PROMPT_LENGTHS = [5, 12]
@@ -52,7 +40,7 @@ TOKENS = 9
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
-def model(request: pytest.FixtureRequest, tiny_llama: Callable[..., Any]) -> Any:
+def model(request: pytest.FixtureRequest, tiny_llama: MakeLlama) -> Any:
     return tiny_llama(**LAYOUTS[request.param])
 
 
@@ -63,8 +51,6 @@ def observer(model: Any) -> Observer:
 
 @pytest.fixture(scope="module")
 def answered(model: Any) -> list[Answered]:
-    from tiny_models import random_prompts
-
     found = []
     for prompt in random_prompts(PROMPT_LENGTHS):
         answer = greedy(model.model, prompt, TOKENS)
@@ -121,7 +107,7 @@ def test_the_observer_sees_an_answer_at_its_own_depths(model: Any, observer: Obs
     assert observer.logits(states.after[len(prompt) - 1 :]).argmax(dim=-1).tolist() == tokens
 
 
-def test_layers_that_wake_up_again_cannot_be_observed(tiny_llama: Callable[..., Any]) -> None:
+def test_layers_that_wake_up_again_cannot_be_observed(tiny_llama: MakeLlama) -> None:
     waking = LayerTable([[0, 1, 2], [0, 2], [0, 1, 2]]).schedule(3)
     with pytest.raises(InvalidValueError, match="schedule"):
         next(observer_of(tiny_llama().directory).layers([1, 2, 3], 1, waking))
@@ -139,9 +125,7 @@ def test_a_prediction_is_settled_once_it_stays() -> None:
     assert found.final_confidence.tolist() == chances[3].tolist()
 
 
-def test_saturation_is_that_of_transformers_hidden_states(
-    model: Any, observer: Observer, answered: list[Answered]
-) -> None:
+def test_saturation_is_of_transformers_hidden_states(model: Any, observer: Observer, answered: list[Answered]) -> None:
     result = measure_saturation(observer, answered)
     llama, layers = model.model, len(model.model.model.layers)
     for one, found in zip(answered, result.answers, strict=True):
@@ -242,7 +226,7 @@ def test_copied_layers_are_a_schedule() -> None:
         TailCopied(layers=6, from_step=1).schedule(5)
 
 
-def test_copied_layers_give_tokens_of_an_oracle_that_copies_kv(tiny_llama: Callable[..., Any]) -> None:
+def test_copied_layers_give_tokens_of_an_oracle_that_copies_kv(tiny_llama: MakeLlama) -> None:
     """Copied layers give the tokens of an oracle that copies their KV."""
     tiny = tiny_llama(num_hidden_layers=6)
     prompt = [3, 1, 4, 1, 5, 9]
@@ -285,7 +269,7 @@ def test_the_grid_asks_for_every_pair_and_for_full_depth_once() -> None:
     }
 
 
-def test_an_answer_that_ends_before_the_step_does_not_change(tiny_llama: Callable[..., Any]) -> None:
+def test_an_answer_that_ends_before_the_step_does_not_change(tiny_llama: MakeLlama) -> None:
     tiny = tiny_llama(num_hidden_layers=6)
     prompt = [3, 1, 4, 1, 5, 9]
     with Engine(tiny.directory, skip_tokenizer_init=True, device="cpu", kv_cache_memory_bytes=2**23) as engine:
@@ -335,6 +319,4 @@ def test_flow_is_that_of_transformers_hidden_states(model: Any, observer: Observ
                 a, b = (torch.cat(side) for side in zip(*pairs[part][kind], strict=True))
                 cosine = float((a * b).sum(-1).div(a.norm(dim=-1) * b.norm(dim=-1)).mean())
                 assert result.cosine[kind, place, layer] == pytest.approx(cosine, abs=1e-4)
-                assert result.distance[kind, place, layer] == pytest.approx(
-                    float((a - b).norm(dim=-1).mean()), rel=1e-3
-                )
+                assert result.distance[kind, place, layer] == pytest.approx(float((a - b).norm(dim=-1).mean()), 1e-3)

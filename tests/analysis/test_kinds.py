@@ -1,15 +1,13 @@
 """Kinds of tokens by a real vocabulary, and what each needs and loses against whole passes and counts by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fixture_types import MakeLlama
 from observers import observer_of
 from tiny_models import random_prompts
 
@@ -76,7 +74,7 @@ class Parity:
 
 
 @pytest.fixture(scope="module")
-def observer(tiny_llama: Callable[..., Any]) -> Observer:
+def observer(tiny_llama: MakeLlama) -> Observer:
     return observer_of(tiny_llama(num_hidden_layers=LAYERS).directory)
 
 

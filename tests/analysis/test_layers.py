@@ -1,13 +1,11 @@
 """The loss of the next token by skipped layers, against whole passes of the observer and against counts by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fixture_types import MakeLlama
 from observers import observer_of
 from tiny_models import random_prompts
 
@@ -21,7 +19,7 @@ LAYERS = 5
 
 
 @pytest.fixture(scope="module")
-def observer(tiny_llama: Callable[..., Any]) -> Observer:
+def observer(tiny_llama: MakeLlama) -> Observer:
     return observer_of(tiny_llama(num_hidden_layers=LAYERS).directory)
 
 

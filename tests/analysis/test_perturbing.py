@@ -1,13 +1,11 @@
 """One perturbed step, and the run that leaves where predictions are settled, against a slow oracle on transformers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from depth_oracle import greedy_at_depth
+from fixture_types import MakeLlama
 from observers import observer_of
 from schedules import layers_run
 from transformers_oracle import greedy
@@ -32,7 +30,7 @@ ALL = set(range(LAYERS))
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Any]) -> Any:
+def model(tiny_llama: MakeLlama) -> Any:
     return tiny_llama(num_hidden_layers=LAYERS)
 
 
@@ -81,10 +79,9 @@ def test_kept_kv_gives_the_full_depth_answer(model: Any) -> None:
 
 @pytest.mark.parametrize("entries", ENTRIES)
 def test_early_exit_where_settled_answers_as_a_shallow_run(model: Any, entries: str) -> None:
-    """An exit where the token is settled answers as a run that goes no deeper.
-
-    A schedule with the depths that the oracle found, in transformers' own layers: the same tokens, without looking
-    at the layers above."""
+    """An exit where the token is settled answers as a run that goes no deeper."""
+    # A schedule with the depths that the oracle found, in transformers' own layers: the same tokens, without looking at
+    # the layers above.
     found = oracle_answer(observer_of(model.directory), PROMPT, TOKENS, entries)
     depths = found.depths
     expected = greedy_at_depth(model.model, PROMPT, TOKENS, lambda step: set(range(depths[step])), ENTRIES[entries])

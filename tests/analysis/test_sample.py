@@ -1,7 +1,5 @@
 """A sample shows the text, the depths and the tokens taken, and its page runs nothing of the model."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from typing import Any
 

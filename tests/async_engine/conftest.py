@@ -1,7 +1,5 @@
 """Engines for many callers, and a gate before their steps: what happens between two steps is the test's to say."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

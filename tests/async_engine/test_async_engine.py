@@ -1,14 +1,11 @@
 """An engine for many callers at once: each gets his own answer, nobody's leaving or mistake touches another's."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,9 +14,10 @@ import pytest
 from async_reading import DELTA, OTHER, PROMPT, Make, answer_of, last_of, nothing_runs
 from batches import assert_same, some_requests
 from deltas import joined
+from fixture_types import MakeEngine
 from stepping import greedy
 
-from d3engine import AsyncEngine, Engine, EngineClosedError, EngineDeadError, InvalidValueError, RequestOutputKind
+from d3engine import AsyncEngine, EngineClosedError, EngineDeadError, InvalidValueError, RequestOutputKind
 from d3engine.async_engine.async_engine import SHORT_PROMPT
 from d3engine.async_engine.engine_loop import Message, Stop
 from d3engine.async_engine.engine_thread import EngineThread
@@ -27,7 +25,7 @@ from d3engine.async_engine.engine_thread import EngineThread
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_64_streams_at_once_are_the_same_requests_alone(make_async: Make, make_engine: Callable[..., Engine]) -> None:
+def test_64_streams_at_once_are_the_same_requests_alone(make_async: Make, make_engine: MakeEngine) -> None:
     requests = some_requests(7, 16)
     alone = make_engine(enforce_eager=True, enable_prefix_caching=False)
     want = [alone.generate(list(r.prompt), r.params, use_tqdm=False)[0] for r in requests]
@@ -79,7 +77,7 @@ def test_deltas_that_wait_for_a_slow_reader_are_merged_into_one(make_async: Make
     asyncio.run(main())
 
 
-def test_a_conversation_is_answered_by_its_template(make_engine: Callable[..., Engine]) -> None:
+def test_a_conversation_is_answered_by_its_template(make_engine: MakeEngine) -> None:
     asked = [{"role": "user", "content": "Tom has 5"}]
     template = "{{ messages[0].content }} apples"
 
@@ -95,7 +93,7 @@ def test_a_conversation_is_answered_by_its_template(make_engine: Callable[..., E
     asyncio.run(main())
 
 
-def test_a_prepared_request_is_run_as_it_is(make_async: Make, make_engine: Callable[..., Engine]) -> None:
+def test_a_prepared_request_is_run_as_it_is(make_async: Make, make_engine: MakeEngine) -> None:
     async def main() -> None:
         engine = make_async()
         prepared = await engine.prepare(PROMPT, greedy(), request_id="mine", priority=2)
@@ -112,9 +110,7 @@ def test_a_prepared_request_is_run_as_it_is(make_async: Make, make_engine: Calla
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mistake_of_one_caller_is_raised_to_him_alone(
-    make_async: Make, gate: Any, make_engine: Callable[..., Engine]
-) -> None:
+def test_a_mistake_of_one_caller_is_raised_to_him_alone(make_async: Make, gate: Any, make_engine: MakeEngine) -> None:
     async def main() -> None:
         engine = make_async(num_scheduler_steps=1)  # the first is not done before its mates come
         gate.shut(after=1)
@@ -246,7 +242,7 @@ def test_closing_ends_whoever_still_waits(make_async: Make, gate: Any, monkeypat
     asyncio.run(main())
 
 
-def test_an_engine_that_nobody_holds_ends_its_thread(make_engine: Callable[..., Engine]) -> None:
+def test_an_engine_that_nobody_holds_ends_its_thread(make_engine: MakeEngine) -> None:
     engine = AsyncEngine.from_engine(make_engine())
     thread, gone = engine._transport._thread, weakref.ref(engine)
     del engine
@@ -273,7 +269,7 @@ def test_signal_handlers_stay_as_they_were(make_async: Make) -> None:
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 
-def test_threads_block_for_the_same_answers(make_async: Make, make_engine: Callable[..., Engine]) -> None:
+def test_threads_block_for_the_same_answers(make_async: Make, make_engine: MakeEngine) -> None:
     engine, prompts = make_async().sync(), [[10 + k, 20 + k] for k in range(8)]
     got: dict[int, Any] = {}
 

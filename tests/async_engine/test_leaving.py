@@ -1,7 +1,5 @@
 """Whoever leaves, by whatever way, ends his own request with the step that is running, and nobody else's."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable
@@ -10,9 +8,8 @@ from typing import Any
 
 import pytest
 from async_reading import OTHER, PROMPT, Make, answer_of, last_of, nothing_runs
+from fixture_types import MakeEngine
 from stepping import greedy
-
-from d3engine import Engine
 
 
 async def break_off(stream: Any) -> None:
@@ -53,7 +50,7 @@ async def fail(stream: Any) -> None:
 
 @pytest.mark.parametrize("leave", [break_off, forget, close, run_out_of_time, be_cancelled, fail])
 def test_leaving_ends_the_request_with_the_step_that_is_running(
-    make_async: Make, gate: Any, make_engine: Callable[..., Engine], leave: Callable[[Any], Awaitable[None]]
+    make_async: Make, gate: Any, make_engine: MakeEngine, leave: Callable[[Any], Awaitable[None]]
 ) -> None:
     async def main() -> None:
         engine = make_async(num_scheduler_steps=1)  # no step is taken before the gate lets it through
@@ -113,7 +110,7 @@ def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Make, gat
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_closed_event_loop_takes_only_its_own_requests(
-    make_async: Make, gate: Any, make_engine: Callable[..., Engine], num_steps: int
+    make_async: Make, gate: Any, make_engine: MakeEngine, num_steps: int
 ) -> None:
     """A closed event loop takes its own requests with it and no others."""
     engine, kept = make_async(num_scheduler_steps=1), []

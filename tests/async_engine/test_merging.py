@@ -1,8 +1,6 @@
 """Outputs that waited for their reader are handed on as one that has all that they had; those that come at once are not
 joined until he has left them waiting."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

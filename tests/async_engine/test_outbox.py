@@ -1,7 +1,5 @@
 """Outputs in the middle of answers leave an engine's loop together, now and then; what begins or ends one, at once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

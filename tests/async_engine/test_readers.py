@@ -1,7 +1,5 @@
 """While long texts and forms are read, short requests are read and answered, and the event loop goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sleep and wake: an engine gives its memory back, and answers afterwards as before."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,8 +8,10 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.lora import write_random_adapter
 from d3engine import AsyncEngine, Engine, EngineClosedError, InvalidValueError, RequestOutputKind, SamplingParams
 from d3engine.errors import FailedError
+from d3engine.model.config import ModelConfig
 from d3engine.request.outputs import RequestOutput
 
 QUESTION = "Question: Tom has 5 apples and buys 3 more. How many apples does Tom have?\nAnswer:"
@@ -126,9 +126,6 @@ def test_the_prefix_cache_file_is_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["thread", "process"])
 def test_adapters_are_after_a_sleep_what_they_were(tmp_path: Path, transport: str) -> None:
     """One that was loaded at run time is there again, and one that was unloaded is not."""
-    from benchmarks.lora import write_random_adapter
-    from d3engine.model.config import ModelConfig
-
     for seed, name in enumerate(("first", "second")):
         (tmp_path / name).mkdir()
         write_random_adapter(tmp_path / name, ModelConfig.from_directory("d3engine/demo_model"), 8, seed=seed, size=0.3)

@@ -1,17 +1,16 @@
 """A tap takes outputs as they come, without waking who reads them; all that it does not take, the reader gets."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from async_reading import DELTA, PROMPT, Make, nothing_runs
+from fixture_types import MakeEngine
 from stepping import greedy
 
-from d3engine import Engine, RequestOutput
+from d3engine import RequestOutput
 from d3engine.async_engine.dispatcher import LoopWaker, ReplyFuture
 
 PARAMS = replace(greedy(12), output_kind=DELTA)
@@ -29,7 +28,7 @@ async def let_go_when_he_waits(gate: Any) -> None:
 
 
 def test_output_that_a_tap_leaves_and_the_last_are_the_readers(
-    make_async: Make, make_engine: Callable[..., Engine], gate: Any
+    make_async: Make, make_engine: MakeEngine, gate: Any
 ) -> None:
     """An output that a tap does not take is the reader's, and so is the last one."""
     found: list[tuple[str, RequestOutput]] = []

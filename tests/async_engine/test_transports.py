@@ -1,7 +1,5 @@
 """An engine on a thread and one in a process of its own keep the same promises; one of each serves all tests here."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -159,13 +157,9 @@ def test_a_thread_reads_the_same_answer(client: AsyncEngine, bare: Engine) -> No
 
 
 @pytest.mark.parametrize("client", ["process"], indirect=True)
-def test_hung_process_is_found_by_heartbeat_a_dead_one_by_all(
-    client: AsyncEngine,
-) -> None:
-    """The heartbeat finds a process that hangs; every caller learns of one that dies.
-
-    The last test of the shared process.
-    """
+def test_hung_process_is_found_by_heartbeat_a_dead_one_by_all(client: AsyncEngine) -> None:
+    """The heartbeat finds a process that hangs; every caller learns of one that dies."""
+    # The last test of the shared process.
     process = client._transport.process  # type: ignore[attr-defined]
 
     async def main() -> None:
@@ -188,10 +182,8 @@ def test_hung_process_is_found_by_heartbeat_a_dead_one_by_all(
 
 
 def test_process_computes_with_as_many_threads_as_its_parent() -> None:
-    """A process computes with as many threads as its parent would.
-
-    Otherwise `d3engine serve --threads 1 --engine-process` takes every core, the network's among them.
-    """
+    """A process computes with as many threads as its parent would."""
+    # Otherwise `d3engine serve --threads 1 --engine-process` takes every core, the network's among them.
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):

@@ -1,7 +1,5 @@
 """The benchmarks run, and their figures follow from each other; no time is judged here."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

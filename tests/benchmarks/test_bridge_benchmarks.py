@@ -1,7 +1,5 @@
 """The benchmarks of bridges run, and their figures follow from each other; no time is judged here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

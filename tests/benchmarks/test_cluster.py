@@ -1,7 +1,5 @@
 """The cluster benchmark: its clock is that of its step times, and its routers send requests where they say."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of decoding on a CPU runs, its figures follow from each other, and its peer gets the same weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,15 +1,13 @@
 """Deep steps by the kind of their token, against a slow oracle on transformers' own layers."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from depth_oracle import d3, greedy_at_depth
+from fixture_types import MakeLlama
 from observers import observer_of
 from tiny_models import random_prompts
 
@@ -24,7 +22,7 @@ DEEP = np.array([step % 3 == 0 for step in range(1, TOKENS)])
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Any]) -> Any:
+def model(tiny_llama: MakeLlama) -> Any:
     return tiny_llama(num_hidden_layers=LAYERS)
 
 

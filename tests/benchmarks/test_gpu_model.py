@@ -1,7 +1,5 @@
 """The model of a GPU's step adds up what its kernels read; here no kernel is compiled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -92,9 +90,7 @@ def test_a_step_of_half_the_layers_takes_half_and_the_head() -> None:
     assert all(0 < row["share_of_bandwidth"] < row["share_of_limit"] < 1 for row in rows)
 
 
-def test_top_p_threshold_reads_logits_thrice_and_adds_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_top_p_threshold_reads_logits_thrice_and_adds_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling with a threshold reads logits three times and adds up each token once."""
     compiled: list[str] = []
     monkeypatch.setattr(
@@ -110,9 +106,7 @@ def test_top_p_threshold_reads_logits_thrice_and_adds_once(
     assert step_us(kernels, H200, 32) > step_us(likeliest, H200, 32)
 
 
-def test_what_is_printed_and_written_says_that_it_is_a_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_printed_and_written_says_it_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpu_model.main(["--shape", "tiny", "--layers", "4", "--sampled", "--json", str(tmp_path / "model.json")])
     printed = capsys.readouterr().out
     assert "not measured, an upper bound" in printed
@@ -128,9 +122,7 @@ def test_a_figure_of_others_stands_where_there_is_one() -> None:
     assert published_shares("fp8", 1) is None
 
 
-def test_figure_of_saved_results_compiles_nothing_and_says_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figure_of_saved_results_compiles_nothing_says_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure of saved results compiles nothing and says that it is a model."""
     plots = pytest.importorskip("d3engine.research.plots")
     pytest.importorskip("matplotlib")

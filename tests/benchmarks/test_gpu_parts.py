@@ -1,7 +1,5 @@
 """The parts of the GPU round one by one: what they measure is what is there, and what is wrong fails them."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from dataclasses import replace

@@ -1,9 +1,5 @@
 """The rehearsal of the GPU round runs to its end on a CPU, and its file has every figure; no time is judged here.
-
-Nor is any taken: the clock of these tests moves with the work, so that they pass on a machine of any speed and load.
-"""
-
-from __future__ import annotations
+Nor is any taken: the clock of these tests moves with the work, so that they pass on a machine of any speed and load."""
 
 import json
 import os

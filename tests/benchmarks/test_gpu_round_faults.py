@@ -1,7 +1,5 @@
 """What goes wrong in a part of the GPU round stays there, and what was found before is kept."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -69,7 +67,7 @@ def test_parts_share_the_time_and_leave_on_what_they_do_not_use(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("works_in", "tried"), [("no-pdl", ["graphs"]), ("reference", ["graphs", "no-pdl", "eager"])])
-def test_an_engine_that_fails_is_run_in_the_next_mode(
+def test_a_failing_engine_is_run_in_the_next_mode(
     works_in: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_mode(found: dict[str, Any], current: Round) -> None:
@@ -96,10 +94,8 @@ def test_figures_are_kept_although_the_part_fails_after_them(monkeypatch: pytest
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """`apart(function)`: what `run_apart` hands back of a part whose process runs `function(name, round)`.
-
-    The process is forked, so that it need not import everything anew, and knows `function`.
-    """
+    """`apart(function)`: what `run_apart` hands back of a part whose process runs `function(name, round)`."""
+    # The process is forked, so that it need not import everything anew, and knows `function`.
 
     def call(function: Callable[[str, Round], object], limit: float = 1e6) -> dict[str, Any]:
         monkeypatch.setattr(gpu_round, "get_context", lambda _: multiprocessing.get_context("fork"))

@@ -1,7 +1,5 @@
 """The round's part `switches`: a way that is wrong never wins. `test_gpu_round.py` runs them all."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -56,7 +54,7 @@ def test_the_table_names_the_fastest_right_way_and_what_it_gains() -> None:
 
 
 @pytest.mark.parametrize(("mode", "is_on"), [("graphs", True), ("eager", False)])
-def test_kernels_are_launched_as_an_engine_of_the_mode_does(
+def test_kernels_are_launched_as_by_an_engine_of_the_mode(
     mode: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from d3engine.kernels.triton import launches

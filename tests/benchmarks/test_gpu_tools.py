@@ -1,7 +1,5 @@
 """Parts of the GPU round by tools that few machines have: made-up ones stand on the path here."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

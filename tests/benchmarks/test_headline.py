@@ -1,7 +1,5 @@
 """The README's chart and its caption have the committed figures, and no other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

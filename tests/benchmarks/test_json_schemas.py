@@ -1,7 +1,5 @@
 """The benchmark of JSON schemas counts what it compiles and what it allows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

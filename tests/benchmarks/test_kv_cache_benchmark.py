@@ -1,26 +1,22 @@
 """What `benchmarks.kv_cache_dtype` compares: that entries are changed where they are written, and figures from them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from e4m3 import kept
+from fixture_types import MakeEngine
 
 from benchmarks import kv_cache_dtype as benchmark
 from benchmarks.kv_cache_dtype import Largest, Text
-from d3engine import D3, Engine
+from d3engine import D3
 
 TEXTS = [Text("one", list(range(20, 33)), [40, 41, 42, 43, 44]), Text("other", [50, 51], [60, 61, 62])]
 EAGER: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False}
 
 
-def test_rounding_kv_when_written_is_as_the_engines_cache_does(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_rounding_kv_when_written_is_as_the_engines_cache_does(make_engine: MakeEngine) -> None:
     """Rounding KV as it is written is what the engine's own cache does."""
     floats, fp8 = make_engine(**EAGER), make_engine(kv_cache_dtype="fp8", **EAGER)
     depth = D3(0.8, 0.4)

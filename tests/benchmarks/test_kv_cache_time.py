@@ -1,7 +1,5 @@
 """`benchmarks.kv_cache_time` runs over both caches, and its ratios follow from its seconds; no time is judged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`benchmarks.launch_time` runs without a GPU, and its figures belong together; no time is judged."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -39,9 +37,7 @@ def test_every_operation_is_timed_both_ways(tmp_path: Path) -> None:
     ("arguments", "named"),
     [(["--rows", "8"], "--answers is 8; it must be less than --rows"), (["--rounds", "0"], "not a whole number")],
 )
-def test_what_cannot_be_timed_is_refused_by_name(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_timed_is_refused(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         launch_time.main(arguments)
     assert named in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """`benchmarks.lora` runs with an adapter and without in turns, and its ratios follow from its seconds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

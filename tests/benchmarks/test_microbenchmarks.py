@@ -1,7 +1,5 @@
 """The cases of `pytest benchmarks` run, once each; no time is judged here."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

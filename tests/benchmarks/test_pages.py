@@ -1,7 +1,5 @@
 """The tables of figures on the pages are those that `python -m benchmarks.pages` makes of the committed runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

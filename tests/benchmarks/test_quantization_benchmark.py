@@ -1,7 +1,5 @@
 """The benchmark of quantization measures the loss that the engine has, and reports each scheme at each depth."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -10,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized_weights import SCHEMES, MakeTiny
+from fixture_types import MakeLlama
+from quantized_weights import SCHEMES
 
 from benchmarks import quantization as benchmark
 from d3engine import D3, Engine, FullDepth, SamplingParams
@@ -20,7 +19,7 @@ from d3engine.research.evaluation.word_problems import format_prompt
 
 
 @pytest.fixture(scope="module")
-def reader(tiny_llama: MakeTiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reader(tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that reads the word problems with the bundled model's tokenizer."""
     directory = tmp_path_factory.mktemp("reader")
     source = tiny_llama(vocab_size=768, hidden_size=128, num_hidden_layers=2, eos_token_id=2).directory
@@ -33,10 +32,8 @@ def reader(tiny_llama: MakeTiny, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_benchmark_finds_the_engines_loss_of_a_prompt(reader: Path) -> None:
-    """The benchmark finds the loss that the engine gives for a prompt.
-
-    At full depth a solution costs the same whether it is generated step by step or read as part of a prompt.
-    """
+    """The benchmark finds the loss that the engine gives for a prompt."""
+    # At full depth a solution costs the same whether it is generated step by step or read as part of a prompt.
     given = take_problems("validation", 0, 2)
     with Engine(reader, device="cpu", dtype="float32", enforce_eager=True) as engine:
         found = benchmark.answer(engine, given, FullDepth(), 4)

@@ -1,7 +1,5 @@
 """Random GGUF files have the sizes and types of the models that they stand for, and an engine answers from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of sums between ranks counts those that layers take."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,9 +10,7 @@ from benchmarks import rank_sums
 from d3engine import D3
 
 
-def test_sums_are_two_for_each_layer_and_one_for_the_embedding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sums_are_two_a_layer_and_one_for_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sums are two for each layer that runs and one for the embedding."""
     left_to_test_parallel()
     file = tmp_path / "found.json"

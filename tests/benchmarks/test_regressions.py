@@ -1,7 +1,5 @@
 """Ratios of processor times that are stored, and those of this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a soak calls a fault is one."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.soak import GROWTH, RISE_SECONDS, Soak, _text, requests

@@ -1,7 +1,5 @@
 """`benchmarks.speculation`: its figures follow from its runs, and llama.cpp's loop drafts right; no time is judged."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

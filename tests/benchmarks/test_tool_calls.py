@@ -1,7 +1,5 @@
 """The benchmark of tool calls counts what parses and what satisfies its schema."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `benchmarks.weight_forms` compares: copies of a GGUF file that are the same model, and their bits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

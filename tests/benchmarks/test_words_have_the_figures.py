@@ -1,7 +1,5 @@
 """Figures that the pages quote in words are those of committed runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

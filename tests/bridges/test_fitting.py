@@ -1,14 +1,12 @@
 """Bridges fitted by normal equations, against the plain solution over stored states of transformers' own layers."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama, MakePrompts
 from observers import observer_of
 from torch import Tensor
 
@@ -24,12 +22,12 @@ RIDGE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Any]) -> Any:
+def model(tiny_llama: MakeLlama) -> Any:
     return tiny_llama(num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
-def texts(make_prompts: Callable[..., list[list[int]]]) -> list[list[int]]:
+def texts(make_prompts: MakePrompts) -> list[list[int]]:
     return make_prompts([40] * 10, seed=5)
 
 
@@ -171,7 +169,7 @@ def test_a_window_of_other_layers_than_the_models_is_refused(model: Any) -> None
         Fit(Passage(observer_of(model.directory)), [(2, 5)])
 
 
-def test_a_map_is_shrunk_as_far_as_it_helps(model: Any, make_prompts: Callable[..., list[list[int]]]) -> None:
+def test_a_map_is_shrunk_as_far_as_it_helps(model: Any, make_prompts: MakePrompts) -> None:
     """A map that does twice what the layers do is shrunk, and one that does the contrary as far as can be."""
     passage = Passage(observer_of(model.directory))
     texts = make_prompts([30] * 10, seed=7)

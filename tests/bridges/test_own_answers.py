@@ -1,7 +1,5 @@
 """What a model makes up to be asked, and what policies keep of full depth's answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

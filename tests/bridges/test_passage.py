@@ -1,9 +1,6 @@
 """A text read at the depths of a schedule, against decoding with bridges on transformers' own layers, and what is made
 of it: the order of nested windows, and tuned bridges."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from depth_oracle import greedy_at_depth, nested
+from fixture_types import MakeLlama, MakePrompts
 from observers import observer_of
 
 from d3engine.depth import LayerTable, Nested, TailSkip
@@ -33,7 +31,7 @@ WINDOWS = [[4, 5], [1, 3], [3, 4]]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Any]) -> Any:
+def model(tiny_llama: MakeLlama) -> Any:
     return tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48)
 
 
@@ -43,7 +41,7 @@ def passage(model: Any) -> Passage:
 
 
 @pytest.fixture(scope="module")
-def texts(make_prompts: Callable[..., list[list[int]]]) -> list[list[int]]:
+def texts(make_prompts: MakePrompts) -> list[list[int]]:
     return make_prompts([30] * 10, seed=5)
 
 
@@ -95,7 +93,7 @@ def test_policies_are_measured_by_step_with_bridge_cost(passage: Passage, texts:
     assert bridged.mean("kl", range(4, 8)).value == pytest.approx(every.mean())
 
 
-def test_a_window_of_layers_that_do_nothing_goes_first(tiny_llama: Callable[..., Any], texts: list[list[int]]) -> None:
+def test_a_window_of_layers_that_do_nothing_goes_first(tiny_llama: MakeLlama, texts: list[list[int]]) -> None:
     made = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48, seed=3)
     observer = observer_of(made.directory)
     for layer in (4, 5):

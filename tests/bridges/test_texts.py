@@ -1,7 +1,5 @@
 """What bridges are fitted on is read from files: only what was picked is turned into tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -51,9 +49,7 @@ def test_only_the_texts_that_were_picked_are_encoded(reader: TextReader, tmp_pat
     ],
     ids=str,
 )
-def test_line_without_text_is_refused_picked_or_not(
-    reader: TextReader, tmp_path: Path, line: object, complaint: str
-) -> None:
+def test_line_without_text_is_refused_anyway(reader: TextReader, tmp_path: Path, line: object, complaint: str) -> None:
     """A line that holds no text is refused, whether it is picked or not."""
     with pytest.raises(InvalidValueError, match=f"--text must be a file of text.*{complaint}"):
         reader.lines(written(tmp_path, *LINES, line), "--text")

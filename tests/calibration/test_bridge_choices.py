@@ -1,7 +1,5 @@
 """Calibration with bridges: which settings are tried, what they cost, and that "auto" applies what was chosen."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -67,10 +65,8 @@ def test_each_setting_is_also_tried_with_bridges_it_fits() -> None:
 
 
 def test_bridge_costs_count_in_the_fastest_and_lower_ranks_less(tmp_path: Path) -> None:
-    """A bridge counts in what is called fastest, and a lower rank counts less.
-
-    Maps that do nothing change no answer, so what differs is their cost alone.
-    """
+    """A bridge counts in what is called fastest, and a lower rank counts less."""
+    # Maps that do nothing change no answer, so what differs is their cost alone.
     file = demo_bridges(tmp_path / "b.safetensors", scale=0)
     choices = bridge_choices([file], [16], DEMO, fingerprint(DEMO), tmp_path)
     assert list(choices) == [file, f"{file} at rank 16"]

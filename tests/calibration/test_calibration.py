@@ -1,7 +1,5 @@
 """Calibration chooses by its stated rule: on scorers whose truth is known, and on the bundled model."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -94,10 +92,8 @@ def test_fastest_of_few_lossless_settings_is_chosen(starts: tuple[float, ...], a
 
 
 def test_next_setting_is_taken_where_the_boldest_fail() -> None:
-    """Where the boldest fail, the next one is taken and not the slowest.
-
-    Six settings look harmless in screening; the three fastest of them lose much elsewhere.
-    """
+    """Where the boldest fail, the next one is taken and not the slowest."""
+    # Six settings look harmless in screening; the three fastest of them lose much elsewhere.
 
     def shown_late(policy: D3, part: Part) -> float:
         return 0.3 if part is not Part.SCREENING and policy.start < 0.5 else 0.0
@@ -134,10 +130,8 @@ def test_none_is_shown_to_be_safe_where_every_one_loses_much() -> None:
 
 
 def test_uncertifiable_setting_names_the_problems_it_would_need() -> None:
-    """A setting that cannot be certified is named with the problems that might be enough.
-
-    Nothing is lost, but a tenth of the answers differ: too many for a tolerance of two points and 300 problems.
-    """
+    """A setting that cannot be certified is named with the problems that might be enough."""
+    # Nothing is lost, but a tenth of the answers differ: too many for a tolerance of two points and 300 problems.
     lucky = KnownScorer(lambda policy, part: 0.0 if part is Part.SCREENING else 0.02, base=1.0)
     result = search(lucky, certification=300, loss=0.02)
     assert outcome(result) is Outcome.NOT_SHOWN
@@ -221,9 +215,7 @@ def test_of_several_tasks_each_has_a_constant_answer_of_its_own() -> None:
     told = [
         Asked("?", BBHQuestion(str(i), f"({'ABCD'[task]})"), f"task {task}") for task in range(4) for i in range(50)
     ]
-    assert best_constant(told) > 0.95, (
-        "who knows no more than the task is right on all of them, and has nothing to lose"
-    )
+    assert best_constant(told) > 0.95, "who knows no more than the task is right on all, and has nothing to lose"
     different = [Asked("?", BBHQuestion(str(i), str(i)), f"task {i % 20}") for i in range(60)]
     assert best_constant(different) < 0.01, "one answer of three is no third by being the only one of its kind"
 
@@ -264,10 +256,8 @@ def test_each_part_answers_its_own_problems_and_the_budget_holds() -> None:
 
 
 def test_settings_that_lose_the_tolerance_are_seldom_chosen() -> None:
-    """Settings that lose the tolerance are seldom chosen, however many are tried.
-
-    The whole search, selection included; many more runs: `python -m benchmarks.calibrations`.
-    """
+    """Settings that lose the tolerance are seldom chosen, however many are tried."""
+    # The whole search, selection included; many more runs: `python -m benchmarks.calibrations`.
     found = simulate(
         lambda policy: 0.1, Tolerance(0.1), differing=0.2, runs=200, limit=60, budget=1000, candidates=small_grid()
     )

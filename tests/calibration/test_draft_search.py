@@ -1,7 +1,5 @@
 """The search for a draft: it finds what a model can do without where that is known, and tells it by fresh questions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +50,8 @@ def test_by_the_clock_it_looks_for_tokens_in_a_second() -> None:
 
 
 def test_gain_is_full_depth_weights_over_weights_read() -> None:
-    """A gain is the weights that full depth reads over those that were read.
-
-    By hand: every pass and every draft of the answers, counted from what the requests tell.
-    """
+    """A gain is the weights that full depth reads over those that were read."""
+    # By hand: every pass and every draft of the answers, counted from what the requests tell.
     with Engine("demo", depth=FullDepth(), device="cpu") as engine:
         prompts = ["Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"] * 2
         policy, params = DraftAndVerify([13, 14], [14], 4, 0.0, None), SamplingParams(temperature=0, max_tokens=20)

@@ -1,7 +1,5 @@
 """The paired test holds its level, and says beforehand what it can show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import comb, log, sqrt
 from statistics import NormalDist
@@ -12,11 +10,7 @@ import pytest
 
 from d3engine.errors import InvalidValueError
 from d3engine.research.calibration.outcome import problems_for
-from d3engine.research.calibration.search import (
-    fewest_problems,
-    fewest_to_certify,
-    least_tolerance,
-)
+from d3engine.research.calibration.search import fewest_problems, fewest_to_certify, least_tolerance
 from d3engine.research.calibration.statistics import PASS_LEVEL, Pairs, Tolerance, exact_p, noninferiority_p, power
 
 
@@ -48,9 +42,7 @@ def slow_p(only_full: int, only_setting: int, problems: int, tolerance: Toleranc
 @pytest.mark.parametrize(
     ("only_full", "only_setting", "problems"), [(9, 4, 120), (0, 3, 60), (2, 0, 200), (30, 31, 90)]
 )
-def test_the_p_value_is_that_of_the_score_test(
-    only_full: int, only_setting: int, problems: int, relative: bool
-) -> None:
+def test_p_value_is_that_of_the_score_test(only_full: int, only_setting: int, problems: int, relative: bool) -> None:
     tolerance = Tolerance(0.05, relative)
     expected = slow_p(only_full, only_setting, problems, tolerance)
     assert normal_p(only_full, only_setting, problems, tolerance) == pytest.approx(expected, rel=1e-3)

@@ -1,7 +1,5 @@
 """`d3engine analyze` says the same in tables, JSON and pictures, and words every refusal in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -248,7 +246,7 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["sample", "--html", "no-such-directory/a.html", "--max-tokens", "2"], "--html"),
     ],
 )
-def test_what_is_not_allowed_is_refused_in_one_line(
+def test_what_is_wrong_is_refused_in_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d3engine.research.analysis.answers.open_model", None)  # it is refused before a model is loaded

@@ -1,7 +1,5 @@
 """`d3engine bridge`: a fit, its file and its report, and what is refused before any work."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -10,6 +8,8 @@ from typing import Any
 import pytest
 from invoking import invoke, refused, report_of, succeed
 
+from d3engine.cli.bridge import _key
+from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import read_bridges
 
 SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", str(2**24), "--texts", "6", "--held-out-texts", "2")
@@ -151,9 +151,6 @@ def test_what_cannot_be_fitted_is_refused_by_name(
 
 def test_bridge_saved_fit_is_keyed_by_its_fitted_positions() -> None:
     """A saved fit of all positions is not resumed for a fit of generated positions alone."""
-    from d3engine.cli.bridge import _key
-    from d3engine.engine.model_directory import model_directory
-
     directory, texts = model_directory("demo"), [[1, 2, 3, 4]]
     keys = {_key(directory, [(3, 5)], texts, firsts) for firsts in (None, [2], [3])}
     assert len(keys) == 3

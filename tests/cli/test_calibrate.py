@@ -1,7 +1,5 @@
 """`d3engine calibrate`: exit codes, what it writes and what it says, and what other commands say of its setting."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from hashlib import sha256
@@ -14,7 +12,10 @@ from invoking import invoke, refused, succeed
 
 from d3engine.depth import D3
 from d3engine.engine.model_directory import model_directory
+from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
+from d3engine.model.students import STUDENT_FILE, Student, write_student
+from d3engine.model.weights import load_weights
 from d3engine.research.calibration.search import ALPHAS, PAPER_ALPHAS, STARTS, make_candidates, window_candidates
 from d3engine.research.evaluation.paper_tables import TABLE_5_ALPHAS, TABLE_5_STARTS
 
@@ -40,9 +41,7 @@ def test_the_command_writes_what_it_chose_on_the_bundled_model(tmp_path: Path) -
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["alpha", "\\", "start", "0.2", "0.7"] in rows
-    assert any(
-        line.startswith("alpha 0.9, start 0.7") and line.endswith("passed") for line in result.stdout.splitlines()
-    )
+    assert any(one.startswith("alpha 0.9, start 0.7") and one.endswith("passed") for one in result.stdout.splitlines())
     assert f"written to {out}" in result.stdout
     assert result.stdout.isascii()
 
@@ -80,10 +79,8 @@ def test_calibrate_without_a_safe_setting_exits_3_unwritten(tmp_path: Path) -> N
 
 
 def test_calibrate_task_beyond_the_model_exits_4_early(tmp_path: Path) -> None:
-    """A task that the model cannot do ends `calibrate` with exit code 4 after a few answers.
-
-    It passed there with any setting: who gets nothing right can lose nothing.
-    """
+    """A task that the model cannot do ends `calibrate` with exit code 4 after a few answers."""
+    # It passed there with any setting: who gets nothing right can lose nothing.
     any_setting = ("--alpha", "0.8", "--start", "0.2")
     result = run("demo", *SMALL, *any_setting, "--task", "word-sorting", "--out", str(tmp_path / "d3.json"))
     assert result.exit_code == 4, result.output
@@ -173,10 +170,6 @@ def test_fixed_windows_are_tried_best_first(tmp_path: Path) -> None:
 
 
 def test_a_student_is_certified_and_written_beside_its_setting(tmp_path: Path) -> None:
-    from d3engine.model.config import ModelConfig
-    from d3engine.model.students import STUDENT_FILE, Student, write_student
-    from d3engine.model.weights import load_weights
-
     directory = model_directory("demo")
     config = ModelConfig.from_directory(directory)
     down = load_weights(directory, config, dtype=torch.float32, device="cpu").layers[9].down

@@ -1,7 +1,5 @@
 """`d3engine chat` over a pipe: turns, commands, and the refusal of a model that cannot chat."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -14,7 +12,9 @@ import pytest
 from invoking import invoke, refused, succeed
 from rich.console import Console
 
+from d3engine.cli.chat import HELP
 from d3engine.cli.terminal import Writer
+from d3engine.engine.engine import Engine
 from d3engine.engine.model_directory import model_directory
 from d3engine.request.params import SamplingParams
 
@@ -41,8 +41,6 @@ def chat(model: Path | str, *lines: str, options: tuple[str, ...] = ()) -> Any:
 
 def turns_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
     """The messages of each turn, as they come."""
-    from d3engine.engine.engine import Engine
-
     seen: list[list[dict[str, Any]]] = []
     chat_prompt = Engine.chat_prompt
 
@@ -220,8 +218,6 @@ def test_sampling_is_set_and_shown(model: Path) -> None:
 
 
 def test_the_help_names_every_command() -> None:
-    from d3engine.cli.chat import HELP
-
     commands = ("/system", "/set", "/regenerate", "/save", "/load", "/reset", "/depth", "/help", "/exit")
     assert all(f"\n{command} " in "\n" + HELP for command in commands)
     assert HELP.endswith('"""')

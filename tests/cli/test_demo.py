@@ -1,7 +1,5 @@
 """What the demo says and how it runs: commands as they can be typed, speed by turns, threads by the model's size."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -99,7 +97,7 @@ def test_a_command_on_the_path_is_spelled_by_its_name(script: Path, monkeypatch:
     assert as_typed("eval", "demo") == "d3engine eval demo"
 
 
-def test_other_command_of_the_same_name_is_not_printed(
+def test_other_command_of_the_name_is_not_printed(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another command of the same name on the PATH is not taken for this one."""

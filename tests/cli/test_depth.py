@@ -1,7 +1,5 @@
 """`d3engine depth`: own answers, students distilled from them, and what these are judged by."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How every command ends: exit codes, closed, full and poor streams, Ctrl-C; what -v and -q tell; quick help."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -32,6 +30,8 @@ from d3engine.errors import (
     MissingExtraError,
     ModelFormatError,
 )
+from d3engine.model import weights
+from d3engine.utils.progress import bar_columns, hides_bars
 
 SCHEDULE = ["schedule", "--layers", "8", "--depth", "full"]
 GENERATE = ["generate", "demo", "Question:", "--max-tokens", "2", "--device", "cpu", "--max-num-seqs", "2"]
@@ -252,8 +252,6 @@ def test_a_warning_of_the_package_is_on_stderr_unless_quiet(monkeypatch: pytest.
 
 
 def test_bars_are_hidden_by_a_quiet_logger() -> None:
-    from d3engine.utils.progress import hides_bars
-
     logger = logging.getLogger("d3engine")
     before = logger.level
     try:
@@ -266,13 +264,11 @@ def test_bars_are_hidden_by_a_quiet_logger() -> None:
 
 
 @pytest.mark.parametrize(("columns", "expected"), [(0, 80), (120, None)])
-def test_a_bar_has_a_width_where_the_terminal_says_it_has_none(
+def test_a_bar_has_a_width_where_the_terminal_has_none(
     monkeypatch: pytest.MonkeyPatch, columns: int, expected: int | None
 ) -> None:
     import fcntl
     import termios
-
-    from d3engine.utils.progress import bar_columns
 
     outside, inside = os.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
@@ -282,8 +278,6 @@ def test_a_bar_has_a_width_where_the_terminal_says_it_has_none(
 
 
 def test_a_bar_follows_what_is_loaded_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.model import weights
-
     bars: list[Any] = []
     bar = weights.tqdm
 

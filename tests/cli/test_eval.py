@@ -1,7 +1,5 @@
 """`d3engine eval` on a few problems: the same figures for people and for machines, and paired with full depth."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -11,6 +9,8 @@ from typing import Any
 import pytest
 from invoking import invoke, refused, report_of, succeed
 
+from d3engine.cli import eval as command
+from d3engine.engine.engine import Engine
 from d3engine.errors import D3EngineError, install_command
 from d3engine.research.evaluation.accuracy import wilson_interval
 
@@ -101,9 +101,7 @@ def test_eval_shared_prompts_are_computed_once() -> None:
     assert apart[0]["cached_prompt_tokens"] == 0
     assert cached[0] > shared[0]["prompt_tokens"] / 3, "later questions find the examples that the first one left"
     left = shared[1]["prompt_tokens"] - cached[1]
-    assert 0 < left <= 3 * 16, (
-        "a prompt's last block, which has to yield its first token, is all that is computed again"
-    )
+    assert 0 < left <= 3 * 16, "a prompt's last block, which has to yield its first token, is all that is done again"
     assert "came from the prefix cache" in succeed([*EVAL, *asked, *small, "--share-prompts"]).stdout
 
 
@@ -184,7 +182,6 @@ def test_eval_policies_decided_by_tokens_have_no_nominal_figures() -> None:
 
 def test_eval_prints_finished_tables_when_a_later_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of a finished benchmark are printed although a later one fails."""
-    from d3engine.cli import eval as command
 
     def failing(engine: Any, benchmark: Any, *arguments: Any) -> Any:
         if benchmark.name == "word-sorting":
@@ -201,7 +198,6 @@ def test_eval_prints_finished_tables_when_a_later_task_fails(monkeypatch: pytest
 
 def test_eval_too_long_prompt_is_refused_before_any_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that is too long is refused before any question is asked."""
-    from d3engine.engine.engine import Engine
 
     def asked(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("a question was asked")
@@ -213,8 +209,6 @@ def test_eval_too_long_prompt_is_refused_before_any_question(monkeypatch: pytest
 
 
 def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.engine.engine import Engine
-
     asked: list[int] = []
     generate = Engine.generate
 

@@ -1,7 +1,5 @@
 """`d3engine eval` with policies that name files of bridges: who runs it owns the files, so its engine opens them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`d3engine generate` on the bundled model: what goes to stdout and stderr, colours, the demo, refusals."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -15,7 +13,7 @@ from invoking import invoke, refused, succeed
 from rich.console import Console
 
 from benchmarks.lora import write_random_adapter
-from d3engine.cli.answers import Answer, readable_bytes, run_answers
+from d3engine.cli.answers import Answer, _raise_fault, readable_bytes, run_answers
 from d3engine.cli.terminal import DepthColours, Writer, safe_text
 from d3engine.depth import D3, EarlyExit, FullDepth, Lossless
 from d3engine.depth.labels import policy_in_words
@@ -136,12 +134,8 @@ def test_several_prompts_and_answers_come_in_order_under_headers() -> None:
     sampling = ["--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "3"]
     lines = generate("demo", PROMPT, "Question:", *sampling).stdout.splitlines()
     headers = [line for line in lines if line.startswith("[")]
-    assert [header.split("]")[0] for header in headers] == [
-        "[1/2, answer 1 of 2",
-        "[1/2, answer 2 of 2",
-        "[2/2, answer 1 of 2",
-        "[2/2, answer 2 of 2",
-    ]
+    told = [f"[{prompt}/2, answer {answer} of 2" for prompt in (1, 2) for answer in (1, 2)]
+    assert [header.split("]")[0] for header in headers] == told
 
 
 def test_a_seed_repeats_what_was_drawn() -> None:
@@ -450,8 +444,6 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 def test_a_fault_of_an_answer_is_told(engine: Engine) -> None:
-    from d3engine.cli.answers import _raise_fault
-
     answer = Answer("prompt-0", 0, engine.tokenizer, True)
     answer.update(CompletionOutput(0, "", [], None, None, "abort", "ValueError: bad", []), [])
     with pytest.raises(D3EngineError, match="bad"):
@@ -472,10 +464,5 @@ def test_policies_have_short_titles() -> None:
 
 
 def test_bytes_are_readable() -> None:
-    assert [readable_bytes(n) for n in (0, 1023, 2048, 3 * 2**20, 5 * 2**30)] == [
-        "0 bytes",
-        "1023 bytes",
-        "2.0 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-    ]
+    told = {0: "0 bytes", 1023: "1023 bytes", 2048: "2.0 KiB", 3 * 2**20: "3.0 MiB", 5 * 2**30: "5.0 GiB"}
+    assert {count: readable_bytes(count) for count in told} == told

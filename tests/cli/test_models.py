@@ -1,7 +1,5 @@
 """`d3engine models` lists what `weights fetch` keeps and frees it; tests/engine/test_hub.py has the hub's cache."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

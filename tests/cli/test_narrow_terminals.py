@@ -1,7 +1,5 @@
 """What a terminal that is narrow is shown: no figure cut, no word broken."""
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

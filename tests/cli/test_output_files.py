@@ -1,7 +1,5 @@
 """A page or a picture that cannot be written costs nothing else: what was measured is printed all the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,9 +30,7 @@ def full_disk(tmp_path: Path) -> Path:
         ("--png", ("analyze", "saturation", "demo", "--limit", "1")),
     ],
 )
-def test_unwritable_output_file_is_named_and_json_is_printed(
-    option: str, arguments: tuple[str, ...], full_disk: Path
-) -> None:
+def test_unwritable_file_is_named_and_json_is_printed(option: str, arguments: tuple[str, ...], full_disk: Path) -> None:
     """A file that cannot be written is named, and the JSON is printed all the same."""
     result = invoke([*arguments, *SMALL, option, str(full_disk), "--json"])
     assert result.exit_code == 2
@@ -63,9 +59,7 @@ def test_unwritable_page_is_refused_before_the_work(tmp_path: Path, path: str) -
         assert "--html must be a file that can be written, in an existing folder" in stderr
 
 
-def test_a_policy_file_that_cannot_be_written_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policy_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d3.json").write_text("old")
 
     def fail(*_: object) -> None:

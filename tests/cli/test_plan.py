@@ -1,18 +1,15 @@
 """`d3engine plan`: its weights are those that ranks load, its room is what is left, and depth makes room for more."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama
 from invoking import refused, report_of, succeed
-from tiny_models import TinyLlama
 
 from d3engine.depth import D3, EarlyExit
 from d3engine.engine.memory import weight_bytes
@@ -85,9 +82,7 @@ def test_bridges_are_counted_with_the_weights() -> None:
     assert [one["room"] - other["room"] for one, other in zip(bare, bridged, strict=True)] == more
 
 
-def test_the_models_own_depth_is_what_is_planned_for_and_told(
-    tiny_llama: Callable[..., TinyLlama], tmp_path: Path
-) -> None:
+def test_the_models_own_depth_is_what_is_planned_for_and_told(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     directory, words = tmp_path / "model", ("--gpus", "1GiB", "--context", "64", "--answer", "32")
     shutil.copytree(tiny_llama().directory, directory)
     full = planned(str(directory), *words)
@@ -107,9 +102,7 @@ def test_the_models_own_depth_is_what_is_planned_for_and_told(
     assert planned(str(directory / "sizes.json"), *words) == full
 
 
-def test_an_own_depth_that_is_not_fixed_is_refused_by_its_file(
-    tiny_llama: Callable[..., TinyLlama], tmp_path: Path
-) -> None:
+def test_an_own_depth_that_is_not_fixed_is_refused_by_its_file(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     shutil.copy(tiny_llama().directory / "config.json", tmp_path)
     (tmp_path / "d3.json").write_text(json.dumps({"depth": EarlyExit(0.9).describe()}))
     said = refused(["plan", str(tmp_path), "--gpus", "1GiB", "--context", "64", "--answer", "32"])
@@ -122,9 +115,7 @@ def test_the_smallest_device_decides() -> None:
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"])
-def test_the_weights_are_those_that_a_rank_loads(
-    scheme: str | None, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
-) -> None:
+def test_the_weights_are_those_that_a_rank_loads(scheme: str | None, tiny_llama: MakeLlama, tmp_path: Path) -> None:
     directory, _ = tiny_llama(attention_bias=True, num_key_value_heads=4)
     if scheme is not None:
         quantize_model(directory, tmp_path / scheme, scheme)
@@ -137,7 +128,7 @@ def test_the_weights_are_those_that_a_rank_loads(
     assert [fit["weights"] for fit in found] == (["bfloat16", "int8", "int4"] if scheme is None else [scheme])
 
 
-def test_plan_of_a_config_alone_says_what_cannot_be_sharded(tiny_llama: Callable[..., TinyLlama]) -> None:
+def test_plan_of_a_config_alone_says_what_cannot_be_sharded(tiny_llama: MakeLlama) -> None:
     """A config alone is enough, and the plan says why a scheme cannot be sharded."""
     config = str(tiny_llama().directory / "config.json")
     *floats, int4 = planned(config, "--gpus", "1GiB,1GiB", "--context", "64", "--answer", "8")

@@ -1,7 +1,5 @@
 """Options of the release before, and how many a reader of the help has to look through."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -19,9 +17,7 @@ from d3engine.cli.commands import with_new_names
         (["--admission-waves"], ["--admission-interval", ""]),
     ],
 )
-def test_renamed_option_is_read_and_noted(
-    typed: list[str], read: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_renamed_option_is_read_and_told(typed: list[str], read: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert with_new_names(typed) == read
     assert ("old name goes with the next release" in capsys.readouterr().err) == (typed != read)
 

@@ -1,7 +1,5 @@
 """`d3engine schedule` says what the schedule is, in three forms, and words every refusal in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import llama_config
 from invoking import invoke, refused, report_of, succeed
 
 from d3engine import __version__
@@ -40,20 +39,9 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": "float32",
-        **changes,
-    }
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "max_position_embeddings": 128}
+    further = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "torch_dtype": "float32"}
+    config = llama_config(10, **(sizes | further | changes))
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -95,15 +83,8 @@ def test_json_holds_everything_for_machines() -> None:
 def test_sizes_replace_those_of_llama_2() -> None:
     llama_3_8b = ["--intermediate-size", "14336", "--vocab-size", "128256", "--heads", "32", "--kv-heads", "8"]
     report = run_json(*BBH, *llama_3_8b, "--dtype", "float32")
-    assert report["shape"] == {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-    }
+    sizes = {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+    assert report["shape"] == sizes | {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     assert report["kv_saved"]["bytes_per_entry"] == 2 * 8 * 128 * 4
     layer, head = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 128256 * 4096
     assert report["flops_ratio"] == pytest.approx((32 * layer + head) / (19.165 * layer + head))
@@ -167,10 +148,7 @@ LAYERS = ["schedule", "--layers", "32"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            [*LAYERS, "--depth", "full alpha=0.9"],
-            "option must be absent, since full takes no options .*; got 'alpha=0.9'",
-        ),
+        ([*LAYERS, "--depth", "full alpha=0.9"], "option must be absent, since full takes no .*; got 'alpha=0.9'"),
         (
             [*LAYERS, "--depth", "unified speedup=2 tail=1"],
             r"option must be option=value, with speedup, on-skip, bridges \(tail goes with d3\); got 'tail=1'",

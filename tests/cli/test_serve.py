@@ -1,7 +1,5 @@
 """`d3engine serve`: what it refuses before anything is loaded, and one run from its first line to its last."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`d3engine speculate tune`: every drafter answers the same prompts, and a token that one changes is found."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +47,7 @@ def test_the_table_ends_with_the_option_to_copy(native_library: None) -> None:
     assert "Without --draft-model, no model has drafted." in result.stdout
 
 
-def test_a_token_that_drafts_change_is_found_and_not_recommended(
+def test_a_token_changed_by_drafts_is_found_not_recommended(
     monkeypatch: pytest.MonkeyPatch, native_library: None
 ) -> None:
     generate = Engine.generate

@@ -1,7 +1,5 @@
 """What a command line gets that cannot be read: one sentence with the option, what it must be, and what it got."""
 
-from __future__ import annotations
-
 import pytest
 from invoking import invoke, refused
 

@@ -1,7 +1,5 @@
 """`d3engine verify`: the bundled model keeps its bits, and a bit that changes in one situation is found there."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -45,7 +43,7 @@ def test_the_bundled_model_keeps_its_bits_in_every_situation(report: dict[str, A
     assert {"activations", "dtype", "weight_dtype", "kv_dtype", "torch", "d3engine"} < set(report["computed_by"])
 
 
-def test_the_sum_is_that_of_the_answers_on_any_number_of_threads(
+def test_the_sum_is_of_the_answers_on_any_number_of_threads(
     report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(equality, "CHECKS", CHECKS[:1])
@@ -75,9 +73,7 @@ def nudge(output: RequestOutput) -> None:
         entry.logprob = math.nextafter(entry.logprob, -math.inf)
 
 
-def test_one_bit_that_a_situation_changes_is_found_in_its_row(
-    monkeypatch: pytest.MonkeyPatch, native_library: None
-) -> None:
+def test_one_bit_a_situation_changes_is_found_in_its_row(monkeypatch: pytest.MonkeyPatch, native_library: None) -> None:
     def spoil(engine: Engine, outputs: Outputs) -> None:
         is_chunked = engine.settings.max_num_batched_tokens == CHUNK
         drafts = outputs[0].metrics.num_drafted_tokens > 0
@@ -119,9 +115,7 @@ def test_a_situation_that_does_not_occur_is_no_equality(monkeypatch: pytest.Monk
     assert found["checks"][2]["evidence"] == "0 of 6 requests preempted"
 
 
-def test_answers_that_another_model_drafts_keep_their_bits(
-    monkeypatch: pytest.MonkeyPatch, native_library: None
-) -> None:
+def test_answers_another_model_drafts_keep_their_bits(monkeypatch: pytest.MonkeyPatch, native_library: None) -> None:
     monkeypatch.setattr(equality, "CHECKS", [CHECKS[0], *(one for one in CHECKS if one.engine == DRAFT_MODEL)])
     code, found = verified("--draft-model", "demo")
     assert code == 0

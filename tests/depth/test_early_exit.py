@@ -1,7 +1,5 @@
 """EarlyExit is a full-depth schedule and a rule, and refuses what cannot work by name."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A policy of an installed package is found by its name everywhere, and whatever is wrong with it names the package."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Windows of a list go whole and in order, never more layers than D3 of the same alpha leaves out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,13 +1,12 @@
 """`d3.json`: for which weights and which task its setting holds, and that "auto" says so."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import MakeLlama
+from safetensors.torch import load_file, save_file
 
 from d3engine import Engine
 from d3engine.depth import D3, FullDepth
@@ -19,7 +18,7 @@ from d3engine.model.expected_tensors import fingerprint
 from d3engine.research.calibration.statistics import PASS_LEVEL
 
 
-def tiny_with_depth(tiny_llama: Callable[..., Any], directory: Path, name: str | None) -> Path:
+def tiny_with_depth(tiny_llama: MakeLlama, directory: Path, name: str | None) -> Path:
     for file in tiny_llama().directory.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
     content = {"depth": D3(alpha=0.9, start=0.5).describe()} | ({} if name is None else {"fingerprint": name})
@@ -27,7 +26,7 @@ def tiny_with_depth(tiny_llama: Callable[..., Any], directory: Path, name: str |
     return directory
 
 
-def test_a_setting_for_other_weights_is_refused_by_its_file(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_setting_for_other_weights_is_refused_by_its_file(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     own = fingerprint(tiny_llama().directory)
     small: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "kv_cache_memory_bytes": 2**22}
     directory = tiny_with_depth(tiny_llama, tmp_path, own)
@@ -68,7 +67,7 @@ def test_a_task_that_is_no_text_is_refused_by_its_file(content: Any, tmp_path: P
 
 
 def test_auto_says_for_which_task_its_setting_was_found(
-    tiny_llama: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_llama: MakeLlama, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert calibrated_task(tmp_path) is None
     directory = tiny_with_depth(tiny_llama, tmp_path, None)
@@ -85,7 +84,7 @@ def test_auto_says_for_which_task_its_setting_was_found(
     ]
 
 
-def test_a_fingerprint_is_of_the_weights_and_what_they_compute(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_fingerprint_is_of_the_weights_and_what_they_compute(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     own = fingerprint(tiny_llama().directory)
     assert fingerprint(tiny_llama(max_shard_size="40KB").directory) == own  # shards do not matter
     assert fingerprint(tiny_llama(seed=1).directory) != own
@@ -96,11 +95,7 @@ def test_a_fingerprint_is_of_the_weights_and_what_they_compute(tiny_llama: Calla
     assert fingerprint(tmp_path) != own
 
 
-def test_one_changed_matrix_of_one_layer_changes_the_fingerprint(
-    tiny_llama: Callable[..., Any], tmp_path: Path
-) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_one_changed_matrix_of_one_layer_changes_the_fingerprint(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     directory = tiny_with_depth(tiny_llama, tmp_path, None)
     own = fingerprint(directory)
     tensors = load_file(directory / "model.safetensors")

@@ -1,7 +1,5 @@
 """A schedule answers the same questions from cutoffs as from a table, and refuses what cannot run."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

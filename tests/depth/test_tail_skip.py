@@ -1,10 +1,9 @@
 """TailSkip meets its mean to within half a layer run, with whole layers and the deeper steps first."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
+from bad_values import bad_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,15 +37,7 @@ def test_tail_skip_meets_its_mean_with_the_lowest_layers_alone(layers: int, step
 
 @pytest.mark.parametrize(
     ("arguments", "field"),
-    [
-        ({"mean_layers": 0}, "mean_layers"),
-        ({"mean_layers": -1.5}, "mean_layers"),
-        ({"mean_layers": math.nan}, "mean_layers"),
-        ({"mean_layers": "many"}, "mean_layers"),
-        ({"max_tokens": 1}, "max_tokens"),
-        ({"max_tokens": 9.5}, "max_tokens"),
-        ({"on_skip": "leave"}, "on_skip"),
-    ],
+    bad_values(mean_layers=[0, -1.5, math.nan, "many"], max_tokens=[1, 9.5], on_skip=["leave"]),
 )
 def test_tail_skip_refuses_wrong_arguments_by_name(arguments: dict, field: str) -> None:
     with pytest.raises(InvalidValueError, match=f"^{field} must be "):

@@ -1,10 +1,7 @@
 """Windows crossed by bridges: the tokens are those of a slow oracle on transformers' own layers with the maps between
 them, alone and in a batch, and whoever has none is untouched."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,10 @@ from depth_oracle import (
     tail_skip,
     unified_skip,
 )
+from families import make_family
+from fixture_types import MakeEngine, MakeLlama
 from kinds_of_engine import maker
-from tiny_models import TINY, TinyLlama, save_random
-from transformers import AutoModelForCausalLM, Gemma2Config, Olmo2Config, PreTrainedConfig
+from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
@@ -63,7 +61,7 @@ def maps() -> Maps:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., TinyLlama], maps: Maps, tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
+def model(tiny_llama: MakeLlama, maps: Maps, tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     """A model with bridges beside its weights."""
     made = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48)
     directory = tmp_path_factory.mktemp("bridged") / "model"
@@ -73,7 +71,7 @@ def model(tiny_llama: Callable[..., TinyLlama], maps: Maps, tmp_path_factory: py
 
 
 @pytest.fixture(scope="module")
-def make_engine(model: TinyLlama) -> Callable[..., Engine]:
+def make_engine(model: TinyLlama) -> MakeEngine:
     return maker(model.directory, max_model_len=64)
 
 
@@ -100,7 +98,7 @@ def wanted(model: TinyLlama, maps: Maps) -> list[DepthAnswer]:
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 def test_a_batch_of_many_policies_equals_the_oracle(
-    make_engine: Callable[..., Engine], wanted: list[DepthAnswer], enforce_eager: bool
+    make_engine: MakeEngine, wanted: list[DepthAnswer], enforce_eager: bool
 ) -> None:
     with make_engine(enforce_eager=enforce_eager) as engine:
         params = [asked(policy) for policy, _ in (*BRIDGED, *BARE)]
@@ -111,15 +109,10 @@ def test_a_batch_of_many_policies_equals_the_oracle(
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
-@pytest.mark.parametrize("kind", [Olmo2Config, Gemma2Config])
-def test_layers_with_norms_behind_are_crossed_too(
-    kind: type[PreTrainedConfig], enforce_eager: bool, maps: Maps, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    sizes = TINY | {"num_hidden_layers": LAYERS, "hidden_size": SIZE, "intermediate_size": 48}
-    sizes = {name: value for name, value in sizes.items() if name != "head_dim"}
-    made = AutoModelForCausalLM.from_config(kind(**sizes, query_pre_attn_scalar=8), dtype=torch.float32)
-    directory, model = save_random(tmp_path, made)
+@pytest.mark.parametrize("model_type", ["olmo2", "gemma2"])
+def test_layers_with_norms_behind_are_crossed(model_type: str, enforce_eager: bool, maps: Maps, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": SIZE, "intermediate_size": 48}
+    directory, model = make_family(tmp_path, (model_type, {"query_pre_attn_scalar": 8}), (), **sizes)
     write_maps(maps, directory, directory / BRIDGES_FILE)
     policies = [BRIDGED[nth] for nth in (0, 1, -1)]
     with Engine(directory, skip_tokenizer_init=True, device="cpu", enforce_eager=enforce_eager) as engine:
@@ -131,7 +124,7 @@ def test_layers_with_norms_behind_are_crossed_too(
         assert output.outputs[0].depths == answer.depths
 
 
-def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: Callable[..., Engine]) -> None:
+def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: MakeEngine) -> None:
     saved = []
     for bridges in (None, AUTO):
         with make_engine() as engine:
@@ -140,7 +133,7 @@ def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: Call
     assert saved[0] == saved[1] > 0
 
 
-def test_requests_without_bridges_keep_their_bits(make_engine: Callable[..., Engine]) -> None:
+def test_requests_without_bridges_keep_their_bits(make_engine: MakeEngine) -> None:
     """Requests without bridges answer to the bit as if there were none."""
 
     def answers(others: list[SamplingParams]) -> list[RequestOutput]:
@@ -159,7 +152,7 @@ def test_requests_without_bridges_keep_their_bits(make_engine: Callable[..., Eng
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 @pytest.mark.parametrize("lossless", [True, False])
 def test_bridges_change_what_is_drafted_and_no_token(
-    make_engine: Callable[..., Engine], model: TinyLlama, lossless: bool, enforce_eager: bool
+    make_engine: MakeEngine, model: TinyLlama, lossless: bool, enforce_eager: bool
 ) -> None:
     prompts = [[9, 8, 7] * 5, list(range(50, 60))]
     accepted = []
@@ -174,7 +167,7 @@ def test_bridges_change_what_is_drafted_and_no_token(
     assert accepted[0] != accepted[1]
 
 
-def test_a_perfect_bridge_lets_every_draft_be_accepted(tiny_llama: Callable[..., TinyLlama], tmp_path: Path) -> None:
+def test_a_perfect_bridge_lets_every_draft_be_accepted(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     """Of layers that add a constant, the bridge is that constant: then drafts are full depth's tokens."""
     made = tiny_llama(num_hidden_layers=4, hidden_size=SIZE, intermediate_size=48, mlp_bias=True, seed=4)
     directory = tmp_path / "model"
@@ -199,7 +192,7 @@ def test_a_perfect_bridge_lets_every_draft_be_accepted(tiny_llama: Callable[...,
     assert stats.drafted_tokens == stats.accepted_tokens > 0
 
 
-def test_checks_for_another_process_hold_no_map(make_engine: Callable[..., Engine], model: TinyLlama) -> None:
+def test_checks_for_another_process_hold_no_map(make_engine: MakeEngine, model: TinyLlama) -> None:
     """A check of requests for an engine in another process holds no map."""
     pytest.importorskip("msgspec", reason="an engine in a process of its own needs the extra serve")
     from d3engine.async_engine.engine_process import ProcessFront
@@ -222,7 +215,7 @@ def test_checks_for_another_process_hold_no_map(make_engine: Callable[..., Engin
 
 
 def test_a_request_names_no_file_but_the_engines_own(
-    make_engine: Callable[..., Engine], model: TinyLlama, maps: Maps, tmp_path: Path
+    make_engine: MakeEngine, model: TinyLlama, maps: Maps, tmp_path: Path
 ) -> None:
     own, other = tmp_path / "own.safetensors", tmp_path / "other.safetensors"
     for path in (own, other):
@@ -231,29 +224,21 @@ def test_a_request_names_no_file_but_the_engines_own(
         for bridges in (str(own), AUTO):
             engine.generate([1, 2], asked(D3(0.8, 0.5, bridges=bridges), max_tokens=2), use_tqdm=False)
         for policy in (D3(0.8, 0.5, bridges=str(other)), Lossless(D3(0.8, 0.5, bridges=str(other)))):
-            with pytest.raises(
-                InvalidValueError, match=r'bridges must be "auto", or what the engine.s own policy'
-            ) as e:
+            with pytest.raises(InvalidValueError, match=r'bridges must be "auto", or what the engine.s own') as e:
                 engine.generate([1, 2], asked(policy), use_tqdm=False)
             assert str(own) not in str(e.value)
 
 
-def test_bridges_of_other_weights_are_refused(
-    tiny_llama: Callable[..., TinyLlama], model: TinyLlama, tmp_path: Path
-) -> None:
+def test_bridges_of_other_weights_are_refused(tiny_llama: MakeLlama, model: TinyLlama, tmp_path: Path) -> None:
     other = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48, seed=1)
     policy = D3(0.9, 0.5, bridges=str(model.directory / BRIDGES_FILE))
     with pytest.raises(InvalidValueError, match="bridges must be fitted to these weights, not to others"):
         Engine(other.directory, depth=policy, skip_tokenizer_init=True, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [(None, "is missing"), (b"no tensors", "is no file of bridges")],
-    ids=["missing", "damaged"],
-)
+@pytest.mark.parametrize(("content", "complaint"), [(None, "is missing"), (b"no tensors", "is no file of bridges")])
 def test_a_file_that_cannot_be_read_is_refused(
-    make_engine: Callable[..., Engine], tmp_path: Path, content: bytes | None, complaint: str
+    make_engine: MakeEngine, tmp_path: Path, content: bytes | None, complaint: str
 ) -> None:
     path = tmp_path / "b.safetensors"
     if content is not None:
@@ -263,7 +248,7 @@ def test_a_file_that_cannot_be_read_is_refused(
 
 
 def test_file_lacking_a_window_is_refused_with_the_window(
-    make_engine: Callable[..., Engine], model: TinyLlama, maps: Maps, tmp_path: Path
+    make_engine: MakeEngine, model: TinyLlama, maps: Maps, tmp_path: Path
 ) -> None:
     """A file that lacks a window of the policy is refused with the window."""
     path = tmp_path / "b.safetensors"

@@ -1,7 +1,5 @@
 """Depths that were never certified for a model are logged once; certified and exact ones are not."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -60,9 +58,7 @@ def test_certified_depths_are_full_own_and_verified_drafts(policy: DepthPolicy, 
     ],
     ids=["by hand", "other weights", "unreadable bridges", "no policy"],
 )
-def test_file_that_certifies_other_weights_certifies_nothing(
-    change: Callable[[dict[str, Any]], object], tmp_path: Path
-) -> None:
+def test_file_of_other_weights_certifies_nothing(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
     """A file that does not certify these weights certifies nothing."""
     certification = Certification(a_copy(tmp_path, change), 16)
     assert not certification.covers(OWN)

@@ -1,7 +1,5 @@
 """Draft & Verify: attentions and MLPs left out one by one, a stop that adapts, and full depth's answers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draft_oracle import draft_and_verify
+from fixture_types import MakeEngine
 from kinds_of_engine import PART_DRAFTS, maker
 from stepping import watch
 from tiny_models import TINY, TinyLlama, save_random, save_sure_llama
@@ -32,7 +31,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
 
 
 @pytest.fixture(scope="module")
-def make_engine(llama: TinyLlama) -> Callable[..., Engine]:
+def make_engine(llama: TinyLlama) -> MakeEngine:
     return maker(llama.directory)
 
 
@@ -49,13 +48,9 @@ def asked(policy: DepthPolicy, max_tokens: int = 32, **more: Any) -> SamplingPar
 
 
 @pytest.mark.parametrize("policy", PART_DRAFTS, ids=policy_in_words)
-def test_drafts_follow_the_published_rules(
-    make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
-) -> None:
-    """Drafts are those of the published rules on transformers' own layers.
-
-    Tokens, the length of every draft, and how much of each was accepted.
-    """
+def test_drafts_follow_the_published_rules(make_engine: MakeEngine, llama: TinyLlama, policy: DraftAndVerify) -> None:
+    """Drafts are those of the published rules on transformers' own layers."""
+    # Tokens, the length of every draft, and how much of each was accepted.
     lengths = []
     engine = make_engine()
     for prompt in some_prompts(3, 2, 6):
@@ -96,9 +91,7 @@ def test_so_are_those_of_layers_with_norms_behind(kind: type[PreTrainedConfig], 
     assert accepted > 0
 
 
-def test_a_stop_probability_moves_as_the_published_one_does(
-    make_engine: Callable[..., Engine], llama: TinyLlama
-) -> None:
+def test_a_stop_probability_moves_as_the_published_one_does(make_engine: MakeEngine, llama: TinyLlama) -> None:
     policy, (prompt,) = DraftAndVerify([1], [3], 2, 0.2, 0.6), some_prompts(6, 1, 6)
     engine = make_engine()
     engine.add_request("a", prompt, asked(policy, 40))
@@ -118,7 +111,7 @@ def test_a_stop_probability_moves_as_the_published_one_does(
 
 @pytest.mark.parametrize("policy", PART_DRAFTS, ids=policy_in_words)
 def test_greedy_answers_are_those_of_transformers(
-    make_engine: Callable[..., Engine], llama: TinyLlama, policy: DraftAndVerify
+    make_engine: MakeEngine, llama: TinyLlama, policy: DraftAndVerify
 ) -> None:
     (output,) = make_engine().generate(some_prompts(5, 1), asked(policy, 24), use_tqdm=False)
     answer = output.outputs[0].token_ids
@@ -129,7 +122,7 @@ def test_greedy_answers_are_those_of_transformers(
 # -- what is counted -------------------------------------------------------------------------------------------
 
 
-def test_a_part_of_a_layer_is_counted_as_half_of_it(make_engine: Callable[..., Engine]) -> None:
+def test_a_part_of_a_layer_is_counted_as_half_of_it(make_engine: MakeEngine) -> None:
     engine = make_engine(enforce_eager=True)
     plans = watch(engine)
     (output,) = engine.generate(some_prompts(4, 1), asked(PART_DRAFTS[0]), use_tqdm=False)

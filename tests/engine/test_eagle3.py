@@ -1,7 +1,5 @@
 """An EAGLE-3 head drafts what a slow reference on transformers' parts drafts, and answers stay full depth's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from eagle3_heads import EAGLE3_TARGET, READ, save_head
+from fixture_types import MakeLlama
 from safetensors.torch import load_file, save_file
 from stepping import see_steps
 from tiny_models import TinyLlama, random_prompts
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError, ModelFormatError
@@ -29,7 +23,7 @@ LENGTH = 3
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+def target(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(**EAGLE3_TARGET)
 
 

@@ -1,12 +1,7 @@
 """Early exit gives the tokens and depths of a slow oracle on transformers' own layers, alone and in any company.
-
-Confidences of neighbouring layers differ by far more than float32's noise here, so depths must be equal one for one.
-"""
-
-from __future__ import annotations
+Confidences of neighbouring layers differ by far more than float32's noise here, so depths must be equal one for one."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth_oracle import DepthAnswer, Exit, greedy_with_exits
+from fixture_types import MakeLlama, MakePrompts
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy_after
 
@@ -23,9 +19,6 @@ from d3engine.depth.schedule import OnSkip
 from d3engine.executor import early_exit
 from d3engine.model.llama import Llama
 from d3engine.scheduling.sequence import Sequence
-
-MakeModel = Callable[..., TinyLlama]
-MakePrompts = Callable[..., list[list[int]]]
 
 LAYERS, NUM_TOKENS = 8, 20
 DEEP: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48, "head_dim": 12}
@@ -41,7 +34,7 @@ AT_ONCE = {"softmax_max": EarlyExit(0.045, batch="batch_min"), "cosine": EarlyEx
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_llama: MakeModel) -> TinyLlama:
+def tiny(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(**DEEP)
 
 
@@ -136,10 +129,8 @@ def test_batch_min_lets_all_rows_of_a_step_leave_together(tiny: TinyLlama, make_
 
 
 def test_early_exit_keeps_stops_logprobs_and_answers() -> None:
-    """Stop strings, logprobs and several answers are those of the tokens that left early.
-
-    On the demo model, since stop strings need text. A problem is its own invention; of an answer it is sure.
-    """
+    """Stop strings, logprobs and several answers are those of the tokens that left early."""
+    # On the demo model, since stop strings need text. A problem is its own invention; of an answer it is sure.
     prompt = "Question:"
     given = params(max_tokens=20, n=2, seed=1, temperature=1.0, logprobs=2, stop=".", depth=EarlyExit(0.8, min_layer=9))
     with Engine("demo") as engine:
@@ -274,10 +265,8 @@ def test_the_threshold_falls_over_the_requests_own_max_tokens(tiny: TinyLlama, m
 
 @pytest.mark.parametrize("on_skip", ["project", "copy"])
 def test_replay_leaves_the_entries_that_were_there(on_skip: OnSkip, tiny: TinyLlama, make_prompts: MakePrompts) -> None:
-    """A replay leaves the entries that were there although it would now leave elsewhere.
-
-    Under "batch_min" a token leaves where its company of that step let it; a replay has other company.
-    """
+    """A replay leaves the entries that were there although it would now leave elsewhere."""
+    # Under "batch_min" a token leaves where its company of that step let it; a replay has other company.
     policy = replace(AT_ONCE["softmax_max"], on_skip=on_skip)
     with Engine(tiny.directory, depth=policy, skip_tokenizer_init=True, block_size=4) as engine:
         for nth, prompt in enumerate(make_prompts([5, 17])):

@@ -1,7 +1,5 @@
 """Embeddings are transformers' last hidden states, pooled as sentence-transformers pools them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whatever a caller does with what he holds, his neighbours' requests go on as if he had not."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -15,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixture_types import MakeEngine, MakeLlama
 from stepping import finish, greedy
-from tiny_models import TinyLlama
 
 import d3engine
 from d3engine import CompletionOutput, Engine, FullDepth, InvalidValueError, SamplingParams
@@ -44,7 +42,7 @@ def demo_copy(tmp_path: Path) -> Callable[..., Path]:
 # -- what a caller keeps in his hands --------------------------------------------------------------------------------
 
 
-def test_lists_changed_after_add_request_change_nothing(make_engine: Callable[..., Engine]) -> None:
+def test_lists_changed_after_add_request_change_nothing(make_engine: MakeEngine) -> None:
     """Lists and mappings changed after add request change nothing."""
     given: dict[str, Any] = {"logit_bias": {5: 1.0}, "stop_token_ids": [299], "allowed_token_ids": [*range(290)]}
 
@@ -90,7 +88,7 @@ def test_sampling_params_are_frozen_copied_hashed_and_pickled() -> None:
             other.logit_bias[6] = 1.0
 
 
-def test_outputs_changed_by_a_reader_leave_the_engine_alone(make_engine: Callable[..., Engine]) -> None:
+def test_outputs_changed_by_a_reader_leave_the_engine_alone(make_engine: MakeEngine) -> None:
     """What a reader does to an output does not reach the engine."""
     params = greedy(20, prompt_logprobs=1, logprobs=1)
     want = make_engine().generate(PROMPT, params, use_tqdm=False)[0]
@@ -184,9 +182,7 @@ def test_text_that_makes_the_tokenizer_panic_is_refused(panicking: Engine, field
     panicking.add_request("neighbour", "w5", greedy(3))
     text = "x" * 40
     prompt, params = (text, greedy()) if field == "prompt" else ("w5", greedy(bad_words=[text]))
-    with pytest.raises(
-        InvalidValueError, match=f"{field} must be a text that the model's tokenizer can encode.*got 'x+'"
-    ):
+    with pytest.raises(InvalidValueError, match=f"{field} must be a text that the model's tokenizer .* got 'x+'"):
         panicking.generate(["w6", prompt], params, use_tqdm=False)
     assert finish(panicking).keys() == {"neighbour"}
 
@@ -200,7 +196,7 @@ def test_a_bad_word_that_is_no_text_is_refused_as_a_bad_word(panicking: Engine) 
 
 
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
-def test_token_ids_may_be_arrays(make_engine: Callable[..., Engine], array: Callable[[Any], Any]) -> None:
+def test_token_ids_may_be_arrays(make_engine: MakeEngine, array: Callable[[Any], Any]) -> None:
     engine = make_engine()
     lists = [[11, 12, 13], [14, 15, 16]]
     want = [output.outputs for output in engine.generate(lists, greedy(4), use_tqdm=False)]
@@ -230,7 +226,7 @@ def test_token_ids_may_be_arrays(make_engine: Callable[..., Engine], array: Call
     ],
 )
 def test_arrays_that_are_no_token_ids_are_refused_by_name(
-    make_engine: Callable[..., Engine], array: Callable[[Any], Any], ids: Any, message: str
+    make_engine: MakeEngine, array: Callable[[Any], Any], ids: Any, message: str
 ) -> None:
     engine = make_engine()
     with pytest.raises(InvalidValueError, match=message):
@@ -241,9 +237,7 @@ def test_arrays_that_are_no_token_ids_are_refused_by_name(
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 172}, {"hidden_size": 200}, {"head_dim": 20}])
-def test_bfloat16_request_with_nan_states_ends_alone(
-    tiny_llama: Callable[..., TinyLlama], sizes: dict[str, int]
-) -> None:
+def test_bfloat16_request_with_nan_states_ends_alone(tiny_llama: MakeLlama, sizes: dict[str, int]) -> None:
     """In bfloat16 a request whose states are not numbers ends alone."""
     poison = 299
 

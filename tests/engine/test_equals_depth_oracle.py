@@ -1,17 +1,13 @@
 """Under every schedule the engine's tokens are those of a slow oracle on transformers' own layers, one for one.
-
 The engine leaves out work in many ways at once: rows of a batch that sleep, blocks it frees, aliases or never takes.
-The oracle does none of it, so equality says that none of it changes a token.
-"""
-
-from __future__ import annotations
+The oracle does none of it, so equality says that none of it changes a token."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from configs import llama3_rope
 from depth_oracle import (
     ActiveLayers,
     DepthAnswer,
@@ -23,15 +19,13 @@ from depth_oracle import (
     tail_skip,
     unified_skip,
 )
+from fixture_types import MakeLlama, MakePrompts
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy
 
 from d3engine import Engine, RequestOutput, SamplingParams
 from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, LayerTable, Nested, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.schedule import OnSkip
-
-MakeModel = Callable[..., TinyLlama]
-MakePrompts = Callable[..., list[list[int]]]
 
 NUM_TOKENS = 40
 NESTED_TOKENS = 32
@@ -40,20 +34,8 @@ NESTED_WINDOWS = [[2, 4], [6, 7], [4, 6]]
 LENGTHS = [1, 30]  # with the answer, each crosses borders of blocks of 4 and of 16 entries
 
 # A deep model of grouped heads with llama3 rope beyond its trained length.
-DEEP: dict[str, Any] = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "head_dim": 12,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "rope_theta": 10_000.0,
-    },
-}
+DEEP: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48, "head_dim": 12}
+DEEP["rope_parameters"] = llama3_rope(64, factor=4.0, rope_theta=10_000.0)
 
 # One of each shape: those of `MIXED` below stand for their policies as well.
 NESTED: dict[str, tuple[DepthPolicy, ActiveLayers]] = {
@@ -152,9 +134,7 @@ def assert_equals(output: RequestOutput, expected: DepthAnswer) -> None:
     assert completion.depths == expected.depths
 
 
-def test_the_oracle_at_full_depth_is_transformers_own_generate(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_oracle_at_full_depth_is_transformers_own_generate(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     tiny = tiny_llama(**DEEP)
     for prompt in make_prompts(LENGTHS):
         expected = greedy(tiny.model, prompt, 24)
@@ -162,7 +142,7 @@ def test_the_oracle_at_full_depth_is_transformers_own_generate(
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_nested_schedules_equal_the_oracle(name: str, tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_nested_schedules_equal_the_oracle(name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """Nested schedules equal the oracle whatever skipped layers hold."""
     tiny = tiny_llama(**DEEP)
     policy, active = NESTED[name]
@@ -178,7 +158,7 @@ def test_nested_schedules_equal_the_oracle(name: str, tiny_llama: MakeModel, mak
 
 @pytest.mark.parametrize(("name", "on_skip", "block_size"), TABLE_RULES)
 def test_tables_whose_layers_wake_again_equal_the_oracle(
-    name: str, on_skip: OnSkip, block_size: int, tiny_llama: MakeModel, make_prompts: MakePrompts
+    name: str, on_skip: OnSkip, block_size: int, tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     tiny = tiny_llama(**DEEP)
     rows = TABLES[name]
@@ -190,11 +170,9 @@ def test_tables_whose_layers_wake_again_equal_the_oracle(
         assert_equals(output, answer)
 
 
-def test_entries_of_a_skipped_layer_decide_later_tokens(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
-    """The entries that a skipped layer holds decide the tokens once it runs again.
-
-    So that the test before would notice wrong entries: "copy", "project" and none at all tell different stories.
-    """
+def test_entries_of_a_skipped_layer_decide_later_tokens(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
+    """The entries that a skipped layer holds decide the tokens once it runs again."""
+    # So that the test before would notice wrong entries: "copy", "project" and none at all tell different stories.
     tiny = tiny_llama(**DEEP)
     (prompt,) = make_prompts([20])
     for name in ("waking", "alternating", "layer 0 sleeps"):
@@ -204,7 +182,7 @@ def test_entries_of_a_skipped_layer_decide_later_tokens(tiny_llama: MakeModel, m
         assert len(stories) == len(rules)
 
 
-def test_the_depths_of_an_answer_are_those_of_the_formula(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_the_depths_of_an_answer_are_those_of_the_formula(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     tiny = tiny_llama(**DEEP)
     outputs = run(tiny, D3(0.9, 0.6), make_prompts(LENGTHS), params(max_tokens=9))
     assert [output.outputs[0].depths for output in outputs] == [[10, 9, 8, 7, 6, 6, 6, 6, 6]] * 2
@@ -232,7 +210,7 @@ MIXED_LENGTHS = [17, 5, 40, 1, 22, 9, 31, 3, 12, 26, 7]
 
 
 @pytest.fixture(scope="module")
-def mixed(tiny_llama: MakeModel, make_prompts: MakePrompts) -> list[tuple[list[int], SamplingParams, DepthAnswer]]:
+def mixed(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> list[tuple[list[int], SamplingParams, DepthAnswer]]:
     """Each of `MIXED` with a prompt and what the oracle answers."""
     model = tiny_llama(**DEEP).model
     prompts = make_prompts(MIXED_LENGTHS, seed=2)
@@ -252,7 +230,7 @@ def mixed(tiny_llama: MakeModel, make_prompts: MakePrompts) -> list[tuple[list[i
     ids=["all at once", "in pieces", "four at a time, in pieces"],
 )
 def test_a_batch_of_many_schedules_equals_the_oracle(
-    options: dict[str, int], mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeModel
+    options: dict[str, int], mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeLlama
 ) -> None:
     with Engine(tiny_llama(**DEEP).directory, skip_tokenizer_init=True, **options) as engine:  # type: ignore[arg-type]
         outputs = engine.generate([one[0] for one in mixed], [one[1] for one in mixed], use_tqdm=False)
@@ -261,12 +239,10 @@ def test_a_batch_of_many_schedules_equals_the_oracle(
 
 
 def test_preempted_and_replayed_sequences_equal_the_oracle(
-    mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeModel
+    mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeLlama
 ) -> None:
-    """Sequences that are preempted and replayed equal the oracle.
-
-    A pool of one and a half of the longest sequences, so that the others are thrown out again and again.
-    """
+    """Sequences that are preempted and replayed equal the oracle."""
+    # A pool of one and a half of the longest sequences, so that the others are thrown out again and again.
     tiny = tiny_llama(**DEEP)
     entry = 2 * 2 * 12 * 4  # bytes: keys and values of two heads of 12 float32
     most = LAYERS * max(len(prompt) + NUM_TOKENS for prompt, _, _ in mixed) * entry
@@ -279,9 +255,7 @@ def test_preempted_and_replayed_sequences_equal_the_oracle(
         assert_equals(output, expected)
 
 
-def test_a_shared_prompt_is_read_at_full_depth_by_every_schedule(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_shared_prompt_is_read_at_full_depth_by_every_rule(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     tiny = tiny_llama(**DEEP)
     (prompt,) = make_prompts([30], seed=3)
     with Engine(tiny.directory, skip_tokenizer_init=True, block_size=4) as engine:

@@ -1,27 +1,21 @@
 """In float32 the engine's greedy tokens are transformers' own, one for one, whatever the layout of the model.
-
-The models are tiny and random: what would be a small error in a trained model changes their text within a few tokens.
-"""
-
-from __future__ import annotations
+The models are tiny and random: what would be a small error in a trained model changes their text within a few
+tokens."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import TinyLlama
+from configs import llama3_rope
+from fixture_types import MakeLlama, MakePrompts
 from transformers import LlamaForCausalLM
 from transformers_oracle import assert_same_tokens, greedy, greedy_after, prompt_logprobs
 
 from d3engine import Engine, FullDepth, RequestOutput, SamplingParams
 from d3engine.engine.model_directory import model_directory
-
-MakeModel = Callable[..., TinyLlama]
-MakePrompts = Callable[..., list[list[int]]]
 
 NUM_TOKENS = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -45,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 # Trained lengths so short that prompt and answer go well beyond them.
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = llama3_rope(32)
 YARN = {"rope_type": "yarn", "factor": 4.0}
 SHORT = {"original_max_position_embeddings": 32, "rope_theta": 10_000.0}
 ROPES: dict[str, dict[str, Any]] = {
@@ -83,7 +77,7 @@ def assert_equals_generate(outputs: list[RequestOutput], model: LlamaForCausalLM
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_transformers(name: str, tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_greedy_tokens_equal_transformers(name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, model = tiny_llama(**MODELS[name])
     outputs = run(directory, make_prompts([1, 16, 39], vocab_size=model.config.vocab_size))
     answers = [output.outputs[0].token_ids for output in outputs]
@@ -92,16 +86,14 @@ def test_greedy_tokens_equal_transformers(name: str, tiny_llama: MakeModel, make
 
 
 @pytest.mark.parametrize("name", ["grouped-query in threes", "llama3 rope"])
-def test_greedy_tokens_equal_those_of_transformers_own_loop(
-    name: str, tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_greedy_tokens_equal_those_of_transformers(name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, model = tiny_llama(**MODELS[name])
     assert_equals_generate(run(directory, make_prompts([16])), model)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities_of_a_whole_prompt_equal_transformers(
-    name: str, tiny_llama: MakeModel, make_prompts: MakePrompts
+    name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     directory, model = tiny_llama(**MODELS[name])
     prompts = make_prompts([50, 33], seed=1, vocab_size=model.config.vocab_size)
@@ -110,7 +102,7 @@ def test_log_probabilities_of_a_whole_prompt_equal_transformers(
         assert_prompt_logprobs(output, prompt_logprobs(model, prompt))
 
 
-def test_logprobs_of_a_chunked_prompt_equal_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_logprobs_of_a_chunked_prompt_equal_transformers(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """Log probabilities of a prompt computed in pieces equal transformers."""
     directory, model = tiny_llama()
     prompts = make_prompts([50, 33, 8], seed=2)
@@ -132,7 +124,7 @@ def assert_prompt_logprobs(output: RequestOutput, expected: torch.Tensor) -> Non
         torch.testing.assert_close(values, expected[position, list(found)], rtol=0, atol=1e-4)
 
 
-def test_logprobs_of_generated_tokens_equal_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_logprobs_of_generated_tokens_equal_transformers(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """Log probabilities of generated tokens equal transformers."""
     directory, model = tiny_llama()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=3)
@@ -148,7 +140,7 @@ def test_logprobs_of_generated_tokens_equal_transformers(tiny_llama: MakeModel, 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 4, "max_num_batched_tokens": 9}], ids=["whole", "in pieces"])
 def test_dynamic_rope_across_the_trained_length_is_transformers(
-    options: dict[str, int], tiny_llama: MakeModel, make_prompts: MakePrompts
+    options: dict[str, int], tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     """Dynamic rope equals transformers across the trained length."""
     trained = 48
@@ -159,8 +151,8 @@ def test_dynamic_rope_across_the_trained_length_is_transformers(
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
-def test_positions_past_8192_equal_transformers(
-    rope: dict[str, Any], tiny_llama: MakeModel, make_prompts: MakePrompts
+def test_positions_past_8192_are_the_same(
+    rope: dict[str, Any], tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     directory, model = tiny_llama(
         num_hidden_layers=2,
@@ -183,7 +175,7 @@ def test_positions_past_8192_equal_transformers(
 
 @pytest.mark.parametrize(("budget", "block_size"), [(3, 1), (3, 16), (8, 5), (23, 4), (16, 16)])
 def test_prompts_computed_in_pieces_equal_transformers(
-    budget: int, block_size: int, tiny_llama: MakeModel, make_prompts: MakePrompts
+    budget: int, block_size: int, tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     directory, model = tiny_llama()
     prompts = make_prompts([61, 2, 30, 9], seed=4)
@@ -192,7 +184,7 @@ def test_prompts_computed_in_pieces_equal_transformers(
     assert_equals_transformers(run(directory, prompts, params, **options), model)
 
 
-def test_batch_that_requests_join_and_leave_is_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_batch_that_requests_join_and_leave_is_transformers(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """A batch that requests join and leave equals transformers."""
     directory, model = tiny_llama()
     prompts = make_prompts([3, 50, 17, 1, 33, 8, 25, 64, 12, 5], seed=5)
@@ -203,7 +195,7 @@ def test_batch_that_requests_join_and_leave_is_transformers(tiny_llama: MakeMode
     assert_equals_transformers(outputs, model)
 
 
-def test_prompt_beginning_like_an_earlier_one_is_transformers(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_prompt_beginning_like_an_earlier_one_is_transformers(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """A prompt that begins like an earlier one equals transformers."""
     directory, model = tiny_llama()
     first, other = make_prompts([48, 20], seed=6)
@@ -215,7 +207,7 @@ def test_prompt_beginning_like_an_earlier_one_is_transformers(tiny_llama: MakeMo
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_shards_give_the_tokens_of_a_single_file(tied: bool, tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_shards_give_the_tokens_of_a_single_file(tied: bool, tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, model = tiny_llama(max_shard_size="30KB", tie_word_embeddings=tied)
     assert not (directory / "model.safetensors").exists()
     assert len(list(directory.glob("model-*.safetensors"))) > 3
@@ -225,7 +217,7 @@ def test_shards_give_the_tokens_of_a_single_file(tied: bool, tiny_llama: MakeMod
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 @pytest.mark.parametrize("name", ["default, large theta", "linear", "llama3", "yarn"])
 def test_both_spellings_of_the_config_give_the_same_tokens(
-    name: str, type_key: str, tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
+    name: str, type_key: str, tiny_llama: MakeLlama, make_prompts: MakePrompts, tmp_path: Path
 ) -> None:
     directory, model = tiny_llama(rope_parameters=ROPES[name])
     prompts = make_prompts([40])
@@ -256,15 +248,13 @@ def bfloat16_and_float32(directory: Path, model: LlamaForCausalLM) -> LlamaForCa
     return rounded.float().eval()
 
 
-def test_bfloat16_tokens_differ_from_float32_only_at_near_ties(
-    tiny_llama: MakeModel, make_prompts: MakePrompts
-) -> None:
+def test_bfloat16_tokens_differ_only_at_near_ties(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, model = tiny_llama(num_hidden_layers=2)
     outputs = run(directory, make_prompts([5, 12, 30, 18, 40, 7], seed=7), dtype="bfloat16")
     assert_equals_transformers(outputs, bfloat16_and_float32(directory, model), tie=BFLOAT16_TIE)
 
 
-def test_bfloat16_ranks_prompt_tokens_as_float32_does(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_bfloat16_ranks_prompt_tokens_as_float32_does(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """bfloat16 ranks every token of a prompt as float32 does but for near ties."""
     directory, model = tiny_llama(num_hidden_layers=2)
     (prompt,) = make_prompts([400], seed=8)

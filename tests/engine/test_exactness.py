@@ -1,7 +1,5 @@
 """What a request answers does not depend on who shares its batch, nor on how the engine cut and repeated its work."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,6 +20,7 @@ from batches import (
     run_together,
     some_requests,
 )
+from fixture_types import MakeEngine, Solo
 from kinds_of_engine import KINDS, Given, Kind, same_tokens
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, IntervalAdmission, LayerTable, SamplingParams
@@ -184,9 +183,7 @@ def test_stream_ends_with_the_answer_alone(kinds: Callable[[str], Kind], alone: 
             kinds(name).same(last, alone(name, request), request)
 
 
-def test_policy_answers_otherwise_than_full_depth(
-    solo: Callable[[Request], RequestOutput],
-) -> None:
+def test_policy_answers_otherwise_than_full_depth(solo: Solo) -> None:
     """So equal answers mean something."""
     prompt = tuple(range(20, 32))
     answers: dict[tuple[int, ...], list[DepthPolicy]] = {}
@@ -230,7 +227,7 @@ def test_policy_preempted_at_every_token_answers_as_alone(
     assert engine.stats().num_preemptions == 10 // every + 8 // every
 
 
-def test_eight_bits_change_what_is_answered(make_engine: Callable[..., Engine], alone: Alone) -> None:
+def test_eight_bits_change_what_is_answered(make_engine: MakeEngine, alone: Alone) -> None:
     """So equal answers over them mean something."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     wide = make_engine(enforce_eager=True).generate(list(range(20, 40)), params, use_tqdm=False)[0]
@@ -239,9 +236,7 @@ def test_eight_bits_change_what_is_answered(make_engine: Callable[..., Engine], 
     assert abs(wide_first.logprob - narrow_first.logprob) > 0.01
 
 
-def test_request_beside_aborted_ones_answers_as_alone(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput]
-) -> None:
+def test_request_beside_aborted_ones_answers_as_alone(make_engine: MakeEngine, solo: Solo) -> None:
     """Those that are aborted have the beginning of their answer."""
     requests = some_requests(1, 15)
     numbers = random.Random(4)
@@ -268,9 +263,7 @@ def test_request_beside_aborted_ones_answers_as_alone(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_cached_prefix_gives_the_answer_of_a_computed_one(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput], policy: DepthPolicy
-) -> None:
+def test_cached_prefix_answers_as_a_computed_one(make_engine: MakeEngine, solo: Solo, policy: DepthPolicy) -> None:
     """Also in the next turn of a chat."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, depth=policy)
     first = Request(tuple(range(100, 116)), params)
@@ -285,9 +278,7 @@ def test_cached_prefix_gives_the_answer_of_a_computed_one(
     assert_same(next_turn, solo(turn))
 
 
-def test_sequences_of_a_request_differ_and_answer_as_alone(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput]
-) -> None:
+def test_sequences_of_a_request_differ_and_answer_as_alone(make_engine: MakeEngine, solo: Solo) -> None:
     """Even where they cannot run together."""
     params = SamplingParams(n=4, temperature=2.0, seed=11, max_tokens=10, depth=D3(0.8, 0.3))
     request = Request(tuple(range(9)), params)
@@ -300,9 +291,7 @@ def test_sequences_of_a_request_differ_and_answer_as_alone(
     assert [output.index for output in done[0].outputs] == [0, 1, 2, 3]
 
 
-def test_lower_priority_number_overtakes_and_changes_no_answer(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput]
-) -> None:
+def test_lower_priority_number_overtakes_and_changes_no_answer(make_engine: MakeEngine, solo: Solo) -> None:
     """Of those that wait the most urgent comes first."""
     requests = [replace(request, priority=nth) for nth, request in enumerate(some_requests(60, 6, n=1, max_tokens=6))]
     engine = make_engine(max_num_seqs=1)
@@ -317,9 +306,7 @@ def test_lower_priority_number_overtakes_and_changes_no_answer(
     assert order == [0, 1, 2, 3, 4, 5]
 
 
-def test_generate_of_mixed_policies_answers_each_as_alone(
-    make_engine: Callable[..., Engine], solo: Callable[[Request], RequestOutput]
-) -> None:
+def test_generate_of_mixed_policies_answers_each_as_alone(make_engine: MakeEngine, solo: Solo) -> None:
     """In the order of the prompts."""
     requests = [
         Request(tuple(range(5, 5 + 3 * nth + 1)), SamplingParams(temperature=0, max_tokens=18, depth=policy))

@@ -1,9 +1,5 @@
 """Architectures that are a Llama under another name answer as transformers' own classes do.
-
-Oracles are the families' own classes with random weights, saved as transformers saves them and read from there.
-"""
-
-from __future__ import annotations
+Oracles are the families' own classes with random weights, saved as transformers saves them and read from there."""
 
 import json
 from copy import deepcopy
@@ -12,40 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from configs import llama3_rope
 from depth_oracle import Exit, d3, greedy_at_depth, greedy_with_exits
+from families import DENSE, NO_PAD, TIED, YARN, assert_answers_as, granite, longrope, make_family
 from multi_step import steps_by_itself
 from observers import observer_of
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
-from transformers import (
-    AutoModelForCausalLM,
-    Ernie4_5Config,
-    Exaone4Config,
-    ExaoneConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    GlmConfig,
-    GraniteConfig,
-    GraniteMoeHybridConfig,
-    InternLM3Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    MinistralConfig,
-    MistralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    SeedOssConfig,
-    SmolLM3Config,
-)
-from transformers_oracle import Answer, assert_same_tokens, greedy_after
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.depth import EarlyExit
@@ -59,253 +30,154 @@ from d3engine.weights_tools.quantize import quantize_model
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
-MULTIPLIERS: dict[str, Any] = {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.11,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 5.0,
-}
-HEAD_DIM_OF_THEIR_OWN = (  # whatever the hidden size
-    *(SeedOssConfig, Qwen3Config, MinistralConfig),
-    *(GemmaConfig, Gemma2Config, Gemma3TextConfig),
-    *(GlmConfig, Glm4Config, Ernie4_5Config, Exaone4Config),
-)
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
-    "rope_theta": 10_000.0,
-    "original_max_position_embeddings": 32,
-}
-DENSE: dict[str, Any] = {
-    "shared_intermediate_size": 80,
-    "num_local_experts": 0,
-    "position_embedding_type": "rope",
-    "mamba_n_heads": 4,
-    "layer_types": ["full_attention"] * 3,
-}
-"""What makes a Granite 4 a model of attention and one MLP."""
+MULTIPLIERS = granite(attention=0.11, residual=0.22, logits=5.0)
+LLAMA3 = llama3_rope(32, rope_theta=10_000.0)
 
-
-def longrope(pairs: int, **changes: Any) -> dict[str, Any]:
-    """Of a Phi-3 that transformers and the engine turn by the long factors at position 20 and above."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "short_factor": [1 + 0.1 * pair for pair in range(pairs)],
-        "long_factor": [1 + 1.5 * pair for pair in range(pairs)],
-    }
-    return {"pad_token_id": None, "original_max_position_embeddings": 20, "rope_parameters": rope | changes}
-
-
-LONGROPE = longrope(pairs=6)
+LONGROPE = longrope(pairs=6, original=20, step=0.1)
 LONG = {"max_position_embeddings": 4096, "original_max_position_embeddings": 512}
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "Mistral": (MistralConfig, {"sliding_window": None}),
-    "Mistral with heads of its own width": (MistralConfig, {"sliding_window": None, "head_dim": 20}),
-    "Mistral within its window": (MistralConfig, {"sliding_window": 512}),
-    "Mistral with a window": (MistralConfig, {"sliding_window": 20}),
-    "Mistral that sees itself alone": (MistralConfig, {"sliding_window": 1}),
-    "Ministral with a window": (MinistralConfig, {"sliding_window": 20}),
-    "Ministral with a window in some layers": (
-        MinistralConfig,
-        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "Qwen2": (Qwen2Config, {}),
-    "Qwen2, tied and with yarn": (Qwen2Config, {"tie_word_embeddings": True, "rope_parameters": YARN}),
-    "Qwen2 within its window": (
-        Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
-    ),
-    "Qwen2 with a window from its second layer on": (
-        Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-    ),
-    "Seed-OSS": (SeedOssConfig, {}),
-    "Seed-OSS with biases everywhere": (SeedOssConfig, {"attention_out_bias": True, "mlp_bias": True}),
-    "Granite": (GraniteConfig, MULTIPLIERS | {"attention_bias": True, "mlp_bias": True}),
-    "Granite, tied": (GraniteConfig, MULTIPLIERS | {"tie_word_embeddings": True}),
-    "Granite with a large norm epsilon": (GraniteConfig, MULTIPLIERS | {"rms_norm_eps": 0.1}),
-    "Granite with one multiplier": (GraniteConfig, {"attention_multiplier": 0.2}),
-    "Phi-3": (Phi3Config, {"pad_token_id": None}),
-    "Phi-3 with a window": (Phi3Config, {"pad_token_id": None, "sliding_window": 33}),
-    "Phi-3, tied and multi-query": (
-        Phi3Config,
-        {"pad_token_id": None, "tie_word_embeddings": True, "num_key_value_heads": 1},
-    ),
-    "Phi-3 with longrope": (Phi3Config, LONGROPE),
-    "Phi-3 with longrope within its trained length": (
-        Phi3Config,
-        LONGROPE | LONG,
-    ),
-    "Phi-4-mini": (Phi3Config, longrope(pairs=4, attention_factor=1.1) | {"partial_rotary_factor": 0.67} | LONG),
-    "Granite 4": (GraniteMoeHybridConfig, MULTIPLIERS | DENSE | {"tie_word_embeddings": True}),
+BIASED = {"attention_bias": True}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LATER_LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
+"""Those that a window is for, where there is one."""
+NO_WINDOW = {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral": ("mistral", {"sliding_window": None}),
+    "Mistral with heads of its own width": ("mistral", {"sliding_window": None, "head_dim": 20}),
+    "Mistral within its window": ("mistral", {"sliding_window": 512}),
+    "Mistral with a window": ("mistral", {"sliding_window": 20}),
+    "Mistral that sees itself alone": ("mistral", {"sliding_window": 1}),
+    "Ministral with a window": ("ministral", {"sliding_window": 20}),
+    "Ministral with a window in some layers": ("ministral", {"sliding_window": 20} | ALTERNATING),
+    "Qwen2": ("qwen2", {}),
+    "Qwen2, tied and with yarn": ("qwen2", TIED | {"rope_parameters": YARN}),
+    "Qwen2 within its window": ("qwen2", LATER_LAYERS | {"sliding_window": 512}),
+    "Qwen2 with a window from its second layer on": ("qwen2", LATER_LAYERS | {"sliding_window": 20}),
+    "Seed-OSS": ("seed_oss", {}),
+    "Seed-OSS with biases everywhere": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "Granite": ("granite", MULTIPLIERS | BIASED | {"mlp_bias": True}),
+    "Granite, tied": ("granite", MULTIPLIERS | TIED),
+    "Granite with a large norm epsilon": ("granite", MULTIPLIERS | {"rms_norm_eps": 0.1}),
+    "Granite with one multiplier": ("granite", {"attention_multiplier": 0.2}),
+    "Phi-3": ("phi3", NO_PAD),
+    "Phi-3 with a window": ("phi3", NO_PAD | {"sliding_window": 33}),
+    "Phi-3, tied and multi-query": ("phi3", NO_PAD | TIED | {"num_key_value_heads": 1}),
+    "Phi-3 with longrope": ("phi3", LONGROPE),
+    "Phi-3 with longrope within its trained length": ("phi3", LONGROPE | LONG),
+    "Phi-4-mini": ("phi3", longrope(4, 20, 0.1, attention_factor=1.1) | {"partial_rotary_factor": 0.67} | LONG),
+    "Granite 4": ("granitemoehybrid", MULTIPLIERS | DENSE | TIED),
     "Granite 4 with biases and without rope": (
-        GraniteMoeHybridConfig,
-        MULTIPLIERS | DENSE | {"attention_bias": True, "position_embedding_type": None},
+        "granitemoehybrid",
+        MULTIPLIERS | DENSE | BIASED | {"position_embedding_type": None},
     ),
-    "GLM-4": (GlmConfig, {"pad_token_id": None}),
+    "GLM-4": ("glm", NO_PAD),
     "GLM-4 without biases, with yarn": (
-        GlmConfig,
-        {"pad_token_id": None, "attention_bias": False, "rope_parameters": YARN, "partial_rotary_factor": 0.25},
+        "glm",
+        NO_PAD | {"attention_bias": False, "rope_parameters": YARN, "partial_rotary_factor": 0.25},
     ),
-    "GLM-4 of 2025": (Glm4Config, {"pad_token_id": None}),
-    "GLM-4 of 2025, multi-query": (Glm4Config, {"pad_token_id": None, "num_key_value_heads": 1, "head_dim": 20}),
-    "EXAONE 4": (Exaone4Config, {"sliding_window": 20, "num_hidden_layers": 5}),
+    "GLM-4 of 2025": ("glm4", NO_PAD),
+    "GLM-4 of 2025, multi-query": ("glm4", NO_PAD | {"num_key_value_heads": 1, "head_dim": 20}),
+    "EXAONE 4": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 5}),
     "EXAONE 4 with its own layers": (
-        Exaone4Config,
-        {
-            "sliding_window": 20,
-            "sliding_window_pattern": "LG",
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": LLAMA3,
-        },
+        "exaone4",
+        ALTERNATING | {"sliding_window": 20, "sliding_window_pattern": "LG", "rope_parameters": LLAMA3},
     ),
-    "EXAONE 4 without a window": (
-        Exaone4Config,
-        {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3},
-    ),
-    "ERNIE 4.5": (Ernie4_5Config, {"tie_word_embeddings": True}),
-    "ERNIE 4.5, untied and with biases": (Ernie4_5Config, {"use_bias": True, "head_dim": 20}),
-    "EXAONE": (ExaoneConfig, {"pad_token_id": None}),
-    "EXAONE with Llama 3's rope": (ExaoneConfig, {"pad_token_id": None, "rope_parameters": LLAMA3}),
-    "InternLM3": (InternLM3Config, {}),
-    "InternLM3 with biases": (InternLM3Config, {"qkv_bias": True, "bias": True}),
-    "Qwen3": (Qwen3Config, {}),
-    "Qwen3, tied, with biases and yarn": (
-        Qwen3Config,
-        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN, "rms_norm_eps": 1e-3},
-    ),
-    "Qwen3, multi-query": (Qwen3Config, {"num_key_value_heads": 1, "head_dim": 20}),
-    "Qwen3 within its window": (
-        Qwen3Config,
-        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1},
-    ),
+    "EXAONE 4 without a window": ("exaone4", NO_WINDOW),
+    "ERNIE 4.5": ("ernie4_5", TIED),
+    "ERNIE 4.5, untied and with biases": ("ernie4_5", {"use_bias": True, "head_dim": 20}),
+    "EXAONE": ("exaone", NO_PAD),
+    "EXAONE with Llama 3's rope": ("exaone", NO_PAD | {"rope_parameters": LLAMA3}),
+    "InternLM3": ("internlm3", {}),
+    "InternLM3 with biases": ("internlm3", {"qkv_bias": True, "bias": True}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3, tied, with biases and yarn": ("qwen3", TIED | BIASED | {"rope_parameters": YARN, "rms_norm_eps": 1e-3}),
+    "Qwen3, multi-query": ("qwen3", {"num_key_value_heads": 1, "head_dim": 20}),
+    "Qwen3 within its window": ("qwen3", LATER_LAYERS | {"sliding_window": 512}),
     "Qwen3 with a window in one layer": (
-        Qwen3Config,
-        {
-            "use_sliding_window": True,
-            "sliding_window": 20,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        },
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 20}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
-    "SmolLM3 with a window": (
-        SmolLM3Config,
-        {"pad_token_id": None, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-    ),
-    "SmolLM3": (SmolLM3Config, {"pad_token_id": None, "tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    "SmolLM3 with a window": ("smollm3", NO_PAD | LATER_LAYERS | {"sliding_window": 20}),
+    "SmolLM3": ("smollm3", NO_PAD | TIED | {"no_rope_layer_interval": 2}),
     "SmolLM3 with biases, yarn and a list of its own": (
-        SmolLM3Config,
-        {
-            "pad_token_id": None,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "rope_parameters": YARN,
-            "no_rope_layers": [0, 1, 0, 0],
-        },
+        "smollm3",
+        NO_PAD | BIASED | {"mlp_bias": True, "rope_parameters": YARN, "no_rope_layers": [0, 1, 0, 0]},
     ),
-    "OLMo 2": (Olmo2Config, {}),
+    "OLMo 2": ("olmo2", {}),
     "OLMo 2, tied, with biases and yarn": (
-        Olmo2Config,
-        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN, "num_key_value_heads": 1},
+        "olmo2",
+        TIED | BIASED | {"rope_parameters": YARN, "num_key_value_heads": 1},
     ),
-    "OLMo 3": (Olmo3Config, {"sliding_window": 20, "num_hidden_layers": 5}),
+    "OLMo 3": ("olmo3", {"sliding_window": 20, "num_hidden_layers": 5}),
     "OLMo 3 with yarn": (
-        Olmo3Config,
-        {
-            "sliding_window": 20,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}},
-        },
+        "olmo3",
+        ALTERNATING
+        | {"sliding_window": 20}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
     ),
-    "Gemma": (GemmaConfig, {}),
-    "Gemma, multi-query and untied": (GemmaConfig, {"num_key_value_heads": 1, "tie_word_embeddings": False}),
-    "Gemma 2": (Gemma2Config, {"sliding_window": 20, "query_pre_attn_scalar": 24}),
+    "Gemma": ("gemma", {}),
+    "Gemma, multi-query and untied": ("gemma", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "Gemma 2": ("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 24}),
     "Gemma 2 with low caps": (
-        Gemma2Config,
-        {
-            "sliding_window": 512,
-            "query_pre_attn_scalar": 1,
-            "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 2.0,
-        },
+        "gemma2",
+        {"sliding_window": 512, "query_pre_attn_scalar": 1}
+        | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
     ),
     "Gemma 2 without caps": (
-        Gemma2Config,
+        "gemma2",
         {"sliding_window": 20, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
-    "Gemma 3": (Gemma3TextConfig, {"sliding_window": 20, "num_hidden_layers": 7}),
+    "Gemma 3": ("gemma3_text", {"sliding_window": 20, "num_hidden_layers": 7}),
     "Gemma 3 with linear rope": (
-        Gemma3TextConfig,
-        {
-            "sliding_window": 20,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
-            },
-            "final_logit_softcapping": 3.0,
-        },
+        "gemma3_text",
+        ALTERNATING | {"sliding_window": 20, "rope_parameters": TWO_ROPES, "final_logit_softcapping": 3.0},
     ),
 }
 
 
 def make(directory: Path, name: str) -> TinyLlama:
-    kind, changes = FAMILIES[name]
-    sizes = {field: value for field, value in TINY.items() if field != "head_dim" or kind in HEAD_DIM_OF_THEIR_OWN}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**deepcopy(sizes | changes)), dtype=torch.float32)
-    return save_random(directory, model)
-
-
-@torch.inference_mode()
-def assert_equals_transformers(directory: Path, model: PreTrainedModel) -> None:
-    """Greedy tokens are transformers', and the logits that they came from within 1.1e-5 of the largest.
-
-    transformers sees an answer in one pass: where each token is its choice after those before, so is the whole.
-    """
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=-1)
-    with Engine(directory, skip_tokenizer_init=True, dtype="float32", max_model_len=512) as engine:
-        outputs = engine.generate(random_prompts([23]), params, use_tqdm=False)
-    for output in outputs:
-        prompt, completion = output.prompt_token_ids, output.outputs[0]
-        logits = model(torch.tensor([prompt + completion.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
-        assert_same_tokens(completion.token_ids, Answer.of_logits(logits))
-        found = [[row[token].logprob for token in range(TINY["vocab_size"])] for row in completion.logprobs]
-        tolerance = 1.1e-5 * float(logits.abs().max())
-        torch.testing.assert_close(torch.tensor(found), logits.log_softmax(-1), rtol=0, atol=tolerance)
+    return make_family(directory, FAMILIES[name])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
-    assert_equals_transformers(*make(tmp_path, name))
+    assert_answers_as(make(tmp_path, name).model, tmp_path)
 
 
-def test_internlm3_under_its_own_name_is_the_same_model(tmp_path: Path) -> None:
-    """InternLM3 under the name of its code is the same model."""
-    directory, model = make(tmp_path, "InternLM3 with biases")
-    own = {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
-    change_config(directory, own, leave=("attention_bias", "mlp_bias"))
-    assert_equals_transformers(directory, model)
-
-
-def test_exaone_under_its_own_names_is_the_same_model(tmp_path: Path) -> None:
-    """EXAONE under the names of its code is the same model."""
-    directory, model = make(tmp_path, "EXAONE")
-    own = {"architectures": ["ExaoneForCausalLM"], "num_layers": TINY["num_hidden_layers"]}
-    own |= {"layer_norm_epsilon": model.config.rms_norm_eps, "activation_function": "silu"}
-    change_config(directory, own, leave=("num_hidden_layers", "rms_norm_eps", "hidden_act"))
-    assert_equals_transformers(directory, model)
-
-
-INTERNLM2 = {
-    "model.embed_tokens": "model.tok_embeddings",
-    "lm_head": "output",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
+OWN_NAMES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "InternLM3": (
+        "InternLM3 with biases",
+        {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True},
+        ("attention_bias", "mlp_bias"),
+    ),
+    "EXAONE": (
+        "EXAONE",
+        {"architectures": ["ExaoneForCausalLM"], "num_layers": TINY["num_hidden_layers"]}
+        | {"layer_norm_epsilon": 1e-5, "activation_function": "silu"},
+        ("num_hidden_layers", "rms_norm_eps", "hidden_act"),
+    ),
 }
+"""By family: a model of it, the fields of its own code, and those of transformers that these stand for."""
+
+
+@pytest.mark.parametrize("family", OWN_NAMES)
+def test_family_under_the_names_of_its_code_is_the_same_model(family: str, tmp_path: Path) -> None:
+    """A family under the names of its own code is the same model."""
+    name, own, others = OWN_NAMES[family]
+    directory, model = make(tmp_path, name)
+    change_config(directory, own, leave=others)
+    assert_answers_as(model, directory)
+
+
+INTERNLM2 = (
+    {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo"}
+    | {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+    | {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+)
 
 
 def save_internlm2(directory: Path, model: PreTrainedModel) -> None:
@@ -336,7 +208,7 @@ def test_internlm2_is_the_llama_that_its_fused_matrix_is_made_of(changes: dict[s
     torch.manual_seed(0)
     _, model = save_random(tmp_path / "llama", LlamaForCausalLM(LlamaConfig(**(TINY | changes))))
     save_internlm2(tmp_path / "own", model)
-    assert_equals_transformers(tmp_path / "own", model)
+    assert_answers_as(model, tmp_path / "own")
     quantize_model(tmp_path / "own", tmp_path / "quantized", "int8", show_progress=False)
     quantize_model(tmp_path / "llama", tmp_path / "expected", "int8", show_progress=False)
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("quantized", "expected"))
@@ -372,14 +244,14 @@ def test_the_old_spelling_of_llama_is_a_llama(tmp_path: Path) -> None:
     torch.manual_seed(0)
     directory, model = save_random(tmp_path, LlamaForCausalLM(LlamaConfig(**TINY)))
     change_config(directory, {"architectures": ["LLaMAForCausalLM"]})
-    assert_equals_transformers(directory, model)
+    assert_answers_as(model, directory)
 
 
 def test_a_llama_model_without_a_head_answers_with_its_embedding(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaModel(LlamaConfig(**(TINY | {"tie_word_embeddings": True}))).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert_equals_transformers(tmp_path, model)
+    assert_answers_as(model, tmp_path)
 
 
 OTHER_LAYERS = ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 2 with low caps", "Gemma 3", "EXAONE 4"]

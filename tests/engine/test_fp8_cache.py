@@ -1,8 +1,5 @@
 """An 8-bit cache: an oracle's tokens at every depth, the same answers whoever shares it, and every byte counted."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,8 @@ import torch
 from batches import LAYERS, block_bytes
 from depth_oracle import ActiveLayers, d3, greedy_at_depth, layer_table
 from e4m3 import kept
-from tiny_models import TinyLlama, random_prompts, save_without_layer
+from fixture_types import MakeEngine, MakeLlama
+from tiny_models import random_prompts, save_without_layer
 from transformers_oracle import assert_same_tokens
 
 from d3engine import D3, LLM, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
@@ -32,7 +30,7 @@ CASES: dict[str, tuple[DepthPolicy, ActiveLayers, str]] = {
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_over_8_bits_are_transformers(tiny_llama: Callable[..., TinyLlama], case: str, backend: str) -> None:
+def test_tokens_over_8_bits_are_transformers(tiny_llama: MakeLlama, case: str, backend: str) -> None:
     """Tokens are those of transformers with a cache rounded number by number."""
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
     policy, active, on_skip = CASES[case]
@@ -46,9 +44,7 @@ def test_tokens_over_8_bits_are_transformers(tiny_llama: Callable[..., TinyLlama
         assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
 
 
-def test_drafts_answer_as_full_depth_does_over_the_same_cache(
-    tiny_llama: Callable[..., TinyLlama], tmp_path: Path
-) -> None:
+def test_drafts_answer_as_full_depth_does_over_the_same_cache(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
     second = save_without_layer(tiny, 2, tmp_path)
     prompts = random_prompts([3, 18, 9], seed=2)
@@ -63,7 +59,7 @@ def test_drafts_answer_as_full_depth_does_over_the_same_cache(
     assert found[0] == found[1] == found[2]
 
 
-def test_ranks_answer_as_one(tiny_llama: Callable[..., TinyLlama]) -> None:
+def test_ranks_answer_as_one(tiny_llama: MakeLlama) -> None:
     tiny = tiny_llama(num_hidden_layers=4)
     prompts = random_prompts([3, 17, 9], seed=2)
     found = []
@@ -76,7 +72,7 @@ def test_ranks_answer_as_one(tiny_llama: Callable[..., TinyLlama]) -> None:
     assert found[0] == found[1]
 
 
-def test_same_memory_holds_more_8_bit_blocks(make_engine: Callable[..., Engine]) -> None:
+def test_same_memory_holds_more_8_bit_blocks(make_engine: MakeEngine) -> None:
     """The same memory holds more blocks and every byte is counted."""
     memory = 200 * block_bytes()
     small = block_bytes(cache="fp8")
@@ -92,7 +88,7 @@ def test_same_memory_holds_more_8_bit_blocks(make_engine: Callable[..., Engine])
     assert stats.kv_bytes_in_use == stats.kv_blocks_in_use * small == LAYERS * 3 * small
 
 
-def test_native_library_decodes_by_either_name(make_engine: Callable[..., Engine], native_library: None) -> None:
+def test_native_library_decodes_by_either_name(make_engine: MakeEngine, native_library: None) -> None:
     """The native library decodes on a CPU by whichever name it is asked for."""
     answers = []
     for name in ("fp8", "fp8_e4m3"):
@@ -107,7 +103,7 @@ def test_native_library_decodes_by_either_name(make_engine: Callable[..., Engine
 
 
 @pytest.mark.parametrize("given", ["int8", "fp8_e5m2", "", None, torch.float8_e4m3fn])
-def test_another_name_is_refused(make_engine: Callable[..., Engine], given: object) -> None:
+def test_another_name_is_refused(make_engine: MakeEngine, given: object) -> None:
     with pytest.raises(InvalidValueError, match="kv_cache_dtype must be one of auto, fp8, fp8_e4m3; got"):
         make_engine(kv_cache_dtype=given)
 
@@ -129,7 +125,7 @@ def test_gpu_without_the_conversion_is_refused(
         assert resolve_kv_cache_dtype("fp8", **asked) == FP8
 
 
-def test_llm_takes_it_as_vllm_does(tiny_llama: Callable[..., TinyLlama]) -> None:
+def test_llm_takes_it_as_vllm_does(tiny_llama: MakeLlama) -> None:
     options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
     with LLM(tiny_llama().directory, kv_cache_dtype="fp8", **options) as llm:
         assert llm.settings.kv_dtype == FP8

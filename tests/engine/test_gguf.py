@@ -1,7 +1,5 @@
 """A GGUF file is a model like any directory: it answers as what it would be converted to, and is refused alike."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """Captured hidden states are transformers', steering is a forward hook there, and neither depends on the batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from bad_values import refused
 from batches import assert_same
 from kinds_of_engine import same_bits
 from safetensors.numpy import load_file
@@ -34,6 +33,7 @@ from d3engine import (
     Steer,
 )
 from d3engine.depth import DepthPolicy
+from d3engine.engine import resolve
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.request.hidden_states import Positions
 
@@ -99,9 +99,7 @@ def hooked(model: Any, steer: Steer, prompt_length: int) -> Iterator[None]:
     def hook(change: Any) -> Callable[..., Any]:
         return lambda _, arguments: (add(change, arguments[0]), *arguments[1:])
 
-    handles = [
-        model.model.layers[layer].register_forward_pre_hook(hook(change)) for layer, change in steer.changes.items()
-    ]
+    handles = [model.model.layers[at].register_forward_pre_hook(hook(change)) for at, change in steer.changes.items()]
     yield
     for handle in handles:
         handle.remove()
@@ -241,9 +239,7 @@ def test_hooked_requests_do_not_draft(tiny: TinyLlama, depth: DepthPolicy, backe
 @pytest.mark.parametrize(
     "depth", [D3(alpha=0.7, start=0.3), EarlyExit(0.3), LayerTable([[0, 1, 2, 3], [0, 3], [0, 2, 3]])]
 )
-def test_a_skipped_layer_passes_the_state_on(
-    tiny: TinyLlama, depth: DepthPolicy, backend: str, native_library: None
-) -> None:
+def test_skipped_layer_passes_state_on(tiny: TinyLlama, depth: DepthPolicy, backend: str, native_library: None) -> None:
     with engine_of(tiny, backend=backend, depth=depth) as engine:
         outputs = answer(engine, PROMPTS, greedy(capture=EVERY))
     skipped = 0
@@ -277,8 +273,6 @@ def test_d3_steers_in_front_of_layers_that_a_token_skips(native: Engine) -> None
 def test_graphs_leave_hooked_steps_to_the_eager_executor(
     tiny: TinyLlama, native: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.engine import resolve
-
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     given = greedy(capture=EVERY, steer=CHANGES, logprobs=2)
     with engine_of(tiny) as engine:
@@ -401,9 +395,8 @@ def test_too_many_bytes_are_refused_with_their_product(tiny: TinyLlama, monkeypa
     ],
 )
 def test_values_out_of_bounds_are_refused_by_name(make: Callable[[], object], field: str) -> None:
-    with pytest.raises(InvalidValueError) as caught:
+    with refused(field):
         make()
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("which", [*POSITIONS, slice(None), slice(2, 3), slice(-3, -1), slice(7, 2)], ids=str)

@@ -1,7 +1,5 @@
 """The threads that nobody asked for by number are no more than the process may use CPUs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,9 +79,7 @@ def test_threads_without_control_groups_stay_within_affinity(machine: Machine, m
     assert default_threads() == 1
 
 
-def test_engine_and_command_in_limited_container_take_its_quota(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_and_command_in_a_container_take_its_quota(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine and a command of a limited container take its quota."""
     machine("0::/\n", {"cpu.max": "200000 100000\n"})
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:

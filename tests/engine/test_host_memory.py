@@ -1,7 +1,5 @@
 """Sizes that the machine has no memory for are refused by their name, before anything of that size is made."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import llama_config
 
 from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.engine import host as host_cpus
@@ -21,14 +20,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.shard import shard_of
 from d3engine.model.weights import random_weights
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
+CONFIG = llama_config(4, num_key_value_heads=4, max_position_embeddings=2048)
 GIB = 2**30
 
 
@@ -116,12 +108,7 @@ def test_window_that_transformers_ignores_is_default_and_limit(
     load: Callable[..., Engine], settings_of: Callable[..., EngineSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A window that transformers ignores is the default length and the longest allowed."""
-    fields = {
-        "model_type": "llama",
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 4096,
-        "sliding_window": 2047,
-    }
+    fields = {"model_type": "llama", "num_key_value_heads": 4, "max_position_embeddings": 4096, "sliding_window": 2047}
     with pytest.raises(InvalidValueError, match=r"sliding_window must be .*\(max_model_len=2047 is what can be run\)"):
         load(fields, max_model_len=4096)
     assert settings_of(fields).max_model_len == 2047

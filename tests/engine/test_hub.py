@@ -1,10 +1,6 @@
 """A model by its name on the Hugging Face hub: what is fetched, what is taken from the cache, and what is refused.
-
 The real huggingface_hub talks to a server of our own. It reads its settings when it is imported, so it runs in
-processes of its own, which say what became of each name.
-"""
-
-from __future__ import annotations
+processes of its own, which say what became of each name."""
 
 import json
 import os
@@ -17,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import MakeLlama
 
 pytest.importorskip("huggingface_hub", reason="the extra hub is not installed")
 
@@ -33,6 +30,8 @@ from d3engine.errors import MissingExtraError
 from d3engine.utils.files import DATA_BYTES
 from d3engine.weights_tools.inspection import verify_model
 
+Run = Callable[..., Any]
+Said = Callable[..., list[str]]
 SMALL = {"config.json": b"{}", "model.safetensors": b"weights" * 100}
 NEVER_FETCHED = {
     "pytorch_model.bin": b"pickled",
@@ -93,7 +92,7 @@ def run(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def said(run: Callable[..., Any]) -> Callable[..., list[str]]:
+def said(run: Run) -> Callable[..., list[str]]:
     """`said(*names)`: what each name's directory is, or the error that it ends in."""
 
     def said(*names: str, **environment: str) -> list[str]:
@@ -102,9 +101,7 @@ def said(run: Callable[..., Any]) -> Callable[..., list[str]]:
     return said
 
 
-def test_downloaded_hub_model_answers_and_drafts_offline(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
-) -> None:
+def test_downloaded_hub_model_answers_and_drafts_offline(hub: Hub, run: Run, said: Said) -> None:
     """A model of the hub answers offline once it is downloaded, and drafts too."""
     hub.repositories["ada/adder"] = {
         "main": Commit({file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()})
@@ -119,9 +116,7 @@ def test_downloaded_hub_model_answers_and_drafts_offline(
     assert offline.stdout.strip() == output.outputs[0].text.strip()
 
 
-def test_only_what_the_loader_opens_is_fetched(
-    hub: Hub, said: Callable[..., list[str]], tiny_llama: Callable[..., Any]
-) -> None:
+def test_only_what_the_loader_opens_is_fetched(hub: Hub, said: Said, tiny_llama: MakeLlama) -> None:
     files = {file.name: file.read_bytes() for file in tiny_llama(max_shard_size="100KB").directory.iterdir()}
     assert "model.safetensors.index.json" in files
     hub.repositories["ada/shards"] = {"main": Commit(files | NEVER_FETCHED)}
@@ -131,7 +126,7 @@ def test_only_what_the_loader_opens_is_fetched(
     verify_model(Path(found))  # which follows the links of the hub's cache, and reads every tensor
 
 
-def test_revision_is_a_branch_tag_or_commit_and_may_move(hub: Hub, said: Callable[..., list[str]]) -> None:
+def test_revision_is_a_branch_tag_or_commit_and_may_move(hub: Hub, said: Said) -> None:
     """A revision is a branch, a tag or a commit, and a moving one moves."""
     first, second = Commit(SMALL), Commit(SMALL | {"config.json": b'{"second": 1}'})
     hub.repositories["ada/model"] = {"main": first, "refs/pr/1": second, "v1.0": first}
@@ -143,7 +138,7 @@ def test_revision_is_a_branch_tag_or_commit_and_may_move(hub: Hub, said: Callabl
     assert [Path(found).name for found in said(*names, HF_HUB_OFFLINE="1")][:3] == [second.id, second.id, first.id]
 
 
-def test_process_asks_the_hub_once_and_reads_one_commit(hub: Hub, said: Callable[..., list[str]]) -> None:
+def test_process_asks_the_hub_once_and_reads_one_commit(hub: Hub, said: Said) -> None:
     """A process asks once, so that all files it reads are of one commit."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL)}
     said("ada/model", "ada/model", "ada/model")
@@ -169,7 +164,7 @@ def test_hub_model_without_the_library_names_its_command(monkeypatch: pytest.Mon
         model_directory("ada/none")
 
 
-def test_unavailable_hub_model_is_refused_before_any_fetch(hub: Hub, said: Callable[..., list[str]]) -> None:
+def test_unavailable_hub_model_is_refused_before_any_fetch(hub: Hub, said: Said) -> None:
     """A model that cannot be had is refused in a sentence before anything is fetched."""
     pickled = {"config.json": b"{}", "pytorch_model.bin": b"pickled"}
     hub.gated.add("ada/gated")
@@ -193,7 +188,7 @@ def test_unavailable_hub_model_is_refused_before_any_fetch(hub: Hub, said: Calla
     assert hub.fetched == []
 
 
-def test_files_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Callable[..., list[str]]) -> None:
+def test_files_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Said) -> None:
     """Files that are too large are refused before they are fetched."""
     large = {"tokenizer.json": b"{}", **SMALL}
     hub.repositories |= {"ada/large": {"main": Commit(large)}, "ada/huge": {"main": Commit(SMALL)}}
@@ -204,9 +199,7 @@ def test_files_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Cal
     assert hub.fetched == []
 
 
-def test_download_that_breaks_off_fails_and_leaves_no_file(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
-) -> None:
+def test_download_that_breaks_off_fails_and_leaves_no_file(hub: Hub, run: Run, said: Said) -> None:
     """A download that breaks off is an error, and its file is never taken for whole."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL)}
     hub.broken.add("model.safetensors")
@@ -218,7 +211,7 @@ def test_download_that_breaks_off_fails_and_leaves_no_file(
     assert (Path(found) / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
 
 
-def test_download_shows_progress_on_a_terminal_alone(hub: Hub, run: Callable[..., Any]) -> None:
+def test_download_shows_progress_on_a_terminal_alone(hub: Hub, run: Run) -> None:
     """A download shows its progress on a terminal alone and leaves nothing of it."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL), "v2": Commit(SMALL | {"config.json": b'{"second": 1}'})}
     code = "import sys; from d3engine.engine.model_directory import model_directory; model_directory(sys.argv[1]);"
@@ -233,9 +226,7 @@ def test_download_shows_progress_on_a_terminal_alone(hub: Hub, run: Callable[...
     assert run("-c", code, "ada/model@v2").stderr == ""
 
 
-def test_unreachable_hub_takes_the_download_with_a_warning(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
-) -> None:
+def test_unreachable_hub_takes_the_download_with_a_warning(hub: Hub, run: Run, said: Said) -> None:
     """Without the hub, the files downloaded before are taken with a warning."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL)}
     online = said("ada/model")
@@ -244,15 +235,11 @@ def test_unreachable_hub_takes_the_download_with_a_warning(
     there, other = json.loads(gone.stdout)
     assert [there] == online
     assert "ada/model is taken as it was downloaded before: the hub gave no answer" in gone.stderr
-    assert other.startswith(
-        "FailedError: model 'ada/other' is no directory here, and the Hugging Face hub could not be"
-    )
+    assert other.startswith("FailedError: model 'ada/other' is no directory here, and the Hugging Face hub could not")
     offline = run("-c", SAY, "ada/model", "ada/other", HF_HUB_OFFLINE="1")
     there, other = json.loads(offline.stdout)
     assert ([there], offline.stderr) == (online, "")
-    assert other.startswith(
-        "InvalidValueError: model must be a directory, or a model downloaded before (HF_HUB_OFFLINE"
-    )
+    assert other.startswith("InvalidValueError: model must be a directory, or a model downloaded before (HF_HUB_OFFLIN")
 
 
 GGUF = {f"model-{kind}.gguf": kind.encode() * 50 for kind in ("Q2_K", "Q4_K_M", "Q8_0", "F16")}
@@ -264,9 +251,7 @@ BESIDE = {
 }
 
 
-def test_hub_gguf_answers_offline_by_quantization_in_any_case(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_hub_gguf_answers_offline_by_quantization_in_any_case(hub: Hub, run: Run, said: Said, tmp_path: Path) -> None:
     """A GGUF file of the hub answers offline by its quantization in any case."""
     file = write_gguf(tmp_path / "tiny.gguf", tokenizer=bpe_keys(), **TINY_GGUF)
     hub.repositories["ada/tiny"] = {"main": Commit(GGUF | BESIDE | {"model-Q8_0.gguf": file.read_bytes()})}
@@ -284,9 +269,7 @@ def test_hub_gguf_answers_offline_by_quantization_in_any_case(
     assert converted.stdout == "wrote out\n"
 
 
-def test_quantization_is_of_a_revision_and_defaults_to_q4_k_m(
-    hub: Hub, said: Callable[..., list[str]], tiny_llama: Callable[..., Any]
-) -> None:
+def test_quantization_is_of_a_revision_and_defaults_to_q4_k_m(hub: Hub, said: Said, tiny_llama: MakeLlama) -> None:
     """A quantization is of a revision, and without one it is Q4_K_M."""
     first, second = Commit(GGUF | BESIDE), Commit(GGUF | {"model-Q2_K.gguf": b"again"})
     hub.repositories["ada/files"] = {"main": second, "v1.0": first}
@@ -303,9 +286,7 @@ def test_quantization_is_of_a_revision_and_defaults_to_q4_k_m(
     assert sorted(path.name for path in Path(both).iterdir()) == sorted(SMALL)
 
 
-def test_absent_or_ambiguous_quantization_is_refused_with_list(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
-) -> None:
+def test_absent_or_ambiguous_quantization_is_refused_with_list(hub: Hub, run: Run, said: Said) -> None:
     """A quantization that is absent or ambiguous is refused with a list of the known ones."""
     hub.repositories |= {
         "ada/files": {"main": Commit(GGUF | BESIDE)},
@@ -332,9 +313,7 @@ def test_absent_or_ambiguous_quantization_is_refused_with_list(
     assert others[2].startswith("InvalidValueError: model must be a directory, or a model downloaded before")
 
 
-def test_all_parts_of_a_gguf_file_are_fetched_under_the_first(
-    hub: Hub, said: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_all_parts_of_a_gguf_file_are_fetched_under_the_first(hub: Hub, said: Said, tmp_path: Path) -> None:
     """All parts of a GGUF file are fetched, and the first stands for them."""
     folder = tmp_path / "Q8_0"
     folder.mkdir()
@@ -356,9 +335,7 @@ def test_all_parts_of_a_gguf_file_are_fetched_under_the_first(
     assert lacking.startswith("ModelFormatError: model 'ada/parts:q8_0' is in several parts, of which there are only")
 
 
-def test_a_gguf_file_is_fetched_whole_or_is_not_taken(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]]
-) -> None:
+def test_a_gguf_file_is_fetched_whole_or_is_not_taken(hub: Hub, run: Run, said: Said) -> None:
     hub.repositories["ada/files"] = {"main": Commit(GGUF)}
     hub.broken.add("model-Q8_0.gguf")
     (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/files:Q8_0").stdout)
@@ -369,9 +346,7 @@ def test_a_gguf_file_is_fetched_whole_or_is_not_taken(
     assert said("ada/files")[0].startswith("FailedError: model 'ada/files' takes 1000000000.0 GB, and ")
 
 
-def test_models_of_the_hubs_cache_are_listed_and_removed(
-    hub: Hub, run: Callable[..., Any], said: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_models_of_the_hubs_cache_are_listed_and_removed(hub: Hub, run: Run, said: Said, tmp_path: Path) -> None:
     """Models of the hub's cache are listed and removed one by one."""
     demo = {file.name: file.read_bytes() for file in model_directory("demo").iterdir() if file.is_file()}
     hub.repositories |= {

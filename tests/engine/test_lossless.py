@@ -1,7 +1,5 @@
 """Draft and verify gives full depth's answers, token for token, whatever drafts and however its work is cut."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -10,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fixture_types import MakeEngine, MakeLlama
 from kinds_of_engine import maker, policies_that_draft
 from stepping import watch
 from tiny_models import TinyLlama
@@ -27,12 +26,12 @@ EVERY = list(range(LAYERS))
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+def llama(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
 
 
 @pytest.fixture(scope="module")
-def make_engine(llama: TinyLlama) -> Callable[..., Engine]:
+def make_engine(llama: TinyLlama) -> MakeEngine:
     return maker(llama.directory)
 
 
@@ -49,15 +48,14 @@ class Full:
     def of(self, asked: list[tuple[list[int], SamplingParams]]) -> list[CompletionOutput]:
         deep = [(prompt, replace(params, depth=FullDepth())) for prompt, params in asked]
         new = {repr(one): one for one in deep if repr(one) not in self._known}
-        outputs = self._engine.generate(
-            [one[0] for one in new.values()], [one[1] for one in new.values()], use_tqdm=False
-        )
+        prompts, params = [one[0] for one in new.values()], [one[1] for one in new.values()]
+        outputs = self._engine.generate(prompts, params, use_tqdm=False)
         self._known |= {key: output.outputs[0] for key, output in zip(new, outputs, strict=True)}
         return [self._known[repr(one)] for one in deep]
 
 
 @pytest.fixture(scope="module")
-def full(make_engine: Callable[..., Engine]) -> Full:
+def full(make_engine: MakeEngine) -> Full:
     return Full(make_engine(max_num_seqs=32))
 
 
@@ -93,7 +91,7 @@ def assert_answers_of_full_depth(outputs: list[RequestOutput], requests: list[Sa
     [(1, 7, 36), (2, 1, 12), (3, 48, 72), (4, 8, 24), (5, 16, 36), (7, 3, 12), (MAX_DRAFT_LENGTH, 32, 36)],
 )
 def test_greedy_answers_are_those_of_full_depth(
-    make_engine: Callable[..., Engine], full: Full, length: int, batch: int, count: int
+    make_engine: MakeEngine, full: Full, length: int, batch: int, count: int
 ) -> None:
     """Over hundreds of prompts, each under the next policy: with the test of alpha and start, 300 of them."""
     policies = policies_that_draft(length) + policies_that_draft(length, adaptive=True, stop_probability=0.1)
@@ -116,7 +114,7 @@ def test_greedy_answers_are_those_of_full_depth(
 
 @pytest.mark.parametrize("policy", [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(2), 4)], ids=repr)
 def test_greedy_answers_are_those_of_transformers(
-    make_engine: Callable[..., Engine], llama: TinyLlama, policy: DepthPolicy
+    make_engine: MakeEngine, llama: TinyLlama, policy: DepthPolicy
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, depth=policy)
     outputs = make_engine().generate(some_prompts(5, 6), params, use_tqdm=False)
@@ -126,7 +124,7 @@ def test_greedy_answers_are_those_of_transformers(
         assert_same_tokens(answer, greedy_after(llama.model, output.prompt_token_ids, answer))
 
 
-def test_lossless_d3_is_lossless_at_any_alpha_and_start(make_engine: Callable[..., Engine], full: Full) -> None:
+def test_lossless_d3_is_lossless_at_any_alpha_and_start(make_engine: MakeEngine, full: Full) -> None:
     settings = list(itertools.product([0.99, 0.9, 0.7], [0.2, 0.5, 0.8], range(1, 9)))
     requests = [
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, depth=Lossless(D3(alpha, start), length))
@@ -150,9 +148,7 @@ ASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
-def test_parameters_are_honoured_in_draft_and_verification(
-    make_engine: Callable[..., Engine], full: Full, asks: dict[str, Any]
-) -> None:
+def test_parameters_hold_in_draft_and_verification(make_engine: MakeEngine, full: Full, asks: dict[str, Any]) -> None:
     """What a request asks for is honoured in the draft and in its verification."""
     policies = [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(UnifiedSkip(1.5), 4), SelfSpeculative(SkipDecode(12, 3), 2)]
     requests = [SamplingParams(temperature=0, max_tokens=20, depth=policy, **asks) for policy in policies * 2]
@@ -185,7 +181,7 @@ def test_stop_string_within_accepted_tokens_drops_the_rest() -> None:
         engine.scheduler.check_integrity()
 
 
-def test_abort_in_a_draft_and_prefix_hits_change_nothing(make_engine: Callable[..., Engine], full: Full) -> None:
+def test_abort_in_a_draft_and_prefix_hits_change_nothing(make_engine: MakeEngine, full: Full) -> None:
     """Prefix hits and an abort in the middle of a draft change nothing for others."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, depth=Lossless(D3(0.9, 0.5), 4))
     prompt = list(range(40, 57))
@@ -210,9 +206,7 @@ def test_abort_in_a_draft_and_prefix_hits_change_nothing(make_engine: Callable[.
 
 
 @pytest.mark.parametrize("policy", [Lossless(D3(0.9, 0.5), 3), SelfSpeculative(D3(0.9, 0.5), 3)], ids=repr)
-def test_layers_run_for_drafts_and_verifications_are_counted(
-    make_engine: Callable[..., Engine], policy: SelfSpeculative
-) -> None:
+def test_layers_run_for_drafts_and_verifications_are_counted(make_engine: MakeEngine, policy: SelfSpeculative) -> None:
     """Every layer run for every row of drafts and verifications is counted."""
     engine = make_engine(enforce_eager=True)  # so that the host plans every row
     plans = watch(engine)
@@ -236,7 +230,7 @@ def test_layers_run_for_drafts_and_verifications_are_counted(
     assert [rows[layer] for layer in EVERY] == [below] * 3 + [sum(verified) + len(verified)] * 3
 
 
-def test_draft_ends_where_the_rule_says_and_its_length_adapts(make_engine: Callable[..., Engine]) -> None:
+def test_draft_ends_where_the_rule_says_and_its_length_adapts(make_engine: MakeEngine) -> None:
     """A draft ends where the rule says so and its length adapts."""
 
     def lengths(policy: DepthPolicy, max_tokens: int = 30) -> list[int]:
@@ -292,7 +286,7 @@ def test_what_makes_no_sense_is_refused_by_name(make: Callable[[], Any], field: 
         make()
 
 
-def test_a_draft_longer_than_a_step_has_rows_is_refused(make_engine: Callable[..., Engine]) -> None:
+def test_a_draft_longer_than_a_step_has_rows_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=4, max_num_batched_tokens=7)
     params = SamplingParams(max_tokens=3, depth=Lossless(D3(0.9, 0.5), 4))
     with pytest.raises(InvalidValueError, match=r"draft_length must be .*= 3.*; got 4"):

@@ -1,12 +1,11 @@
 """A client that sweeps over policies makes nothing grow."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
 from itertools import count
 
-from d3engine import D3, Engine, SamplingParams
+from fixture_types import MakeEngine
+
+from d3engine import D3, SamplingParams
 from d3engine.depth import Schedule
 from d3engine.engine import new_requests
 from d3engine.engine import request_registry as nominal_depth
@@ -19,11 +18,9 @@ def objects() -> tuple[int, int]:
     return sum(type(one) in (D3, Schedule) for one in alive), len(alive)
 
 
-def test_two_thousand_policies_leave_no_more_than_a_hundred(make_engine: Callable[..., Engine]) -> None:
-    """Two thousand policies leave no more behind than a hundred.
-
-    Requests that are only prepared, such that are aborted, and such that are answered.
-    """
+def test_two_thousand_policies_leave_no_more_than_a_hundred(make_engine: MakeEngine) -> None:
+    """Two thousand policies leave no more behind than a hundred."""
+    # Requests that are only prepared, such that are aborted, and such that are answered.
     engine, numbers = make_engine(max_num_seqs=16), count()
 
     def sweep(prepared: int, aborted: int, answered: int) -> tuple[int, int]:

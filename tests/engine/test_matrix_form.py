@@ -1,12 +1,11 @@
 """An engine whose int8 and int4 matrices lie in lanes answers as with their rows, whatever carries out its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from fixture_types import MakePrompts
 from quantized_weights import load
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, SamplingParams
@@ -56,7 +55,7 @@ def matrices(weights: LlamaWeights) -> list[object]:
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_an_engine_answers_as_with_rows(
     quantized: Callable[..., Path],
-    make_prompts: Callable[..., list[list[int]]],
+    make_prompts: MakePrompts,
     monkeypatch: pytest.MonkeyPatch,
     scheme: str,
     is_tied: bool,
@@ -102,10 +101,8 @@ def test_another_instruction_set_gets_rows(quantized: Callable[..., Path], monke
 def test_instruction_set_is_found_where_some_matrices_fill_rows(
     quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instruction set is found where only some matrices fill interleaved rows.
-
-    The rows of what a layer yields are a width that fills none.
-    """
+    """An instruction set is found where only some matrices fill interleaved rows."""
+    # The rows of what a layer yields are a width that fills none.
     directory = quantized("int8", hidden_size=48)
     monkeypatch.setenv(NATIVE_ISA.name, "auto")
     with Engine(directory, **OPTIONS) as engine:

@@ -1,7 +1,5 @@
 """What is remembered of requests that have come: never more, however many different policies they bring."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

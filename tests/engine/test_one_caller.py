@@ -1,9 +1,5 @@
 """Whoever calls when, and whenever Ctrl-C is pressed: a call is done whole or not at all, and alone.
-
-Calls and signals come from inside a step, by way of the executor, so that nothing depends on timing.
-"""
-
-from __future__ import annotations
+Calls and signals come from inside a step, by way of the executor, so that nothing depends on timing."""
 
 import gc
 import signal
@@ -13,20 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fixture_types import MakeEngine
 from stepping import finish, greedy, see_steps
 
-from d3engine import (
-    Engine,
-    EngineBusyError,
-    EngineDeadError,
-    InvalidValueError,
-    Speculative,
-)
+from d3engine import Engine, EngineBusyError, EngineDeadError, InvalidValueError, Speculative
 from d3engine.engine import call_lock as interrupts
 from d3engine.errors import D3EngineError
 from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.request.params import RequestOutputKind
 
+Handle = Callable[[int], None]
 PROMPT, OTHER = [11, 12, 13], [21, 22]
 
 
@@ -55,9 +47,7 @@ def handler_stays() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("from_thread", [False, True])
-def test_call_during_another_is_refused_and_the_first_goes_on(
-    make_engine: Callable[..., Engine], from_thread: bool
-) -> None:
+def test_call_during_another_is_refused_and_the_first_goes_on(make_engine: MakeEngine, from_thread: bool) -> None:
     """A call during another is refused, and the running one goes on."""
     want = make_engine().generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     engine = make_engine()
@@ -94,7 +84,7 @@ def test_call_during_another_is_refused_and_the_first_goes_on(
     assert [output.finished for output in stream][-1]
 
 
-def test_threads_that_take_turns_share_an_engine(make_engine: Callable[..., Engine]) -> None:
+def test_threads_that_take_turns_share_an_engine(make_engine: MakeEngine) -> None:
     prompts = [[10 + k, 20 + k] for k in range(4)]
     want = [make_engine().generate(prompt, greedy(), use_tqdm=False)[0].outputs for prompt in prompts]
     engine, turn, got = make_engine(), threading.Lock(), {}
@@ -118,7 +108,7 @@ def test_threads_that_take_turns_share_an_engine(make_engine: Callable[..., Engi
     assert [got[k] for k in range(4)] == want
 
 
-def test_stream_forgotten_during_a_step_ends_after_it(make_engine: Callable[..., Engine]) -> None:
+def test_stream_forgotten_during_a_step_ends_after_it(make_engine: MakeEngine) -> None:
     """A stream forgotten in the middle of a step ends after it."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
@@ -138,7 +128,7 @@ def test_stream_forgotten_during_a_step_ends_after_it(make_engine: Callable[...,
 # -- who gets which output -------------------------------------------------------------------------------------------
 
 
-def test_reader_who_steps_the_engine_reads_the_same_stream(make_engine: Callable[..., Engine]) -> None:
+def test_reader_who_steps_the_engine_reads_the_same_stream(make_engine: MakeEngine) -> None:
     """A reader that steps the engine itself reads the same stream."""
     engine = make_engine()
     want = list(engine.stream(PROMPT, greedy()))
@@ -152,7 +142,7 @@ def test_reader_who_steps_the_engine_reads_the_same_stream(make_engine: Callable
     assert not engine.has_unfinished_requests()
 
 
-def test_answers_inside_a_stream_leave_it_as_it_was(make_engine: Callable[..., Engine]) -> None:
+def test_answers_inside_a_stream_leave_it_as_it_was(make_engine: MakeEngine) -> None:
     engine = make_engine()
     want = [output.outputs for output in engine.stream(PROMPT, greedy())]
     read = []
@@ -162,7 +152,7 @@ def test_answers_inside_a_stream_leave_it_as_it_was(make_engine: Callable[..., E
     assert read == want
 
 
-def test_an_aborted_stream_ends(make_engine: Callable[..., Engine]) -> None:
+def test_an_aborted_stream_ends(make_engine: MakeEngine) -> None:
     engine = make_engine()
     reasons = []
     for output in engine.stream(PROMPT, greedy(50)):
@@ -171,7 +161,7 @@ def test_an_aborted_stream_ends(make_engine: Callable[..., Engine]) -> None:
     assert reasons == [None, "abort"]
 
 
-def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: Callable[..., Engine]) -> None:
+def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("a", PROMPT, greedy())
     engine.step()
@@ -183,9 +173,7 @@ def test_an_id_is_free_again_when_its_last_output_was_returned(make_engine: Call
     assert [(output.request_id, output.outputs[0].finish_reason) for output in engine.step()] == [("a", "length")]
 
 
-def test_waiting_outputs_are_returned_before_a_steps_fault(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_waiting_outputs_are_returned_before_a_steps_fault(make_engine: MakeEngine) -> None:
     """Waiting outputs are returned though the step fails; then its fault is raised."""
     engine = make_engine()
     engine.add_request("first", OTHER, greedy(2))
@@ -202,9 +190,7 @@ def test_waiting_outputs_are_returned_before_a_steps_fault(
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_in_generate_raises_between_steps(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_ctrl_c_in_generate_raises_between_steps(make_engine: MakeEngine) -> None:
     """Ctrl-C in `generate` is heard between two steps, and the engine goes on."""
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
@@ -219,7 +205,7 @@ def test_ctrl_c_in_generate_raises_between_steps(
     engine.scheduler.check_integrity()
 
 
-def test_ctrl_c_in_step_loses_no_output(make_engine: Callable[..., Engine]) -> None:
+def test_ctrl_c_in_step_loses_no_output(make_engine: MakeEngine) -> None:
     engine = make_engine()
     want = [output.outputs for output in engine.stream(PROMPT, greedy())]
     engine.add_request("a", PROMPT, greedy())
@@ -232,7 +218,7 @@ def test_ctrl_c_in_step_loses_no_output(make_engine: Callable[..., Engine]) -> N
     assert [output.outputs for output in got] == want
 
 
-def test_ctrl_c_in_a_stream_ends_its_request_alone(make_engine: Callable[..., Engine]) -> None:
+def test_ctrl_c_in_a_stream_ends_its_request_alone(make_engine: MakeEngine) -> None:
     engine, longer = make_engine(), greedy(100)  # a step may take all tokens of the streamed answer at once
     want = engine.generate(PROMPT, longer, use_tqdm=False)[0].outputs
     engine.add_request("other", PROMPT, longer)
@@ -246,7 +232,7 @@ def test_ctrl_c_in_a_stream_ends_its_request_alone(make_engine: Callable[..., En
 @pytest.mark.parametrize("where", ["outputs", "scheduler"])
 @pytest.mark.parametrize("how", ["Ctrl-C", "an exception out of nowhere"])
 def test_a_request_is_queued_whole_or_not_at_all(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str, how: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str, how: str
 ) -> None:
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
@@ -272,7 +258,7 @@ def test_a_request_is_queued_whole_or_not_at_all(
 
 @pytest.mark.parametrize("nth", [1, 3])
 def test_ctrl_c_while_generate_queues_leaves_no_prompt(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, nth: int
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     """Ctrl-C while `generate` queues its prompts leaves none behind."""
     engine = make_engine()
@@ -292,7 +278,7 @@ def test_ctrl_c_while_generate_queues_leaves_no_prompt(
     assert engine.generate(PROMPT, greedy(2), use_tqdm=False)[0].finished
 
 
-def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: Callable[..., Engine]) -> None:
+def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: MakeEngine) -> None:
     engine = make_engine()
     in_step(engine, 1, lambda: (press(), press()))
     with pytest.raises(KeyboardInterrupt):
@@ -301,7 +287,7 @@ def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: Callable[.
         engine.generate(PROMPT, greedy(), use_tqdm=False)
 
 
-def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: Callable[..., Engine]) -> None:
+def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: MakeEngine) -> None:
     heard: list[int] = []
 
     def own(number: int, frame: Any) -> None:
@@ -318,7 +304,7 @@ def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: Callable[
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: Callable[..., Engine]) -> None:
+def test_a_handler_installed_in_the_middle_of_a_call_stays(make_engine: MakeEngine) -> None:
     engine = make_engine()
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -353,7 +339,7 @@ def handle() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGRTMIN])
 @pytest.mark.parametrize("times", [1, 3])
 def test_exception_of_a_signal_handler_ends_only_the_call(
-    make_engine: Callable[..., Engine], handle: Callable[[int], None], number: signal.Signals, times: int
+    make_engine: MakeEngine, handle: Handle, number: signal.Signals, times: int
 ) -> None:
     """An exception of any signal handler ends the call and not the engine."""
     engine = make_engine()
@@ -366,7 +352,7 @@ def test_exception_of_a_signal_handler_ends_only_the_call(
     assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs == want
 
 
-def test_signals_of_one_step_are_all_raised(make_engine: Callable[..., Engine], handle: Callable[[int], None]) -> None:
+def test_signals_of_one_step_are_all_raised(make_engine: MakeEngine, handle: Handle) -> None:
     engine = make_engine()
     handle(signal.SIGALRM)
     in_step(engine, 1, lambda: (signal.raise_signal(signal.SIGALRM), press()))
@@ -376,9 +362,7 @@ def test_signals_of_one_step_are_all_raised(make_engine: Callable[..., Engine], 
     assert engine.generate(PROMPT, greedy(), use_tqdm=False)[0].finished
 
 
-def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
-    make_engine: Callable[..., Engine], handle: Callable[[int], None]
-) -> None:
+def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(make_engine: MakeEngine, handle: Handle) -> None:
     engine, steps = make_engine(num_scheduler_steps=1), []
     handle(signal.SIGALRM)
     see_steps(engine, steps.append)
@@ -388,9 +372,7 @@ def test_a_time_limit_ends_a_stream_of_one_output_at_its_step(
     assert len(steps) == 2
 
 
-def test_what_a_step_has_computed_outlives_a_time_limit(
-    make_engine: Callable[..., Engine], handle: Callable[[int], None]
-) -> None:
+def test_what_a_step_has_computed_outlives_a_time_limit(make_engine: MakeEngine, handle: Handle) -> None:
     engine = make_engine()
     want = engine.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs
     handle(signal.SIGALRM)
@@ -401,9 +383,7 @@ def test_what_a_step_has_computed_outlives_a_time_limit(
     assert finish(engine)["a"].outputs == want
 
 
-def test_handler_raising_during_restore_leaves_all_restored(
-    handle: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handler_raising_during_restore_leaves_all_restored(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that raises while handlers are put back leaves none out of place."""
     handle(signal.SIGALRM)
     put_back, calls = interrupts._put_back, []
@@ -426,7 +406,7 @@ def test_handler_raising_during_restore_leaves_all_restored(
     assert interrupts._put_back is put_back
 
 
-def test_another_thread_touches_no_signals(make_engine: Callable[..., Engine]) -> None:
+def test_another_thread_touches_no_signals(make_engine: MakeEngine) -> None:
     engine = make_engine()
     seen: list[object] = []
     in_step(engine, 1, lambda: seen.append(signal.getsignal(signal.SIGINT)))

@@ -1,7 +1,5 @@
 """The engine in one file and the engine give the same tokens: two implementations that share no line."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Samplers that the host alone has: the same tokens alone, in a batch, and with drafts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

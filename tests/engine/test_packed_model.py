@@ -1,9 +1,6 @@
 """A real model that stays packed: Qwen2.5-Coder-0.5B-Instruct in Q4_K_M answers as its dequantized weights do.
-
-`d3engine weights fetch qwen2.5-coder-0.5b` gets it; without it, or without the native library, these tests are skipped.
-"""
-
-from __future__ import annotations
+`d3engine weights fetch qwen2.5-coder-0.5b` gets it; without it, or without the native library, these tests are
+skipped."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The prefix cache in a file: an engine that starts again finds earlier prompts, and answers what it would without."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable
@@ -44,9 +42,7 @@ def answers(engine: Engine, **params: Any) -> list[Any]:
     return [(one.token_ids, one.logprobs) for one in outputs]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"kv_cache_dtype": "fp8"}, {"backend": "torch"}], ids=["native", "fp8", "torch"]
-)
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"backend": "torch"}], ids=str)
 def test_second_engine_finds_prompts_and_keeps_their_bits(make: Make, options: dict[str, Any]) -> None:
     """A second engine finds the prompts and answers with the same bits."""
     with make(**options) as engine:
@@ -140,9 +136,7 @@ def test_a_file_that_is_not_this_engines_is_left_aside_and_said(
         assert len(engine.scheduler.prefix_cache) > 0
 
 
-def test_blocks_turned_by_other_rope_factors_are_left_aside(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_of_other_ropes_are_left_aside(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A longrope's factors follow from max_model_len alone, and all else of the two engines is the same."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + pair for pair in range(8)]}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 1e4, **factors}
@@ -169,9 +163,7 @@ def test_prefix_file_of_other_weights_is_left_aside(tmp_path: Path, caplog: pyte
             answers(engine)
 
 
-def test_engine_ended_by_a_fault_leaves_the_file_as_it_is(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_that_a_fault_ends_leaves_the_file(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that a fault has ended leaves the file as it is."""
     with make() as engine:
         answers(engine, cache_salt="one")

@@ -1,13 +1,12 @@
 """A request is read and checked apart from being queued: by any thread, at any time, and without a trace."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+from fixture_types import MakeEngine
 from stepping import finish, greedy
 
 from d3engine import Engine, EngineDeadError, InvalidValueError, SamplingParams
@@ -30,7 +29,7 @@ def in_step(engine: Engine, act: Callable[[], object]) -> None:
     engine.executor.run = run_and_act  # type: ignore[method-assign]
 
 
-def test_a_prepared_request_gives_the_answer_of_an_added_one(make_engine: Callable[..., Engine]) -> None:
+def test_a_prepared_request_gives_the_answer_of_an_added_one(make_engine: MakeEngine) -> None:
     params = SamplingParams(n=2, max_tokens=6, seed=5, logprobs=1, prompt_logprobs=1)
     direct, engine = make_engine(), make_engine()
     direct.add_request("a", PROMPT, params, priority=3)
@@ -40,7 +39,7 @@ def test_a_prepared_request_gives_the_answer_of_an_added_one(make_engine: Callab
     assert engine.add(prepared) == "a"  # it may be added again once its answer is there
 
 
-def test_preparing_changes_nothing_that_anyone_can_see(make_engine: Callable[..., Engine]) -> None:
+def test_preparing_changes_nothing_that_anyone_can_see(make_engine: MakeEngine) -> None:
     engine = make_engine()
     before = asdict(engine.stats())
     for _ in range(3):
@@ -51,7 +50,7 @@ def test_preparing_changes_nothing_that_anyone_can_see(make_engine: Callable[...
     assert not engine.has_unfinished_requests()
 
 
-def test_sampled_answers_follow_the_order_of_adding(make_engine: Callable[..., Engine]) -> None:
+def test_sampled_answers_follow_the_order_of_adding(make_engine: MakeEngine) -> None:
     """Sampled answers follow the order of adding and not of preparing."""
     params = SamplingParams(max_tokens=8, ignore_eos=True)  # without a seed of its own
     direct, engine = make_engine(), make_engine()
@@ -66,7 +65,7 @@ def test_sampled_answers_follow_the_order_of_adding(make_engine: Callable[..., E
     assert want["a"][0].token_ids != want["b"][0].token_ids
 
 
-def test_another_thread_prepares_in_the_middle_of_a_step(make_engine: Callable[..., Engine]) -> None:
+def test_another_thread_prepares_in_the_middle_of_a_step(make_engine: MakeEngine) -> None:
     engine, prepared = make_engine(), []
     want = make_engine().generate(OTHER, greedy(), use_tqdm=False)[0].outputs
     engine.add_request("a", PROMPT, greedy())
@@ -76,7 +75,7 @@ def test_another_thread_prepares_in_the_middle_of_a_step(make_engine: Callable[.
     assert finish(engine)["b"].outputs == want
 
 
-def test_a_request_without_an_id_gets_one_that_nobody_has(make_engine: Callable[..., Engine]) -> None:
+def test_a_request_without_an_id_gets_one_that_nobody_has(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("request-1", PROMPT, greedy(3))
     given = engine.add(engine.prepare(OTHER, greedy(3)))
@@ -94,21 +93,19 @@ def test_a_request_without_an_id_gets_one_that_nobody_has(make_engine: Callable[
         ({"prompt": PROMPT, "priority": 0.5}, "priority"),
     ],
 )
-def test_what_can_never_run_is_refused_by_name(
-    make_engine: Callable[..., Engine], arguments: dict[str, Any], named: str
-) -> None:
+def test_what_can_never_run_is_refused_by_name(make_engine: MakeEngine, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidValueError, match=f"^{named} must be"):
         make_engine().prepare(**arguments)
 
 
-def test_request_that_never_fits_is_refused_when_prepared(make_engine: Callable[..., Engine]) -> None:
+def test_request_that_never_fits_is_refused_when_prepared(make_engine: MakeEngine) -> None:
     """A request that would never fit the cache is refused when it is prepared."""
     engine = make_engine(kv_cache_memory_bytes=2**14)
     with pytest.raises(InvalidValueError, match="kv_cache_memory_bytes allows"):
         engine.prepare(PROMPT, greedy(200))
 
 
-def test_only_what_this_engine_has_prepared_can_be_added(make_engine: Callable[..., Engine]) -> None:
+def test_only_what_this_engine_has_prepared_can_be_added(make_engine: MakeEngine) -> None:
     engine, other = make_engine(), make_engine()
     with pytest.raises(InvalidValueError, match=r"prepared by this engine"):
         engine.add(other.prepare(PROMPT, greedy()))
@@ -120,7 +117,7 @@ def test_only_what_this_engine_has_prepared_can_be_added(make_engine: Callable[.
     assert finish(engine).keys() == {"a"}
 
 
-def test_an_engine_that_is_closed_or_dead_prepares_nothing(make_engine: Callable[..., Engine]) -> None:
+def test_an_engine_that_is_closed_or_dead_prepares_nothing(make_engine: MakeEngine) -> None:
     closed, dead = make_engine(), make_engine()
     closed.close()
     with pytest.raises(D3EngineError, match="the engine is closed"):

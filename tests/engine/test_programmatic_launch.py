@@ -1,7 +1,5 @@
 """Programmatic launch is on where a device has passed its trial, and nowhere else; failing it stops no engine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -80,7 +78,7 @@ def test_device_that_keeps_order_is_tried_once_and_used() -> None:
         (repeated_too_often, "a kernel did not wait for the one before it"),
     ],
 )
-def test_a_device_that_fails_is_told_of_once_and_runs_without(
+def test_a_device_that_fails_is_told_and_runs_without(
     wrong: Wrong, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -92,10 +90,8 @@ def test_a_device_that_fails_is_told_of_once_and_runs_without(
 
 
 def test_kernel_that_reads_too_early_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that reads what is not there yet fails the trial.
-
-    As if one link had begun before the one in front of it.
-    """
+    """A kernel that reads what is not there yet fails the trial."""
+    # As if one link had begun before the one in front of it.
     run, numbers = programmatic.Launch.run, iter(range(100))
 
     def in_wrong_order(launch: programmatic.Launch) -> None:

@@ -1,16 +1,14 @@
 """PyTorch computes in an engine with as many threads as the engine may have, and elsewhere with its own number."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bridge_files import some_maps, write_maps
-from tiny_models import TinyLlama
+from fixture_types import MakeLlama
 from torch.overrides import TorchFunctionMode
 
 from d3engine import D3, AsyncEngine, EarlyExit, Engine, LayerTable, Lossless, SamplingParams, Speculative
@@ -69,9 +67,7 @@ def depth_of(name: Any, directory: Path, folder: Path) -> Any:
 
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("part", PARTS)
-def test_every_part_of_an_engine_computes_with_its_threads(
-    part: str, tiny_llama: Callable[..., TinyLlama], tmp_path: Path
-) -> None:
+def test_every_part_of_an_engine_computes_with_its_threads(part: str, tiny_llama: MakeLlama, tmp_path: Path) -> None:
     directory = tiny_llama(num_hidden_layers=3).directory
     options = PARTS[part] | {"depth": depth_of(PARTS[part]["depth"], directory, tmp_path)}
     with Watch() as loading:
@@ -88,9 +84,7 @@ def test_every_part_of_an_engine_computes_with_its_threads(
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_stream_reader_has_pytorchs_threads_between_outputs(
-    tiny_llama: Callable[..., TinyLlama],
-) -> None:
+def test_stream_reader_has_pytorchs_threads_between_outputs(tiny_llama: MakeLlama) -> None:
     """The reader of a stream has PyTorch's own threads between two outputs."""
     with Engine(tiny_llama().directory, num_threads=2, enforce_eager=True, **OPTIONS) as engine:
         assert {torch.get_num_threads() for _ in engine.stream([1, 2], PARAMS)} == {4}
@@ -100,9 +94,7 @@ def test_stream_reader_has_pytorchs_threads_between_outputs(
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_an_engine_on_a_thread_of_its_own_obeys_too(
-    tiny_llama: Callable[..., TinyLlama], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_on_a_thread_of_its_own_obeys_too(tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
     run = EagerExecutor.run
 
@@ -123,9 +115,7 @@ def test_an_engine_on_a_thread_of_its_own_obeys_too(
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_threads_of_small_layers_and_of_pytorch_are_a_limit(
-    tiny_llama: Callable[..., TinyLlama], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_layers_and_of_pytorch_are_a_limit(tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of small layers, and fewer of PyTorch's own, are not exceeded."""
 
     def threads(given: int | None) -> set[int]:

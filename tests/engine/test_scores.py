@@ -1,7 +1,5 @@
 """Scores are transformers' probabilities of one token against another after the prompt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

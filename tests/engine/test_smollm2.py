@@ -1,9 +1,5 @@
 """A real model's GGUF file: SmolLM2-135M-Instruct holds, reads and says what transformers' own loader makes of it.
-
-`d3engine weights fetch smollm2` gets it; without it these tests are skipped.
-"""
-
-from __future__ import annotations
+`d3engine weights fetch smollm2` gets it; without it these tests are skipped."""
 
 import re
 import unicodedata
@@ -51,10 +47,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def header_read_once() -> Iterator[None]:
-    """transformers reads the 100 thousand texts of a header, which takes seconds, for each thing that it loads.
-
-    The names of all tensors it lists anew for each module of a model.
-    """
+    """transformers reads the 100 thousand texts of a header, which takes seconds, for each thing that it loads."""
+    # The names of all tensors it lists anew for each module of a model.
     import gguf
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,10 +1,7 @@
 """Students: generated tokens run other weights than their prompts, and are those of a slow oracle that does so with
 transformers' own layers over one cache, alone and in a batch with everything else."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from depth_oracle import greedy_at_depth
+from fixture_types import MakeEngine, MakeLlama
 from gguf_files import SMALL, bpe_keys, write_gguf
 from kinds_of_engine import maker
-from tiny_models import TinyLlama
 from trained_students import LAYERS, NARROW, SIZE, SKIPPED, TOKENS, Trained
 from transformers_oracle import assert_same_tokens
 
@@ -34,13 +31,13 @@ from d3engine.model.weights import load_weights, quantize_weights
 
 
 @pytest.fixture(scope="module")
-def made(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def made(tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48)
     return Trained(tiny, tmp_path_factory.mktemp("students") / "model")
 
 
 @pytest.fixture(scope="module")
-def make_engine(made: Trained) -> Callable[..., Engine]:
+def make_engine(made: Trained) -> MakeEngine:
     return maker(made.directory, max_model_len=64)
 
 
@@ -55,7 +52,7 @@ EAGER = pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "n
 
 
 @EAGER
-def test_a_batch_equals_the_oracle(made: Trained, make_engine: Callable[..., Engine], enforce_eager: bool) -> None:
+def test_a_batch_equals_the_oracle(made: Trained, make_engine: MakeEngine, enforce_eager: bool) -> None:
     wanted = [made.answer(prompt) for prompt in PROMPTS]
     plain = [greedy_at_depth(made.teacher, one, TOKENS, lambda _: set(range(LAYERS))) for one in PROMPTS]
     assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain, strict=True))
@@ -70,7 +67,7 @@ def test_a_batch_equals_the_oracle(made: Trained, make_engine: Callable[..., Eng
 
 @EAGER
 def test_beside_rows_of_other_weights_each_equals_the_oracle(
-    made: Trained, make_engine: Callable[..., Engine], enforce_eager: bool
+    made: Trained, make_engine: MakeEngine, enforce_eager: bool
 ) -> None:
     with make_engine(enforce_eager=enforce_eager) as engine:
         params = [asked(POLICY if nth % 2 else FullDepth()) for nth in range(len(PROMPTS))]
@@ -81,7 +78,7 @@ def test_beside_rows_of_other_weights_each_equals_the_oracle(
 
 
 @EAGER
-def test_a_streamed_answer_is_that_of_generate(make_engine: Callable[..., Engine], enforce_eager: bool) -> None:
+def test_a_streamed_answer_is_that_of_generate(make_engine: MakeEngine, enforce_eager: bool) -> None:
     with make_engine(enforce_eager=enforce_eager) as engine:
         (whole,) = engine.generate(PROMPTS[1], asked(POLICY), use_tqdm=False)
         streamed = [out.outputs[0].token_ids for out in engine.stream(PROMPTS[1], asked(POLICY))]
@@ -90,9 +87,7 @@ def test_a_streamed_answer_is_that_of_generate(make_engine: Callable[..., Engine
 
 
 @pytest.mark.usefixtures("native_library")
-def test_a_students_run_ends_before_other_weights_run(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_students_run_ends_before_other_weights_run(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread would write on into the blocks of an aborted request, which another may have by then."""
     followed: list[Any] = []
     with make_engine() as engine:
@@ -115,7 +110,7 @@ def test_a_students_run_ends_before_other_weights_run(
 
 @pytest.mark.parametrize("executor", ["eager", "graphs"])
 def test_engines_own_student_counts_in_the_largest_step(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, executor: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
     """The engine's own student counts as what the largest step takes."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
@@ -138,7 +133,7 @@ def test_a_gpus_weights_are_not_loaded_again_for_a_student(made: Trained, monkey
     assert found.shape[0] == 2 * NARROW[0]
 
 
-def test_skipped_layers_give_back_their_memory(make_engine: Callable[..., Engine]) -> None:
+def test_skipped_layers_give_back_their_memory(make_engine: MakeEngine) -> None:
     with make_engine() as engine:
         engine.generate(PROMPTS[1], asked(POLICY), use_tqdm=False)
         assert engine.stats().kv_bytes_saved_at_end > 0
@@ -168,7 +163,7 @@ def test_the_file_comes_back_as_it_was_and_others_are_refused(made: Trained, tmp
             read_student(path, config)
 
 
-def test_what_a_policy_names_must_be_its_own(made: Trained, make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_what_a_policy_names_must_be_its_own(made: Trained, make_engine: MakeEngine, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     write_student(replace(made.student, fingerprint="of another model"), other)
     with make_engine() as engine:
@@ -183,7 +178,7 @@ def test_what_a_policy_names_must_be_its_own(made: Trained, make_engine: Callabl
             make_engine(depth=Distilled(SKIPPED, str(file)))
 
 
-def test_auto_takes_the_certified_student_beside_the_weights(made: Trained, make_engine: Callable[..., Engine]) -> None:
+def test_auto_takes_the_certified_student_beside_the_weights(made: Trained, make_engine: MakeEngine) -> None:
     from hashlib import sha256
 
     content = (made.directory / STUDENT_FILE).read_bytes()
@@ -210,10 +205,8 @@ def test_auto_takes_the_certified_student_beside_the_weights(made: Trained, make
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
 def test_quantized_rows_of_a_student_stay_as_they_are(tmp_path: Path, kind: str) -> None:
-    """Rows of a quantized file stay, and answers are those of all its neurons.
-
-    A student of which every neuron stays, with the file's own down matrix, answers as the model does.
-    """
+    """Rows of a quantized file stay, and answers are those of all its neurons."""
+    # A student of which every neuron stays, with the file's own down matrix, answers as the model does.
     sizes = {**SMALL, "types": (kind,), "intermediate": 64, "layers": 2, "vocab_size": 420}
     path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes)
     config = ModelConfig.from_directory(path)

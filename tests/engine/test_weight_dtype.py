@@ -1,7 +1,5 @@
 """Matrices that stay in a checkpoint's bfloat16 under float32 activations: float32's answers in half of the bytes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -11,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama, MakePrompts
 from quantized_weights import SCHEMES
 from safetensors.torch import load_file, save_file
-from tiny_models import TinyLlama, save_random, save_without_layer
+from tiny_models import save_random, save_without_layer
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
@@ -32,6 +31,7 @@ from d3engine.model.weights import LlamaWeights, in_layout, load_weights, random
 from d3engine.research.analysis.answers import open_model
 from weights_tools.quantize import quantize_model
 
+Rounded = Callable[..., Path]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "grouped heads": {"num_hidden_layers": 6},
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -62,7 +62,7 @@ def rounded(source: Path, target: Path, dtype: torch.dtype = torch.bfloat16, **c
 
 
 @pytest.fixture(scope="module")
-def directory(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def directory(tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`directory(layout)`: a tiny model of bfloat16."""
     made: dict[str, Path] = {}
 
@@ -97,7 +97,7 @@ def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bfloat16_matrices_give_float32_tokens_in_all_policies(
-    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], layout: str
+    directory: Rounded, make_prompts: MakePrompts, layout: str
 ) -> None:
     """bfloat16 matrices give the tokens of float32 under every kind of policy."""
     policies = POLICIES if layout == "grouped heads" else [FullDepth(), D3(0.8, 0.4)]
@@ -114,7 +114,7 @@ def test_bfloat16_matrices_give_float32_tokens_in_all_policies(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_model_with_float_head_keeps_bf16_embedding(
-    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], scheme: str, tmp_path: Path
+    directory: Rounded, make_prompts: MakePrompts, scheme: str, tmp_path: Path
 ) -> None:
     """A quantized model with a float head keeps its embedding in bfloat16."""
     quantize_model(directory("tied"), tmp_path / "out", scheme, lm_head="float", show_progress=False)
@@ -130,7 +130,7 @@ def test_quantized_model_with_float_head_keeps_bf16_embedding(
 
 
 def test_weight_dtype_changes_nothing_of_quantized_matrices(
-    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], tmp_path: Path
+    directory: Rounded, make_prompts: MakePrompts, tmp_path: Path
 ) -> None:
     """A dtype of matrices changes nothing where all of them are quantized."""
     quantize_model(directory("tied"), tmp_path / "out", "int4", show_progress=False)
@@ -143,7 +143,7 @@ def test_weight_dtype_changes_nothing_of_quantized_matrices(
 
 
 def test_a_second_model_drafts_from_bfloat16_matrices_too(
-    tiny_llama: Callable[..., TinyLlama], make_prompts: Callable[..., list[list[int]]], tmp_path: Path
+    tiny_llama: MakeLlama, make_prompts: MakePrompts, tmp_path: Path
 ) -> None:
     tiny = tiny_llama(num_hidden_layers=6)
     (tmp_path / "small").mkdir()
@@ -158,7 +158,7 @@ def test_a_second_model_drafts_from_bfloat16_matrices_too(
     assert [one.token_ids for one in ours] == [other.token_ids for other in theirs]
 
 
-def test_matrices_take_half_of_the_bytes_and_the_cache_as_many(directory: Callable[..., Path]) -> None:
+def test_matrices_take_half_of_the_bytes_and_the_cache_as_many(directory: Rounded) -> None:
     wide, narrow = load(directory("biases")), load(directory("biases"), torch.bfloat16)
     vectors = [tensor for layer in wide.layers for tensor in layer.tensors() if tensor.dim() == 1]
     kept = sum(tensor.nbytes for tensor in [*vectors, wide.final_norm])
@@ -172,9 +172,7 @@ def test_matrices_take_half_of_the_bytes_and_the_cache_as_many(directory: Callab
     assert sizes[0][2] == torch.float32
 
 
-def test_what_needs_no_change_lies_in_the_bfloat16_file(
-    directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_no_change_lies_in_the_bfloat16_file(directory: Rounded, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[tuple[tuple[int, ...], torch.dtype]] = []
     empty = torch.empty
 
@@ -237,9 +235,7 @@ def chosen(
 
 
 def test_auto_leaves_matrices_in_a_dtype_decoding_can_read(
-    directory: Callable[..., Path],
-    tiny_llama: Callable[..., TinyLlama],
-    tmp_path: Path,
+    directory: Rounded, tiny_llama: MakeLlama, tmp_path: Path
 ) -> None:
     """`auto` leaves matrices in a dtype that decoding reads as it lies."""
     source = tiny_llama(**LAYOUTS["grouped heads"]).directory
@@ -258,7 +254,7 @@ def test_auto_leaves_matrices_in_a_dtype_decoding_can_read(
     assert chosen(directory(), "auto", "auto", "cuda", "graphs") == (torch.bfloat16, torch.bfloat16)
 
 
-def test_native_engine_keeps_a_checkpoints_bfloat16(directory: Callable[..., Path]) -> None:
+def test_native_engine_keeps_a_checkpoints_bfloat16(directory: Rounded) -> None:
     """An engine that decodes natively keeps a checkpoint's bfloat16."""
     with Engine(directory(), **OPTIONS) as engine, Engine(directory(), enforce_eager=True, **OPTIONS) as eager:
         decodes_natively = engine.stats().executor.startswith("native")
@@ -276,14 +272,14 @@ def test_native_engine_keeps_a_checkpoints_bfloat16(directory: Callable[..., Pat
     ],
 )
 def test_weight_dtype_that_cannot_be_multiplied_is_refused(
-    directory: Callable[..., Path], dtype: str, given: Any, allowed: str
+    directory: Rounded, dtype: str, given: Any, allowed: str
 ) -> None:
     """A dtype of matrices that cannot be multiplied is refused."""
     with pytest.raises(InvalidValueError, match=f"weight_dtype must be one of {allowed}"):
         Engine(directory(), dtype=dtype, weight_dtype=given, **OPTIONS)
 
 
-def test_triton_and_a_gpu_multiply_only_what_is_as_wide(directory: Callable[..., Path]) -> None:
+def test_triton_and_a_gpu_multiply_only_what_is_as_wide(directory: Rounded) -> None:
     with pytest.raises(InvalidValueError, match="one of auto, float32 on cuda"):
         chosen(directory(), "float32", "bfloat16", device="cuda")
     with pytest.raises(InvalidValueError, match="one of auto, float32 on cpu"):
@@ -291,7 +287,7 @@ def test_triton_and_a_gpu_multiply_only_what_is_as_wide(directory: Callable[...,
     assert chosen(directory(), "auto", "auto", executor="eager", widens=False) == (torch.float32, torch.float32)
 
 
-def test_ready_weights_say_what_their_matrices_are_held_in(directory: Callable[..., Path]) -> None:
+def test_ready_weights_say_what_their_matrices_are_held_in(directory: Rounded) -> None:
     """Ready weights say themselves what their matrices are held in."""
     weights = load(directory(), torch.bfloat16)
     with Engine(directory(), weights=weights, **OPTIONS) as engine:
@@ -305,7 +301,7 @@ def test_ready_weights_say_what_their_matrices_are_held_in(directory: Callable[.
 
 
 def test_weight_dtype_is_an_option_everywhere_and_is_logged(
-    directory: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    directory: Rounded, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every interface takes the dtype of matrices, and the log has it."""
     caplog.set_level(logging.INFO, "d3engine")
@@ -323,7 +319,7 @@ def test_weight_dtype_is_an_option_everywhere_and_is_logged(
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_matrices_give_bfloat16_answers_in_all_policies(
-    directory: Callable[..., Path], make_prompts: Callable[..., list[list[int]]], layout: str
+    directory: Rounded, make_prompts: MakePrompts, layout: str
 ) -> None:
     """Packed matrices give the very answers of bfloat16 under every kind of policy."""
     policies = POLICIES if layout == "grouped heads" else [FullDepth(), D3(0.8, 0.4)]
@@ -341,7 +337,7 @@ def test_packed_matrices_give_bfloat16_answers_in_all_policies(
 
 
 @pytest.mark.usefixtures("native_library")
-def test_only_what_is_in_bfloat16_is_packed(directory: Callable[..., Path], tmp_path: Path) -> None:
+def test_only_what_is_in_bfloat16_is_packed(directory: Rounded, tmp_path: Path) -> None:
     quantize_model(directory("tied"), tmp_path / "out", "int8", lm_head="float", show_progress=False)
     with Engine(tmp_path / "out", weight_compression="bf12", **OPTIONS) as engine:
         weights = engine.executor.model.weights
@@ -353,7 +349,7 @@ def test_only_what_is_in_bfloat16_is_packed(directory: Callable[..., Path], tmp_
 
 @pytest.mark.usefixtures("native_library")
 def test_ready_weights_are_packed_too_and_the_log_tells_it(
-    directory: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    directory: Rounded, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "d3engine")
     weights = load(directory(), torch.bfloat16)
@@ -370,18 +366,17 @@ def test_ready_weights_are_packed_too_and_the_log_tells_it(
     [
         ({"enforce_eager": True, "weight_dtype": "bfloat16"}, "none where the native library does not decode"),
         ({"dtype": "bfloat16"}, "none where the native library does not decode"),
-        (
-            {"weight_dtype": "float32"},
-            'none where matrices are float32 (weight_dtype="bfloat16" would make them bfloat16)',
-        ),
-        (
-            {"weight_dtype": "float16"},
-            'none where matrices are float16 (weight_dtype="bfloat16" would make them bfloat16)',
+        *(
+            (
+                {"weight_dtype": name},
+                f'none where matrices are {name} (weight_dtype="bfloat16" would make them bfloat16)',
+            )
+            for name in ("float32", "float16")
         ),
     ],
 )
 def test_packing_is_refused_where_nobody_would_read_it(
-    directory: Callable[..., Path], options: dict[str, Any], allowed: str
+    directory: Rounded, options: dict[str, Any], allowed: str
 ) -> None:
     with pytest.raises(InvalidValueError, match=f"weight_compression must be {re.escape(allowed)}; got 'bf12'"):
         Engine(directory(), weight_compression="bf12", **options, **OPTIONS)
@@ -390,7 +385,7 @@ def test_packing_is_refused_where_nobody_would_read_it(
 
 
 @pytest.mark.usefixtures("native_library")
-def test_the_old_name_of_the_argument_works_for_a_release(directory: Callable[..., Path]) -> None:
+def test_the_old_name_of_the_argument_works_for_a_release(directory: Rounded) -> None:
     with pytest.warns(DeprecationWarning, match="pack_weights is now weight_compression='bf12'"):
         engine = Engine(directory(), pack_weights=True, **OPTIONS)  # type: ignore[call-arg]
     assert engine.settings.weight_compression == "bf12"

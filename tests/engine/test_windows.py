@@ -1,9 +1,5 @@
 """Layers with a sliding window answer as transformers' own, however the engine cuts, repeats and drafts its work.
-
-So do layers with norms behind their sublayers, with soft caps, and with another rope where they have a window.
-"""
-
-from __future__ import annotations
+So do layers with norms behind their sublayers, with soft caps, and with another rope where they have a window."""
 
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Intervals against published values, and scores that are what the outputs say."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import comb
 
@@ -9,7 +7,9 @@ import pytest
 
 from d3engine.depth import D3, FullDepth
 from d3engine.depth.statistics import LLAMA2_7B
+from d3engine.engine.engine import Engine
 from d3engine.errors import InvalidValueError
+from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import (
     Score,
     compare,
@@ -80,10 +80,8 @@ def test_the_paired_interval_has_a_width_where_no_pair_differs() -> None:
 
 
 def test_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """The paired interval covers the truth about as often as it says.
-
-    Exact, over every outcome of 20 pairs that differ with chances 0.2 and 0.1, the rest shared evenly.
-    """
+    """The paired interval covers the truth about as often as it says."""
+    # Exact, over every outcome of 20 pairs that differ with chances 0.2 and 0.1, the rest shared evenly.
     trials, chances = 20, (0.4, 0.2, 0.1, 0.3)
     covered = 0.0
     for both, first, second in product(range(trials + 1), repeat=3):
@@ -130,9 +128,6 @@ def test_problems_of_a_split_differ_and_are_the_same_each_time() -> None:
 
 
 def test_a_measurement_says_what_the_engine_did() -> None:
-    from d3engine.engine.engine import Engine
-    from d3engine.request.params import SamplingParams
-
     problems = take_problems("test", seed=0, limit=3)
     with Engine("demo", max_num_seqs=4, kv_cache_memory_bytes=2**24) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -147,7 +142,5 @@ def test_a_measurement_says_what_the_engine_did() -> None:
 
 
 def test_several_answers_to_a_problem_are_refused() -> None:
-    from d3engine.request.params import SamplingParams
-
     with pytest.raises(InvalidValueError, match=r"n must be .*; got 2"):
         measure(None, take_problems("test", 0, 1), FullDepth(), SamplingParams(n=2))  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """Chat models are asked in their own form, and the last box or number of an answer counts."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 from pathlib import Path

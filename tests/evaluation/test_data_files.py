@@ -1,7 +1,5 @@
 """GSM8K and BBH read from files: prompts, examples, splits and the rules for an answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -80,9 +78,7 @@ def test_gsm8k_examples_follow_the_seed_without_the_question(folder: Path) -> No
 def test_gsm8k_validation_split_is_each_tenth_training_line(folder: Path) -> None:
     """The validation split of GSM8K is every tenth training line."""
     benchmark = load_gsm8k(folder, split="validation", shots=0, seed=0, limit=3)
-    assert [question.prompt for question in benchmark.questions] == [
-        f"Question: train {i}?\nAnswer:" for i in (0, 10, 20)
-    ]
+    assert [one.prompt for one in benchmark.questions] == [f"Question: train {i}?\nAnswer:" for i in (0, 10, 20)]
 
 
 @pytest.mark.parametrize(

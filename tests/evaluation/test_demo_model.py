@@ -1,7 +1,5 @@
 """The bundled model's weights: what is said of them, where a few answers can check it."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest
@@ -20,10 +18,8 @@ def answers(prompts: list[str], depth: DepthPolicy | str) -> list[str]:
 
 @pytest.mark.parametrize("depth", ["auto", D3(alpha=0.8, start=0.7)], ids=["own", "decay"])
 def test_prompt_cut_before_the_answer_is_right_under_decay(depth: DepthPolicy | str) -> None:
-    """A prompt that stops before the answer is answered right under depth decay.
-
-    Then the model writes the end of the form itself, at the depths of generated tokens.
-    """
+    """A prompt that stops before the answer is answered right under depth decay."""
+    # Then the model writes the end of the form itself, at the depths of generated tokens.
     asked = list(islice(problems("test", 3), 16))
     texts = answers([problem.prompt.removesuffix(PROMPT_SUFFIX) for problem in asked], depth)
     assert [text[: len(PROMPT_SUFFIX)] for text in texts] == [PROMPT_SUFFIX] * len(asked)
@@ -31,9 +27,7 @@ def test_prompt_cut_before_the_answer_is_right_under_decay(depth: DepthPolicy | 
 
 
 @pytest.mark.parametrize("depth", ["auto", FullDepth()], ids=["own", "full"])
-def test_a_question_of_one_step_is_answered_right(
-    depth: DepthPolicy | str,
-) -> None:
+def test_a_question_of_one_step_is_answered_right(depth: DepthPolicy | str) -> None:
     """The problems that the model is measured on begin at two steps; a visitor's first question has one."""
     asked = list(islice(problems("test", 3, fewest=1, most=1), 16))
     texts = answers([problem.prompt for problem in asked], depth)

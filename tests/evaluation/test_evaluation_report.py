@@ -1,7 +1,5 @@
 """Baselines at equal depth, and the page of an evaluation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """`d3engine paper`: our schedules and averages against the figures that the paper prints."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

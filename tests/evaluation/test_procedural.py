@@ -1,7 +1,5 @@
 """The generated tasks: a seed fixes them, the splits share nothing, and every worked answer is right."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable
@@ -70,14 +68,11 @@ def solve_tracking(question: str) -> str:
     return next(thing for thing, person in holder.items() if person == asked)
 
 
-ORACLES: dict[str, Callable[[str], str]] = {
-    "boolean-expressions": solve_expression,
-    "word-sorting": solve_sorting,
-    "dyck-languages": solve_brackets,
-    "object-counting": solve_counting,
-    "tracking-shuffled-objects": solve_tracking,
-    "multistep-arithmetic": solve_expression,
-}
+ORACLES: dict[str, Callable[[str], str]] = (
+    {"boolean-expressions": solve_expression, "word-sorting": solve_sorting, "dyck-languages": solve_brackets}
+    | {"object-counting": solve_counting, "tracking-shuffled-objects": solve_tracking}
+    | {"multistep-arithmetic": solve_expression}
+)
 
 
 @pytest.mark.parametrize("name", GENERATORS)

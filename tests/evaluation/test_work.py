@@ -1,14 +1,12 @@
 """What a run is said to have cost, against the rows that really went through layers, LM head and projections."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from fixture_types import MakeLlama
 from tiny_models import TinyLlama
 
 from d3engine.depth import D3, DepthPolicy, EarlyExit, FullDepth, LayerTable, Lossless, SelfSpeculative, Speculative
@@ -37,7 +35,7 @@ POLICIES = [
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+def llama(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
 
 

@@ -1,13 +1,11 @@
 """An engine's own graphs are captured while it has nothing to do, before the first request asks for them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from batches import LAYERS
+from fixture_types import MakeEngine
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
@@ -18,7 +16,7 @@ from d3engine.scheduling.sampling_mode import SamplingMode
 
 
 @pytest.fixture
-def graphs(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def graphs(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     return make_engine
 
@@ -29,7 +27,7 @@ def prepared(engine: Engine) -> int:
     return engine.stats().graphs_captured
 
 
-def test_prepared_graphs_are_all_that_answers_need(graphs: Callable[..., Engine]) -> None:
+def test_prepared_graphs_are_all_that_answers_need(graphs: MakeEngine) -> None:
     """What is prepared is all that answers of the engine's policy need."""
     engine = graphs(max_num_seqs=2, depth=D3(0.8, 0.3))
     depths = {int(depth) for depth in D3(0.8, 0.3).schedule(LAYERS).depths(12)[1:]}
@@ -48,9 +46,7 @@ def test_prepared_graphs_are_all_that_answers_need(graphs: Callable[..., Engine]
 
 
 @pytest.mark.parametrize("policy", [D3(0.9, 0.5, on_skip="copy"), SelfSpeculative(D3(0.9, 0.5))])
-def test_policies_that_run_no_graphs_of_their_own_prepare_none(
-    graphs: Callable[..., Engine], policy: DepthPolicy
-) -> None:
+def test_policies_that_run_no_graphs_of_their_own_prepare_none(graphs: MakeEngine, policy: DepthPolicy) -> None:
     assert prepared(graphs(max_num_seqs=2, depth=policy)) == 0
 
 

@@ -1,9 +1,6 @@
 """Windows are crossed inside the steps that a graph would hold: the rehearsal of graphs on a CPU."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from bridge_files import some_maps, write_maps
+from fixture_types import MakeEngine, MakeLlama
 from multi_step import greedy, unread
-from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, TailSkip
 from d3engine.depth import NEVER, Nested
@@ -35,9 +32,7 @@ POLICIES = (
 
 
 @pytest.fixture(scope="module", params=[None, 5], ids=["full maps", "maps of low rank"])
-def directory(
-    request: pytest.FixtureRequest, tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def directory(request: pytest.FixtureRequest, tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=48, seed=3)
     target = tmp_path_factory.mktemp("bridged") / "model"
     shutil.copytree(made.directory, target)
@@ -46,7 +41,7 @@ def directory(
 
 
 @pytest.fixture
-def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
 
     def make(**changes: Any) -> Engine:
@@ -56,9 +51,7 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engi
     return make
 
 
-def test_bridged_rows_in_graphs_answer_as_step_by_step(
-    make: Callable[..., Engine],
-) -> None:
+def test_bridged_rows_in_graphs_answer_as_step_by_step(make: MakeEngine) -> None:
     """Rows of any ages with and without bridges answer in graphs as step by step."""
     prompts = [[9 + nth, 8, 7, *range(nth)] for nth in range(7)]
     params = [unread(greedy(POLICIES[nth % len(POLICIES)], 14 + nth)) for nth in range(7)]
@@ -71,7 +64,7 @@ def test_bridged_rows_in_graphs_answer_as_step_by_step(
         assert graphs.stats().graph_steps > 10
 
 
-def test_an_answer_alone_is_all_in_graphs_that_were_prepared(make: Callable[..., Engine]) -> None:
+def test_an_answer_alone_is_all_in_graphs_that_were_prepared(make: MakeEngine) -> None:
     with make(depth=POLICIES[0], max_num_seqs=1) as engine:
         while engine.executor.prepare_next():
             pass

@@ -1,7 +1,5 @@
 """Log-probabilities are of the raw distribution, and a seed repeats its draws anywhere in an engine."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixture_types import MakeEngine
 from slow_sampling import random_logits, sample, sequence_of, slow_softmax, tokens_of
 
 from d3engine import Engine, SamplingParams
@@ -87,7 +86,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
 
 
 @pytest.mark.parametrize("rows", [4, 512])
-def test_prompt_logprobs_equal_those_of_forced_tokens(make_engine: Callable[..., Engine], rows: int) -> None:
+def test_prompt_logprobs_equal_those_of_forced_tokens(make_engine: MakeEngine, rows: int) -> None:
     """Prompt logprobs equal the logprobs of forcing each prompt token."""
     prompt = [5, 17, 3, 44, 21, 8, 8, 30, 12]
     engine = make_engine(max_num_batched_tokens=rows, block_size=2)
@@ -109,7 +108,7 @@ def test_prompt_logprobs_equal_those_of_forced_tokens(make_engine: Callable[...,
         assert min(logprob.rank for logprob in logprobs.values()) == 1
 
 
-def test_a_preempted_prompt_has_its_logprobs_once(make_engine: Callable[..., Engine]) -> None:
+def test_a_preempted_prompt_has_its_logprobs_once(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_batched_tokens=4, max_num_seqs=2)
     prompt = list(range(2, 19))
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
@@ -134,7 +133,7 @@ def test_a_preempted_prompt_has_its_logprobs_once(make_engine: Callable[..., Eng
     assert outputs[-1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
-def test_sequences_differ_and_a_seed_repeats_them(make_engine: Callable[..., Engine]) -> None:
+def test_sequences_differ_and_a_seed_repeats_them(make_engine: MakeEngine) -> None:
     """Sequences of a request differ, and a seed repeats them anywhere."""
     params = SamplingParams(n=5, temperature=1.5, seed=123, max_tokens=12)
     answers = []
@@ -146,9 +145,7 @@ def test_sequences_differ_and_a_seed_repeats_them(make_engine: Callable[..., Eng
     assert len({tuple(tokens) for tokens in answers[0]}) == 5
 
 
-def test_engine_seed_decides_without_a_requests(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_engine_seed_decides_without_a_requests(make_engine: MakeEngine) -> None:
     """Without a seed the engine's own decides, and no two requests draw alike."""
     params = SamplingParams(temperature=1.5, max_tokens=12)
 

@@ -1,18 +1,16 @@
 """How many KV blocks a GPU's memory gives, with the device's answers made up."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 from batches import BLOCK, LAYERS, VOCABULARY, block_bytes
+from fixture_types import MakeEngine
 from stepping import see_steps
 from torch.overrides import TorchFunctionMode
 
-from d3engine import Engine, InvalidValueError
+from d3engine import InvalidValueError
 from d3engine.engine import resolve
 from d3engine.engine.memory import num_blocks
 from d3engine.executor.cuda_graph import GraphExecutor
@@ -42,8 +40,8 @@ def test_largest_step_fills_the_budget_and_wants_all_logits(rows: int, length: i
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_workspace_is_what_the_device_has_less(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, graphs: bool
+def test_workspace_is_what_a_device_lost(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     """The workspace is what the device has less, the pool apart."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
@@ -89,9 +87,7 @@ class FakeDevice(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 40])
-def test_workspace_counts_the_largest_step(
-    max_num_seqs: int,
-) -> None:
+def test_workspace_counts_the_largest_step(max_num_seqs: int) -> None:
     """The workspace counts the largest step although a capture gives back what steps took."""
     device, sorted_before = FakeDevice(), []
 
@@ -120,9 +116,7 @@ def test_workspace_counts_the_largest_step(
     assert sorted_before == [0]
 
 
-def test_largest_graph_needs_to_know_all_tokens_before(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_largest_graph_must_know_all_tokens_before(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest graph is one that needs to know all tokens before."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
     executor = make_engine(max_num_seqs=8).executor
@@ -137,16 +131,14 @@ def test_largest_graph_needs_to_know_all_tokens_before(
     assert kinds == [(8, SamplingMode.PENALISE)]
 
 
-def blocks(make_engine: Callable[..., Engine], share: float, workspace: int, **changes: Any) -> int:
+def blocks(make_engine: MakeEngine, share: float, workspace: int, **changes: Any) -> int:
     draft = changes.pop("draft", None)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "kv_cache_memory_bytes": None} | changes
     settings = replace(make_engine().settings, device=GPU, gpu_memory_utilization=share, **sizes)
     return num_blocks(settings, lambda: workspace, draft)
 
 
-def test_pool_takes_its_share_of_what_is_left(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pool_takes_its_share_of_what_is_left(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool takes its share of what weights and workspace leave."""
     one, sequence = block_bytes(), LAYERS * 64 // BLOCK
     total = 1000 * one

@@ -1,7 +1,5 @@
 """Which steps the native executor takes, and that they are the eager executor's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from fixture_types import MakeLlama
 from multi_step import greedy, unread
-from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.engine.device import num_tokens_ahead
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("native_library")
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_llama: Callable[..., TinyLlama]) -> Iterator[tuple[Engine, Engine]]:
+def engines(tiny_llama: MakeLlama) -> Iterator[tuple[Engine, Engine]]:
     directory = tiny_llama(**MODEL).directory
     with Engine(directory, **OPTIONS) as native, Engine(directory, enforce_eager=True, **OPTIONS) as eager:
         yield native, eager
@@ -54,7 +52,7 @@ def test_a_prompt_is_native_and_answers_as_an_eager_one(engines: tuple[Engine, E
 
 
 def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(
-    engines: tuple[Engine, Engine], tiny_llama: Callable[..., TinyLlama]
+    engines: tuple[Engine, Engine], tiny_llama: MakeLlama
 ) -> None:
     """Those of its tokens' log-probabilities, and those of the answers that follow."""
     native, _ = engines
@@ -69,7 +67,7 @@ def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(
             assert mine.outputs[0].logprobs == theirs.outputs[0].logprobs
 
 
-def test_no_step_is_taken_after_the_last_answer_ends(tiny_llama: Callable[..., TinyLlama]) -> None:
+def test_no_step_is_taken_after_the_last_answer_ends(tiny_llama: MakeLlama) -> None:
     """No step is taken after the last answer has ended."""
     prompts = [[5, 9, 200, 31], [7] * 20]
     with Engine(tiny_llama(**MODEL).directory, num_scheduler_steps=16, **OPTIONS) as engine:
@@ -87,7 +85,7 @@ def test_no_step_is_taken_after_the_last_answer_ends(tiny_llama: Callable[..., T
     assert after.step_seconds.count - before.step_seconds.count == max(lengths)
 
 
-def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: Callable[..., TinyLlama]) -> None:
+def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: MakeLlama) -> None:
     with Engine(tiny_llama(**MODEL).directory, **OPTIONS) as engine:
         for count, steps in ((1, 128), (2, 64), (4, 32), (8, 16), (9, 16)):
             for number in range(count):
@@ -99,11 +97,9 @@ def test_a_small_model_takes_longer_runs_of_few_answers(tiny_llama: Callable[...
             engine.step()
 
 
-def test_run_is_short_where_a_text_may_end_it(tiny_llama: Callable[..., TinyLlama]) -> None:
-    """A run is short where a text may end it or memory is short.
-
-    Of no more than 16 steps; and where these have no room either, of one.
-    """
+def test_run_is_short_where_a_text_may_end_it(tiny_llama: MakeLlama) -> None:
+    """A run is short where a text may end it or memory is short."""
+    # Of no more than 16 steps; and where these have no room either, of one.
     table = RunningTable(2, 2, 512)
     for slot, stop in enumerate((None, "end")):
         table.sequences[slot] = cast(Any, SimpleNamespace(params=greedy(FullDepth(), stop=stop)))
@@ -168,10 +164,8 @@ def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine
 
 
 def test_step_in_parts_chooses_in_each_of_them(engines: tuple[Engine, Engine]) -> None:
-    """A step that goes through the layers in parts chooses in each of them.
-
-    Rows that yield a token lie in its first, its second and its third part.
-    """
+    """A step that goes through the layers in parts chooses in each of them."""
+    # Rows that yield a token lie in its first, its second and its third part.
     lengths, draws = (MAX_ROWS - 200, 300, MAX_ROWS + 70), {"temperature": 1.5, "top_k": 7, "logprobs": 1}
     prompts = [[(7 * token + length) % 250 + 3 for token in range(length)] for length in lengths]
     params = [
@@ -209,7 +203,7 @@ STRANGE: dict[str, tuple[dict[str, Any], Callable[[LlamaWeights], LlamaWeights]]
 
 @pytest.mark.parametrize("said", STRANGE)
 def test_weights_unknown_to_the_library_decode_by_pytorch(
-    tiny_llama: Callable[..., TinyLlama], caplog: pytest.LogCaptureFixture, said: str
+    tiny_llama: MakeLlama, caplog: pytest.LogCaptureFixture, said: str
 ) -> None:
     """Weights unknown to the library decode by PyTorch, said once with the reason."""
     sizes, change = STRANGE[said]
@@ -234,7 +228,7 @@ def test_weights_unknown_to_the_library_decode_by_pytorch(
 
 
 def test_who_asks_for_the_library_is_told_why_it_cannot_decode(
-    tiny_llama: Callable[..., TinyLlama], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("D3ENGINE_KERNELS", "native")
     sizes, _ = STRANGE["the sizes of the model do not fit"]

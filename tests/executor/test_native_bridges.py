@@ -1,7 +1,5 @@
 """Windows are crossed natively, in runs as in single steps, whatever the maps are held in."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from bridge_files import some_maps, write_maps
+from fixture_types import MakeLlama
 from multi_step import greedy, unread
-from tiny_models import TinyLlama
 
 from d3engine import D3, Engine, FullDepth, Lossless, RequestOutput, SamplingParams, SelfSpeculative
 from d3engine.model.bridges import BRIDGES_FILE
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("native_library")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+def model(tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """A directory with weights of a kind, and bridges of a rank beside them (0: full)."""
     made = tiny_llama(num_hidden_layers=LAYERS, hidden_size=SIZE, intermediate_size=96, seed=3)
     parent = tmp_path_factory.mktemp("bridged")
@@ -88,9 +86,7 @@ def test_whole_runs_of_bridged_rows_are_taken_at_once(model: Callable[[str, int]
         assert engine.stats().native_steps - before == 128
 
 
-def test_bridged_rows_alone_in_a_batch_and_read_keep_bits(
-    model: Callable[[str, int], Path],
-) -> None:
+def test_bridged_rows_alone_in_a_batch_and_read_keep_bits(model: Callable[[str, int], Path]) -> None:
     """Bridged rows have the same bits alone in a batch and read step by step."""
 
     def logprobs(output: RequestOutput) -> list[float]:

@@ -1,7 +1,5 @@
 """What ranks tell each other arrives as it was, and nothing that arrives is anything but data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

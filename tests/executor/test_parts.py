@@ -1,27 +1,22 @@
 """A model that is spread over ranks answers as one that is not: parts, sums and messages, with threads as ranks."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batches import BLOCK, LAYERS, MAX_LENGTH, assert_same, kv_is_back, run_together, some_requests
+from fixture_types import MakeLlama, MakePrompts
 from rank_tests import left_to_test_parallel
 from thread_ranks import ThreadRanks, over_threads
-from tiny_models import TINY, TinyLlama, save_random
+from tiny_models import TINY, save_random
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, PreTrainedConfig
 
 from d3engine import D3, Engine, Lossless, RequestOutput, SamplingParams, SelfSpeculative, UnifiedSkip
 from d3engine.depth import DepthPolicy
 from d3engine.engine import resolve
 from d3engine.weights_tools.quantize import quantize_model
-
-MakeModel = Callable[..., TinyLlama]
-MakePrompts = Callable[..., list[list[int]]]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "grouped-query": {"num_key_value_heads": 2},
@@ -53,7 +48,7 @@ def engine_of(directory: Any, **options: Any) -> Engine:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_model_over_ranks_answers_as_one_that_is_whole(
-    name: str, size: int, tiny_llama: MakeModel, make_prompts: MakePrompts
+    name: str, size: int, tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     if size > 2:
         left_to_test_parallel()
@@ -80,7 +75,7 @@ def run_mixed(engine: Engine, seed: int) -> dict[int, RequestOutput]:
     ("seed", "graphs", "size"), [(0, True, 2), (0, False, 4), (0, True, 4), (1, False, 2), (3, True, 2), (5, True, 4)]
 )
 def test_every_policy_and_sampling_answers_alike_over_ranks(
-    seed: int, graphs: bool, size: int, tiny_llama: MakeModel, monkeypatch: pytest.MonkeyPatch
+    seed: int, graphs: bool, size: int, tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every policy and sampling, preempted and with prefix hits, answers alike over ranks."""
     if seed or size > 2:
@@ -104,7 +99,7 @@ def test_every_policy_and_sampling_answers_alike_over_ranks(
 
 
 def test_ranks_hear_of_runs_that_become_longer(
-    tiny_llama: MakeModel, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: MakeLlama, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs of 3 steps, made longer while they are under way, answer over ranks as steps of one process."""
     directory, _ = tiny_llama(num_key_value_heads=2, num_hidden_layers=LAYERS)
@@ -118,8 +113,7 @@ def test_ranks_hear_of_runs_that_become_longer(
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "changes"),
-    [(Gemma2Config, {"attn_logit_softcapping": 0.5}), (Gemma3TextConfig, {"layer_types": KINDS})],
+    ("kind", "changes"), [(Gemma2Config, {"attn_logit_softcapping": 0.5}), (Gemma3TextConfig, {"layer_types": KINDS})]
 )
 def test_norms_behind_and_soft_caps_answer_alike_over_ranks(
     kind: type[PreTrainedConfig],
@@ -142,8 +136,8 @@ def test_norms_behind_and_soft_caps_answer_alike_over_ranks(
 
 
 @pytest.mark.parametrize("policy", [Lossless(D3(0.8, 0.3), 4), SelfSpeculative(UnifiedSkip(2), 3)], ids=repr)
-def test_drafts_are_verified_alike_over_two_ranks(
-    policy: DepthPolicy, tiny_llama: MakeModel, make_prompts: MakePrompts
+def test_drafts_are_verified_over_two_ranks(
+    policy: DepthPolicy, tiny_llama: MakeLlama, make_prompts: MakePrompts
 ) -> None:
     if not isinstance(policy, Lossless):
         left_to_test_parallel()
@@ -155,7 +149,7 @@ def test_drafts_are_verified_alike_over_two_ranks(
         assert answers(over_threads(engine_of(directory), 2), prompts, **params) == wanted
 
 
-def test_hidden_states_are_captured_alike_over_two_ranks(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_hidden_states_are_captured_alike_over_two_ranks(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, _ = tiny_llama(num_hidden_layers=LAYERS)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, capture=range(LAYERS + 1))
     wanted, found = (
@@ -169,7 +163,7 @@ def test_hidden_states_are_captured_alike_over_two_ranks(tiny_llama: MakeModel, 
 
 @pytest.mark.parametrize(("scheme", "is_tied"), [("int8", True), ("int4", False), ("fp8", False)])
 def test_quantized_matrices_answer_alike_over_two_ranks(
-    scheme: str, is_tied: bool, tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
+    scheme: str, is_tied: bool, tiny_llama: MakeLlama, make_prompts: MakePrompts, tmp_path: Path
 ) -> None:
     sizes = {"head_dim": 64, "intermediate_size": 256, "tie_word_embeddings": is_tied}
     quantize_model(tiny_llama(**sizes).directory, tmp_path / scheme, scheme)
@@ -178,7 +172,7 @@ def test_quantized_matrices_answer_alike_over_two_ranks(
     assert answers(over_threads(engine_of(tmp_path / scheme), 2), prompts) == wanted
 
 
-def test_decoding_step_is_sent_by_what_has_changed(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_decoding_step_is_sent_by_what_has_changed(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """A step of decoding is sent as what has changed and not as its tables."""
     directory, _ = tiny_llama(num_hidden_layers=LAYERS)
     engine = over_threads(engine_of(directory, max_model_len=512, max_num_seqs=8), 2)
@@ -189,7 +183,7 @@ def test_decoding_step_is_sent_by_what_has_changed(tiny_llama: MakeModel, make_p
     assert 0 < max(ranks.bytes_sent[1:]) < 3_000
 
 
-def test_skipped_layer_needs_no_sum_and_a_running_one_two(tiny_llama: MakeModel, make_prompts: MakePrompts) -> None:
+def test_skipped_layer_needs_no_sum_and_a_running_one_two(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """A layer that is skipped needs no sum and one that runs two."""
     directory, _ = tiny_llama(num_hidden_layers=LAYERS)
     engine = over_threads(engine_of(directory), 2)

@@ -1,7 +1,5 @@
 """Noise is what is written down: known answers, its form in plain Python, and the statistics of draws."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What a capture asks of CUDA, which is made up here, and what is done where it has no memory for one."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeEngine
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
@@ -120,10 +119,8 @@ def test_a_fault_in_a_capture_ends_the_capture(cuda: FakeCuda) -> None:
 
 
 def test_every_capture_is_of_this_thread_alone(cuda: FakeCuda) -> None:
-    """Every capture and the first empty one is of this thread alone.
-
-    Another thread may load a bridge to the device meanwhile.
-    """
+    """Every capture and the first empty one is of this thread alone."""
+    # Another thread may load a bridge to the device meanwhile.
     CudaGraphs(torch.device("cpu")).record(cuda.noting("step"))
     assert cuda.modes == {"thread_local"}
 
@@ -157,7 +154,7 @@ def test_drivers_memory_of_a_graph_counts_until_dropped(cuda: FakeCuda) -> None:
 
 
 @pytest.fixture
-def engine(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
     return make_engine(max_num_seqs=2, depth=D3(0.8, 0.3))
 
@@ -261,7 +258,7 @@ def test_capture_ahead_without_memory_ends_the_captures(
 @pytest.mark.parametrize("gives_back", [0, 1])
 def test_a_request_whose_graph_finds_no_memory_is_answered(
     engine: Engine,
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     gives_back: int,

@@ -1,7 +1,5 @@
 """Tokens are chosen as written down: by slow references in plain Python, and a faulty row fails alone."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from slow_sampling import EOS, random_logits, sample, sequence_of, slow_token, tokens_of
+from transformers import TypicalLogitsWarper
 
 from d3engine import SamplingParams
 from d3engine.executor.sampler import FAULT
@@ -119,8 +118,6 @@ def test_truncation_keeps_exactly_the_likeliest_tokens(settings: dict[str, Any],
 
 @pytest.mark.parametrize("typical_p", [0.1, 0.5, 0.9, 0.99])
 def test_typical_tokens_are_those_of_transformers(typical_p: float) -> None:
-    from transformers import TypicalLogitsWarper
-
     from d3engine.kernels.sampling import cut_typical_
 
     logits = random_logits(50, 200, seed=4)

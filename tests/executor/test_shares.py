@@ -1,17 +1,15 @@
 """A step shared out computes what it does undivided, and rows of the native library do not meet PyTorch's."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from batches import CONFIG, LAYERS, POLICIES, Request, assert_same, block_bytes, run_together, some_requests
+from fixture_types import MakeEngine
 
-from d3engine import D3, DraftAndVerify, Engine, Lossless, SelfSpeculative
+from d3engine import D3, DraftAndVerify, Lossless, SelfSpeculative
 from d3engine.depth import DepthPolicy
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.interface import Computed
@@ -80,7 +78,7 @@ KINDS = {
 
 
 def test_a_step_shared_out_computes_what_it_does_undivided(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = some_requests(4, 40)
     for nth in range(0, len(requests), 3):
@@ -118,7 +116,7 @@ def bits(output: RequestOutput) -> list[Any]:
 
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_native_rows_among_pytorch_rows_keep_their_bits(make_engine: Callable[..., Engine], cache: str) -> None:
+def test_native_rows_among_pytorch_rows_keep_their_bits(make_engine: MakeEngine, cache: str) -> None:
     """Rows of the library keep their bits among rows that PyTorch runs."""
     left, own = policies_of(pytorch=True), policies_of(pytorch=False)
     requests = [

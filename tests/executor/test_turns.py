@@ -1,15 +1,15 @@
 """How often a device with graphs waits for the host: steps and turns take their time by a made-up clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from batches import LAYERS, block_bytes
+from fixture_types import MakeEngine
 
-from d3engine import D3, Engine, SamplingParams
+from d3engine import D3, SamplingParams
 from d3engine.engine import resolve
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import Repeats, Step
@@ -71,7 +71,7 @@ def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **changes)
 
 
-def test_a_device_waits_for_the_host_once_in_64_steps(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+def test_a_device_waits_for_the_host_once_in_64_steps(clock: Clock, make_engine: MakeEngine) -> None:
     """For a batch as for a stream: 60 steps after the prompt are one run, within which no step waits."""
     engine = make_engine(max_num_seqs=2, depth=D3(0.8, 0.3))
     outputs = engine.generate([[1, 2], [3, 4, 5]], greedy(61), use_tqdm=False)
@@ -84,7 +84,7 @@ def test_a_device_waits_for_the_host_once_in_64_steps(clock: Clock, make_engine:
 
 @pytest.mark.parametrize("params", [greedy(61), greedy(61, presence_penalty=1.5)], ids=["greedy", "penalised"])
 def test_no_step_waits_for_a_plan_of_the_same_batch(
-    clock: Clock, make_engine: Callable[..., Engine], params: SamplingParams
+    clock: Clock, make_engine: MakeEngine, params: SamplingParams
 ) -> None:
     """60 steps in runs of 8, which are planned while the last steps of others are under way, wait for one turn."""
     policies = {"max_num_seqs": 2, "depth": D3(0.97, 0.3)}  # whose layers fall asleep in runs that are under way
@@ -101,7 +101,7 @@ def test_no_step_waits_for_a_plan_of_the_same_batch(
         )
 
 
-def test_a_stop_anywhere_drops_what_was_planned_beyond(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+def test_a_stop_anywhere_drops_what_was_planned_beyond(clock: Clock, make_engine: MakeEngine) -> None:
     """The other answers of the batch are the same, wherever in a run of 8 steps, or in the next, one ends."""
     prompts, drawn = [[1, 2], [3, 4, 5]], replace(greedy(40), temperature=5.0, seed=3)
     engine = make_engine(max_num_seqs=2, num_scheduler_steps=8)
@@ -117,7 +117,7 @@ def test_a_stop_anywhere_drops_what_was_planned_beyond(clock: Clock, make_engine
         assert engine.stats().kv_blocks_in_use == 0
 
 
-def test_a_request_joins_before_what_was_planned_beyond(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+def test_a_request_joins_before_what_was_planned_beyond(clock: Clock, make_engine: MakeEngine) -> None:
     """A request that comes while the next run is planned waits for the steps under way alone."""
     engine = make_engine(max_num_seqs=2, num_scheduler_steps=8)
     wanted = [engine.generate([prompt], greedy(40), use_tqdm=False)[0].outputs[0] for prompt in ([1, 2], [3, 4, 5])]
@@ -138,7 +138,7 @@ def test_a_request_joins_before_what_was_planned_beyond(clock: Clock, make_engin
     assert list(last.values()) == [one.token_ids for one in wanted]
 
 
-def test_without_memory_no_run_is_planned_beyond(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+def test_without_memory_no_run_is_planned_beyond(clock: Clock, make_engine: MakeEngine) -> None:
     """Answers are the same where there is room for one of them alone, and the steps of a run are planned at its end."""
     prompts = [[1, 2], [3, 4, 5]]
     roomy = make_engine(max_num_seqs=2, enable_prefix_caching=False)
@@ -155,7 +155,7 @@ def test_without_memory_no_run_is_planned_beyond(clock: Clock, make_engine: Call
         assert found.outputs[0].token_ids == one.outputs[0].token_ids
 
 
-def test_an_answer_that_ends_in_a_run_ends_the_run(clock: Clock, make_engine: Callable[..., Engine]) -> None:
+def test_an_answer_that_ends_in_a_run_ends_the_run(clock: Clock, make_engine: MakeEngine) -> None:
     """Of steps whose tokens are for no request there are no more than the device has been given ahead."""
     engine = make_engine(max_num_seqs=1)
     wanted = engine.generate([[1, 2]], greedy(60), use_tqdm=False)[0].outputs[0].token_ids
@@ -168,10 +168,8 @@ def test_an_answer_that_ends_in_a_run_ends_the_run(clock: Clock, make_engine: Ca
 
 
 def test_the_tokens_and_scores_of_a_step_come_in_one_copy(
-    make_engine: Callable[..., Engine], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     copies: list[int] = []
     copy = torch.Tensor.copy_
 

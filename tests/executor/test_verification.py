@@ -1,11 +1,8 @@
 """Drawn tokens that were drafted and verified follow full depth's distribution, and nothing else decides them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixture_types import MakeLlama
 from tiny_models import TinyLlama, save_without_layer
 
 from d3engine import (
@@ -36,7 +34,7 @@ SAMPLES = 512
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+def llama(tiny_llama: MakeLlama) -> TinyLlama:
     return tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48, seed=4)
 
 
@@ -152,10 +150,8 @@ def test_the_chi_square_sees_the_drafts_own_distribution(llama: TinyLlama) -> No
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_draft_that_is_not_finite_ends_and_full_depth_goes_on(llama: TinyLlama, eager: bool) -> None:
-    """A draft whose logits are not finite ends and full depth goes on.
-
-    A fault of the draft is none of the request; one of full depth ends it, after the tokens before.
-    """
+    """A draft whose logits are not finite ends and full depth goes on."""
+    # A fault of the draft is none of the request; one of full depth ends it, after the tokens before.
     options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "enforce_eager": eager}
     engine = Engine(llama.directory, depth=FullDepth(), **options)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -199,10 +195,8 @@ def test_draft_that_is_not_finite_ends_and_full_depth_goes_on(llama: TinyLlama, 
 
 
 def test_fault_of_one_sequence_ends_its_request_and_drafts(llama: TinyLlama) -> None:
-    """A fault of one sequence ends its request and no draft of it goes on.
-
-    The other sequences of the request may be drafting in the very step that ends them.
-    """
+    """A fault of one sequence ends its request and no draft of it goes on."""
+    # The other sequences of the request may be drafting in the very step that ends them.
     policy = SelfSpeculative(UnifiedSkip(2), 3, adaptive=True)
     engine = Engine(llama.directory, skip_tokenizer_init=True, device="cpu", depth=policy, max_num_seqs=5)
     params = SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True)

@@ -1,12 +1,9 @@
 """An engine on a GPU compiles its kernels before it is ready, and none while a request waits."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from batches import CONFIG
-
-from d3engine import Engine
+from fixture_types import MakeEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +52,7 @@ def test_prompts_run_the_kernels_of_graphs_and_of_the_warm_up() -> None:
         assert not model["not warmed up"]
 
 
-def test_only_triton_on_a_gpu_warms_up(make_engine: Callable[..., Engine]) -> None:
+def test_only_triton_on_a_gpu_warms_up(make_engine: MakeEngine) -> None:
     settings = make_engine().settings
     assert settings.warm_up
     assert not settings.warms_up

@@ -1,9 +1,6 @@
 """An app that brings its own engine: nothing is loaded before its lifespan begins, and nothing is left after it."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -12,8 +9,7 @@ from serving import serving
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-if TYPE_CHECKING:
-    from d3engine import RequestOutput
+from d3engine import InvalidValueError, RequestOutput
 
 
 def test_mounted_below_a_path_it_answers_and_knows_its_routes(wanted: list[RequestOutput]) -> None:
@@ -33,7 +29,6 @@ def test_mounted_below_a_path_it_answers_and_knows_its_routes(wanted: list[Reque
 
 
 def test_its_engine_comes_and_goes_with_its_lifespan() -> None:
-    from d3engine import InvalidValueError
     from d3engine.integrations.asgi import asgi_app
 
     async def main() -> None:

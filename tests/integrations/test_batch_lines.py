@@ -1,7 +1,5 @@
 """A line of a batch is a request, or says why it is none; it is known by its name and by what stands in it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

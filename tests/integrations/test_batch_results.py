@@ -1,7 +1,5 @@
 """The file of a batch's results is its own record: what stands in it is not asked again."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

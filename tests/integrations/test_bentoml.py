@@ -1,9 +1,6 @@
 """BentoML for real: `bentoml serve` with our app in a service of the page's."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,8 +10,7 @@ from contract import OverOpenAI, check_contract
 from page_programs import program_with
 from stack_programs import ARGUMENTS, free_port, serving_program
 
-if TYPE_CHECKING:
-    from d3engine import RequestOutput
+from d3engine import RequestOutput
 
 
 def test_bentoml_holds_the_contract(tmp_path: Path, wanted: list[RequestOutput]) -> None:

@@ -1,7 +1,5 @@
 """Agents of LangChain and Pydantic AI: three calls of a function, their results, and a text at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """curl against our server, as the docs write it: whole answers, streams, and an exit status for errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,13 +1,12 @@
 """LangChain against our server: completions, chats, streams, tools and structured output, as its users write them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from demo_server import demo_server
+from json_schemas import closed
 
 pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make test-with-clients does it")
 
@@ -15,14 +14,11 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 QUESTION = "Tom has 5 pens."
-COUNT: dict[str, Any] = {
-    "title": "count",
-    "description": "How many there are",
-    "type": "object",
-    "properties": {"what": {"enum": ["pens", "cups"]}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["what", "many"],
-    "additionalProperties": False,
-}
+COUNT = closed(
+    {"what": {"enum": ["pens", "cups"]}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
+    title="count",
+    description="How many there are",
+)
 SHORT: dict[str, Any] = {"model": "demo", "api_key": "none", "max_retries": 0}
 
 

@@ -1,7 +1,5 @@
 """LlamaIndex against our server: completions and chats, whole and streamed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import httpx

@@ -1,7 +1,5 @@
 """lm-evaluation-harness over HTTP (its `local-completions`): the figures of our own backend in this process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -43,13 +41,8 @@ def write_tasks(folder: Path) -> list[str]:
         "test_split": "test",
         "doc_to_text": "{{prompt}}",
     }
-    chosen = {
-        "task": "chosen",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": 0,
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
+    chosen = {"task": "chosen", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
+    chosen |= {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
     written = {
         "task": "written",
         "output_type": "generate_until",

@@ -1,13 +1,12 @@
 """Ollama's own client, and LangChain's over it, against our server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from demo_server import demo_server
+from json_schemas import closed
 
 pytest.importorskip("ollama", reason="ollama is not installed: make test-with-clients does it")
 pytest.importorskip("langchain_ollama", reason="langchain-ollama is not installed: make test-with-clients does it")
@@ -18,12 +17,7 @@ from langchain_ollama import ChatOllama, OllamaEmbeddings, OllamaLLM
 QUESTION = "Tom has 5 pens."
 ASKED: Any = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0, "num_predict": 8}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"many": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["many"],
-    "additionalProperties": False,
-}
+SCHEMA = closed({"many": {"type": "integer", "minimum": 0, "maximum": 9}})
 
 
 @pytest.fixture(scope="module")

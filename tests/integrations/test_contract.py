@@ -1,23 +1,18 @@
 """The contract of all stacks, held first by the asynchronous engine itself and by our own server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from contract import ANSWERED, BEHIND, LEFT, Figures, OnThread, OverOpenAI, Question, check_contract
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine, RequestOutput
+from d3engine import AsyncEngine, RequestOutput
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[AsyncEngine]:
-    from d3engine import AsyncEngine
-
     client = AsyncEngine("demo", **BEHIND)
     yield client
     asyncio.run(client.close())

@@ -1,7 +1,5 @@
 """A door before replicas: what clients see of a replica that dies, by when it dies, and of one that lives.
-
-Replicas that die are pretended: they send what a real app has sent, and stop wherever a test says.
-"""
+Replicas that die are pretended: they send what a real app has sent, and stop wherever a test says."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ def test_body_longer_than_allowed_is_refused_without_reading(replica: Replica) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("deaths", [(0,), (1,), (0, 1)], ids=str)
-def test_request_of_a_replica_that_dies_early_goes_to_another(
+def test_request_of_one_that_dies_early_goes_to_another(
     replica: Replica, deaths: tuple[int, ...], stream: bool
 ) -> None:
     """A request whose replica dies before its first word goes to another."""

@@ -1,7 +1,5 @@
 """NVIDIA Dynamo for real: its own frontend before a worker of ours, both found by files."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -11,14 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from contract import ANSWERED, HANG_SECONDS, metric
 
-if TYPE_CHECKING:
-    from d3engine import RequestOutput
+from d3engine import RequestOutput
 
 pytest.importorskip("dynamo", reason="Dynamo is not installed: `make test-integrations` brings it")
 
@@ -96,9 +93,7 @@ def text_of(client: httpx.Client, model: str, **body: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_eight_requests_at_once_are_answered_as_by_the_engine(
-    client: httpx.Client, wanted: list[RequestOutput]
-) -> None:
+def test_eight_requests_at_once_are_answered_as_by_an_engine(client: httpx.Client, wanted: list[RequestOutput]) -> None:
     """Eight requests at once are answered as the engine answers them."""
     greedy = [nth for nth, question in enumerate(ANSWERED) if question.depth is None and question.temperature == 0]
     asked = [greedy[nth % len(greedy)] for nth in range(NUM_AT_ONCE)]

@@ -1,11 +1,9 @@
 """KServe for real: its own server with our model, by the open inference protocol and by OpenAI's routes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,8 +17,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 from page_programs import program_with
 from stack_programs import ARGUMENTS, free_port, serving_program
 
-if TYPE_CHECKING:
-    from d3engine import RequestOutput
+from d3engine import RequestOutput
 
 INFER = "/v2/models/demo/infer"
 

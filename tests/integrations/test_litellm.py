@@ -1,7 +1,5 @@
 """LiteLLM against our server; it reads errors by their words, and must find its own in ours."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,10 +1,8 @@
 """LitServe for real: its own server and a worker process, with an engine in the worker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,8 +14,7 @@ from openai import OpenAI
 from page_programs import program_with
 from stack_programs import ARGUMENTS, free_port, serving_program
 
-if TYPE_CHECKING:
-    from d3engine import RequestOutput
+from d3engine import RequestOutput
 
 MAIN = 'if __name__ == "__main__":'
 WATCHED = """

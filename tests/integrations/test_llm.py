@@ -1,7 +1,5 @@
 """`LLM` and `chat` take vLLM's arguments, and refuse by name what has no counterpart."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Iterator
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_values import bad_values, refused
 
 from d3engine import LLM, AsyncEngine, Engine, InvalidValueError, PromptLookup, SamplingParams
 from d3engine.engine.model_directory import model_directory
@@ -22,6 +21,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**24, "max_num_seqs": 4}
 ASKED = [{"role": "user", "content": "Hi"}]
 BEGUN = [*ASKED, {"role": "assistant", "content": "I am"}]
+CONTINUED = {"messages": BEGUN, "add_generation_prompt": False, "continue_final_message": True}
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,7 @@ def written(llm: LLM, messages: Any = ASKED, **arguments: Any) -> str:
         ({"chat_template_kwargs": {"greeting": "Hello."}}, "Hello.[user]Hi[end][assistant]"),
         ({"chat_template": "{{ bos_token }}Q: {{ messages[0].content }}"}, "Q: Hi"),
         ({"messages": BEGUN, "add_generation_prompt": False}, "[user]Hi[end][assistant]I am[end]"),
-        (
-            {"messages": BEGUN, "add_generation_prompt": False, "continue_final_message": True},
-            "[user]Hi[end][assistant]I am",
-        ),
+        (CONTINUED, "[user]Hi[end][assistant]I am"),
     ],
 )
 def test_each_argument_of_chat_reaches_the_template(llm: LLM, arguments: dict[str, Any], prompt: str) -> None:
@@ -69,17 +66,11 @@ def test_chat_answers_the_prompt_that_its_arguments_make(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ({"chat_template": 5}, "chat_template"),
-        ({"chat_template": "{% if %}"}, "chat_template"),
+        *bad_values(chat_template=[5, "{% if %}"], chat_template_kwargs=[["x"], {"tools": []}], tools=["add"]),
+        *bad_values(add_generation_prompt=[1], continue_final_message=["yes", True]),  # with a generation prompt
         ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "messages"),
-        ({"add_generation_prompt": 1}, "add_generation_prompt"),
-        ({"continue_final_message": "yes"}, "continue_final_message"),
-        ({"continue_final_message": True}, "continue_final_message"),  # together with a generation prompt
-        ({"tools": "add"}, "tools"),
-        ({"tools": [print]}, r"tools\[0\]"),
-        ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"greeting": print}}, "greeting"),
+        ({"tools": [print]}, r"tools\[0\]"),
     ],
 )
 def test_what_chat_cannot_use_is_refused_by_name(llm: LLM, arguments: dict[str, Any], field: str) -> None:
@@ -107,16 +98,8 @@ def test_model_without_template_or_tokenizer_says_so(tmp_path: Path) -> None:
 
 
 def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
-    same: dict[str, Any] = {
-        "tensor_parallel_size": 1,
-        "trust_remote_code": False,
-        "tokenizer_mode": "auto",
-        "quantization": None,
-        "enable_chunked_prefill": True,
-        "seed": None,
-        "dtype": "float",
-        "max_model_len": 64,
-    }
+    same: dict[str, Any] = {"tensor_parallel_size": 1, "trust_remote_code": False, "tokenizer_mode": "auto"}
+    same |= {"quantization": None, "enable_chunked_prefill": True, "seed": None, "dtype": "float", "max_model_len": 64}
     with LLM("demo", **same, **SMALL) as llm, Engine("demo", dtype="float32", max_model_len=64, **SMALL) as engine:
         assert isinstance(llm, Engine)
         assert (llm.dtype, llm.max_model_len, llm.depth) == (engine.dtype, engine.max_model_len, engine.depth)
@@ -127,23 +110,14 @@ def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("pipeline_parallel_size", 2),
-        ("pipeline_parallel_size", True),
-        ("tensor_parallel_size", 0),
-        ("trust_remote_code", True),
-        ("quantization", "awq"),
-        ("swap_space", 4),
-        ("limit_mm_per_prompt", {"image": 1}),
-        ("max_seq_len", 3),
-    ],
+    ("given", "named"),
+    bad_values(pipeline_parallel_size=[2, True], tensor_parallel_size=[0], trust_remote_code=[True], max_seq_len=[3])
+    + bad_values(quantization=["awq"], swap_space=[4], limit_mm_per_prompt=[{"image": 1}]),
 )
-def test_argument_without_a_counterpart_is_refused_by_name(argument: str, value: Any) -> None:
+def test_argument_without_a_counterpart_is_refused_by_name(given: dict[str, Any], named: str) -> None:
     """An argument without a counterpart is refused by its name."""
-    with pytest.raises(InvalidValueError) as caught:
-        LLM("demo", **{argument: value})
-    assert caught.value.field == argument
+    with refused(named):
+        LLM("demo", **given)
 
 
 OTHERS: list[tuple[str, Any]] = [
@@ -169,9 +143,8 @@ def test_call_argument_without_a_counterpart_is_refused(llm: LLM, argument: str,
     if argument != "priority":
         calls.append(lambda given: llm.add_request("a", "Tom", **given))
     for call in calls:
-        with pytest.raises(InvalidValueError, match=f"^{argument} must be") as caught:
+        with refused(argument, f"^{argument} must be"):
             call({argument: value})
-        assert caught.value.field == argument
         with pytest.raises(TypeError, match="unexpected keyword argument 'some_argument'"):
             call({"some_argument": None})
     assert not llm.has_unfinished_requests()
@@ -230,7 +203,7 @@ def test_scores_are_vllms_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     assert found[1].prompt_token_ids == llm.chat_prompt(judgement("Pens?", "How many?"))["prompt_token_ids"]
     pairs = llm.score(["Pens?", "Pens?"], ["Tom has 5 pens.", "How many?"], use_tqdm=False)
     assert [one.outputs.score for one in pairs] == pytest.approx([one.outputs.score for one in found], abs=1e-5)
-    refused: list[Any] = [("a list of texts", [], "a"), ("as many as data_2", ["a", "b"], ["c"]), ("texts", "a", [5])]
-    for words, queries, documents in refused:
+    wrong: list[Any] = [("a list of texts", [], "a"), ("as many as data_2", ["a", "b"], ["c"]), ("texts", "a", [5])]
+    for words, queries, documents in wrong:
         with pytest.raises(InvalidValueError, match=words):
             llm.score(queries, documents, use_tqdm=False)

@@ -1,7 +1,5 @@
 """The adapter to lm-evaluation-harness, request by request, against the harness's own HF backend on one tiny model."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -191,9 +189,7 @@ def test_what_is_not_allowed_is_refused_by_name(tiny: TinyLlama, arguments: dict
         ({"until": ["a"], "do_sample": True, "temperature": -1.0}, "temperature"),
     ],
 )
-def test_what_a_task_asks_in_vain_is_refused_by_name(
-    ours: D3EngineLM, gen_kwargs: dict[str, Any], message: str
-) -> None:
+def test_what_is_asked_in_vain_is_refused_by_name(ours: D3EngineLM, gen_kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         ours.generate_until(requests("generate_until", ("context", gen_kwargs)), disable_tqdm=True)
 

@@ -1,10 +1,6 @@
 """lm-evaluation-harness itself over our engine, offline, against its own HF backend on the same tiny model.
-
 The tasks are made here from a few items: of the public data sets where they lie beside the repository, and of the
-generated problems anywhere.
-"""
-
-from __future__ import annotations
+generated problems anywhere."""
 
 import json
 import os
@@ -69,8 +65,7 @@ def choice(prompt: str, choices: str, target: str) -> dict[str, Any]:
         "doc_to_text": prompt,
         "doc_to_choice": choices,
         "doc_to_target": target,
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
+    } | {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
 
 
 def evaluate(folder: Path, model: Any, tasks: list[str], **arguments: Any) -> dict[str, Any]:
@@ -101,10 +96,8 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], tasks: list[str])
 
 
 def test_generated_problems_score_as_with_the_hf_backend(tmp_path: Path, tiny: TinyLlama, theirs: HFLM) -> None:
-    """The harness gives the scores of its HF backend on generated problems.
-
-    The model by name and arguments, as `simple_evaluate` and `lm_eval --model_args` take them.
-    """
+    """The harness gives the scores of its HF backend on generated problems."""
+    # The model by name and arguments, as `simple_evaluate` and `lm_eval --model_args` take them.
     words = list(islice(all_problems("word-problems", "test", 0), 3))
     swaps = list(islice(all_problems("tracking-shuffled-objects", "test", 0), 3))
     items = [{"q": p.question, "a": str(p.answer), "choices": ["7", str(p.answer), "ball"]} for p in (*words, *swaps)]

@@ -1,7 +1,5 @@
 """A batch on a local Ray: two engines answer what one engine without Ray answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ def requests(tmp_path: Path) -> Path:
     return file
 
 
-def test_ray_engines_answer_a_batch_as_one_and_resume_it(
+def test_ray_answers_a_batch_as_one_and_resumes_it(
     requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines on Ray answer a batch as one engine does, and go on where it was ended."""

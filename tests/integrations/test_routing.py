@@ -1,7 +1,5 @@
 """Which replica a request goes to, by each of the rules."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
@@ -73,9 +71,7 @@ def test_cohort_stays_until_its_window_or_replica_ends() -> None:
         ({"model": "demo", "prompt": [1, 2, 3]}, {"prompt": [1, 2, 3]}),
     ],
 )
-def test_like_prompts_are_known_by_their_beginning_anywhere(
-    first: dict[str, object], second: dict[str, object]
-) -> None:
+def test_like_prompts_are_known_by_their_beginning(first: dict[str, object], second: dict[str, object]) -> None:
     """Prompts that begin alike are known by their beginning, wherever it stands."""
     one, two = (beginning(json.dumps(body).encode()) for body in (first, second))
     common = json.dumps(first.get("system") or first.get("instructions") or first["prompt"]).encode()

@@ -1,9 +1,5 @@
 """Runs `test_triton_*.py` where Triton kernels can run: compiled on a GPU, else in Triton's interpreter.
-
-Triton decides between the two when it is first imported; `tests/conftest.py` sets TRITON_INTERPRET=1 before that.
-"""
-
-from __future__ import annotations
+Triton decides between the two when it is first imported; `tests/conftest.py` sets TRITON_INTERPRET=1 before that."""
 
 import os
 import sys
@@ -43,11 +39,9 @@ def device() -> torch.device:
 
 @pytest.fixture
 def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.matmul` on a CPU without oneDNN, so that what stands in a row stays there, as on a GPU.
-
-    Beside the kernels in the interpreter it is called as on a GPU. On CPUs with AMX it would read beyond rows whose
-    length is no multiple of 32: `_rows_apart` of the reference says more.
-    """
+    """`torch.matmul` on a CPU without oneDNN, so that what stands in a row stays there, as on a GPU."""
+    # Beside the kernels in the interpreter it is called as on a GPU. On CPUs with AMX it would read beyond rows whose
+    # length is no multiple of 32: `_rows_apart` of the reference says more.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
@@ -61,10 +55,8 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as for a device of two processors, and torch's products from the module's MATMUL_ROWS rows on.
-
-    The same paths, less waiting.
-    """
+    """Tiles as for a device of two processors, and torch's products from the module's MATMUL_ROWS rows on."""
+    # The same paths, less waiting.
     from d3engine.kernels.triton import products
 
     monkeypatch.setattr(products, "MIN_PROGRAMS", 2)

@@ -1,7 +1,5 @@
 """Matrices of 8-bit floats: the nearest of the values that there are, and multiplied as what they stand for."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

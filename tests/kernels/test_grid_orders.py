@@ -1,10 +1,6 @@
 """No program of a launch relies on another: on a GPU they run in any order, in the interpreter one after another.
-
-So each operation runs with its programs in order, backwards and shuffled, and gives the same bits. Sizes are those at
-which a launch has several programs in every direction.
-"""
-
-from __future__ import annotations
+So each operation runs with its programs in order, backwards and shuffled, and gives the same bits. Sizes are those
+at which a launch has several programs in every direction."""
 
 import os
 import random
@@ -131,10 +127,8 @@ def bits() -> str:
 
 
 def test_quick_interpreter_gives_the_bits_of_tritons() -> None:
-    """The interpreter that tests use gives the bits of the one that Triton brings.
-
-    But for the order of sums in products of tiles, which both take row by row.
-    """
+    """The interpreter that tests use gives the bits of the one that Triton brings."""
+    # But for the order of sums in products of tiles, which both take row by row.
     code = (
         "from interpreted_dot import multiply_row_by_row; multiply_row_by_row(); "
         "from d3engine.kernels.triton import products, scores; products.MIN_PROGRAMS = 2; products.MIN_STEPS = 1; "

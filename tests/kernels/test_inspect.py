@@ -1,7 +1,5 @@
 """Kernels compile for a GPU that is not there, and a spill is an error."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -180,10 +178,8 @@ def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) 
 
 @needs_triton
 def test_group_of_heads_is_combined_at_once(compiled: Compiled) -> None:
-    """The last program of a row puts the heads of a group together at once.
-
-    Of 64 splits in four turns: head after head it waited at 136 barriers for a group of four.
-    """
+    """The last program of a row puts the heads of a group together at once."""
+    # Of 64 splits in four turns: head after head it waited at 136 barriers for a group of four.
     assert 0 < int(compiled[3].split()[5]) <= 24 < inspect.MOST_BARRIERS
 
 
@@ -198,10 +194,8 @@ def test_attention_finds_its_next_split_without_waiting(compiled: Compiled) -> N
 
 @needs_triton
 def test_small_weights_for_many_rows_are_not_moved(compiled: Compiled) -> None:
-    """Small weights become floats for many rows without being moved.
-
-    At a byte in five threads' instructions as many would put bytes together as make floats of them.
-    """
+    """Small weights become floats for many rows without being moved."""
+    # At a byte in five threads' instructions as many would put bytes together as make floats of them.
     assert 0.05 < float(compiled[2].split()[2]) < 0.15
 
 
@@ -212,10 +206,8 @@ def test_what_is_loaded_before_the_wait_has_registers(compiled: Compiled) -> Non
 
 @needs_triton
 def test_row_of_small_weights_under_pdl_has_enough_in_flight(compiled: Compiled) -> None:
-    """Under programmatic launch a row of small weights has enough under way.
-
-    A step is taken before the loop; of one step there, nothing would be fetched ahead.
-    """
+    """Under programmatic launch a row of small weights has enough under way."""
+    # A step is taken before the loop; of one step there, nothing would be fetched ahead.
     assert int(compiled[3].split()[4]) >= inspect.LEAST_IN_FLIGHT
 
 

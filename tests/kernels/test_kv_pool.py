@@ -1,7 +1,5 @@
 """A pool of 8-bit entries against arithmetic on single numbers: what is kept, what is copied, what a NaN spoils."""
 
-from __future__ import annotations
-
 from math import inf, nan
 
 import pytest
@@ -86,19 +84,22 @@ def test_value_that_is_not_finite_spoils_its_own_head_alone(broken: float) -> No
     assert torch.equal(entry(pool, 7), entry(sound, 7))
 
 
-def test_writing_touches_no_other_entry() -> None:
+def written_pool() -> tuple[Tensor, list[Tensor]]:
+    """A pool, and all that was written into its entries."""
     pool = empty_pool()
     kv_pool.write_entries(pool, torch.arange(BLOCKS * 2 * SIZE), some_heads(BLOCKS * 2 * SIZE))
-    before = [entry(pool, flat) for flat in range(BLOCKS * 2 * SIZE)]
+    return pool, [entry(pool, flat) for flat in range(BLOCKS * 2 * SIZE)]
+
+
+def test_writing_touches_no_other_entry() -> None:
+    pool, before = written_pool()
     kv_pool.write_entries(pool, torch.tensor([13]), -some_heads(1))
     for flat, was in enumerate(before):
         assert torch.equal(entry(pool, flat), was) == (flat != 13)
 
 
 def test_a_copy_is_the_entry_to_the_bit() -> None:
-    pool = empty_pool()
-    kv_pool.write_entries(pool, torch.arange(BLOCKS * 2 * SIZE), some_heads(BLOCKS * 2 * SIZE))
-    before = [entry(pool, flat) for flat in range(BLOCKS * 2 * SIZE)]
+    pool, before = written_pool()
     source, target = torch.tensor([3, 3, 21]), torch.tensor([12, 38, 5])
     reference.copy_entries(pool, source, target, num_rows=torch.tensor([2], dtype=torch.int32))
     moved = {12: 3, 38: 3}

@@ -1,7 +1,5 @@
 """int8 and int4 with sixteen rows in lanes: the same values in another order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

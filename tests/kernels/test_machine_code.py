@@ -1,7 +1,5 @@
 """What is read from machine code: loads in flight, by loops written out by hand whose answer is known."""
 
-from __future__ import annotations
-
 import pytest
 
 from d3engine.kernels.machine_code import (
@@ -43,10 +41,8 @@ def test_loads_that_are_used_at_once_wait_one_after_another() -> None:
 
 
 def test_loop_of_few_rounds_has_less_in_flight_than_a_long_one() -> None:
-    """A loop of few rounds has less under way in the mean than a long one.
-
-    Of two rounds that each wait for their loads half of the time is one latency, and loads before it add theirs.
-    """
+    """A loop of few rounds has less under way in the mean than a long one."""
+    # Of two rounds that each wait for their loads half of the time is one latency, and loads before it add theirs.
     code = sass(*loads(4), *uses(4), "@!P1 BRA 0x100")
     long = bytes_in_flight(code)
     assert bytes_in_flight(code, rounds=2) == pytest.approx(long, rel=0.02)

@@ -1,7 +1,5 @@
 """Quantized matrices: exact where they can be, bounded where not, and multiplied as what they stand for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -104,9 +102,7 @@ def test_rows_of_zeros_and_of_almost_nothing_stay_what_they_are(
 
 
 @pytest.mark.parametrize("quantize_matrix", [quantize_int8, quantize_int4])
-def test_what_cannot_be_quantized_is_refused(
-    quantize_matrix: Callable[[Tensor], Int8Weight | Int4Weight],
-) -> None:
+def test_what_cannot_be_quantized_is_refused(quantize_matrix: Callable[[Tensor], Int8Weight | Int4Weight]) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         matrix = torch.ones(3, 130)
         matrix[1, 129] = bad

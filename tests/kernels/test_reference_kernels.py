@@ -1,21 +1,14 @@
 """The reference operations against formulas written out in float64, and against transformers where rounding matters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from kernel_errors import EPS, relative_error
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from d3engine.kernels import reference
-
-EPS = 1e-5
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,7 +1,5 @@
 """`num_rows` of the reference: the rows below it as without it, nothing written beyond."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

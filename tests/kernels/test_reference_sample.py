@@ -1,7 +1,5 @@
 """The reference's choice of tokens equals the sampler's, which `tests/sampling` holds against plain Python."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,8 +7,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from sequences import new_sequence
 
-from d3engine import FullDepth, SamplingParams
+from d3engine import SamplingParams
 from d3engine.executor.sampler import Sampler
 from d3engine.kernels import reference
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
@@ -35,19 +34,10 @@ def random_sequence(numbers: random.Random, vocab: int, *, cuts: bool, penalties
             "presence_penalty": numbers.choice([0.0, -1.1, 0.6]),
             "frequency_penalty": numbers.choice([0.0, -0.3, 0.7]),
         }
-    return Sequence(
-        request_id="r",
-        index=numbers.randrange(64),
-        prompt_token_ids=numbers.choices(range(vocab), k=vocab // 3 + 1),
-        params=SamplingParams(**settings),
-        schedule=FullDepth().schedule(2),
-        eos_token_ids=frozenset(),
-        seed=settings["seed"],
-        priority=0,
-        arrival=0,
-        max_length=10**6,
-        token_ids=numbers.choices(range(vocab), k=numbers.choice([0, 1, vocab])),
-    )
+    own: dict[str, Any] = {"index": numbers.randrange(64), "seed": settings["seed"]}
+    prompt = numbers.choices(range(vocab), k=vocab // 3 + 1)
+    own["token_ids"] = numbers.choices(range(vocab), k=numbers.choice([0, 1, vocab]))
+    return new_sequence(prompt, SamplingParams(**settings), max_length=10**6, **own)
 
 
 def rows_of(sequences: list[Sequence], vocab: int, *, cuts: bool, penalties: bool) -> tuple[SamplingRows, torch.Tensor]:

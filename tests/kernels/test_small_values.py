@@ -1,9 +1,5 @@
 """The PTX that makes floats of stored small values, run here instruction by instruction for every byte there is.
-
-Triton's interpreter does not know PTX, so nothing else runs it where there is no GPU.
-"""
-
-from __future__ import annotations
+Triton's interpreter does not know PTX, so nothing else runs it where there is no GPU."""
 
 import re
 from importlib.util import find_spec

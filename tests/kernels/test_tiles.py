@@ -1,7 +1,5 @@
 """The table of tiles: what is launched stands in it, and each line says why."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import product

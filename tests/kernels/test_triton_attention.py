@@ -1,9 +1,5 @@
 """Triton's paged attention against softmax written out in float64, in a pool whose other entries are NaN or infinite.
-
-The interpreter takes its time for every program, so shapes are as small as the borders they test allow.
-"""
-
-from __future__ import annotations
+The interpreter takes its time for every program, so shapes are as small as the borders they test allow."""
 
 import importlib
 import math
@@ -14,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_errors import relative_error
 from torch import Tensor
 
 from d3engine.kernels import reference
@@ -24,10 +21,6 @@ attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attentio
 
 POISON = -7.25
 ERRORS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
 class Paged:
@@ -279,10 +272,8 @@ def test_long_chunks_beyond_the_active_count_stay_untouched(device: torch.device
 
 
 def test_one_launch_serves_changed_tables_and_lengths(device: torch.device) -> None:
-    """One launch serves changed tables and lengths as a graph replays it.
-
-    Persistent buffers larger than the batch: more chunks and blocks than are used, and parts full of NaN.
-    """
+    """One launch serves changed tables and lengths as a graph replays it."""
+    # Persistent buffers larger than the batch: more chunks and blocks than are used, and parts full of NaN.
     first, second = Paged([300, 20, 33], heads=4, device=device), Paged([64, 250], heads=4, device=device)
     tables = torch.full((4, 32), 10**6, dtype=torch.int32, device=device)  # a block id that must never be followed
     inputs = attention.AttentionInputs(

@@ -1,7 +1,5 @@
 """With `batch_invariant` no bit of what a row becomes depends on its neighbours, nor on how its sequence was cut."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import llama_config
 from quantized_weights import fp8_of_groups
 from stepping import see_steps
 from torch import Tensor
@@ -71,9 +70,7 @@ def test_a_row_becomes_the_same_bits_alone_and_among_any_others(form: str, devic
 
 
 @pytest.mark.parametrize("form", WEIGHTS)
-def test_programs_share_columns_alike_for_any_rows(
-    form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_share_columns_for_any_rows(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that share columns do so alike for any number of rows."""
     monkeypatch.setattr(products, "MIN_PROGRAMS", 4)
     columns = 1024
@@ -109,10 +106,8 @@ def test_programs_share_columns_alike_for_any_rows(
 def test_row_attends_in_the_same_bits_however_it_is_cut(
     window: int, kv_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row attends in the same bits however its sequence is cut.
-
-    Prompts whole, in pieces of any size or row by row, answers decoded or replayed in pieces, and both in one.
-    """
+    """A row attends in the same bits however its sequence is cut."""
+    # Prompts whole, in pieces of any size or row by row, answers decoded or replayed in pieces, and both in one.
     monkeypatch.setattr(paged_attention, "ROWS_IN_TURN", 3)
     prompt, length = 127, 131  # rows of the answer have a split, or two
     pool = numbers(40, 2, BLOCK, kv_heads, CHANNELS).to(device)
@@ -144,17 +139,8 @@ def test_row_attends_in_the_same_bits_however_it_is_cut(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    config = {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 64,
-        "eos_token_id": None,
-    }
+    heads = {"hidden_size": 64, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = llama_config(2, vocab_size=VOCABULARY, eos_token_id=None, **heads)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -167,13 +153,8 @@ def make(model: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
 
     def make(**arguments: Any) -> Engine:
         given: dict[str, Any] = {"max_num_seqs": 2, "block_size": BLOCK, "depth": FullDepth(), "batch_invariant": True}
-        given |= {
-            "backend": "triton",
-            "skip_tokenizer_init": True,
-            "device": device,
-            "dtype": "bfloat16",
-            "weights": weights,
-        }
+        given |= {"backend": "triton", "skip_tokenizer_init": True, "device": device, "dtype": "bfloat16"}
+        given |= {"weights": weights}
         return Engine(model, **(given | arguments))
 
     return make

@@ -1,7 +1,5 @@
 """Engines on Triton's kernels over matrices in blocks: token for token what plain PyTorch makes of their floats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from batches import assert_same
+from fixture_types import MakeLlama
 from integer_checkpoints import PUBLISHED, publish
-from tiny_models import TinyLlama, random_prompts
+from tiny_models import random_prompts
 
 from d3engine import D3, Engine, RequestOutput, SamplingParams
 from d3engine.engine import resolve
@@ -102,9 +101,7 @@ def test_types_that_kernels_do_not_read_become_floats(gguf_file: Callable[..., P
 
 
 @pytest.mark.parametrize("name", ["AWQ, 128", "AWQ, 32", "GPTQ in 8 bits", "W4A16 with ends in 8 bits"])
-def test_groups_of_integers_answer_as_on_plain_torch(
-    tiny_llama: Callable[..., TinyLlama], tmp_path: Path, name: str
-) -> None:
+def test_groups_of_integers_answer_as_on_plain_torch(tiny_llama: MakeLlama, tmp_path: Path, name: str) -> None:
     """Matrices with zero points stay packed, and so do an embedding and a head in other groups."""
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
     source = tiny_llama(**sizes, num_hidden_layers=1, vocab_size=64).directory

@@ -1,7 +1,5 @@
 """The Triton projections on matrices in blocks, against float64 on what ggml's own code makes of the same bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

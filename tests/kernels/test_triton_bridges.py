@@ -1,7 +1,5 @@
 """A window is crossed by Triton's product with its residual, in the interpreter, on sizes that fit no tile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

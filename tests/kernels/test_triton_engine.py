@@ -1,8 +1,5 @@
 """The engine on Triton kernels, token for token what it is on the reference: eagerly, and decoding by itself."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import CONFIG, Request, assert_same
+from fixture_types import MakeEngine
 from tiny_models import TINY, random_prompts, save_random
 from transformers import (
     AutoModelForCausalLM,
@@ -53,7 +51,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def triton_engine(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     """`triton_engine(graphs, **arguments)`: the tiny engine, on Triton's kernels."""
 
     def make(graphs: bool, **arguments: Any) -> Engine:
@@ -66,9 +64,7 @@ def triton_engine(make_engine: Callable[..., Engine], monkeypatch: pytest.Monkey
     return make
 
 
-def test_hidden_states_are_those_of_the_reference(
-    triton_engine: Callable[..., Engine], make_engine: Callable[..., Engine]
-) -> None:
+def test_hidden_states_are_those_of_the_reference(triton_engine: MakeEngine, make_engine: MakeEngine) -> None:
     """Hidden states are captured and steered as on the reference."""
     capture, steer = range(int(CONFIG["num_hidden_layers"]) + 1), {1: [0.5] * int(CONFIG["hidden_size"])}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, capture=capture, steer=steer)
@@ -82,9 +78,7 @@ def test_hidden_states_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_rows_of_many_ages_answer_as_on_the_reference(
-    triton_engine: Callable[..., Engine], make_engine: Callable[..., Engine], cache: str
-) -> None:
+def test_rows_of_many_ages_answer_as_reference(triton_engine: MakeEngine, make_engine: MakeEngine, cache: str) -> None:
     """Prompts in pieces and rows of many ages answer as on the reference."""
     reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
     engine = triton_engine(False, kv_cache_dtype=cache)
@@ -96,9 +90,7 @@ def test_rows_of_many_ages_answer_as_on_the_reference(
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_runs_of_steps_answer_as_on_the_reference(
-    triton_engine: Callable[..., Engine], make_engine: Callable[..., Engine], cache: str
-) -> None:
+def test_runs_of_steps_answer_as_on_reference(triton_engine: MakeEngine, make_engine: MakeEngine, cache: str) -> None:
     """Of several rows, and of one: the last request ends after all others."""
     reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
     engine = triton_engine(True, kv_cache_dtype=cache)

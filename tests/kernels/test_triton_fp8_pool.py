@@ -1,7 +1,5 @@
 """Triton's kernels over a pool of 8-bit entries: the reference's bytes are written, and what it reads is read."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any

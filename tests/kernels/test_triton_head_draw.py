@@ -1,9 +1,5 @@
 """The draw that the LM head's kernels make of their own logits against the reference, token by token.
-
-Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows.
-"""
-
-from __future__ import annotations
+Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows."""
 
 import pytest
 import torch
@@ -55,9 +51,7 @@ def test_the_heads_draw_is_the_draw_of_its_logits(
 
 
 @pytest.mark.parametrize("rows", [1, 5, 26])  # the paths of kernels, and that of torch.matmul
-def test_part_of_the_head_draws_with_its_tokens_noise(
-    rows: int, device: torch.device, generator: torch.Generator
-) -> None:
+def test_part_of_a_head_draws_with_its_own_noise(rows: int, device: torch.device, generator: torch.Generator) -> None:
     """A part of the head draws with the noise of its tokens."""
     given = head(rows, torch.float32, device, generator)
     draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)

@@ -1,9 +1,5 @@
 """The Triton kernels of norm, projections and copies against float64, on sizes that fit no tile.
-
-Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows.
-"""
-
-from __future__ import annotations
+Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import Randn
+from kernel_errors import EPS, LIMITS, assert_close, normed, row_count
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,20 +21,14 @@ from d3engine.kernels.triton.launches import SHAPES, Launch, registered
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
-EPS = 1e-5
-# About twice what was measured. Half precision: one rounding of the result, and one of the normed row where products
-# run on tensor cores. Casts to bfloat16 truncate in the interpreter; a GPU rounds, and its errors are half of these.
-LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 DTYPES = list(LIMITS)
 MATMUL_ROWS = 42
 ROWS = [1, 5, 19, 40, 43]  # one for each path, the last for torch.matmul with kernels around it
 
 
 def cases(first: tuple[int, ...], *others: tuple[int, ...]) -> list[object]:
-    """(dtype, rows, *sizes): the first sizes with all dtypes and rows, the others where a path may see them.
-
-    In the interpreter a dtype changes what is rounded and nothing else: half precision has four of these rows there.
-    """
+    """(dtype, rows, *sizes): the first sizes with all dtypes and rows, the others where a path may see them."""
+    # In the interpreter a dtype changes what is rounded and nothing else: half precision has four of these rows there.
     halves = [(torch.float16, 19), (torch.float16, 43), (torch.bfloat16, 1), (torch.bfloat16, 40)]
     pairs = list(product(DTYPES, ROWS))
     if not torch.cuda.is_available():
@@ -57,44 +49,23 @@ def randn(device: torch.device) -> Callable[..., Tensor]:
     return make
 
 
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    return float((out.double() - expected).norm() / expected.norm())
-
-
-def assert_close(out: Tensor, expected: Tensor, limit: float | None = None) -> None:
-    assert out.shape == expected.shape
-    error = relative_error(out, expected)
-    assert error < (limit or LIMITS[out.dtype]), f"relative error {error:.2e}"
-
-
-def normed(hidden: Tensor, weight: Tensor) -> Tensor:
-    wide = hidden.double()
-    return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-
-
 def bits(tensor: Tensor) -> Tensor:
     """What compares equal only if every bit is, NaN included."""
     return tensor.contiguous().view(torch.uint8).clone()
 
 
-def row_count(value: int, device: torch.device) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 123), (5, 129)])
-def test_rms_norm(dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor]) -> None:
+def test_rms_norm(dtype: torch.dtype, rows: int, width: int, randn: Randn) -> None:
     hidden, weight = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     out = kernels.rms_norm(hidden, weight, EPS)
     assert_close(out, normed(hidden, weight))
     torch.testing.assert_close(out, reference.rms_norm(hidden, weight, EPS), rtol=2e-2, atol=1e-6)
 
 
-def test_rms_norm_rounds_before_weight(randn: Callable[..., Tensor], device: torch.device) -> None:
-    """The normed row is rounded before it meets the weight, as in transformers.
-
-    The norm of ones and threes is far from where a rounding turns; Triton's interpreter cuts bfloat16 off instead.
-    """
+def test_rms_norm_rounds_before_weight(randn: Randn, device: torch.device) -> None:
+    """The normed row is rounded before it meets the weight, as in transformers."""
+    # The norm of ones and threes is far from where a rounding turns; Triton's interpreter cuts bfloat16 off instead.
     hidden, weight = torch.ones(2, 128, dtype=torch.float16, device=device), randn(128, dtype=torch.float16)
     hidden[:, ::2] = 3.0
     rounded = normed(hidden, torch.ones_like(weight)).half()
@@ -103,9 +74,7 @@ def test_rms_norm_rounds_before_weight(randn: Callable[..., Tensor], device: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_adds_to_the_residual_of_live_rows_first(
-    dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_rms_norm_adds_to_the_residual_of_live_rows(dtype: torch.dtype, randn: Randn, device: torch.device) -> None:
     """Rms norm adds to the residual first but only in rows that live."""
     hidden, residual, weight = randn(5, 123, dtype=dtype), randn(5, 123, dtype=dtype), randn(123, dtype=dtype)
     total, untouched = (residual + hidden)[:3], bits(residual[3:])
@@ -119,7 +88,7 @@ def test_rms_norm_adds_to_the_residual_of_live_rows_first(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (5, 129)])
 def test_a_norm_is_added_to_the_rows_that_live(
-    dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor], device: torch.device
+    dtype: torch.dtype, rows: int, width: int, randn: Randn, device: torch.device
 ) -> None:
     x, residual = randn(rows, width, dtype=dtype, scale=3.0), randn(rows, width, dtype=dtype)
     weight, live = randn(width, dtype=dtype), max(1, rows - 2)
@@ -135,7 +104,7 @@ def test_a_norm_is_added_to_the_rows_that_live(
 
 @pytest.mark.parametrize("rows", [65, 130])
 def test_rows_that_are_kept_from_torch_go_by_128(
-    rows: int, randn: Callable[..., Tensor], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "MATMUL_ROWS", 256)
     dtype, width = torch.bfloat16, 256
@@ -157,12 +126,7 @@ def test_rows_that_are_kept_from_torch_go_by_128(
 @pytest.mark.parametrize(("dtype", "rows", "width"), [*cases((123,), (256,)), (torch.float32, 5, 256)])
 @pytest.mark.parametrize("live", [None, 0.6])
 def test_linear_residual(
-    dtype: torch.dtype,
-    rows: int,
-    width: int,
-    live: float | None,
-    randn: Callable[..., Tensor],
-    device: torch.device,
+    dtype: torch.dtype, rows: int, width: int, live: float | None, randn: Randn, device: torch.device
 ) -> None:
     x, weight = randn(rows, width, dtype=dtype), randn(129, width, dtype=dtype, scale=0.1)
     bias = None if width == 256 else randn(129, dtype=dtype)
@@ -179,14 +143,7 @@ def test_linear_residual(
 
 
 @pytest.mark.parametrize(("dtype", "rows", "width", "gates"), cases((123, 67), (256, 64)))
-def test_gate_up(
-    dtype: torch.dtype,
-    rows: int,
-    width: int,
-    gates: int,
-    randn: Callable[..., Tensor],
-    device: torch.device,
-) -> None:
+def test_gate_up(dtype: torch.dtype, rows: int, width: int, gates: int, randn: Randn, device: torch.device) -> None:
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(2 * gates, width, dtype=dtype, scale=0.1)
     bias = None if width == 256 else randn(2 * gates, dtype=dtype)
@@ -203,9 +160,7 @@ def test_gate_up(
 
 @pytest.mark.parametrize("rows", [1, 5, 19, 43])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_gates_are_of_gelu_and_of_rows_that_are_not_normed(
-    rows: int, has_norm: bool, randn: Callable[..., Tensor]
-) -> None:
+def test_gates_are_of_gelu_and_of_rows_that_are_not_normed(rows: int, has_norm: bool, randn: Randn) -> None:
     hidden, norm = randn(rows, 123, dtype=torch.float32), randn(123, dtype=torch.float32)
     weight = randn(134, 123, dtype=torch.float32, scale=0.3)
     x = normed(hidden, norm) if has_norm else hidden.double()
@@ -242,7 +197,7 @@ def test_qkv_writes_keys_and_values_only_where_told(
     kv_heads: int,
     channels: int,
     width: int,
-    randn: Callable[..., Tensor],
+    randn: Randn,
     device: torch.device,
 ) -> None:
     """QKV writes keys and values to their entries and nowhere else."""
@@ -286,7 +241,7 @@ def test_qkv_writes_keys_and_values_only_where_told(
     assert bool(pool.isnan().all())
 
 
-def test_qkv_of_rows_that_share_an_entry_writes_that_entry(randn: Callable[..., Tensor], device: torch.device) -> None:
+def test_qkv_of_rows_that_share_an_entry_writes_that_entry(randn: Randn, device: torch.device) -> None:
     """Equal rows with one target, as padding rows have: no other entry may change."""
     hidden = randn(1, 123, dtype=torch.float32).expand(3, 123).contiguous()
     norm, weight = randn(123, dtype=torch.float32), randn(3 * 16, 123, dtype=torch.float32)
@@ -299,9 +254,7 @@ def test_qkv_of_rows_that_share_an_entry_writes_that_entry(randn: Callable[..., 
 
 
 @pytest.mark.parametrize(("dtype", "rows", "width"), cases((123,), (256,)))
-def test_lm_head_and_its_argmax(
-    dtype: torch.dtype, rows: int, width: int, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_lm_head_and_its_argmax(dtype: torch.dtype, rows: int, width: int, randn: Randn, device: torch.device) -> None:
     hidden, norm = randn(rows, width, dtype=dtype, scale=3.0), randn(width, dtype=dtype)
     weight = randn(141, width, dtype=dtype)
     expected = normed(hidden, norm) @ weight.double().t()
@@ -326,7 +279,7 @@ def test_lm_head_and_its_argmax(
 @pytest.mark.parametrize("rows", [1, 5, 43])
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 def test_logits_are_softly_capped_before_a_token_is_chosen(
-    rows: int, cap: float, randn: Callable[..., Tensor], device: torch.device
+    rows: int, cap: float, randn: Randn, device: torch.device
 ) -> None:
     hidden, norm, weight = (randn(count, 64, dtype=torch.float32) for count in (rows, 1, 141))
     expected = cap * torch.tanh(normed(hidden, norm[0]) @ weight.double().t() / cap)
@@ -342,9 +295,7 @@ def test_logits_are_softly_capped_before_a_token_is_chosen(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 43])
-def test_lowest_of_equal_logits_wins_and_a_fault_shows(
-    rows: int, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_lowest_of_equal_logits_wins_and_a_fault_shows(rows: int, randn: Randn, device: torch.device) -> None:
     """Of equal logits the lowest token wins and a fault shows in the score."""
     hidden, norm = randn(rows, 32, dtype=torch.float32), torch.ones(32, device=device)
     weight = torch.zeros(141, 32, device=device)
@@ -369,9 +320,7 @@ def test_lowest_of_equal_logits_wins_and_a_fault_shows(
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_large_float16_row_times_large_norm_stays_finite(
-    rows: int, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_large_float16_row_times_large_norm_stays_finite(rows: int, randn: Randn, device: torch.device) -> None:
     """A large float16 row times a large norm weight stays finite."""
     hidden = randn(rows, 128, dtype=torch.float16, scale=8000.0)
     norm = torch.full((128,), 20.0, dtype=torch.float16, device=device)
@@ -395,9 +344,7 @@ def test_no_rows_are_no_work(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_entry_is_copied_to_many_up_to_the_count(
-    dtype: torch.dtype, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_one_entry_is_copied_to_many_up_to_the_count(dtype: torch.dtype, randn: Randn, device: torch.device) -> None:
     """One entry is copied to many, and copies beyond the count are not made."""
     pool = randn(5, 2, 4, 3, 41, dtype=dtype).contiguous()
     expected = pool.clone()
@@ -410,7 +357,7 @@ def test_one_entry_is_copied_to_many_up_to_the_count(
     assert torch.equal(bits(pool), bits(expected))
 
 
-def test_a_count_above_the_rows_means_all_rows(randn: Callable[..., Tensor], device: torch.device) -> None:
+def test_a_count_above_the_rows_means_all_rows(randn: Randn, device: torch.device) -> None:
     x, weight, residual = (randn(n, 32, dtype=torch.float32) for n in (3, 32, 3))
     expected = residual.double() + x.double() @ weight.double().t()
     kernels.linear_residual(x, weight, None, residual, num_rows=row_count(9, device))
@@ -425,7 +372,7 @@ def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
         kernels.copy_entries(torch.ones(1, 2, 4, 2, 3, device=device).transpose(3, 4), *torch.zeros(2, 1).long())
 
 
-def test_many_rows_of_few_outputs_share_their_columns(randn: Callable[..., Tensor], device: torch.device) -> None:
+def test_many_rows_of_few_outputs_share_their_columns(randn: Randn, device: torch.device) -> None:
     """More steps than parts can have evenly, and a last step that is not whole."""
     x, weight, residual = (randn(n, 1000, dtype=torch.float16) for n in (20, 70, 20))
     residual = residual[:, :70]
@@ -440,9 +387,7 @@ def test_many_rows_of_few_outputs_share_their_columns(randn: Callable[..., Tenso
 def test_every_launch_is_built_without_looking_at_data() -> None:
     """Meta tensors have none, so a captured graph cannot hold a number that came from a tensor."""
     launches = list(registered(SHAPES["tiny"], torch.bfloat16))
-    assert {"rms_norm", "qkv", "linear_residual", "gate_up", "lm_head", "copy_entries"} <= {
-        name for name, _, _ in launches
-    }
+    assert {"rms_norm", "qkv", "linear_residual", "gate_up", "lm_head", "copy_entries"} <= {one[0] for one in launches}
     assert all(all(launch.grid) for _, _, launch in launches)
 
 
@@ -475,9 +420,7 @@ def test_launch_makes_its_tensors_device_the_current_one(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("live", [None, 40])
-def test_the_matrix_library_keeps_its_sums_in_float32(
-    live: int | None, randn: Callable[..., Tensor], device: torch.device
-) -> None:
+def test_the_matrix_library_keeps_its_sums_in_float32(live: int | None, randn: Randn, device: torch.device) -> None:
     settings = torch.backends.cuda.matmul
     found: list[tuple[object, object]] = []
 

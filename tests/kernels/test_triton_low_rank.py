@@ -1,7 +1,5 @@
 """Low-rank maps of rows against the reference in float64; rows without one keep every bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +68,12 @@ def inputs(rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Ten
 
     places = torch.arange(rows) // 16 * 32 + torch.arange(rows) % 16
     angles = torch.rand(rows, CHANNELS // 2, generator=generator)
-    return {
-        "x": randn(rows, HIDDEN),
-        "norm": randn(HIDDEN),
-        "weight": randn(OUTPUTS, HIDDEN, scale=0.2),
-        "bias": randn(OUTPUTS),
-        "residual": randn(rows, OUTPUTS),
-        "rotations": torch.polar(torch.ones_like(angles), angles).to(device),
-        "entries": torch.stack((places, places + 16), dim=1).to(device),
-    }
+    return (
+        {"x": randn(rows, HIDDEN), "norm": randn(HIDDEN), "weight": randn(OUTPUTS, HIDDEN, scale=0.2)}
+        | {"bias": randn(OUTPUTS), "residual": randn(rows, OUTPUTS)}
+        | {"rotations": torch.polar(torch.ones_like(angles), angles).to(device)}
+        | {"entries": torch.stack((places, places + 16), dim=1).to(device)}
+    )
 
 
 STOPS = {"qkv": (32, 48, 64), "gate_up": (32, 64), "linear_residual": (64,), "lm_head": (64,)}

@@ -1,13 +1,10 @@
 """Operations that are bound to tensors by a recipe do, and hand to the driver, what they do when described anew."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,12 @@ import pytest
 import torch
 import triton
 from addressed_interpreter import Addressed
+from fixture_types import MakeEngine
 from quantized_weights import fp8_of_groups
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
-from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip
+from d3engine import D3, FullDepth, SamplingParams, UnifiedSkip
 from d3engine.kernels.quantized import quantize_fp8, quantize_int4, quantize_int8
 from d3engine.kernels.triton import operations, products
 from d3engine.kernels.triton.launches import Launch
@@ -52,7 +50,7 @@ def performed(monkeypatch: pytest.MonkeyPatch) -> list[operations._Recipe]:
 def test_an_engine_answers_bit_for_bit_as_without_recipes(
     given: dict[str, Any],
     matmul_rows: int,
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

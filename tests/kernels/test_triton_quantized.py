@@ -1,14 +1,10 @@
 """The Triton projections on quantized weights against float64 on the values that the stored ones stand for.
-
-Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
+Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
 
 import pytest
 import torch
+from fixture_types import Randn
+from kernel_errors import EPS, LIMITS, assert_close, normed, row_count
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
@@ -19,21 +15,14 @@ from d3engine.kernels.triton import launches, products, unpack
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
-EPS = 1e-5
-# As in test_triton_linear.py: the stored values add no error of their own, they are whole numbers in every dtype.
-LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 MATMUL_ROWS = 42
 ROWS = [1, 5, 40, 43]  # one for each path, the last for torch.matmul on an unpacked matrix
 KINDS = ["int8", "fp8", "fp8_groups", "int4"]
 
-Randn = Callable[..., Tensor]
-
 
 def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -> tuple[QuantizedWeight, Tensor]:
-    """Any stored values, the extreme ones too, with unequal scales; and the matrix they stand for in float64.
-
-    The matrix is written out here by the format's definition, not by `dequantize`.
-    """
+    """Any stored values, the extreme ones too, with unequal scales; and the matrix they stand for in float64."""
+    # The matrix is written out here by the format's definition, not by `dequantize`.
     generator = torch.Generator().manual_seed(1)
     if kind == "int8":
         values = torch.randint(-127, 128, (outputs, columns), generator=generator, dtype=torch.int8)
@@ -67,32 +56,14 @@ def random_weight(kind: str, outputs: int, columns: int, device: torch.device) -
     return Int4Weight(packed.to(device), scales.to(device), columns), exact[:, :columns].to(device)
 
 
-def assert_close(out: Tensor, expected: Tensor, limit: float) -> None:
-    assert out.shape == expected.shape
-    error = float((out.double() - expected).norm() / expected.norm())
-    assert error < limit, f"relative error {error:.2e}"
-
-
-def normed(hidden: Tensor, weight: Tensor) -> Tensor:
-    wide = hidden.double()
-    return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-
-
-def row_count(value: int, device: torch.device) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)
-
-
 def limit_of(dtype: torch.dtype, rows: int) -> float:
-    """The path of many rows rounds the unpacked matrix, and the normed row."""
+    """The stored values add no error of their own; many rows round the unpacked matrix, and the normed row."""
     return LIMITS[dtype] * (2 if rows > MATMUL_ROWS else 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    ("dtype", "columns"),
-    [(torch.float32, 123), (torch.float16, 256), (torch.bfloat16, 300)],
-)
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 123), (torch.float16, 256), (torch.bfloat16, 300)])
 def test_linear_residual(
     kind: str, rows: int, dtype: torch.dtype, columns: int, randn: Randn, device: torch.device
 ) -> None:
@@ -216,7 +187,7 @@ def test_many_rows_read_values_in_another_order_of_columns(
     assert_close(residual[:67], expected[:67], LIMITS[torch.float16])
 
 
-def test_noise_for_too_many_rows_is_of_stored_logits(
+def test_noise_of_many_rows_is_of_stored_logits(
     randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For more rows than registers allow noise is drawn from stored logits."""
@@ -232,9 +203,7 @@ def test_noise_for_too_many_rows_is_of_stored_logits(
     torch.testing.assert_close(scores, expected[1])
 
 
-def test_only_prompts_of_very_many_rows_unpack_quantized_weights(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_prompts_of_very_many_rows_unpack_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for kind in KINDS:
         weight, _ = random_weight(kind, 16, 64, device)

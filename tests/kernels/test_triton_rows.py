@@ -1,10 +1,6 @@
 """Rows that do not live cost nothing: their programs write nothing, and read little more than how many rows live.
-
-Results cannot show it. What is computed in vain ends in a mask, or in scratch that nobody reads, and on a GPU it would
-only be slow. So what every launch loads and stores is counted, which only the interpreter can.
-"""
-
-from __future__ import annotations
+Results cannot show it. What is computed in vain ends in a mask, or in scratch that nobody reads, and on a GPU it
+would only be slow. So what every launch loads and stores is counted, which only the interpreter can."""
 
 import importlib
 import math
@@ -191,10 +187,8 @@ def test_a_row_that_cuts_nothing_is_not_searched_for_its_border(temperature: flo
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_entries_of_a_long_row_are_shared_by_all_programs(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The entries of a long row among short ones are shared by all programs.
-
-    A layer takes as long as the program that reads most.
-    """
+    """The entries of a long row among short ones are shared by all programs."""
+    # A layer takes as long as the program that reads most.
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     load, attention = builder.create_masked_load, importlib.import_module("d3engine.kernels.triton.paged_attention")
     read: Counter[int] = Counter()

@@ -1,10 +1,9 @@
 """The choice of tokens in Triton kernels against the reference: random words bit for bit, cuts token by token.
-
-Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows.
-"""
+Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -38,20 +37,20 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "BINS", 64)
 
 
+def picker(count: int, device: torch.device, generator: torch.Generator) -> Callable[[list[float]], Tensor]:
+    """Draws `count` of some values."""
+    return lambda values: torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
+
+
 def mixed_cuts(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Cuts:
     """Every combination of the three among neighbours, none of them as often as some value."""
-
-    def pick(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
-
+    pick = picker(count, device, generator)
     top_k = pick([0, 0, 1, 2, 7, vocab // 2, vocab - 1, vocab, 10**6]).long()
     return Cuts(pick([0.0, 0.0, 1e-3, 0.05, 0.6, 1.0]), top_k, pick([1.0, 1.0, 1e-9, 0.1, 0.55, 0.91, 0.999]))
 
 
 def mixed_penalties(count: int, vocab: int, device: torch.device, generator: torch.Generator) -> Penalties:
-    def pick(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=device)[torch.randint(len(values), (count,), generator=generator)]
-
+    pick = picker(count, device, generator)
     seen = (torch.rand(count, vocab, generator=generator) < 0.3).to(torch.uint8)
     counts = torch.randint(-4, 4, (count, vocab), generator=generator).clamp(min=0).int()
     return Penalties(
@@ -119,9 +118,7 @@ def test_keys_order_as_floats_do_and_nan_is_above_all(device: torch.device) -> N
     assert torch.equal(back.nan_to_num(5.0), scores.nan_to_num(5.0))
 
 
-def test_lowest_of_equal_candidates_wins_over_many_tiles(
-    device: torch.device,
-) -> None:
+def test_lowest_of_equal_candidates_wins_over_many_tiles(device: torch.device) -> None:
     """Of equal candidates the lowest token wins, also with more tiles than fit one step."""
     tokens = torch.arange(2100, device=device)
     keys = torch.zeros(2, 2100, dtype=torch.int64, device=device)
@@ -232,12 +229,7 @@ def test_cuts_keep_the_tokens_that_sorting_keeps(
 
 @pytest.mark.parametrize(("tile", "bins", "listed"), [(32, 64, 512), (32, 8, 32), (128, 512, 32), (512, 1, 512)])
 def test_tiles_bins_and_lists_of_any_size_keep_the_same_tokens(
-    tile: int,
-    bins: int,
-    listed: int,
-    device: torch.device,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    tile: int, bins: int, listed: int, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The top-k below the number of tiles has a way of its own; one bin puts the whole row on the list."""
     monkeypatch.setattr(scores, "TILE", tile)
@@ -299,9 +291,7 @@ def test_cuts_of_halving_probabilities(
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_faulty_row_shows_in_its_score_and_changes_no_other(
-    cut: bool, device: torch.device, generator: torch.Generator
-) -> None:
+def test_faulty_row_shows_and_changes_no_other(cut: bool, device: torch.device, generator: torch.Generator) -> None:
     """A faulty row shows in its score and its neighbours do not change."""
     vocab = 300
     logits = torch.randn(6, vocab, generator=generator).to(device)
@@ -325,9 +315,7 @@ def test_faulty_row_shows_in_its_score_and_changes_no_other(
 
 
 @pytest.mark.parametrize("live", [0, 2, 9])
-def test_rows_beyond_the_count_are_not_chosen_nor_counted(
-    live: int, device: torch.device, generator: torch.Generator
-) -> None:
+def test_rows_beyond_the_count_are_left_alone(live: int, device: torch.device, generator: torch.Generator) -> None:
     vocab, num_rows = 300, torch.tensor([live], dtype=torch.int32, device=device)
     logits = torch.randn(4, vocab, generator=generator).to(device)
     rows, steps = rows_like([1.0, 0.0, 1.0, 0.7], device)
@@ -358,17 +346,15 @@ def test_no_rows_are_no_work(device: torch.device) -> None:
 def test_a_transposed_operand_is_refused_by_name(device: torch.device) -> None:
     square = torch.ones(4, 4, device=device)
     rows, steps = rows_like([1.0] * 4, device)
-    with pytest.raises(ValueError, match="logits has stride"):
-        kernels.sample(square.t(), rows, steps)
-    floats = rows.temperature
+    floats, apart = rows.temperature, steps.repeat(2)[::2]
     penalties = Penalties(floats, floats, floats, square.t().to(torch.uint8), square.int())
-    with pytest.raises(ValueError, match="prompt_seen has stride"):
-        kernels.sample(square, replace(rows, penalties=penalties), steps)
-    with pytest.raises(ValueError, match="seeds has stride"):
-        kernels.sample(square, replace(rows, seeds=rows.seeds.repeat(2)[::2]), steps)
-    with pytest.raises(ValueError, match="steps has stride"):
-        kernels.lm_head_sample(square, floats, EPS, square, floats, steps, steps, steps.repeat(2)[::2])
-    with pytest.raises(ValueError, match="output_counts has stride"):
-        kernels.count_tokens(square.int().t(), steps)
-    with pytest.raises(ValueError, match="tokens has stride"):
-        kernels.count_tokens(square.int(), steps.repeat(2)[::2])
+    for operand, call in {
+        "logits": lambda: kernels.sample(square.t(), rows, steps),
+        "prompt_seen": lambda: kernels.sample(square, replace(rows, penalties=penalties), steps),
+        "seeds": lambda: kernels.sample(square, replace(rows, seeds=rows.seeds.repeat(2)[::2]), steps),
+        "steps": lambda: kernels.lm_head_sample(square, floats, EPS, square, floats, steps, steps, apart),
+        "output_counts": lambda: kernels.count_tokens(square.int().t(), steps),
+        "tokens": lambda: kernels.count_tokens(square.int(), apart),
+    }.items():
+        with pytest.raises(ValueError, match=f"{operand} has stride"):
+            call()

@@ -1,7 +1,5 @@
 """What is no LoRA adapter of a model is refused by name: of the field, the tensor, and what is allowed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -129,9 +127,7 @@ def _with(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_tensors_of_no_map_are_refused_by_name(
-    adapter: Path, change: Callable[[dict[str, Tensor]], None], said: str
-) -> None:
+def test_tensors_of_no_map_are_refused(adapter: Path, change: Callable[[dict[str, Tensor]], None], said: str) -> None:
     change_tensors(adapter, change)
     with pytest.raises(ModelFormatError, match=said):
         read(adapter)

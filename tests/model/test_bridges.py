@@ -1,7 +1,5 @@
 """The file of bridges: what is written is read again, and what is damaged is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

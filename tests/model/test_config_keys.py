@@ -1,7 +1,5 @@
 """Every key of config.json and generation_config.json that transformers reads is read, refused, named, or harmless."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
@@ -22,14 +20,8 @@ from d3engine.model.config import _NEUTRAL, _NOT_APPLIED, ModelConfig
 from d3engine.model.families import FAMILIES
 
 MODEL_TYPES = [name for name in dict.fromkeys(family.model_type for family in FAMILIES) if name in CONFIG_MAPPING]
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2}
 REQUIRED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "layer_types": ["attention"] * 2,

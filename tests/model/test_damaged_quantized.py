@@ -1,7 +1,5 @@
 """Damaged files of K-quants, IQ4, AWQ, GPTQ and compressed-tensors are refused by name, whatever their bytes say."""
 
-from __future__ import annotations
-
 import json
 import resource
 import struct
@@ -218,7 +216,7 @@ def parts_of(tensors: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", KINDS)
-def test_scale_of_whole_numbers_must_be_one(
+def test_whole_numbers_have_scale_one(
     published: Callable[[str], Path], tmp_path: Path, name: str, number: float
 ) -> None:
     """The last scale of a matrix is no number: the error names its tensor, packed or not."""

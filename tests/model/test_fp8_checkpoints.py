@@ -1,7 +1,5 @@
 """Published checkpoints in 8-bit floats: rows with scales stay as they are, and all stand for the same floats."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -11,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama
 from fp8_checkpoints import PUBLISHED, Published, publish
 from safetensors.torch import load_file, save_file
-from tiny_models import TinyLlama, random_prompts
+from tiny_models import random_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -31,14 +30,13 @@ from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import load_weights
 from d3engine.weights_tools.quantize import quantize_model
 
-MakeTiny = Callable[..., TinyLlama]
 MakeCheckpoint = Callable[[str], tuple[Path, LlamaForCausalLM]]
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 QUERY = "model.layers.1.self_attn.q_proj."
 
 
 @pytest.fixture
-def checkpoint_of(tiny_llama: MakeTiny, tmp_path: Path) -> MakeCheckpoint:
+def checkpoint_of(tiny_llama: MakeLlama, tmp_path: Path) -> MakeCheckpoint:
     """A directory as one publisher writes it, and transformers' model of the floats that it stands for."""
 
     def make(name: str) -> tuple[Path, LlamaForCausalLM]:
@@ -109,9 +107,7 @@ def wide(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
-def test_a_gpu_that_converts_no_8_bit_floats_gets_floats(
-    checkpoint_of: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_that_converts_no_8_bit_gets_floats(checkpoint_of: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = checkpoint_of("a scale a row")
     config = ModelConfig.from_directory(directory)
     held = {}
@@ -130,7 +126,7 @@ def test_of_a_config_without_weights_it_is_not_said_how_they_lie(checkpoint_of: 
     assert ModelConfig.from_directory(directory).quantization is None
 
 
-def test_where_a_layer_was_left_in_floats_all_are_floats(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_where_a_layer_was_left_in_floats_all_are_floats(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     rows = PUBLISHED["a scale a row"]
     publish(tiny_llama().directory, tmp_path, replace(rows, ignored=(*rows.ignored, "layers.1.mlp.down_proj")))
     assert ModelConfig.from_directory(tmp_path).quantization is None
@@ -169,86 +165,51 @@ def test_it_can_be_inspected_verified_and_quantized_as_ours(checkpoint_of: MakeC
         assert engine.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 
 
-def without(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {own: tensor for own, tensor in tensors.items() if own != name}
+WEIGHT, SCALE = QUERY + "weight", QUERY + "weight_scale"
+FP8, OTHER_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("name", "change", "message"),
     [
-        (lambda all_: without(QUERY + "weight_scale", all_), "weight' has dtype F8_E4M3, but there are no floats"),
-        (
-            lambda all_: all_ | {QUERY + "weight_scale": torch.ones(3, 1)},
-            r"shape \[3, 1\]: allowed .* for each row",
-        ),
-        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(7, 5)}, r"shape \[7, 5\]: allowed .* equal blocks"),
-        (
-            lambda all_: all_ | {QUERY + "weight_scale": torch.full((64, 1), torch.nan)},
-            "q_proj.weight_scale' must have finite",
-        ),
-        (
-            lambda all_: all_ | {QUERY + "weight_scale": torch.zeros(64, 1)},
-            "weight_scale' must have finite values above 0",
-        ),
-        (
-            lambda all_: all_ | {QUERY + "weight_scale": -torch.ones(64)},
-            "weight_scale' must have finite values above 0",
-        ),
-        (lambda all_: all_ | {QUERY + "weight_scale": torch.full((1,), torch.inf)}, "weight_scale' must have finite"),
-        (
-            lambda all_: all_ | {QUERY + "weight_scale": torch.ones(64, 1, 1)},
-            r"shape \[64, 1, 1\]: allowed for a matrix",
-        ),
-        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(1, 1, 1)}, r"shape \[1, 1, 1\]: allowed for a matrix"),
-        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(63)}, r"shape \[63\]: allowed for a matrix"),
-        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(0)}, r"shape \[0\]: allowed for a matrix"),
-        (lambda all_: all_ | {QUERY + "weight_scale": torch.ones(64, 1).char()}, "but there are no floats"),
-        (lambda all_: all_ | {QUERY + "weight_scale_inv": torch.ones(64, 1)}, "weight_scale_inv' is unexpected"),
-        (
-            lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"][None]},
-            "q_proj.weight' has .* for matrices alone",
-        ),
-        (
-            lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"][0, 0]},
-            "q_proj.weight' has .* for matrices alone",
-        ),
-        (lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"][:, :5].clone()}, "q_proj.*config.json asks for"),
-        (
-            lambda all_: all_ | {QUERY + "qweight": all_[QUERY + "weight"].float()},
-            "qweight' is unexpected beside published",
-        ),
-        (
-            lambda all_: all_ | {QUERY + "input_scale": torch.ones(1, 1, 1)},
-            r"input_scale' has .*\[1, 1, 1\]: allowed is one",
-        ),
-        (
-            lambda all_: all_ | {QUERY + "input_scale": torch.ones(1).char()},
-            "input_scale' has dtype I8 .* allowed is one float",
-        ),
-        (
-            lambda all_: all_ | {QUERY + "k_scale": torch.ones(2, 2)},
-            "k_scale' has .* allowed is one float, or one for each",
-        ),
-        (lambda all_: all_ | {"other.input_scale": torch.ones(1)}, "other.input_scale' is unexpected"),
-        (lambda all_: all_ | {"lm_head.weight_scale": torch.ones(300, 1)}, r"lm_head\.weight_scale' is unexpected"),
-        (lambda all_: all_ | {QUERY + "weight_zero": torch.ones(64, 1)}, "weight_zero' is unexpected"),
-        (
-            lambda all_: all_ | {"model.norm.weight": all_["model.norm.weight"].to(torch.float8_e4m3fn)},
-            r"model\.norm\.weight' has dtype F8_E4M3, but there are no floats",
-        ),
-        (
-            lambda all_: all_ | {QUERY + "weight": all_[QUERY + "weight"].float().to(torch.float8_e5m2)},
-            r"q_proj\.weight' has dtype F8_E5M2: allowed are F64",
-        ),
+        (SCALE, None, "weight' has dtype F8_E4M3, but there are no floats"),
+        (SCALE, torch.ones(3, 1), r"shape \[3, 1\]: allowed .* for each row"),
+        (SCALE, torch.ones(7, 5), r"shape \[7, 5\]: allowed .* equal blocks"),
+        (SCALE, torch.full((64, 1), torch.nan), "q_proj.weight_scale' must have finite"),
+        (SCALE, torch.zeros(64, 1), "weight_scale' must have finite values above 0"),
+        (SCALE, -torch.ones(64), "weight_scale' must have finite values above 0"),
+        (SCALE, torch.full((1,), torch.inf), "weight_scale' must have finite"),
+        (SCALE, torch.ones(64, 1, 1), r"shape \[64, 1, 1\]: allowed for a matrix"),
+        (SCALE, torch.ones(1, 1, 1), r"shape \[1, 1, 1\]: allowed for a matrix"),
+        (SCALE, torch.ones(63), r"shape \[63\]: allowed for a matrix"),
+        (SCALE, torch.ones(0), r"shape \[0\]: allowed for a matrix"),
+        (SCALE, torch.ones(64, 1).char(), "but there are no floats"),
+        (QUERY + "weight_scale_inv", torch.ones(64, 1), "weight_scale_inv' is unexpected"),
+        (WEIGHT, lambda weight: weight[None], "q_proj.weight' has .* for matrices alone"),
+        (WEIGHT, lambda weight: weight[0, 0], "q_proj.weight' has .* for matrices alone"),
+        (WEIGHT, lambda weight: weight[:, :5].clone(), "q_proj.*config.json asks for"),
+        (WEIGHT, lambda weight: weight.float().to(OTHER_FP8), r"q_proj\.weight' has dtype F8_E5M2: allowed are F64"),
+        (QUERY + "qweight", torch.ones(64, 48), "qweight' is unexpected beside published"),
+        (QUERY + "input_scale", torch.ones(1, 1, 1), r"input_scale' has .*\[1, 1, 1\]: allowed is one"),
+        (QUERY + "input_scale", torch.ones(1).char(), "input_scale' has dtype I8 .* allowed is one float"),
+        (QUERY + "k_scale", torch.ones(2, 2), "k_scale' has .* allowed is one float, or one for each"),
+        ("other.input_scale", torch.ones(1), "other.input_scale' is unexpected"),
+        ("lm_head.weight_scale", torch.ones(300, 1), r"lm_head\.weight_scale' is unexpected"),
+        (QUERY + "weight_zero", torch.ones(64, 1), "weight_zero' is unexpected"),
+        ("model.norm.weight", lambda norm: norm.to(FP8), r"norm\.weight' has dtype F8_E4M3, but there are no floats"),
     ],
 )
 def test_files_that_are_not_what_their_config_says_are_refused(
-    checkpoint_of: MakeCheckpoint, edit: Callable[..., Any], message: str
+    checkpoint_of: MakeCheckpoint, name: str, change: Any, message: str
 ) -> None:
+    """A tensor is left out where `change` is None, is another, or what a function makes of it."""
     directory, _ = checkpoint_of("a scale a row")
     tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
     (directory / "model.safetensors").unlink()
-    save_file(edit(tensors), directory / "model.safetensors")
+    old = tensors.pop(name, None)
+    if change is not None:
+        tensors[name] = change(old) if callable(change) else change
+    save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ModelFormatError, match=message):
         Engine(directory, **OPTIONS)
 
@@ -328,7 +289,7 @@ def test_what_is_not_values_times_scales_is_refused_by_name(
         Engine(directory, **OPTIONS)
 
 
-def test_8_bit_floats_without_their_config_are_no_weights(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_8_bit_floats_without_their_config_are_no_weights(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     """Without a config that says so 8 bit floats are no weights."""
     publish(tiny_llama().directory, tmp_path, Published({"quant_method": "fp8"}))
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,7 +1,5 @@
 """The header of a GGUF file: nothing in it is believed before it is held against what the file has."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct
@@ -151,9 +149,7 @@ def test_a_header_is_parsed_once_until_the_file_changes(tmp_path: Path, bpe: dic
     assert open_gguf(path) is not second
 
 
-def test_tensors_have_the_names_of_the_family(
-    tmp_path: Path, bpe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_have_the_familys_names(tmp_path: Path, bpe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     family, layout = GGUF_FAMILIES["llama"]
     named = replace(family, names=TensorNames(prefix="nova."))
     monkeypatch.setitem(GGUF_FAMILIES, "llama", (named, replace(layout, modules={"attn_q": "attention.query"})))

@@ -1,7 +1,5 @@
 """What a GGUF file says beyond what is read is refused, unless it says what is computed anyway."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A GGUF file in several parts is read as one, and no count or name in its parts is believed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,18 +1,16 @@
 """Published checkpoints of whole numbers: packed or not, they stand for the floats that their tools compute."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama
 from integer_checkpoints import PUBLISHED, publish
 from safetensors.torch import load_file, save_file
-from tiny_models import TinyLlama, random_prompts
+from tiny_models import random_prompts
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -21,7 +19,6 @@ from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
 from d3engine.kernels.native.library import byte_isa
 from d3engine.model.source import open_checkpoint
 
-MakeTiny = Callable[..., TinyLlama]
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
@@ -31,7 +28,7 @@ QUERY = "model.layers.1.self_attn.q_proj."
 
 
 @pytest.fixture
-def source(tiny_llama: MakeTiny) -> Path:
+def source(tiny_llama: MakeLlama) -> Path:
     return tiny_llama(**SIZES).directory
 
 
@@ -49,9 +46,7 @@ def test_tensors_are_the_floats_that_a_tool_computes(source: Path, tmp_path: Pat
             assert torch.equal(checkpoint.read(tensor).float(), floats), tensor
             for row in (0, 13, len(floats) - 1):
                 bytes_of_row = checkpoint.read_row(tensor, row)
-                assert torch.equal(
-                    torch.frombuffer(bytearray(bytes_of_row), dtype=torch.float32), floats[row].flatten()
-                )
+                assert torch.equal(torch.frombuffer(bytearray(bytes_of_row), dtype=torch.float32), floats[row].view(-1))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -166,9 +161,7 @@ def refused(source: Path, directory: Path, **quantization: Any) -> str:
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups must be an object"),
     ],
 )
-def test_a_layout_that_is_not_read_is_refused_by_name(
-    source: Path, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_layout_that_is_not_read_is_refused(source: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     assert words in refused(source, tmp_path / "published", **changes)
 
 

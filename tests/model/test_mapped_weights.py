@@ -1,7 +1,5 @@
 """Weights that are used as they are in their file stay in it, and no more than one tensor is ever in memory twice."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import llama_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,17 +23,7 @@ from d3engine.model.expected_tensors import expected_tensors
 from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import LlamaWeights, load_weights
 
-SIZES: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "torch_dtype": "bfloat16",
-}
+SIZES = llama_config(2, vocab_size=40, torch_dtype="bfloat16")
 
 
 def write_model(directory: Path, **changes: Any) -> dict[str, Tensor]:

@@ -1,18 +1,16 @@
 """What each rank of a model has: its own rows and columns of every tensor, and all of them are somebody's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeLlama
 from gguf_files import SMALL, bpe_keys, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import TinyLlama, save_random
+from tiny_models import save_random
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
@@ -23,8 +21,6 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ModelShard, shard_of, split_evenly
 from d3engine.model.weights import LayerWeights, LlamaWeights, load_weights
 from d3engine.weights_tools.quantize import quantize_model
-
-MakeModel = Callable[..., TinyLlama]
 
 WIDE = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 400, "num_hidden_layers": 2}
 BIASED = {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -79,7 +75,7 @@ def assert_parts(directory: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, BIASED, {"tie_word_embeddings": True, "num_key_value_heads": 1}])
-def test_rank_loads_its_rows_columns_and_biases_once(layout: dict[str, Any], tiny_llama: MakeModel) -> None:
+def test_rank_loads_its_rows_columns_and_biases_once(layout: dict[str, Any], tiny_llama: MakeLlama) -> None:
     """A rank loads its own rows and columns and the biases that are added once."""
     for size in (2, 3):
         assert_parts(tiny_llama(**layout).directory, size)
@@ -87,7 +83,7 @@ def test_rank_loads_its_rows_columns_and_biases_once(layout: dict[str, Any], tin
 
 @pytest.mark.parametrize(("scheme", "is_tied"), [("int8", False), ("fp8", False), ("int4", False), ("int4", True)])
 def test_a_rank_loads_its_part_of_quantized_matrices_as_they_are(
-    scheme: str, is_tied: bool, tiny_llama: MakeModel, tmp_path: Path
+    scheme: str, is_tied: bool, tiny_llama: MakeLlama, tmp_path: Path
 ) -> None:
     quantize_model(tiny_llama(**WIDE, tie_word_embeddings=is_tied).directory, tmp_path / scheme, scheme)
     assert_parts(tmp_path / scheme, 2)
@@ -115,7 +111,7 @@ def test_norms_over_all_heads_cannot_be_parted() -> None:
         shard_of(config, 0, 2)
 
 
-def test_int4_is_parted_between_its_groups_alone(tiny_llama: MakeModel, tmp_path: Path) -> None:
+def test_int4_is_parted_between_its_groups_alone(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     quantize_model(tiny_llama().directory, tmp_path / "int4", "int4")  # heads and MLP of fewer channels than a group
     config = ModelConfig.from_directory(tmp_path / "int4")
     with pytest.raises(InvalidValueError, match="int4 parts them at multiples of 128 channels"):

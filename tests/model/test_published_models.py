@@ -1,7 +1,5 @@
 """Published models, by what is known of their config.json and GGUF files: each is read, or refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from functools import cache
@@ -21,6 +19,8 @@ from d3engine.engine.memory import weight_bytes
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
+from d3engine.model.gguf_file import GGUFFile
+from d3engine.model.gguf_metadata import gguf_config
 from d3engine.model.shard import shard_of
 from d3engine.model.source import files_of
 from tools.published_models import PublishedGGUF, PublishedModel, published_gguf_files, published_models
@@ -88,15 +88,9 @@ def tiny(model: PublishedModel) -> dict[str, Any]:
     kv_heads, head_dim = min(full.num_kv_heads, 2), 16
     heads = full.group_size * kv_heads
     layers = LAYERS.get(fields["model_type"], 4)
-    fields |= {
-        "vocab_size": 128,
-        "hidden_size": full.hidden_size * heads * head_dim // full.q_size,
-        "intermediate_size": 48,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "initializer_range": 0.2,
-    }
+    fields |= {"vocab_size": 128, "hidden_size": full.hidden_size * heads * head_dim // full.q_size}
+    fields |= {"intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": heads}
+    fields |= {"num_key_value_heads": kv_heads, "initializer_range": 0.2}
     if full.head_dim != full.hidden_size // full.num_heads or "head_dim" in default_fields(fields["model_type"]):
         fields["head_dim"] = head_dim
     if fields.get("sliding_window"):
@@ -224,9 +218,6 @@ def test_published_gguf_keys_are_read(name: str, tmp_path: Path) -> None:
 
 def test_gguf_of_a_hybrid_model_is_refused() -> None:
     """Of Qwen 3.5, whose layers are not all attention, by the first key that its file has."""
-    from d3engine.model.gguf_file import GGUFFile
-    from d3engine.model.gguf_metadata import gguf_config
-
     keys = {"general.architecture": "qwen35", "qwen35.full_attention_interval": 4}
     with pytest.raises(ModelFormatError, match=r"general\.architecture must be one of .*; got 'qwen35'"):
         gguf_config(GGUFFile(Path("model.gguf"), keys, {}, {}))

@@ -1,12 +1,11 @@
 """Rotations equal transformers' cosines and sines, for every rope type and where errors would show."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from configs import llama3_rope
 from torch import Tensor
 from transformers import GlmConfig, LlamaConfig, Phi3Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -17,14 +16,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Rope, inverse_frequencies
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500_000.0,
-}
+LLAMA3 = llama3_rope(8192, rope_theta=500_000.0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 10_000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10_000.0}
 # One thing at a time beside each type: partial keys, ints for floats, values that the code treats apart.
@@ -68,13 +60,8 @@ LONGROPES: dict[str, dict[str, Any]] = {
 
 
 def models(rope: dict[str, Any], head_dim: int = 64, max_positions: int = 32_768) -> tuple[ModelConfig, LlamaConfig]:
-    oracle = LlamaConfig(
-        hidden_size=4 * head_dim,
-        num_attention_heads=4,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        rope_parameters=dict(rope),
-    )
+    sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
+    oracle = LlamaConfig(**sizes, max_position_embeddings=max_positions, rope_parameters=dict(rope))
     # transformers adds keys to its own dict: the engine must read what the file says, as the file says it.
     return ModelConfig.from_dict(oracle.to_dict() | {"rope_parameters": dict(rope)}), oracle
 
@@ -90,13 +77,8 @@ def transformers_rotations(embedding: LlamaRotaryEmbedding, positions: Tensor) -
 def test_inverse_frequencies_equal_transformers_to_the_bit(name: str, head_dim: int) -> None:
     config, oracle = models(ROPES[name], head_dim)
     frequencies, scaling = inverse_frequencies(config, LONG)
-    rope_type = oracle.rope_parameters["rope_type"]
-    initialise = (
-        LlamaRotaryEmbedding.compute_default_rope_parameters
-        if rope_type == "default"
-        else ROPE_INIT_FUNCTIONS[rope_type]
-    )
-    expected, expected_scaling = initialise(oracle)
+    initialise = ROPE_INIT_FUNCTIONS | {"default": LlamaRotaryEmbedding.compute_default_rope_parameters}
+    expected, expected_scaling = initialise[oracle.rope_parameters["rope_type"]](oracle)
     assert frequencies.dtype == torch.float32
     assert torch.equal(frequencies, expected)
     assert scaling == expected_scaling
@@ -130,15 +112,12 @@ def test_longrope_has_the_factors_of_the_longest_text(name: str, length: int) ->
     torch.testing.assert_close(rotations, expected_rotations, rtol=0, atol=4e-7)
 
 
+LINEAR = {"rope_type": "linear", "factor": 3}
 PARTS: dict[str, tuple[type[PreTrainedConfig], type[Any], dict[str, Any]]] = {
     "Phi-4-mini": (Phi3Config, Phi3RotaryEmbedding, {"partial_rotary_factor": 0.75, "rope_parameters": longrope(24)}),
     "GLM-4": (GlmConfig, GlmRotaryEmbedding, {}),
     "GLM-4 with yarn": (GlmConfig, GlmRotaryEmbedding, {"rope_parameters": YARN}),
-    "GLM-4 with linear rope": (
-        GlmConfig,
-        GlmRotaryEmbedding,
-        {"rope_parameters": {"rope_type": "linear", "factor": 3}},
-    ),
+    "GLM-4 with linear rope": (GlmConfig, GlmRotaryEmbedding, {"rope_parameters": LINEAR}),
 }
 
 

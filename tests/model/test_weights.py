@@ -1,7 +1,5 @@
 """Weights arrive in the engine's layout, whatever the form in which a directory holds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -146,9 +144,7 @@ def test_random_weights_have_loaded_shapes_and_follow_seeds(tmp_path: Path, tied
     made = random_weights(config, dtype=torch.float32, device="cpu", seed=3)
     assert made.nbytes == loaded.nbytes
     assert (made.lm_head is made.embedding) == tied
-    assert [tensor.shape for tensor in made.layers[1].tensors()] == [
-        tensor.shape for tensor in loaded.layers[1].tensors()
-    ]
+    assert [one.shape for one in made.layers[1].tensors()] == [one.shape for one in loaded.layers[1].tensors()]
     again = random_weights(config, dtype=torch.float32, device="cpu", seed=3)
     other = random_weights(config, dtype=torch.float32, device="cpu", seed=4)
     assert torch.equal(made.layers[1].down, again.layers[1].down)

@@ -1,7 +1,5 @@
 """What the pictures show: nothing is dropped by an axis, no mark stands where nothing was tried."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

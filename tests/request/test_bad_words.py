@@ -1,7 +1,5 @@
 """Bad words are found by one walk back from an answer's end, however many there are."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -24,10 +24,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def multi_step(
-    request: pytest.FixtureRequest,
-    executor: str,
-    make_engine: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, executor: str, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Engine]:
     """`make_engine`, with each of the executors that decode by themselves; the same memory has as many blocks."""
     from batches import block_bytes

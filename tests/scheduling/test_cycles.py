@@ -1,13 +1,11 @@
 """A device that drafts and verifies by itself answers as where the host looks at every row."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from batches import Request, assert_same, generate_as_alone, kv_is_back, run_together
+from fixture_types import MakeEngine
 from multi_step import Solo, greedy, unread
 from stepping import see_steps
 
@@ -56,13 +54,9 @@ def requests() -> list[Request]:
     return made
 
 
-def test_cycles_begin_wherever_drafts_are(
-    make_engine: Callable[..., Engine], solo: Solo, requests: list[Request]
-) -> None:
-    """Drafting sequences take cycles from wherever their drafts are.
-
-    They come one after the other, so most are in the middle of a draft when the next one has its prompt.
-    """
+def test_cycles_begin_wherever_drafts_are(make_engine: MakeEngine, solo: Solo, requests: list[Request]) -> None:
+    """Drafting sequences take cycles from wherever their drafts are."""
+    # They come one after the other, so most are in the middle of a draft when the next one has its prompt.
     engine = make_engine(max_num_seqs=5)
     plans, begun = watched(engine), set()
 
@@ -83,7 +77,7 @@ def test_cycles_begin_wherever_drafts_are(
 
 
 @pytest.mark.parametrize("policy", DRAFTING[1:4:2], ids=repr)
-def test_a_whole_answer_is_a_few_calls(make_engine: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
+def test_a_whole_answer_is_a_few_calls(make_engine: MakeEngine, solo: Solo, policy: DepthPolicy) -> None:
     engine = make_engine(max_num_seqs=4)
     plans = watched(engine)
     asked = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 30)) for n in range(3)]
@@ -97,7 +91,7 @@ def test_a_whole_answer_is_a_few_calls(make_engine: Callable[..., Engine], solo:
     assert 3 * len(plans) < stats.verifications
 
 
-def test_stream_of_cycles_brings_each_token_and_may_be_left(make_engine: Callable[..., Engine], solo: Solo) -> None:
+def test_stream_of_cycles_brings_each_token_and_may_be_left(make_engine: MakeEngine, solo: Solo) -> None:
     """A stream brings every token of its cycles and leaves at any of them."""
     engine = make_engine(max_num_seqs=2)
     request = Request(tuple(range(50, 60)), greedy(Lossless(D3(0.9, 0.5), 3), 40))
@@ -117,9 +111,7 @@ def test_stream_of_cycles_brings_each_token_and_may_be_left(make_engine: Callabl
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3])
-def test_cycles_are_as_few_as_the_host_wants_to_look(
-    make_engine: Callable[..., Engine], solo: Solo, num_scheduler_steps: int
-) -> None:
+def test_cycles_are_as_few_as_the_host_looks(make_engine: MakeEngine, solo: Solo, num_scheduler_steps: int) -> None:
     engine = make_engine(num_scheduler_steps=num_scheduler_steps)
     plans = watched(engine)
     request = Request(tuple(range(30, 37)), greedy(Lossless(D3(0.9, 0.5), 5), 12))
@@ -128,7 +120,7 @@ def test_cycles_are_as_few_as_the_host_wants_to_look(
     assert found == ({0} if num_scheduler_steps == 1 else {1})
 
 
-def test_row_without_drafts_makes_the_host_look_at_all(make_engine: Callable[..., Engine], solo: Solo) -> None:
+def test_row_without_drafts_makes_the_host_look_at_all(make_engine: MakeEngine, solo: Solo) -> None:
     """A row that does not draft makes the host look at every row of those that do."""
     engine = make_engine()
     plans = watched(engine)

@@ -1,7 +1,5 @@
 """A run of steps ends where it must: at a stop, a fault, the end of memory, and at a request that waits."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, generate_as_alone, kv_is_back, wide
+from fixture_types import MakeEngine
 from multi_step import Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError, SamplingParams, UnifiedSkip
@@ -29,7 +28,7 @@ from d3engine.scheduling.running import Chunks, RunningTable, Trait
 from d3engine.scheduling.sampling_mode import SamplingMode
 
 
-def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: Callable[..., Engine], solo: Solo) -> None:
+def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: MakeEngine, solo: Solo) -> None:
     """Nobody waits here, and nobody is sent away before the next step itself lacks a block."""
     requests = [Request(tuple(range(n, n + 4)), greedy(FullDepth(), 36)) for n in (20, 40)]
     engine = multi_step(kv_cache_memory_bytes=LAYERS * 12 * block_bytes(), enable_prefix_caching=False)
@@ -39,7 +38,7 @@ def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: Call
     assert steps_by_itself(engine) > 40
 
 
-def test_waiting_request_with_a_place_ends_a_run(multi_step: Callable[..., Engine]) -> None:
+def test_waiting_request_with_a_place_ends_a_run(multi_step: MakeEngine) -> None:
     """A request that waits while there is a place is not kept waiting by a run."""
     engine = multi_step(admission=IntervalAdmission(12), num_scheduler_steps=16)
 
@@ -64,10 +63,8 @@ def test_waiting_request_with_a_place_ends_a_run(multi_step: Callable[..., Engin
 
 
 def test_rope_that_grows_is_known_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rope that grows with the sequence is known on the device.
-
-    Answers that outgrow the trained length, beside some that have outgrown it with their prompts.
-    """
+    """Rope that grows with the sequence is known on the device."""
+    # Answers that outgrow the trained length, beside some that have outgrown it with their prompts.
 
     def make(**config: Any) -> Engine:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
@@ -92,7 +89,7 @@ def test_rope_that_grows_is_known_on_the_device(monkeypatch: pytest.MonkeyPatch,
         assert tokens != other.outputs[0].token_ids, "that the rope has grown is to be seen"
 
 
-def test_an_answer_ends_at_its_stop_token_in_the_middle_of_a_run(multi_step: Callable[..., Engine], solo: Solo) -> None:
+def test_an_answer_ends_at_its_stop_token_in_the_middle_of_a_run(multi_step: MakeEngine, solo: Solo) -> None:
     prompt = tuple(range(50, 60))
     whole = solo(Request(prompt, greedy(D3(0.9, 0.5)))).outputs[0].token_ids
     stop = next(token for place, token in enumerate(whole) if place > 4 and token not in whole[:place])
@@ -122,7 +119,7 @@ def test_stop_string_ends_an_answer_in_the_middle_of_a_run(monkeypatch: pytest.M
     assert engine.stats().kv_blocks_in_use == 0
 
 
-def test_row_that_is_not_finite_ends_alone_with_its_tokens(multi_step: Callable[..., Engine], solo: Solo) -> None:
+def test_row_that_is_not_finite_ends_alone_with_its_tokens(multi_step: MakeEngine, solo: Solo) -> None:
     """A row whose logits are not finite ends alone with the tokens it had."""
     prompt, beside = tuple(range(50, 60)), Request(tuple(range(9)), greedy(D3(0.8, 0.3)))
     whole = solo(Request(prompt, greedy(FullDepth()))).outputs[0].token_ids
@@ -144,11 +141,9 @@ def test_row_that_is_not_finite_ends_alone_with_its_tokens(multi_step: Callable[
     assert kv_is_back(engine)
 
 
-def test_host_writes_between_steps_of_a_run_are_not_read(graphs: Callable[..., Engine], solo: Solo) -> None:
-    """What the host writes between the steps of a run is not read.
-
-    The proof that a step takes nothing from the host: all that the host knows is spoilt after the first.
-    """
+def test_host_writes_between_steps_of_a_run_are_not_read(graphs: MakeEngine, solo: Solo) -> None:
+    """What the host writes between the steps of a run is not read."""
+    # The proof that a step takes nothing from the host: all that the host knows is spoilt after the first.
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5)))
     engine = graphs()
     executor = engine.executor
@@ -176,7 +171,7 @@ def _all_anew(executor: GraphExecutor, plan: Plan) -> bool:
     return True
 
 
-def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: Callable[..., Engine]) -> None:
+def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: MakeEngine) -> None:
     engine = graphs(max_num_seqs=8)
     params = greedy(D3(0.9, 0.5), 40)
     depths = {int(depth) for depth in D3(0.9, 0.5).schedule(LAYERS).depths(40)[1:]}
@@ -186,13 +181,9 @@ def test_a_graph_is_captured_once_for_each_depth_and_size(graphs: Callable[..., 
     assert engine.stats().graph_capture_seconds > 0
 
 
-def test_graphs_used_longest_ago_go_and_come_again(
-    graphs: Callable[..., Engine], solo: Solo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of too many graphs those used longest ago go, and come again when they are needed.
-
-    A single run needs more of them than are kept here.
-    """
+def test_graphs_used_longest_ago_go_and_return(graphs: MakeEngine, solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of too many graphs those used longest ago go, and come again when they are needed."""
+    # A single run needs more of them than are kept here.
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 2)
     engine, captured = graphs(max_num_seqs=8, num_scheduler_steps=40), []
     assert isinstance(engine.executor, GraphExecutor)
@@ -216,10 +207,8 @@ def test_batch_sizes_reach_what_is_asked_and_waste_little() -> None:
 
 
 def test_run_ends_where_rows_leave_their_order() -> None:
-    """A run ends where the rows of a layer would no longer come first.
-
-    Rows of two schedules: the first is deeper at once and sleeps sooner.
-    """
+    """A run ends where the rows of a layer would no longer come first."""
+    # Rows of two schedules: the first is deeper at once and sleeps sooner.
     table = RunningTable(2, 3, 32)
     cutoffs = np.array([[100, 100, 6], [100, 100, 9]])
     table.cutoffs[:] = cutoffs
@@ -268,7 +257,7 @@ def test_run_ends_where_rows_leave_their_order() -> None:
     assert run_ahead(chunks, table, 0, ExecutorCapabilities()) is None
 
 
-def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: Callable[..., Engine]) -> None:
+def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: MakeEngine) -> None:
     for steps in (0, 257, 2.5, True):
         with pytest.raises(InvalidValueError, match="num_scheduler_steps"):
             make_engine(num_scheduler_steps=steps)
@@ -277,9 +266,7 @@ def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: Callable
     assert make_engine(num_scheduler_steps=1, enforce_eager=True).stats().graph_steps == 0
 
 
-def test_an_engine_that_must_be_eager_captures_nothing(
-    multi_step: Callable[..., Engine], make_engine: Callable[..., Engine]
-) -> None:
+def test_an_engine_that_must_be_eager_captures_nothing(multi_step: MakeEngine, make_engine: MakeEngine) -> None:
     engine = make_engine(enforce_eager=True)
     engine.generate([1, 2, 3], greedy(UnifiedSkip(2), 5), use_tqdm=False)
     assert not isinstance(engine.executor, GraphExecutor)

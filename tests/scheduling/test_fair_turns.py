@@ -1,13 +1,12 @@
 """Requests take turns: one with many sequences does not keep one with few waiting, and nothing starves."""
 
-from __future__ import annotations
-
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
+from sequences import new_sequence
 
-from d3engine.depth import FullDepth
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.plan import Sampled
@@ -23,20 +22,9 @@ def sequence(
     flow: Flow = ("", ""), prompt: int = 4, max_tokens: int = 4, priority: int = 0, name: str | None = None
 ) -> Sequence:
     arrival = next(_arrivals)
-    return Sequence(
-        request_id=name or f"r{arrival}",
-        index=0,
-        prompt_token_ids=[1 + arrival % 5] * prompt,
-        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        schedule=FullDepth().schedule(2),
-        eos_token_ids=frozenset(),
-        seed=0,
-        priority=priority,
-        arrival=arrival,
-        max_length=prompt + max_tokens,
-        shares_prompt=False,
-        flow=flow,
-    )
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    given: dict[str, Any] = {"request_id": name or f"r{arrival}", "priority": priority, "flow": flow}
+    return new_sequence([1 + arrival % 5] * prompt, params, arrival=arrival, shares_prompt=False, **given)
 
 
 def scheduler(max_num_seqs: int = 4, rows: int = 32, blocks: int = 512) -> Scheduler:

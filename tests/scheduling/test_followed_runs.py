@@ -1,18 +1,17 @@
 """Whoever streams gets one token a step, out of runs that the device takes by itself."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from batches import Request, assert_same, kv_is_back, step_as_alone
+from fixture_types import MakeEngine
 from multi_step import NESTED, Solo, greedy, steps_by_itself, unread
 
-from d3engine import D3, Engine, FullDepth
+from d3engine import D3, FullDepth
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.interface import Computed
 from d3engine.request.outputs import RequestOutput
@@ -38,9 +37,7 @@ def deltas(params: Any) -> Any:
     return replace(params, output_kind=RequestOutputKind.DELTA)
 
 
-def test_stream_is_few_runs_and_each_step_brings_a_token(
-    multi_step: Callable[..., Engine], solo: Solo, controls: list[RunControl]
-) -> None:
+def test_stream_is_few_runs_a_token_each_step(multi_step: MakeEngine, solo: Solo, controls: list[RunControl]) -> None:
     """A stream is a few runs of the device and each step brings a token."""
     request = Request(tuple(range(50, 60)), greedy(D3(0.9, 0.5), 50))
     engine = multi_step(num_scheduler_steps=12)
@@ -54,7 +51,7 @@ def test_stream_is_few_runs_and_each_step_brings_a_token(
     assert kv_is_back(engine)
 
 
-def test_streams_and_whole_answers_of_any_schedules_share_steps(multi_step: Callable[..., Engine], solo: Solo) -> None:
+def test_streams_and_whole_answers_of_any_schedules_share_steps(multi_step: MakeEngine, solo: Solo) -> None:
     requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % 5], 25 - n)) for n in range(9)]
     engine = multi_step(max_num_seqs=5, num_scheduler_steps=7)
     asked = [unread(one.params) if nth % 3 else one.params for nth, one in enumerate(requests)]
@@ -63,9 +60,7 @@ def test_streams_and_whole_answers_of_any_schedules_share_steps(multi_step: Call
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_requests_coming_and_going_in_a_run_change_no_other(
-    multi_step: Callable[..., Engine], solo: Solo, seed: int
-) -> None:
+def test_requests_coming_and_going_in_a_run_change_no_other(multi_step: MakeEngine, solo: Solo, seed: int) -> None:
     """Requests that come and go while a run is under way change nothing for the others."""
     numbers = random.Random(seed)
     requests = [Request(tuple(range(40 + n, 60 - n)), greedy(NESTED[n % 5], 30)) for n in range(8)]
@@ -94,9 +89,7 @@ def test_requests_coming_and_going_in_a_run_change_no_other(
     assert kv_is_back(engine)
 
 
-def test_who_leaves_a_stream_ends_its_run(
-    multi_step: Callable[..., Engine], solo: Solo, controls: list[RunControl]
-) -> None:
+def test_who_leaves_a_stream_ends_its_run(multi_step: MakeEngine, solo: Solo, controls: list[RunControl]) -> None:
     request = Request(tuple(range(50, 60)), greedy(FullDepth(), 45))
     engine = multi_step(num_scheduler_steps=40)
     stream = engine.stream(list(request.prompt), request.params)
@@ -111,9 +104,7 @@ def test_who_leaves_a_stream_ends_its_run(
     assert kv_is_back(engine)
 
 
-def test_who_comes_waits_for_no_step_that_had_not_begun(
-    multi_step: Callable[..., Engine], controls: list[RunControl]
-) -> None:
+def test_who_comes_waits_for_no_step_that_had_not_begun(multi_step: MakeEngine, controls: list[RunControl]) -> None:
     engine = multi_step(num_scheduler_steps=40)
     engine.add_request("first", [1, 2, 3], deltas(greedy(FullDepth(), 45)))
     for _ in range(3):
@@ -130,7 +121,7 @@ def test_who_comes_waits_for_no_step_that_had_not_begun(
 
 
 def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
-    multi_step: Callable[..., Engine], solo: Solo, controls: list[RunControl]
+    multi_step: MakeEngine, solo: Solo, controls: list[RunControl]
 ) -> None:
     request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 30)) for n in (50, 45))
     whole = solo(request).outputs[0].token_ids
@@ -153,13 +144,9 @@ def test_a_stop_in_a_stream_s_run_leaves_the_tokens_beyond_it(
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-def test_reader_of_all_that_is_done_reads_single_tokens(
-    multi_step: Callable[..., Engine], solo: Solo, kind: RequestOutputKind
-) -> None:
-    """A reader takes all that is done and still reads one token after the other.
-
-    Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too.
-    """
+def test_reader_of_all_done_reads_single_tokens(multi_step: MakeEngine, solo: Solo, kind: RequestOutputKind) -> None:
+    """A reader takes all that is done and still reads one token after the other."""
+    # Where a stop token is among them, none beyond it; and a mate's tokens wait for `step()` one by one too.
     request, beside = (Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40, logprobs=0)) for n in (50, 45))
     whole = solo(request).outputs[0]
     place = next(n for n, token in enumerate(whole.token_ids) if n > 20 and token not in whole.token_ids[:n])
@@ -170,9 +157,7 @@ def test_reader_of_all_that_is_done_reads_single_tokens(
     def run_when_done(plan: Plan) -> Computed:
         calls.append(plan.num_rows)
         followed = None if plan.multi_step is None else plan.multi_step.control
-        while (
-            followed is not None and plan.multi_step is not None and 0 < followed.num_begun < plan.multi_step.num_steps
-        ):
+        while followed is not None and plan.multi_step and 0 < followed.num_begun < plan.multi_step.num_steps:
             if followed.is_ended:  # then no further step begins
                 break
             os.sched_yield()
@@ -200,7 +185,7 @@ def test_reader_of_all_that_is_done_reads_single_tokens(
     assert kv_is_back(engine)
 
 
-def test_step_of_all_that_is_done_has_an_output_a_token(multi_step: Callable[..., Engine], solo: Solo) -> None:
+def test_step_of_all_that_is_done_has_an_output_a_token(multi_step: MakeEngine, solo: Solo) -> None:
     """A step that takes all that is done brings an output for each token of each request."""
     requests = [Request(tuple(range(n, 60)), greedy(D3(0.9, 0.5), 40 - n % 7, logprobs=0)) for n in (50, 45, 41)]
     engine = multi_step(num_scheduler_steps=16)
@@ -221,7 +206,7 @@ def test_step_of_all_that_is_done_has_an_output_a_token(multi_step: Callable[...
     assert kv_is_back(engine)
 
 
-def test_engine_is_ahead_until_a_request_joins_or_leaves(multi_step: Callable[..., Engine]) -> None:
+def test_engine_is_ahead_until_a_request_joins_or_leaves(multi_step: MakeEngine) -> None:
     """An engine is ahead within a run until a request joins or leaves it."""
     engine = multi_step(num_scheduler_steps=8)
     assert not engine.is_ahead()

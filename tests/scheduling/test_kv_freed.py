@@ -1,13 +1,13 @@
 """A layer that has fallen asleep gives its KV memory back, at the step the formula says, and others can use it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from configs import llama_config
+from fixture_types import MakeEngine
 
 from d3engine import (
     D3,
@@ -29,16 +29,7 @@ from d3engine.scheduling.scheduler import peak_blocks
 
 LAYERS, MAX_LENGTH = 8, 96
 KV_CHANNELS = 2 * 8  # kv heads x channels
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LENGTH,
-}
+CONFIG = llama_config(LAYERS, max_position_embeddings=MAX_LENGTH)
 NESTED: list[DepthPolicy] = [
     D3(0.9, 0.5),
     D3(0.95, 0.25),
@@ -81,7 +72,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
 @pytest.mark.parametrize("block_size", [1, 4, 5])
 @pytest.mark.parametrize("policy", NESTED, ids=repr)
 def test_blocks_in_use_are_those_of_layers_still_to_run(
-    make_engine: Callable[..., Engine], policy: DepthPolicy, block_size: int
+    make_engine: MakeEngine, policy: DepthPolicy, block_size: int
 ) -> None:
     """After every step the blocks in use are those of layers that the next step runs."""
     prompt, max_tokens = 11, 26
@@ -105,7 +96,7 @@ def test_blocks_in_use_are_those_of_layers_still_to_run(
     assert not engine.has_unfinished_requests()
 
 
-def test_full_depth_frees_nothing_before_its_end(make_engine: Callable[..., Engine]) -> None:
+def test_full_depth_frees_nothing_before_its_end(make_engine: MakeEngine) -> None:
     engine = make_engine(depth=FullDepth())
     engine.add_request("a", list(range(9)), greedy(16))
     for step in range(15):
@@ -114,9 +105,7 @@ def test_full_depth_frees_nothing_before_its_end(make_engine: Callable[..., Engi
         assert engine.stats().kv_bytes_saved == 0
 
 
-def test_shared_prompt_outlives_a_layer_of_one_request(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_shared_prompt_outlives_a_layer_of_one_request(make_engine: MakeEngine) -> None:
     """Blocks of a shared prompt outlive the layer that one of its requests runs no more."""
     engine = make_engine(enable_prefix_caching=True, depth=FullDepth())
     prompt = list(range(13))  # three full blocks, shared, and a fourth
@@ -133,7 +122,7 @@ def test_shared_prompt_outlives_a_layer_of_one_request(
     engine.scheduler.check_integrity()
 
 
-def test_the_bytes_saved_at_the_end_of_finished_requests_add_up(make_engine: Callable[..., Engine]) -> None:
+def test_the_bytes_saved_at_the_end_of_finished_requests_add_up(make_engine: MakeEngine) -> None:
     engine = make_engine(depth=D3(0.9, 0.5))
     engine.generate([list(range(10))] * 3, greedy(12), use_tqdm=False)
     # The last step is number 11; 10 + 11 entries are in the layers that it ran.
@@ -155,7 +144,7 @@ def test_peak_blocks_is_the_most_that_any_step_holds(policy: DepthPolicy, block_
 
 
 @pytest.mark.parametrize("policy", [FullDepth(), *NESTED], ids=repr)
-def test_peak_blocks_are_reached_and_never_exceeded(make_engine: Callable[..., Engine], policy: DepthPolicy) -> None:
+def test_peak_blocks_are_reached_and_never_exceeded(make_engine: MakeEngine, policy: DepthPolicy) -> None:
     """No run ever holds more than peak blocks and every run reaches it."""
     for prompt, max_tokens in ((3, 30), (17, 12), (30, 5)):
         engine = make_engine(depth=policy, enforce_eager=True)  # who runs ahead takes more, but only what is free
@@ -175,7 +164,7 @@ def test_peak_blocks_are_reached_and_never_exceeded(make_engine: Callable[..., E
         assert peak == wanted
 
 
-def test_request_that_fits_only_by_freed_memory_runs(make_engine: Callable[..., Engine]) -> None:
+def test_request_that_fits_only_by_freed_memory_runs(make_engine: MakeEngine) -> None:
     """A request runs that fits only because D3 gives memory back."""
     policy, prompt, max_tokens = D3(0.7, 0.25), 20, 60
     cache = make_engine().scheduler.cache
@@ -191,8 +180,7 @@ def test_request_that_fits_only_by_freed_memory_runs(make_engine: Callable[..., 
 
     for refused in (FullDepth(), D3(0.7, 0.25, on_skip="copy"), D3(0.7, 0.25, on_skip="project")):
         with pytest.raises(
-            InvalidValueError,
-            match=r"max_tokens must be .*20 tokens.*160 blocks of 4.*bytes allows 40.*; got 60",
+            InvalidValueError, match=r"max_tokens must be .*20 tokens.*160 blocks of 4.*bytes allows 40.*; got 60"
         ):
             engine.generate(list(range(prompt)), greedy(max_tokens, refused), use_tqdm=False)
     assert engine.stats().num_waiting == 0
@@ -203,7 +191,7 @@ def test_request_that_fits_only_by_freed_memory_runs(make_engine: Callable[..., 
     assert not smaller.has_unfinished_requests()
 
 
-def test_two_requests_run_where_full_depth_has_room_for_one(make_engine: Callable[..., Engine]) -> None:
+def test_two_requests_run_where_full_depth_has_room_for_one(make_engine: MakeEngine) -> None:
     """Two requests run at once where full depth has room for one."""
     blocks = LAYERS * ceil(8 + 40, 4)
     preemptions = {}
@@ -215,9 +203,7 @@ def test_two_requests_run_where_full_depth_has_room_for_one(make_engine: Callabl
     assert preemptions == {"full": 1, "unified": 0}
 
 
-def test_waking_table_keeps_blocks_and_shares_equal_ones(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_waking_table_keeps_blocks_and_shares_equal_ones(make_engine: MakeEngine) -> None:
     """A table that wakes layers up keeps their blocks and shares what is equal."""
     every = list(range(LAYERS))
     table = LayerTable([every, *[[0, 1]] * 9, every], on_skip="copy")
@@ -232,7 +218,7 @@ def test_waking_table_keeps_blocks_and_shares_equal_ones(
     assert engine.stats().kv_blocks_in_use == 0
 
 
-def test_a_layer_that_is_never_skipped_keeps_its_blocks(make_engine: Callable[..., Engine]) -> None:
+def test_a_layer_that_is_never_skipped_keeps_its_blocks(make_engine: MakeEngine) -> None:
     policy = D3(0.8, 0.5)
     engine = make_engine(depth=policy)
     engine.add_request("a", list(range(10)), greedy(20))

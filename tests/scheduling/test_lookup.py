@@ -1,7 +1,5 @@
 """Lookups find the longest earlier match of a text's end, in Python as in the native library."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

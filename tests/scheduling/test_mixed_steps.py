@@ -1,13 +1,11 @@
 """Who arrives while others decode shares their steps, and the device chooses for all of them all the same."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from batches import Request, assert_same, kv_is_back
+from fixture_types import MakeEngine
 from multi_step import NESTED, Solo, greedy
 from stepping import see_steps
 
@@ -53,13 +51,9 @@ def answers(engine: Engine, requests: list[Request], steps_between: int = 2) -> 
 
 
 @pytest.mark.parametrize("kind", [*ASKED, "all of them"])
-def test_native_choice_in_a_prompt_step_is_the_samplers(
-    make_engine: Callable[..., Engine], solo: Solo, kind: str
-) -> None:
-    """The native library chooses in a step that has a prompt as the sampler does.
-
-    Prompts are computed in pieces of eight rows, some of which yield no token.
-    """
+def test_native_choice_in_a_prompt_step_is_the_samplers(make_engine: MakeEngine, solo: Solo, kind: str) -> None:
+    """The native library chooses in a step that has a prompt as the sampler does."""
+    # Prompts are computed in pieces of eight rows, some of which yield no token.
     all_kinds = list(ASKED.values())
     requests = [arriving(nth, ASKED.get(kind, all_kinds[nth % len(all_kinds)])) for nth in range(6)]
     engine = make_engine(max_num_batched_tokens=8, num_scheduler_steps=4, enable_prefix_caching=False)
@@ -71,7 +65,7 @@ def test_native_choice_in_a_prompt_step_is_the_samplers(
     assert kv_is_back(engine)
 
 
-def test_sampler_chooses_where_more_than_tokens_is_wanted(make_engine: Callable[..., Engine], solo: Solo) -> None:
+def test_sampler_chooses_where_more_than_tokens_is_wanted(make_engine: MakeEngine, solo: Solo) -> None:
     """Where more is wanted than a token of each row the sampler chooses."""
     requests = [arriving(0, ASKED["a draw"]), arriving(1, {"prompt_logprobs": 1}), arriving(2, {})]
     engine = make_engine(num_scheduler_steps=4, enable_prefix_caching=False)

@@ -1,7 +1,5 @@
 """A step of prompts and the run behind it are one plan: what comes of them is what each brings alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 from batches import LAYERS, Request, assert_same, block_bytes, kv_is_back
+from fixture_types import MakeEngine
 from multi_step import Solo, greedy, unread
 from stepping import finish, watch
 
@@ -21,7 +20,7 @@ PROMPT, OTHER = tuple(range(50, 60)), tuple(range(20, 25))
 
 
 @pytest.fixture
-def native(native_library: None, make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+def native(native_library: None, make_engine: MakeEngine) -> Callable[..., Engine]:
     """`make_engine` on the native library, with runs of 16 steps."""
 
     def make(**changes: Any) -> Engine:
@@ -42,7 +41,7 @@ def openings(plans: list[Plan]) -> list[int]:
     return [plan.num_steps for plan in plans if plan.multi_step is not None and plan.multi_step.opens]
 
 
-def test_unread_prompt_and_answer_are_one_plan(native: Callable[..., Engine], solo: Solo) -> None:
+def test_unread_prompt_and_answer_are_one_plan(native: MakeEngine, solo: Solo) -> None:
     """A prompt and its answer are one plan where no caller streams it."""
     engine, request = native(), Request(PROMPT, greedy(D3(0.9, 0.5), 16))
     plans = watch(engine)
@@ -53,7 +52,7 @@ def test_unread_prompt_and_answer_are_one_plan(native: Callable[..., Engine], so
     assert kv_is_back(engine)
 
 
-def test_prompts_open_a_run_for_answers_of_any_age_beside_them(native: Callable[..., Engine], solo: Solo) -> None:
+def test_prompts_open_a_run_for_answers_of_any_age_beside_them(native: MakeEngine, solo: Solo) -> None:
     engine = native(num_scheduler_steps=4, max_num_batched_tokens=8)  # so that longer prompts come in pieces
     drawn = SamplingParams(temperature=1.5, top_p=0.9, seed=5, max_tokens=21, ignore_eos=True, depth=D3(0.9, 0.5))
     requests = [Request(tuple(range(n, n + 3 + 2 * n)), greedy(D3(0.9, 0.5), 12 + n)) for n in range(6)]
@@ -73,7 +72,7 @@ def test_prompts_open_a_run_for_answers_of_any_age_beside_them(native: Callable[
     assert kv_is_back(engine)
 
 
-def test_answer_of_one_token_has_no_row_in_the_run(native: Callable[..., Engine], solo: Solo) -> None:
+def test_answer_of_one_token_has_no_row_in_the_run(native: MakeEngine, solo: Solo) -> None:
     """An answer that ends with its first token has no row in the run."""
 
     def ending(prompt: tuple[int, ...]) -> Request:
@@ -95,7 +94,7 @@ def test_answer_of_one_token_has_no_row_in_the_run(native: Callable[..., Engine]
     assert len(openings(plans)) == 3
 
 
-def test_prompt_that_is_not_finite_ends_alone_without_a_row(native: Callable[..., Engine], solo: Solo) -> None:
+def test_prompt_that_is_not_finite_ends_alone_without_a_row(native: MakeEngine, solo: Solo) -> None:
     """A prompt whose logits are not finite ends alone and has no row in the run."""
     healthy = Request(OTHER, greedy(D3(0.8, 0.3)))
     wanted = solo(healthy)
@@ -119,7 +118,7 @@ def test_prompt_that_is_not_finite_ends_alone_without_a_row(native: Callable[...
     assert kv_is_back(engine)
 
 
-def test_first_token_of_an_answer_at_once_is_older(native: Callable[..., Engine]) -> None:
+def test_first_token_of_an_answer_at_once_is_older(native: MakeEngine) -> None:
     """The first token of an answer that comes at once is older than the last."""
     engine = native()
     (output,) = engine.generate(list(PROMPT), greedy(FullDepth(), 12), use_tqdm=False)
@@ -133,11 +132,9 @@ def test_first_token_of_an_answer_at_once_is_older(native: Callable[..., Engine]
     assert stats.step_rows.count == stats.step_seconds.count == 12
 
 
-def test_run_behind_an_opening_takes_blocks_for_its_layers(native: Callable[..., Engine]) -> None:
-    """The run behind an opening takes blocks for the layers that it runs.
-
-    Ten tokens and fifteen of the run are seven blocks of four, where a prompt of ten has three.
-    """
+def test_run_behind_an_opening_takes_blocks_for_its_layers(native: MakeEngine) -> None:
+    """The run behind an opening takes blocks for the layers that it runs."""
+    # Ten tokens and fifteen of the run are seven blocks of four, where a prompt of ten has three.
     engine, policy = native(), D3(0.9, 0.5)
     engine.add_request("one", list(PROMPT), unread(greedy(policy, 40)))
     seen: list[int] = []
@@ -154,11 +151,9 @@ def test_run_behind_an_opening_takes_blocks_for_its_layers(native: Callable[...,
     assert seen == [depth * 7 + (LAYERS - depth) * 3]
 
 
-def test_prompt_without_room_for_a_run_is_computed_alone(native: Callable[..., Engine], solo: Solo) -> None:
-    """A prompt is computed alone where there is no room for a run.
-
-    Two prompts of two blocks take all the memory; the one that is sent away comes again as it was.
-    """
+def test_prompt_without_room_for_a_run_is_computed_alone(native: MakeEngine, solo: Solo) -> None:
+    """A prompt is computed alone where there is no room for a run."""
+    # Two prompts of two blocks take all the memory; the one that is sent away comes again as it was.
     requests = [Request(tuple(range(n, n + 8)), greedy(FullDepth(), 8)) for n in (20, 40)]
     engine = native(kv_cache_memory_bytes=LAYERS * 4 * block_bytes(), enable_prefix_caching=False)
     plans = watch(engine)
@@ -172,7 +167,7 @@ def test_prompt_without_room_for_a_run_is_computed_alone(native: Callable[..., E
     assert kv_is_back(engine)
 
 
-def test_a_prompt_that_opened_a_run_is_shared_with_later_ones(native: Callable[..., Engine], solo: Solo) -> None:
+def test_a_prompt_that_opened_a_run_is_shared_with_later_ones(native: MakeEngine, solo: Solo) -> None:
     engine, request = native(), Request(PROMPT, greedy(D3(0.9, 0.5), 10))
     for cached in (0, 8):
         (found,) = engine.generate([list(PROMPT)], request.params, use_tqdm=False)
@@ -194,7 +189,7 @@ def test_a_prompt_that_opened_a_run_is_shared_with_later_ones(native: Callable[.
     ids=str,
 )
 def test_prompt_needing_more_than_a_token_is_a_step_by_itself(
-    native: Callable[..., Engine], solo: Solo, wanted: dict[str, Any]
+    native: MakeEngine, solo: Solo, wanted: dict[str, Any]
 ) -> None:
     """What needs more of a prompt than a token is a step by itself."""
     engine = native()
@@ -205,7 +200,7 @@ def test_prompt_needing_more_than_a_token_is_a_step_by_itself(
     assert plans[0].num_steps == 1
 
 
-def test_a_stream_has_its_first_token_before_its_run_begins(native: Callable[..., Engine]) -> None:
+def test_a_stream_has_its_first_token_before_its_run_begins(native: MakeEngine) -> None:
     """Also beside a request that nobody reads along."""
     engine, params = native(), greedy(D3(0.9, 0.5))
     plans = watch(engine)
@@ -219,11 +214,9 @@ def test_a_stream_has_its_first_token_before_its_run_begins(native: Callable[...
     assert openings(plans) == []
 
 
-def test_no_prompt_opens_a_run_while_another_could_join(native: Callable[..., Engine]) -> None:
-    """No prompt opens a run while a request waits that could join.
-
-    Two prompts of ten rows do not go into a step of twelve.
-    """
+def test_no_prompt_opens_a_run_while_another_could_join(native: MakeEngine) -> None:
+    """No prompt opens a run while a request waits that could join."""
+    # Two prompts of ten rows do not go into a step of twelve.
     engine = native(max_num_batched_tokens=12)
     plans = watch(engine)
     add(engine, Request(PROMPT, greedy(FullDepth())), Request(OTHER * 2, greedy(FullDepth())))

@@ -1,10 +1,10 @@
 """Sequences enter where there is memory for their prompts, and the last in turn gives way where it runs short."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
+from sequences import new_sequence
 
-from d3engine.depth import FullDepth
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.plan import Sampled
@@ -15,20 +15,9 @@ PROMPT, TOKENS = 4, 12
 
 
 def sequence(arrival: int, priority: int = 0, prompt: int = PROMPT, max_tokens: int = TOKENS) -> Sequence:
-    return Sequence(
-        request_id=f"r{arrival}",
-        index=0,
-        prompt_token_ids=[arrival] * prompt,
-        params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        schedule=FullDepth().schedule(2),
-        eos_token_ids=frozenset(),
-        seed=0,
-        priority=priority,
-        arrival=arrival,
-        max_length=prompt + max_tokens,
-        shares_prompt=False,
-        flow=("", f"r{arrival}"),
-    )
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    own: dict[str, Any] = {"priority": priority, "shares_prompt": False, "flow": ("", f"r{arrival}")}
+    return new_sequence([arrival] * prompt, params, arrival=arrival, **own)
 
 
 def run(sequences: list[Sequence], num_blocks: int, rows: int) -> Scheduler:

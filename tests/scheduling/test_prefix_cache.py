@@ -1,7 +1,5 @@
 """Prompts share what they have in common, and nothing else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

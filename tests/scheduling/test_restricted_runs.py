@@ -1,17 +1,14 @@
 """Who asks for rules of what may come, or for log-probabilities, runs ahead with everybody else on a CPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from batches import Request, kv_is_back, step_as_alone
+from fixture_types import MakeEngine
 from multi_step import NESTED, PLAIN, Solo, greedy, unread
 from stepping import see_steps
 
-from d3engine import Engine
 from d3engine.request.params import RequestOutputKind
 from d3engine.scheduling.sampling_mode import SamplingMode
 
@@ -34,9 +31,7 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_they_answer_as_alone_in_runs_of_many_steps(
-    multi_step: Callable[..., Engine], solo: Solo, streamed: bool
-) -> None:
+def test_they_answer_as_alone_in_runs_of_many_steps(multi_step: MakeEngine, solo: Solo, streamed: bool) -> None:
     """With graphs the host chooses for all of them; with the native library for none."""
     engine = multi_step(num_scheduler_steps=8)
     calls: list[int] = []
@@ -52,7 +47,7 @@ def test_they_answer_as_alone_in_runs_of_many_steps(
         assert len(calls) < stats.num_steps or streamed
 
 
-def test_logprobs_of_a_run_have_the_bits_of_single_steps(make_engine: Callable[..., Engine]) -> None:
+def test_logprobs_of_a_run_have_the_bits_of_single_steps(make_engine: MakeEngine) -> None:
     """Log probabilities of a run have the bits of those step by step."""
     asked = [(list(r.prompt), r.params) for r in requests() if r.params.logprobs is not None]
     found = []

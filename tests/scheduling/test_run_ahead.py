@@ -1,9 +1,6 @@
 """A device that takes several steps by itself gives the tokens that it gives when the host looks at each."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +19,7 @@ from batches import (
     some_requests,
     step_as_alone,
 )
+from fixture_types import MakeEngine
 from multi_step import NESTED, PLAIN, Solo, greedy, steps_by_itself, unread
 
 from d3engine import D3, DraftAndVerify, Engine, IntervalAdmission, Lossless, SelfSpeculative, UnifiedSkip
@@ -29,7 +27,7 @@ from d3engine.depth import DepthPolicy, Nested
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, Nested(0.8, [(1, 3), (4, 5), (3, 4)])], ids=repr)
-def test_generate_answers_as_step_by_step(multi_step: Callable[..., Engine], solo: Solo, policy: DepthPolicy) -> None:
+def test_generate_answers_as_step_by_step(multi_step: MakeEngine, solo: Solo, policy: DepthPolicy) -> None:
     requests = [Request(tuple(range(30 + n, 33 + 3 * n)), greedy(policy, 10 + 5 * n)) for n in (0, 3)]
     engine = multi_step()
     generate_as_alone(engine, requests, solo)
@@ -50,7 +48,7 @@ DRAFTING: list[DepthPolicy] = [
 
 @pytest.mark.parametrize("policy", DRAFTING, ids=repr)
 def test_drafts_and_verifications_are_launched_by_the_host(
-    multi_step: Callable[..., Engine], solo: Solo, policy: DepthPolicy
+    multi_step: MakeEngine, solo: Solo, policy: DepthPolicy
 ) -> None:
     """And whoever shares their steps; as soon as nobody drafts any more, the device goes on by itself."""
     requests = [Request(tuple(range(30, 37)), greedy(policy, 9)), Request(tuple(range(9)), greedy(D3(0.9, 0.5), 50))]
@@ -64,9 +62,7 @@ def test_drafts_and_verifications_are_launched_by_the_host(
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3, 16])
-def test_mixed_schedules_in_order_share_a_run(
-    multi_step: Callable[..., Engine], solo: Solo, num_scheduler_steps: int
-) -> None:
+def test_mixed_schedules_in_order_share_a_run(multi_step: MakeEngine, solo: Solo, num_scheduler_steps: int) -> None:
     """Mixed schedules share a run while their rows stay in order."""
     requests = [Request(tuple(range(40, 44 + n)), greedy(NESTED[n % len(NESTED)], 22 - n)) for n in range(11)]
     engine = multi_step(max_num_seqs=5, num_scheduler_steps=num_scheduler_steps)
@@ -75,9 +71,7 @@ def test_mixed_schedules_in_order_share_a_run(
 
 
 @pytest.mark.parametrize("policy", [D3(0.9, 0.5), D3(0.8, 0.3), D3(0.7, 0.2)], ids=repr)
-def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
-    multi_step: Callable[..., Engine], solo: Solo, policy: DepthPolicy
-) -> None:
+def test_rows_of_one_schedule_share_a_run_at_any_age(multi_step: MakeEngine, solo: Solo, policy: DepthPolicy) -> None:
     """Those that have come later stay deeper for longer, also where all are at one depth when a run begins."""
     requests = [Request(tuple(range(40 + n, 56 + n)), greedy(policy, 22)) for n in range(5)]
     engine = multi_step(max_num_batched_tokens=16, enable_prefix_caching=False)
@@ -91,8 +85,8 @@ def test_rows_of_one_schedule_share_a_run_at_whatever_ages(
     [({}, 0), ({"max_num_batched_tokens": 8}, 1), ({"admission": IntervalAdmission(5)}, 0)],
     ids=repr,
 )
-def test_requests_of_every_kind_answer_as_alone(
-    multi_step: Callable[..., Engine], solo: Solo, seed: int, changes: dict[str, Any]
+def test_requests_of_any_kind_are_as_alone(
+    multi_step: MakeEngine, solo: Solo, seed: int, changes: dict[str, Any]
 ) -> None:
     """Also those that a device cannot choose for (with log-probabilities, say), which make the host look."""
     plain = {"temperature": 0.0, "logprobs": None, "prompt_logprobs": None}
@@ -119,14 +113,12 @@ ASKED["all of them"] = [kind[n] for n, kind in enumerate(ASKED.values())] + [{"t
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_the_device_draws_what_the_host_draws(multi_step: Callable[..., Engine], solo: Solo, asked: str) -> None:
+def test_the_device_draws_what_the_host_draws(multi_step: MakeEngine, solo: Solo, asked: str) -> None:
     requests = [
         Request(tuple(range(60, 64 + n)), replace(greedy(D3(0.9, 0.5), 20 - n), seed=n, **kind))
         for n, kind in enumerate(ASKED[asked])
     ]
-    requests = [
-        replace(request, params=replace(request.params, n=1 if request.params.greedy else 2)) for request in requests
-    ]
+    requests = [replace(one, params=replace(one.params, n=1 if one.params.greedy else 2)) for one in requests]
     engine = multi_step(num_scheduler_steps=7)
     outputs = generate_as_alone(engine, requests, solo)
     stats = engine.stats()
@@ -138,9 +130,7 @@ def test_the_device_draws_what_the_host_draws(multi_step: Callable[..., Engine],
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_streams_get_one_token_a_step_and_the_same_answers(
-    multi_step: Callable[..., Engine], solo: Solo, seed: int
-) -> None:
+def test_streams_get_one_token_a_step_and_the_same_answers(multi_step: MakeEngine, solo: Solo, seed: int) -> None:
     """Streams get one token a step and the same answers."""
     requests = some_requests(seed + 80, 10, temperature=0.0, logprobs=None, prompt_logprobs=None, depth=D3(0.9, 0.5))
     engine = multi_step(max_num_seqs=7)
@@ -159,7 +149,7 @@ def test_streams_get_one_token_a_step_and_the_same_answers(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_preemption_and_short_memory_change_nothing(multi_step: Callable[..., Engine], solo: Solo, seed: int) -> None:
+def test_preemption_and_short_memory_change_nothing(multi_step: MakeEngine, solo: Solo, seed: int) -> None:
     numbers = random.Random(seed)
     requests = [
         Request(tuple(numbers.randrange(300) for _ in range(numbers.randint(1, 20))), greedy(NESTED[n % 5]))

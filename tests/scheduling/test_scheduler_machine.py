@@ -1,8 +1,7 @@
 """No order of adds, steps, aborts and preemptions makes a running layer read anything but what its rule says."""
 
-from __future__ import annotations
-
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from plan_checks import (
     token_at,
 )
 from schedule_strategies import draft_rules, guess, judged, ways
+from sequences import new_sequence
 
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.errors import InvalidValueError
@@ -268,10 +268,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_blocks_of(sequence)
 
     def _check_blocks_of(self, sequence: Sequence) -> None:
-        """After a step a sequence holds blocks for what it has computed, and none in layers that sleep for ever.
-
-        One that streams may hold those of further steps, which a run was to take or is about to.
-        """
+        """After a step a sequence holds blocks for what it has computed, and none in layers that sleep for ever."""
+        # One that streams may hold those of further steps, which a run was to take or is about to.
         computed = int(self.scheduler._table.num_computed[sequence.slot])
         next_row = computed if sequence.draft is None else min(computed, sequence.num_tokens - 1)
         behind = np.maximum(next_row + 1 - self.cache.windows, 0) // self.cache.block_size
@@ -311,11 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks = SchedulerMachine.TestCase
 TestAnyOrderOfEventsLeavesEveryEntryWhereItsReaderLooks.settings = settings(
-    max_examples=50,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
+    max_examples=50, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -330,12 +324,9 @@ def with_those_who_left(given: Plan, plan: Plan, sampled: Sampled) -> Sampled:
 
 
 def test_first_in_turn_has_rows_during_a_replay() -> None:
-    """What is never preempted has rows although a replay would take the whole budget.
-
-    A replay that must split its aliases needs more than admission promised it, and is preempted in mid-step.
-
-    An urgent prompt that came later stood behind it in the batch and had no rows: the step had none at all.
-    """
+    """What is never preempted has rows although a replay would take the whole budget."""
+    # A replay that must split its aliases needs more than admission promised it, and is preempted in mid-step.
+    # An urgent prompt that came later stood behind it in the batch and had no rows: the step had none at all.
     cache = KVCache(num_layers=4, num_blocks=13, block_size=4, max_sequences=2, max_length=MAX_LENGTH)
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=2, max_model_len=MAX_LENGTH)
     scheduler = Scheduler(config, cache)
@@ -366,16 +357,6 @@ def test_first_in_turn_has_rows_during_a_replay() -> None:
 def plain_sequence(
     prompt: list[int], policy: DepthPolicy, *, max_tokens: int, arrival: int, priority: int = 0
 ) -> Sequence:
-    return Sequence(
-        request_id=f"r{arrival}",
-        index=0,
-        prompt_token_ids=prompt,
-        params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        schedule=policy.schedule(4),
-        eos_token_ids=frozenset(),
-        seed=0,
-        priority=priority,
-        arrival=arrival,
-        max_length=len(prompt) + max_tokens,
-        shares_prompt=False,
-    )
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    own: dict[str, Any] = {"schedule": policy.schedule(4), "priority": priority, "shares_prompt": False}
+    return new_sequence(prompt, params, arrival=arrival, **own)

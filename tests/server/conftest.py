@@ -1,7 +1,5 @@
 """One server for all tests: the bundled model behind a real uvicorn, and clients of it or of a module's own `url`.
-
-As in all such files, what imports Triton waits for a fixture: `tests/conftest.py` first says how Triton is to run.
-"""
+As in all such files, what imports Triton waits for a fixture: `tests/conftest.py` first says how Triton is to run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Agents of OpenAI's and Anthropic's clients: three calls of a function, their results, and a text at the end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,25 +1,19 @@
 """Calls by the chat templates of each family, over HTTP: found, forced, streamed, and back in the next turn."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from call_templates import TEMPLATES
 from demo_server import serving_demo
+from json_schemas import closed
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
+from d3engine.server.requests.tools import ChatStyles
 
-COUNT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"many": {"enum": [5, 6]}, "new": {"type": "boolean"}},
-    "required": ["many"],
-    "additionalProperties": False,
-}
+COUNT = closed({"many": {"enum": [5, 6]}, "new": {"type": "boolean"}}, required=["many"])
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "count", "description": "How many", "parameters": COUNT}}]
 MESSAGES: list[Any] = [{"role": "user", "content": "Tom has 5 pens."}]
 
@@ -41,8 +35,6 @@ def asked(name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_style_of_a_template_is_found_by_rendering(client: AsyncEngine, name: str) -> None:
-    from d3engine.server.requests.tools import ChatStyles
-
     style: Any = asyncio.run(ChatStyles(client).of(TEMPLATES[name]))
     assert style.calls.name == name
     assert style.shows_tools == (name not in ("deepseek_v3", "phi4_mini_json"))

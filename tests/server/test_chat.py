@@ -1,19 +1,15 @@
 """POST /v1/chat/completions by OpenAI's own client: a conversation in, what the engine says of it out."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
+from bad_values import bad_values
 from demo_server import serving_demo
 from openai import BadRequestError
 from untimed import untimed
 
-from d3engine import SamplingParams
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine, SamplingParams
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -74,13 +70,9 @@ def test_log_probabilities_have_bytes_that_join_to_the_answer(openai: Any, demo:
     for one, (_, row) in zip(found, rows, strict=True):
         best = sorted(row.values(), key=lambda known: known.rank)[:2]
         assert [(top.token, top.logprob) for top in one.top_logprobs] == [(k.decoded_token, k.logprob) for k in best]
-    streamed = [
-        one
-        for chunk in openai.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2, stream=True)
-        if chunk.choices[0].logprobs is not None
-        for one in chunk.choices[0].logprobs.content or []
-    ]
-    assert streamed == found
+    chunks = openai.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2, stream=True)
+    told = [chunk.choices[0].logprobs.content or [] for chunk in chunks if chunk.choices[0].logprobs is not None]
+    assert [one for content in told for one in content] == found
     alone = openai.chat.completions.create(**ASKED, logprobs=True).choices[0].logprobs
     assert [one.top_logprobs for one in alone.content or []] == [[]] * len(found)
 
@@ -132,28 +124,16 @@ def test_chat_template_of_a_request_is_used_where_trusted(client: AsyncEngine, o
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"messages": None}, "messages"),
-        ({"messages": "Tom"}, "messages"),
+        *bad_values(messages=[None, "Tom"], logprobs=[2], top_logprobs=[2], max_completion_tokens=[0]),
+        *bad_values(chat_template=["{{ 1 }}"], chat_template_kwargs=[{"messages": []}], reasoning_effort=["high"]),
+        *bad_values(tool_choice=["auto"], functions=[[]], response_format=[{"type": "json_schema"}], store=[True]),
+        *bad_values(modalities=[["text", "audio"]], audio=[{}], prediction=[{}], verbosity=["low"]),
+        *bad_values(web_search_options=[{}]),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"functions": []}, "functions"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"audio": {}}, "audio"),
-        ({"prediction": {}}, "prediction"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"verbosity": "low"}, "verbosity"),
-        ({"web_search_options": {}}, "web_search_options"),
-        ({"store": True}, "store"),
     ],
     ids=str,
 )

@@ -1,13 +1,16 @@
 """Every field of the official clients' request types is honoured, refused by name, or known to change no answer."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
 import httpx
 import pytest
 from demo_server import LEAST
+
+from d3engine import SamplingParams
+from d3engine.server.requests.refused import taken_names
+from d3engine.server.requests.sampling import sampling_params
+from d3engine.server.schemas.requests import CompletionRequest
 
 TYPES = [
     ("openai.types.chat.completion_create_params", "CompletionCreateParamsBase", "requests", "ChatRequest"),
@@ -23,21 +26,11 @@ TOOLS = [
     ("anthropic.types", "OutputConfigParam", "messages", "OutputConfig"),
 ]
 """What forbids fields that it does not know."""
-OFF = {
-    "use_beam_search": False,
-    "mirostat": 0,
-    "dry_multiplier": 0.0,
-    "xtc_probability": 0,
-    "typical_p": 1.0,
-    "repeat_penalty": 1.0,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "best_of": 1,
-    "n": 1,
-    "documents": None,
-    "min_p": 0,
-    "mirostat_tau": 5.0,
-}
+OFF = (
+    {"use_beam_search": False, "mirostat": 0, "dry_multiplier": 0.0, "xtc_probability": 0, "typical_p": 1.0}
+    | {"repeat_penalty": 1.0, "length_penalty": 1.0, "early_stopping": False, "best_of": 1, "n": 1}
+    | {"documents": None, "min_p": 0, "mirostat_tau": 5.0}
+)
 """Values that ask for nothing, as programs made for other servers send them."""
 PART = {"type": "text", "text": "Tom", "cache_control": {"type": "ephemeral"}, "citations": None}
 NOTHING: dict[str, dict[str, Any]] = {
@@ -54,21 +47,11 @@ NOTHING: dict[str, dict[str, Any]] = {
     | {"cache_control": {"type": "ephemeral"}},
 }
 """And values that ask for nothing more than a route does anyway."""
-ON = {
-    "use_beam_search": True,
-    "mirostat": 2,
-    "dry_multiplier": 0.8,
-    "xtc_probability": 0.5,
-    "typical_p": 0.9,
-    "repeat_penalty": 1.1,
-    "length_penalty": 2.0,
-    "early_stopping": True,
-    "documents": [{"text": "a"}],
-    "truncate_prompt_tokens": 5,
-    "top_n_sigma": 1.0,
-    "num_ctx": 2048,
-    "max_new_tokens": 5,
-}
+ON = (
+    {"use_beam_search": True, "mirostat": 2, "dry_multiplier": 0.8, "xtc_probability": 0.5, "typical_p": 0.9}
+    | {"repeat_penalty": 1.1, "length_penalty": 2.0, "early_stopping": True, "documents": [{"text": "a"}]}
+    | {"truncate_prompt_tokens": 5, "top_n_sigma": 1.0, "num_ctx": 2048, "max_new_tokens": 5}
+)
 
 
 HONOURED = {"dry_multiplier", "xtc_probability", "typical_p", "repeat_penalty", "truncate_prompt_tokens", "top_n_sigma"}
@@ -81,8 +64,6 @@ def annotations(kind: Any) -> set[str]:
 
 @pytest.mark.parametrize(("module", "name", "file", "shape"), TYPES)
 def test_every_field_of_a_clients_request_is_known(module: str, name: str, file: str, shape: str) -> None:
-    from d3engine.server.requests.refused import taken_names
-
     own = getattr(importlib.import_module(f"d3engine.server.schemas.{file}"), shape)
     fields = annotations(getattr(importlib.import_module(module), name)) or set()
     assert len(fields) > 8
@@ -146,34 +127,23 @@ def test_a_truncated_prompt_is_its_end(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "value"),
+    ("path", "fields"),
     [
-        ("/v1/responses", "max_tokens", 5),
-        ("/v1/responses", "n", 2),
-        ("/v1/responses", "stop", ["a"]),
-        ("/v1/responses", "presence_penalty", 1),
-        ("/v1/messages", "stop", ["a"]),
-        ("/v1/messages", "logprobs", True),
-        ("/v1/messages", "response_format", {"type": "json_object"}),
-        ("/v1/completions", "messages", []),
-        ("/v1/completions", "max_completion_tokens", 5),
-        ("/v1/chat/completions", "prompt", "a"),
-        ("/v1/chat/completions", "echo", True),
-        ("/v1/chat/completions", "best_of", 2),
+        ("/v1/responses", {"max_tokens": 5, "n": 2, "stop": ["a"], "presence_penalty": 1}),
+        ("/v1/messages", {"stop": ["a"], "logprobs": True, "response_format": {"type": "json_object"}}),
+        ("/v1/completions", {"messages": [], "max_completion_tokens": 5}),
+        ("/v1/chat/completions", {"prompt": "a", "echo": True, "best_of": 2}),
     ],
 )
-def test_a_field_of_another_route_is_refused(http: httpx.Client, path: str, name: str, value: Any) -> None:
-    answer = http.post(path, json=LEAST[path] | {name: value})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"].startswith(f"{name} must be absent")
+def test_a_field_of_another_route_is_refused(http: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        answer = http.post(path, json=LEAST[path] | {name: value})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"].startswith(f"{name} must be absent")
 
 
 def test_several_answers_have_the_apis_temperature() -> None:
     """Several answers have the API's default temperature, not the model's."""
-    from d3engine import SamplingParams
-    from d3engine.server.requests.sampling import sampling_params
-    from d3engine.server.schemas.requests import CompletionRequest
-
     for file in (0.0, 0.7):
         defaults = SamplingParams(temperature=file)
         for asked, expected in (

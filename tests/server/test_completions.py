@@ -1,7 +1,5 @@
 """POST /v1/completions by OpenAI's own client: what comes over HTTP is what the engine says."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -73,9 +71,8 @@ def test_a_stop_string_ends_the_answer_before_it(openai: Any, question: str) -> 
     stopped = openai.completions.create(**ASKED, prompt=question, stop=["####", "never"]).choices[0]
     assert stopped.text == whole[: whole.index("####")]
     assert stopped.finish_reason == "stop"
-    kept = openai.completions.create(
-        **ASKED, prompt=question, stop="##", extra_body={"include_stop_str_in_output": True}
-    )
+    shown = {"include_stop_str_in_output": True}
+    kept = openai.completions.create(**ASKED, prompt=question, stop="##", extra_body=shown)
     assert kept.choices[0].text == whole[: whole.index("##") + 2]
 
 
@@ -87,25 +84,10 @@ def test_completion_without_max_tokens_ends_at_sixteen(openai: Any, question: st
 
 
 def test_engine_parameters_reach_the_engine_under_vllms_names(openai: Any, demo: Any, question: str) -> None:
-    extra: dict[str, Any] = {
-        "top_k": 5,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "min_tokens": 30,
-        "ignore_eos": True,
-        "stop_token_ids": [700],
-        "bad_words": ["Adding"],
-        "skip_special_tokens": False,
-    }
-    plain: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_p": 0.9,
-        "seed": 11,
-        "max_tokens": 40,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.1,
-        "logit_bias": {"300": -5.0},
-    }
+    extra: dict[str, Any] = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 30, "ignore_eos": True}
+    extra |= {"stop_token_ids": [700], "bad_words": ["Adding"], "skip_special_tokens": False}
+    plain: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 11, "max_tokens": 40, "presence_penalty": 0.2}
+    plain |= {"frequency_penalty": 0.1, "logit_bias": {"300": -5.0}}
     answer = openai.completions.create(model="demo", prompt=question, **plain, extra_body=extra)
     (expected,) = demo.generate(question, SamplingParams(**plain, **extra), use_tqdm=False)
     assert answer.choices[0].text == expected.outputs[0].text
@@ -114,9 +96,8 @@ def test_engine_parameters_reach_the_engine_under_vllms_names(openai: Any, demo:
 
 
 def test_a_text_without_special_tokens_is_encoded_as_it_is(openai: Any, demo: Any) -> None:
-    answer = openai.completions.create(
-        **ASKED, prompt="Tom", extra_body={"add_special_tokens": False, "return_token_ids": True}
-    )
+    extra = {"add_special_tokens": False, "return_token_ids": True}
+    answer = openai.completions.create(**ASKED, prompt="Tom", extra_body=extra)
     bare = demo.get_tokenizer().encode("Tom", add_special_tokens=False)
     assert answer.choices[0].model_extra["prompt_token_ids"] == bare
     assert answer.usage.prompt_tokens == len(bare)

@@ -1,7 +1,5 @@
 """What no app gets to see: heads and bodies that never end, clients that do not read, and how a server ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket
@@ -42,13 +40,20 @@ def ask(running: ServedApp, data: bytes) -> tuple[int, dict[str, dict[str, str]]
         return read_answer(client)
 
 
+def refused(running: ServedApp, *pieces: bytes) -> tuple[int, Any]:
+    """Status and error of what is sent; the connection ends after them."""
+    with running.connect() as client:
+        for piece in pieces:
+            client.sendall(piece)
+        status, body = read_answer(client)
+        assert read_to_the_end(client) == b""
+    return status, body["error"]
+
+
 @pytest.mark.parametrize("begun", [b"G", b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "])
 def test_a_head_that_does_not_come_whole_is_not_waited_for(hasty: ServedApp, begun: bytes) -> None:
-    with hasty.connect() as client:
-        client.sendall(begun)
-        status, body = read_answer(client)
-        assert (status, body["error"]["code"]) == (408, "head_timeout")
-        assert client.recv(1) == b""
+    status, error = refused(hasty, begun)
+    assert (status, error["code"]) == (408, "head_timeout")
 
 
 def test_nor_is_a_connection_kept_that_says_nothing(hasty: ServedApp) -> None:
@@ -63,15 +68,10 @@ def test_the_limit_of_a_head_is_not_that_of_a_connection(hasty: ServedApp) -> No
             assert read_answer(client)[0] == 200
 
 
-def test_a_body_that_stalls_is_answered_and_its_connection_ends(
-    hasty: ServedApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_body_is_answered_and_its_connection_ends(hasty: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
-    with hasty.connect() as client:
-        client.sendall(request("/echo", b"{", Content_Length="1000"))
-        status, body = read_answer(client)
-        assert (status, body["error"]["code"]) == (408, "body_timeout")
-        assert read_to_the_end(client) == b""
+    status, error = refused(hasty, request("/echo", b"{", Content_Length="1000"))
+    assert (status, error["code"]) == (408, "body_timeout")
 
 
 def test_a_head_is_of_bounded_length(hasty: ServedApp) -> None:
@@ -124,22 +124,16 @@ def test_a_body_that_servers_would_frame_differently_is_refused(
 ) -> None:
     lines = [method + b" HTTP/1.1", b"Host: 127.0.0.1", b"Content-Type: application/json", head]
     smuggled = request("/hello", method="GET")
-    with hasty.connect() as client:
-        client.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + b'3\r\n"a"\r\n0\r\n\r\n' + smuggled)
-        found, body = read_answer(client)
-        assert (found, body["error"]["type"]) == (status, "invalid_request_error")
-        assert read_to_the_end(client) == b""
+    found, error = refused(hasty, b"\r\n".join(lines) + b"\r\n\r\n" + b'3\r\n"a"\r\n0\r\n\r\n' + smuggled)
+    assert (found, error["type"]) == (status, "invalid_request_error")
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
 def test_upgrade_with_a_body_is_refused_and_smuggles_nothing(hasty: ServedApp, protocol: str) -> None:
     """An upgrade with a body is refused, and the body is not read as a request."""
     smuggled = request("/hello", method="GET")
-    with hasty.connect() as client:
-        client.sendall(request("/echo", smuggled, Connection="Upgrade", Upgrade=protocol))
-        status, body = read_answer(client)
-        assert (status, body["error"]["code"]) == (501, "invalid_framing")
-        assert read_to_the_end(client) == b""
+    status, error = refused(hasty, request("/echo", smuggled, Connection="Upgrade", Upgrade=protocol))
+    assert (status, error["code"]) == (501, "invalid_framing")
     upgraded = request("/hello", method="GET", Connection="Upgrade", Upgrade=protocol)
     assert ask(hasty, upgraded) == (200, b"hello")
 
@@ -161,15 +155,9 @@ CHUNKED = (
 )
 def test_chunk_extensions_and_trailers_are_counted(long: bytes, at_once: bool) -> None:
     app = GuardedApp(GuardSettings(port=0))
-    with served(app.app, app.traffic, GuardSettings(port=0)) as running, running.connect() as client:
-        if at_once:
-            client.sendall(CHUNKED + long)
-        else:
-            client.sendall(CHUNKED)
-            client.sendall(long)
-        status, body = read_answer(client)
-        assert (status, body["error"]["code"]) == (400, "chunk_extensions_too_long")
-        assert read_to_the_end(client) == b""
+    with served(app.app, app.traffic, GuardSettings(port=0)) as running:
+        status, error = refused(running, *([CHUNKED + long] if at_once else [CHUNKED, long]))
+    assert (status, error["code"]) == (400, "chunk_extensions_too_long")
 
 
 def test_small_chunks_extensions_and_pipelined_bodies_are_read(hasty: ServedApp) -> None:
@@ -222,28 +210,20 @@ def test_refused_endless_body_is_discarded_for_a_while_only(hasty: ServedApp, mo
     assert ask(hasty, request("/echo", b'"next"')) == (200, "next")
 
 
-class Endless(Response):
-    """A stream that goes on as long as somebody reads it."""
+def test_client_that_does_not_read_loses_its_connection() -> None:
+    """A client that does not read loses its connection, and the stream ends."""
+    ended = threading.Event()
 
-    def __init__(self, ended: threading.Event) -> None:
-        super().__init__()
-        self._ended = ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         try:
             while True:
                 await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
         finally:
-            self._ended.set()
+            ended.set()
 
-
-def test_client_that_does_not_read_loses_its_connection() -> None:
-    """A client that does not read loses its connection, and the stream ends."""
-    ended = threading.Event()
-
-    async def stream(request: Request) -> Response:
-        return Endless(ended)
+    async def stream(request: Request) -> Any:
+        return endless
 
     app = GuardedApp(HASTY, stream=stream)
     with served(app.app, app.traffic, HASTY) as running, running.connect(receive_bytes=4096) as client:
@@ -297,20 +277,19 @@ def test_an_outlet_is_free_while_its_client_reads_and_only_then() -> None:
     found: dict[str, int] = {}
     ended = threading.Event()
 
-    class Flooding(Response):
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            outlet = scope["state"]["outlet"]
-            found["pieces"] = 0
-            while outlet.is_free and found["pieces"] < 10_000:
-                outlet.write(b"x" * 65536)
-                found["pieces"] += 1
-            await send({"type": "http.response.body", "body": b"last", "more_body": False})
-            found["free after its end"] = outlet.is_free
-            ended.set()
+    async def flood(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        outlet = scope["state"]["outlet"]
+        found["pieces"] = 0
+        while outlet.is_free and found["pieces"] < 10_000:
+            outlet.write(b"x" * 65536)
+            found["pieces"] += 1
+        await send({"type": "http.response.body", "body": b"last", "more_body": False})
+        found["free after its end"] = outlet.is_free
+        ended.set()
 
-    async def stream(request: Request) -> Response:
-        return Flooding()
+    async def stream(request: Request) -> Any:
+        return flood
 
     app = GuardedApp(GuardSettings(port=0), stream=stream)
     with served(app.app, app.traffic) as running, running.connect(receive_bytes=4096) as client:
@@ -356,10 +335,8 @@ def test_refused_request_leaves_no_garbage(refused: str) -> None:
 
 
 def test_ended_stream_leaves_no_garbage() -> None:
-    """A stream that has ended leaves nothing for the garbage collector.
-
-    What a collection finds it frees all at once, while every other stream waits.
-    """
+    """A stream that has ended leaves nothing for the garbage collector."""
+    # What a collection finds it frees all at once, while every other stream waits.
     outlets: list[weakref.ref[Any]] = []
 
     async def stream(request: Request) -> Response:

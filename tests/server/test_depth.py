@@ -1,7 +1,5 @@
 """Depth over the API: how a request asks for it, who may, and what is told of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -148,7 +146,7 @@ def test_a_depth_that_is_malformed_or_not_allowed_is_refused(refusal: Any, depth
     ],
     ids=str,
 )
-def test_depths_that_disagree_or_cannot_be_read_are_refused(
+def test_depths_that_disagree_or_are_none_are_refused(
     refusal: Any, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     status, error = refusal("/v1/completions", {"prompt": "Tom"} | body, headers=headers)
@@ -204,16 +202,13 @@ def test_only_so_many_different_policies_are_at_work_at_once() -> None:
         pass
 
 
-def test_what_is_remembered_of_a_depth_is_its_very_spelling() -> None:
+def test_few_depths_are_remembered_by_their_very_spelling() -> None:
+    """A depth that was read is known again if it is spelled the same, and few are remembered."""
     known = policies(allow_depth=("d3",))
     asked = {"policy": "d3", "alpha": 1, "start": 0.5}
     assert known.read("m", asked, None) == known.read("m", dict(asked), None) == D3(alpha=1, start=0.5)
     with pytest.raises(RequestError, match="alpha must be"):
         known.read("m", asked | {"alpha": True}, None)
-
-
-def test_of_depths_that_a_client_makes_up_few_are_remembered() -> None:
-    known = policies(allow_depth=("d3",))
     for nth in range(200):
         start = 0.5 + nth / 1000
         assert known.read("m", {"policy": "d3", "alpha": 0.9, "start": start}, None) == D3(alpha=0.9, start=start)

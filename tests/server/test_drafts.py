@@ -1,7 +1,5 @@
 """What a server says of drafts: a request's usage as OpenAI names it, and vLLM's metrics."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,20 +1,17 @@
 """POST /v1/embeddings, as OpenAI's client asks for it."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from d3engine import Engine
 from d3engine.errors import FailedError
-
-if TYPE_CHECKING:
-    from d3engine import Engine
+from d3engine.server.routes.embeddings import all_of
 
 TEXTS = ["Tom has 5 pens.", "Ann has 3 cats and a dog.", "How many?"]
 
@@ -82,8 +79,6 @@ def test_an_embedding_counts_no_generated_tokens(http: httpx.Client) -> None:
 
 
 def test_the_first_error_of_several_inputs_is_raised_as_it_is() -> None:
-    from d3engine.server.routes.embeddings import all_of
-
     done: list[int] = []
 
     async def embed(number: int) -> Any:

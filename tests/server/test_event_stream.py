@@ -1,7 +1,5 @@
 """A stream begins with its first event, or with a ping where that is late; and work ends when a client leaves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any

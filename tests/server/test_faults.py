@@ -1,9 +1,7 @@
 """What can go wrong on the way of an answer, and that a client is spared it or told of it.
-
-The engine behind these apps is real but for its model, which says what a test wants (`tests/support/scripted.py`). The
-apps are called without a socket between, so that every message is seen as it leaves, and a gate before the engine's
-steps decides what has happened when. Two faults are switched on, to show that the tests would see them.
-"""
+The engine behind these apps is real but for its model, which says what a test wants (`tests/support/scripted.py`).
+The apps are called without a socket between, so that every message is seen as it leaves, and a gate before the
+engine's steps decides what has happened when. Two faults are switched on, to show that the tests would see them."""
 
 from __future__ import annotations
 
@@ -13,16 +11,22 @@ import threading
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 from loops import on_a_loop
+from scripted import CONFIG, DEMO, Scripted
+from starlette.applications import Starlette
 
-if TYPE_CHECKING:
-    from scripted import Scripted
-    from starlette.applications import Starlette
-
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine, Engine
+from d3engine.model.config import ModelConfig
+from d3engine.model.weights import random_weights
+from d3engine.server.app import create_app
+from d3engine.server.settings import ServerSettings
+from d3engine.text import output
+from d3engine.text.detokenizer import TokenTexts
+from d3engine.text.tokenizer import load_tokenizer
 
 PROMPT, OTHER = [7, 8, 9], [17, 18]
 SPARKLING = " caf\u00e9 \U0001f600 \u20ac!"
@@ -140,15 +144,6 @@ class Caller:
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     """`make_world(text, **settings)`: a world whose model answers every prompt with this text."""
-    import torch
-    from scripted import CONFIG, DEMO, Scripted
-
-    from d3engine import AsyncEngine, Engine
-    from d3engine.model.config import ModelConfig
-    from d3engine.model.weights import random_weights
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
     made = []
 
     def make(text: str, **settings: Any) -> World:
@@ -174,12 +169,6 @@ Make = Callable[..., World]
 
 def show_each_token_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that is easily made: a token's bytes are made text without those of its neighbours."""
-    from scripted import DEMO
-
-    from d3engine.text import output
-    from d3engine.text.detokenizer import TokenTexts
-    from d3engine.text.tokenizer import load_tokenizer
-
     texts = TokenTexts(load_tokenizer(DEMO))
 
     class Hasty(output.Detokenizer):
@@ -192,7 +181,6 @@ def show_each_token_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hold_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another: text is shown before it is known whether it begins a stop string."""
-    from d3engine.text import output
 
     class Hasty(output.Detokenizer):
         def _take(self, settled: str) -> str:

@@ -1,21 +1,21 @@
 """Several models of one server: loaded when a request names one, in a room that may be too small for all."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from invoking import refused
+from serving import serving
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
-    from d3engine.server.models import FurtherModels
+from d3engine import AsyncEngine, ModelFormatError
+from d3engine.server.app import create_app
+from d3engine.server.models import FurtherModel, FurtherModels
+from d3engine.server.settings import ServerSettings
 
 BODY: dict[str, Any] = {"prompt": "Tom has 5 pens.", "max_tokens": 6, "temperature": 0}
 SIZE = 100
@@ -32,8 +32,6 @@ class Loads:
 
     def of(self, name: str) -> Callable[[], AsyncEngine]:
         def load() -> AsyncEngine:
-            from d3engine import AsyncEngine, ModelFormatError
-
             self.seen.append(name)
             self.may_go_on.wait()
             if name in self.broken:
@@ -48,12 +46,6 @@ def several(
     client: AsyncEngine, loads: Loads, *, room: int | None = None, ttl: float | None = None, sleeps: bool = False
 ) -> Iterator[tuple[httpx.Client, FurtherModels]]:
     """A server of the bundled model, and of it again as "b" and "c"."""
-    from serving import serving
-
-    from d3engine.server.app import create_app
-    from d3engine.server.models import FurtherModel, FurtherModels
-    from d3engine.server.settings import ServerSettings
-
     models = [FurtherModel(name, loads.of(name), SIZE, client.directory, client.config) for name in ("b", "c")]
     app = create_app(
         client,
@@ -66,8 +58,7 @@ def several(
             yield http, further
         finally:
             loads.may_go_on.set()
-            loaded = further.loaded()
-            for _, state in loaded:
+            for _, state in further.loaded():
                 asyncio.run(state.client.close())
 
 
@@ -180,8 +171,6 @@ def test_a_further_model_sleeps_after_its_requests(client: AsyncEngine) -> None:
 
 def test_a_first_model_that_sleeps_leaves_its_room(client: AsyncEngine) -> None:
     """Both others fit while it sleeps; waking it unloads the one that was used least recently."""
-    from d3engine import AsyncEngine
-
     loads = Loads()
     first = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**24)
     try:

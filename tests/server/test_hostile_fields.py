@@ -1,9 +1,5 @@
 """Every field of every route with values that nobody should send: refused or honoured, never a fault of the server's.
-
-The fields are those of /openapi.json, so one that is added later is tried too.
-"""
-
-from __future__ import annotations
+The fields are those of /openapi.json, so one that is added later is tried too."""
 
 import json
 from typing import Any

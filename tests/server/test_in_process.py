@@ -1,7 +1,5 @@
 """An app called as a function answers as it does over a socket, and hears of a reader who leaves."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,15 +1,12 @@
 """llama.cpp's routes: its names, and the same tokens as a completion's."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
-if TYPE_CHECKING:
-    from d3engine import Engine
+from d3engine import Engine
 
 PROMPT = "Tom has 5 pens."
 GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 8}

@@ -1,17 +1,18 @@
 """LoRA adapters as ids of the model: listed, named by requests, loaded and unloaded while others are answered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from demo_server import demo_engine
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine, Engine
+from benchmarks.lora import write_random_adapter
+from d3engine import AsyncEngine, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.model.config import ModelConfig
+from d3engine.server.app import create_app
+from d3engine.server.settings import ServerSettings
 
 BODY = {"prompt": "Question: Tom has 5 pens.", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -19,9 +20,6 @@ BODY = {"prompt": "Question: Tom has 5 pens.", "temperature": 0, "max_tokens": 1
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two adapters of the bundled model."""
-    from benchmarks.lora import write_random_adapter
-    from d3engine.model.config import ModelConfig
-
     config, found = ModelConfig.from_directory("d3engine/demo_model"), {}
     for seed, name in enumerate(("first", "second")):
         found[name] = tmp_path_factory.mktemp(name)
@@ -38,9 +36,6 @@ def engine(paths: dict[str, Path]) -> Iterator[AsyncEngine]:
 def http_of(engine: AsyncEngine, **settings: Any) -> httpx.Client:
     from starlette.testclient import TestClient
 
-    from d3engine.server.app import create_app
-    from d3engine.server.settings import ServerSettings
-
     app = create_app(engine, ServerSettings(model_names=("demo",), **settings))
     return TestClient(app, base_url="http://127.0.0.1:8000")
 
@@ -52,8 +47,6 @@ def http(engine: AsyncEngine) -> httpx.Client:
 
 @pytest.fixture(scope="module")
 def own(paths: dict[str, Path]) -> Iterator[Engine]:
-    from d3engine import Engine
-
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**25, lora_modules=paths) as engine:
         yield engine
 
@@ -67,8 +60,6 @@ def text_of(http: httpx.Client, model: str, **more: Any) -> str:
 
 
 def expected(own: Engine, adapter: str | None) -> str:
-    from d3engine import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     (output,) = own.generate([BODY["prompt"]], params, use_tqdm=False, lora_request=adapter)
     text: str = output.outputs[0].text
@@ -134,7 +125,5 @@ def test_adapters_are_loaded_only_where_the_owner_allows_it(engine: AsyncEngine,
 
 
 def test_an_adapter_cannot_have_the_models_own_id(engine: AsyncEngine) -> None:
-    from d3engine import FullDepth, InvalidValueError
-
     with pytest.raises(InvalidValueError, match="lora_modules must be a name that is no id of the model; got 'first'"):
         http_of(engine, depth_aliases={"first": FullDepth()})

@@ -1,25 +1,22 @@
 """POST /v1/messages by Anthropic's own client: what a chat answers, in Anthropic's form."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
+from bad_values import bad_values
 from demo_server import Dying, serving_demo
 from guarded_apps import JSON, GuardedApp
 from starlette.requests import Request
 from starlette.responses import Response
 from untimed import untimed
 
+from d3engine import AsyncEngine
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.responses.messages import PING, MessageForm
 from d3engine.server.responses.streams import EventStream
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 ANSWER = "Adding 3 makes 5 + 3 = 8. Adding 2 makes 8 + 2 = 10. #### 10"
@@ -29,9 +26,7 @@ PATH = "/v1/messages"
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "seed": 3}], ids=str)
-def test_a_message_whole_and_streamed_is_what_the_chat_says(
-    anthropic: Any, openai: Any, sampled: dict[str, Any]
-) -> None:
+def test_message_whole_and_streamed_is_what_the_chat_says(anthropic: Any, openai: Any, sampled: dict[str, Any]) -> None:
     said = openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=60, extra_body=sampled)
     whole = anthropic.messages.create(**ASKED, extra_body=sampled)
     (block,) = whole.content
@@ -79,14 +74,13 @@ def test_message_stream_events_are_named_and_in_order(http: httpx.Client) -> Non
     ],
     ids=["blocks", "system", "one role twice", "an answer that has begun"],
 )
-def test_a_conversation_is_read_as_the_chat_reads_it(
+def test_conversation_is_read_as_by_the_chat(
     anthropic: Any, openai: Any, turns: Any, system: Any, as_chat: Any
 ) -> None:
     extra = {"continue_final_message": turns[-1]["role"] == "assistant"}
     chat: list[Any] = [{"role": "system", "content": system}] if system else []
-    said = openai.chat.completions.create(
-        model="demo", messages=[*chat, *(as_chat or turns)], max_tokens=60, extra_body=extra
-    )
+    chat += as_chat or turns
+    said = openai.chat.completions.create(model="demo", messages=chat, max_tokens=60, extra_body=extra)
     asked: dict[str, Any] = {"messages": turns} | ({"system": system} if system else {})
     found = anthropic.messages.create(**ASKED | asked)
     assert found.content[0].text == said.choices[0].message.content
@@ -140,46 +134,29 @@ def test_depth_is_told_in_a_message_as_in_a_chat(anthropic: Any, openai: Any) ->
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": "Tom"}, "messages"),
+        *bad_values(messages=[[], "Tom"], system=[5], max_tokens=[None, 0, 2**70], temperature=[2.1], top_p=[0]),
+        *bad_values(top_k=[-2], stop_sequences=[[""], ["a"] * 17, "a"], mcp_servers=[[{}]], container=["c"]),
+        *bad_values(tool_choice=[{"type": "auto"}, {"type": "tool"}], speed=["fast"], depth=["deep"]),
+        *bad_values(thinking=[{"type": "enabled", "budget_tokens": 1024}]),
         ({"messages": ["Tom"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [*TURNS, {"role": "user", "content": [{"type": "image"}]}]}, "messages[1].content[0]"),
-        ({"system": 5}, "system"),
         ({"system": [{"type": "text"}]}, "system[0]"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 2**70}, "max_tokens"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
-        ({"stop_sequences": "a"}, "stop_sequences"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "auto"}}, "tool_choice"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "output_config"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"container": "c"}, "container"),
-        ({"speed": "fast"}, "speed"),
-        ({"depth": "deep"}, "depth"),
     ],
     ids=str,
 )
-def test_message_refusal_names_the_field_in_anthropics_form(
-    http: httpx.Client, changes: dict[str, Any], name: str
-) -> None:
+def test_message_refusal_names_a_field_as_anthropic(http: httpx.Client, changes: dict[str, Any], name: str) -> None:
     """A message that cannot be honoured names the field in Anthropic's form."""
     answer = http.post(PATH, json=ASKED | {"stream": True} | changes)
     error = answer.json()

@@ -1,16 +1,15 @@
 """/openapi.json: every route is in it, and what the official client sends and gets is what it says."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
+from d3engine.server.app import ROUTES
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,6 @@ def shape_of(content: Any) -> str:
 
 
 def test_every_route_of_the_app_is_in_it(described: Any) -> None:
-    from d3engine.server.app import ROUTES
-
     there = {(path, method.upper()) for path, item in described["paths"].items() for method in item}
     routes = {(route.path.replace(":path}", "}"), method) for route in ROUTES for method in route.methods or ()}
     assert {(path, method) for path, method in routes if method != "HEAD"} <= there
@@ -57,8 +54,6 @@ def test_every_route_of_the_app_is_in_it(described: Any) -> None:
 
 
 def test_every_shape_that_it_refers_to_is_in_it(described: Any) -> None:
-    import re
-
     named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
     assert named == set(described["components"]["schemas"])
 
@@ -119,7 +114,7 @@ def test_it_says_what_the_official_client_sends_and_gets(described: Any, faults:
         ("/is_sleeping", None),
     ],
 )
-def test_answers_of_every_route_are_what_it_says(
+def test_answers_of_routes_are_what_it_says(
     described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
 ) -> None:
     if asked is None:
@@ -142,7 +137,7 @@ def test_answers_of_every_route_are_what_it_says(
         ("/api/generate", {"prompt": "Tom has", "raw": True, "logprobs": True, "top_logprobs": 1}),
     ],
 )
-def test_lines_of_every_stream_are_what_it_says(
+def test_lines_of_streams_are_what_it_says(
     described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
 ) -> None:
     answer = http.post(path, json={"model": "demo", "options": {"num_predict": 4}, **asked})
@@ -166,7 +161,7 @@ def test_lines_of_every_stream_are_what_it_says(
         ("/v1/messages", {"messages": [{"role": "user", "content": "Tom has 5 pens."}], "max_tokens": 5}),
     ],
 )
-def test_events_of_every_stream_are_what_it_says(
+def test_events_of_streams_are_what_it_says(
     described: Any, faults: Any, http: httpx.Client, path: str, asked: Any
 ) -> None:
     text = http.post(path, json=asked | {"stream": True, "return_depths": True}).text

@@ -1,63 +1,58 @@
 """What operators ask: health that is true of an engine that hangs or has ended, readiness, metrics, version."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from demo_server import serving_demo
 from prometheus_client.parser import text_string_to_metric_families
 
+import d3engine
+from d3engine import AsyncEngine, Engine
+from d3engine.server import metrics as exposition
 from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.settings import GuardSettings
-
-if TYPE_CHECKING:
-    from d3engine import Engine
+from d3engine.server.state import health, readiness
 
 PROMPT = {"model": "demo", "prompt": "Question: Tom has 5 pens.", "max_tokens": 3, "ignore_eos": True}
 
 
-class Heart:
+def heart(age: float, is_working: bool, error: str | None = None) -> Any:
     """A heartbeat that says what a test wants."""
-
-    def __init__(self, age: float, is_working: bool, error: str | None = None) -> None:
-        self.last_turn, self.is_working, self.error = 1000.0 - age, is_working, error
+    return SimpleNamespace(last_turn=1000.0 - age, is_working=is_working, error=error)
 
 
 @pytest.mark.parametrize(
-    ("heart", "status"),
+    ("beat", "status"),
     [
-        (Heart(9999, False), "ok"),
-        (Heart(0, True), "ok"),
-        (Heart(60, True), "ok"),
-        (Heart(61, True), "hung"),
-        (Heart(0, False, "a fault"), "dead"),
-        (Heart(9999, True, "a fault"), "dead"),
+        (heart(9999, False), "ok"),
+        (heart(0, True), "ok"),
+        (heart(60, True), "ok"),
+        (heart(61, True), "hung"),
+        (heart(0, False, "a fault"), "dead"),
+        (heart(9999, True, "a fault"), "dead"),
     ],
 )
-def test_an_engine_hangs_when_somebody_waits_and_no_step_ends(heart: Any, status: str) -> None:
-    from d3engine.server.state import health
-
-    assert health(heart, AdmissionControl(1), 60, now=1000.0).status == status
+def test_an_engine_hangs_when_somebody_waits_and_no_step_ends(beat: Any, status: str) -> None:
+    assert health(beat, AdmissionControl(1), 60, now=1000.0).status == status
 
 
 def test_full_queue_is_healthy_unready_and_a_drain_is_neither() -> None:
     """A full queue is healthy but not ready, and a drain is neither."""
-    from d3engine.server.state import health, readiness
-
     traffic = AdmissionControl(1)
     with traffic.place():
-        found = health(Heart(0, True), traffic, 60, now=1000.0)  # type: ignore[arg-type]
+        found = health(heart(0, True), traffic, 60, now=1000.0)
         assert (found.status, readiness(found, traffic).status) == ("ok", "full")
     assert readiness(found, traffic).status == "ok"
     traffic.is_draining = True
-    found = health(Heart(0, True), traffic, 60, now=1000.0)  # type: ignore[arg-type]
+    found = health(heart(0, True), traffic, 60, now=1000.0)
     assert (found.status, readiness(found, traffic).status) == ("draining", "draining")
 
 
@@ -65,8 +60,6 @@ class Stepping:
     """An engine whose steps wait, or fail, when a test says so."""
 
     def __init__(self, engine: Engine) -> None:
-        from d3engine import AsyncEngine
-
         self.goes = threading.Event()
         self.goes.set()
         self.fault: Exception | None = None
@@ -80,8 +73,6 @@ class Stepping:
 
 @pytest.fixture
 def stepping() -> Iterator[Stepping]:
-    from d3engine import Engine
-
     found = Stepping(Engine("demo", device="cpu", kv_cache_memory_bytes=2**22))
     yield found
     found.goes.set()
@@ -96,9 +87,7 @@ def asks(stepping: Stepping) -> Iterator[Callable[..., httpx.Response]]:
         yield lambda method, path, body=None: client.request(method, path, json=body)
 
 
-def test_health_reports_an_engine_that_hangs_or_has_ended(
-    stepping: Stepping, asks: Callable[..., httpx.Response]
-) -> None:
+def test_health_tells_an_engine_that_hangs_or_ended(stepping: Stepping, asks: Callable[..., httpx.Response]) -> None:
     """Health reports an engine that hangs, and one that has ended."""
     assert asks("GET", "/health").status_code == 200
     stepping.goes.clear()
@@ -125,8 +114,6 @@ def test_health_reports_an_engine_that_hangs_or_has_ended(
 def test_metrics_come_while_the_engine_hangs(
     stepping: Stepping, asks: Callable[..., httpx.Response], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server import metrics as exposition
-
     monkeypatch.setattr(exposition, "STATS_SECONDS", 0.05)
     stepping.goes.clear()
     thread = threading.Thread(target=lambda: asks("POST", "/v1/completions", PROMPT))
@@ -146,12 +133,9 @@ def values(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
     families = list(text_string_to_metric_families(http.get("/metrics").text))
     assert all(family.documentation.endswith(".") for family in families)
     samples = [sample for family in families for sample in family.samples]
-    found = {
-        (sample.name.removeprefix("d3engine:"), tuple(sorted(sample.labels.items()))): sample.value
-        for sample in samples
-    }
+    assert all(one.name.startswith("d3engine:") for one in samples)
+    found = {(one.name.removeprefix("d3engine:"), tuple(sorted(one.labels.items()))): one.value for one in samples}
     assert len(found) == len(samples), "a sample stands twice"
-    assert all(sample.name.startswith("d3engine:") for sample in samples)
     return found
 
 
@@ -209,9 +193,8 @@ def test_no_client_can_make_the_metrics_grow(http: httpx.Client) -> None:
         http.get(f"/no/such/route/{number}")
         http.request(f"METHOD{number}", "/v1/models")
         http.post("/v1/completions", json=PROMPT | {"model": f"model-{number}"})
-        http.post(
-            "/v1/completions", json=PROMPT | {"depth": {"policy": "d3", "alpha": 0.5 + number / 100, "start": 0.5}}
-        )
+        depth = {"policy": "d3", "alpha": 0.5 + number / 100, "start": 0.5}
+        http.post("/v1/completions", json=PROMPT | {"depth": depth})
         http.get("/v1/models", headers={"X-Request-Id": f"id-{number}"})
     assert set(values(http)) == before
 
@@ -223,8 +206,6 @@ def test_refusals_are_counted_by_their_reason(http: httpx.Client) -> None:
 
 
 def test_the_dashboard_shows_metrics_that_there_are(http: httpx.Client) -> None:
-    import re
-
     page = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
     asked = [target["expr"] for panel in page["panels"] for target in panel.get("targets", ())]
     named = {name for text in asked for name in re.findall(r"d3engine:(\w+)", text)}
@@ -233,6 +214,4 @@ def test_the_dashboard_shows_metrics_that_there_are(http: httpx.Client) -> None:
 
 
 def test_the_version_is_the_packages(http: httpx.Client) -> None:
-    import d3engine
-
     assert http.get("/version").json() == {"version": d3engine.__version__}

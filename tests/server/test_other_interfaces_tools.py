@@ -1,23 +1,16 @@
 """Forms and calls of functions in responses and messages, by the official clients: what a chat would answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from demo_server import InHermesFormat, WithTools, anthropic_of, call_at_once, openai_of, serving_demo
+from json_schemas import closed
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
 
-COUNT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"many": {"enum": [5, '"6"']}},
-    "required": ["many"],
-    "additionalProperties": False,
-}
+COUNT = closed({"many": {"enum": [5, '"6"']}})
 QUESTION = "Tom has 5 pens."
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 2}
 

@@ -1,7 +1,5 @@
 """docs/reference/server.md says what the server does: its commands run, and its tables have every field."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,15 +1,10 @@
 """The programs with which the pages of serving and of tools begin."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from demo_server import InHermesFormat, call_at_once, serving_demo
 from page_programs import program_with, run_program
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
 
 
 def test_the_pages_first_program_prints_what_it_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """What the pages of embeddings and of Ollama's and llama.cpp's APIs send, the server answers."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

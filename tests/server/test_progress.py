@@ -1,7 +1,5 @@
 """How far a prompt is computed, told in a stream before its first token."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -13,6 +11,9 @@ import httpx
 import pytest
 from demo_server import serving_demo
 
+from d3engine import AsyncEngine, Engine, SamplingParams
+from d3engine.server.responses import running
+
 STEP_TOKENS, NUM_HELD = 32, 3
 SIZES: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**24, "max_num_seqs": 4}
 SIZES["max_num_batched_tokens"] = STEP_TOKENS
@@ -21,9 +22,6 @@ SIZES["max_num_batched_tokens"] = STEP_TOKENS
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where an engine answers that computes 32 tokens of a prompt a step, and that is asked after each of three."""
-    from d3engine import AsyncEngine, Engine
-    from d3engine.server.responses import running
-
     asked, num_steps = threading.Event(), itertools.count()
 
     def before_step() -> None:
@@ -79,8 +77,6 @@ def test_a_stream_tells_how_far_its_prompt_is_read(address: str, path: str) -> N
 
 
 def test_stats_have_the_prompts_under_way() -> None:
-    from d3engine import Engine, SamplingParams
-
     with Engine("demo", **SIZES) as engine:
         ids = list(range(10, 90))
         engine.add_request("a", ids, SamplingParams(max_tokens=2, temperature=0))

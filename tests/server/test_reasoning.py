@@ -1,17 +1,17 @@
 """Reasoning in chats, responses and messages, by the official clients: apart from the answer, and of bounded length."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from demo_server import WithTools, anthropic_of, openai_of, serving_demo
+from json_schemas import closed
 from openai import BadRequestError
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
+from d3engine.server.requests.formats import reasoning_format_named
+from d3engine.server.requests.tools import ChatStyle, ChatStyles
 
 QUESTION = "Tom has 5 pens."
 TEMPLATE = (
@@ -24,12 +24,7 @@ TEMPLATE = (
     "{% endif %}{% endif %}"
 )
 """A Qwen's of 2025: the reasoning has begun, unless it is switched off."""
-COUNT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"many": {"enum": [5, 6]}},
-    "required": ["many"],
-    "additionalProperties": False,
-}
+COUNT = closed({"many": {"enum": [5, 6]}})
 BUDGET = 6
 
 
@@ -126,9 +121,8 @@ def test_a_message_has_a_block_of_thinking_whole_and_streamed(anthropic: Any, op
     asked: dict[str, Any] = {"model": "demo", "messages": CHAT["messages"], "max_tokens": 40}
     asked["thinking"] = {"type": "enabled", "budget_tokens": BUDGET}
     whole: Any = anthropic.messages.create(**asked)
-    said = openai.chat.completions.create(
-        **CHAT | {"max_tokens": 40}, extra_body={"thinking_token_budget": BUDGET}
-    ).choices[0]
+    extra = {"thinking_token_budget": BUDGET}
+    said = openai.chat.completions.create(**CHAT | {"max_tokens": 40}, extra_body=extra).choices[0]
     reasoning, text = whole.content
     assert (reasoning.type, reasoning.thinking) == ("thinking", said.message.reasoning_content)
     assert (text.type, text.text) == ("text", said.message.content)
@@ -200,12 +194,9 @@ class Marked(WithTools):
         return await self._client.prepare(prompt, params, **more)
 
 
-def test_special_marks_of_reasoning_are_read_and_have_no_budget(
+def test_special_marks_of_reasoning_are_read_without_budget(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d3engine.server.requests.formats import reasoning_format_named
-    from d3engine.server.requests.tools import ChatStyle, ChatStyles
-
     style = ChatStyle(reasoning=reasoning_format_named("mistral"), special_ids={"[THINK]": 3, "[/THINK]": 4})
 
     async def found(self: ChatStyles, template: str | None) -> ChatStyle:

@@ -1,15 +1,14 @@
 """What is refused over HTTP: always by name, in OpenAI's words, before the first byte, and never as a 422 or a 500."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
 import httpx
 import pytest
+from bad_values import bad_values
 from openai import BadRequestError, NotFoundError, OpenAI
 
-Refusal = Any
+from d3engine.server.requests import bodies
 
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Tom has"}
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tom has 5 pens."}]}
@@ -18,60 +17,23 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"prompt": None}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", [1]]}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": 5}, "prompt"),
-        ({"prompt": [1.5]}, "prompt"),
+        *bad_values(prompt=[None, [], ["a", [1]], [1, "a"], [[]], 5, [1.5], ["a"] * 257, [5] * 1025, [5] * 1024]),
         ({"prompt": [768]}, "prompt_token_ids"),
-        ({"prompt": ["a"] * 257}, "prompt"),
-        ({"prompt": [5] * 1025}, "prompt"),
-        ({"prompt": [5] * 1024}, "prompt"),
-        ({"n": 0}, "n"),
-        ({"n": 65}, "n"),
+        *bad_values(n=[0, 65, "2", True], max_tokens=[-5, 0, 2**70, 1.5], temperature=[2.1, -1], top_p=[0]),
         ({"n": 2, "temperature": 0}, "n"),  # of greedy answers, which would be the same
-        ({"n": "2"}, "n"),
-        ({"n": True}, "n"),
-        ({"max_tokens": -5}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 2**70}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {"768": 1}}, "logit_bias"),
-        ({"logit_bias": {"1": 101}}, "logit_bias"),
-        ({"stop": ""}, "stop"),
-        ({"stop": [""]}, "stop"),
-        ({"stop": ["a"] * 17}, "stop"),
-        ({"stop": 5}, "stop"),
-        ({"seed": 2**63}, "seed"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": -1}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        *bad_values(logit_bias=[{"a": 1}, {"768": 1}, {"1": 101}], stop=["", [""], ["a"] * 17, 5], seed=[2**63]),
+        *bad_values(logprobs=[21, -1, True], prompt_logprobs=[21], presence_penalty=[3], min_tokens=[17]),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"best_of": 1, "n": 2, "temperature": 1}, "best_of"),
         ({"best_of": 2, "stream": True, "temperature": 1}, "best_of"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream_options": 5, "stream": True}, "stream_options"),
         ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options"),
-        ({"suffix": "."}, "suffix"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"cache_salt": ""}, "cache_salt"),
-        ({"min_tokens": 17}, "min_tokens"),
-        ({"depth": "deep"}, "depth"),
+        *bad_values(suffix=["."], response_format=[{"type": "xml"}], guided_json=[{}], cache_salt=[""], depth=["deep"]),
     ],
     ids=str,
 )
-def test_a_completion_that_cannot_be_honoured_names_the_field(
-    refusal: Refusal, changes: dict[str, Any], param: str
-) -> None:
+def test_completion_that_cannot_be_honoured_names_the_field(refusal: Any, changes: dict[str, Any], param: str) -> None:
     status, error = refusal("/v1/completions", COMPLETION | changes)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert error["message"].startswith((param, "This model's maximum context length is 1024 tokens, but", "In depth"))
@@ -113,26 +75,22 @@ def test_the_official_client_raises_its_own_errors(openai: OpenAI) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_deep_inside_is_named_by_its_place(
-    refusal: Refusal, body: dict[str, Any], param: str, message: str
-) -> None:
+def test_mistake_deep_inside_is_named_by_place(refusal: Any, body: dict[str, Any], param: str, message: str) -> None:
     status, error = refusal("/v1/responses", {"input": "Tom"} | body)
     assert (status, error["param"], error["message"]) == (400, param, message)
 
 
-def test_stream_that_cannot_begin_is_an_error_status(refusal: Refusal) -> None:
+def test_stream_that_cannot_begin_is_an_error_status(refusal: Any) -> None:
     """A stream that cannot begin is an error status and no event."""
     status, error = refusal("/v1/completions", COMPLETION | {"stream": True, "max_tokens": 5000})
     assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
 def test_what_a_client_sent_is_not_sent_back_at_length(http: httpx.Client) -> None:
-    answer = http.post("/v1/completions", json=COMPLETION | {"model": "x" * 100_000})
-    assert answer.status_code == 404
-    assert len(answer.content) < 2000
-    answer = http.post("/v1/completions", json=COMPLETION | {"temperature": "x" * 100_000})
-    assert answer.status_code == 400
-    assert len(answer.content) < 2000
+    for field, status in (("model", 404), ("temperature", 400)):
+        answer = http.post("/v1/completions", json=COMPLETION | {field: "x" * 100_000})
+        assert answer.status_code == status
+        assert len(answer.content) < 2000
 
 
 # -- fields ----------------------------------------------------------------------------------------------------------
@@ -151,8 +109,6 @@ def test_fields_that_nobody_knows_are_taken_and_named(http: httpx.Client) -> Non
 
 def test_long_body_is_read_off_the_event_loop(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long body is read in another thread than the event loop's."""
-    from d3engine.server.requests import bodies
-
     threads = []
     read = bodies.check_refused
 
@@ -162,6 +118,5 @@ def test_long_body_is_read_off_the_event_loop(http: httpx.Client, monkeypatch: p
 
     monkeypatch.setattr(bodies, "check_refused", note)
     for length in (10, 2**17):
-        answer = http.post("/tokenize", json={"prompt": "x" * length})
-        assert answer.status_code == 200
+        assert http.post("/tokenize", json={"prompt": "x" * length}).status_code == 200
     assert threads[0] is not threads[1]

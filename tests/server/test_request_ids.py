@@ -1,7 +1,5 @@
 """Ids that clients give: they come back, and steer nothing."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,24 +1,25 @@
 """What one request asks for is counted before any of it is done, refused by name, and ends with its client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from demo_server import LEAST, TURNS, demo_engine
 from loops import on_a_loop
 
+from d3engine import AsyncEngine
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import SamplingParams
+from d3engine.server.app import ROUTES, create_app
 from d3engine.server.in_process import post, scope_of, whole
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.routes.openapi import description
+from d3engine.server.settings import ServerSettings
+from d3engine.text import chat_template as chat_prompts
 
 MOST = 4096
 WORDS = ["w" * 100] * 20
@@ -34,10 +35,6 @@ class Asked:
     """An app over an engine, whose prompts and texts are noted as they are read."""
 
     def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-        from d3engine.server.app import create_app
-        from d3engine.server.middleware.settings import GuardSettings
-        from d3engine.server.settings import ServerSettings
-
         guards = {"max_request_work": MOST, "allowed_hosts": ("*",)} | settings.pop("guards", {})
         self.app = create_app(engine, ServerSettings(model_names=("demo",), guards=GuardSettings(**guards), **settings))
         self.prepared: list[Any] = []
@@ -70,9 +67,10 @@ def asked(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     [
         ("prompt", {"prompt": ["a" * 2000, "b" * 2100]}),
         ("prompt", {"prompt": [5] * 900, "stop": ["x" * 1000] * 4, "max_tokens": 1}),
-        ("bad_words", {"bad_words": WORDS, "n": 3, "temperature": 1}),
-        ("bad_words", {"bad_words": WORDS, "prompt": ["a", "b", "c"]}),
-        ("bad_words", {"bad_words": WORDS, "best_of": 3, "temperature": 1}),
+        *(
+            ("bad_words", {"bad_words": WORDS} | three)
+            for three in ({"n": 3, "temperature": 1}, {"best_of": 3, "temperature": 1}, {"prompt": ["a", "b", "c"]})
+        ),
         ("allowed_token_ids", {"allowed_token_ids": list(range(700)), "prompt": ["a"] * 6}),
         ("allowed_token_ids", {"allowed_token_ids": list(range(700)) * 6}),
         ("logit_bias", {"logit_bias": {str(token): 1 for token in range(700)}, "n": 6, "temperature": 1}),
@@ -121,13 +119,15 @@ def test_a_body_is_the_bound_unless_another_is_set(asked: Callable[..., Asked]) 
 
 
 @pytest.mark.parametrize("path", LEAST)
-def test_priority_takes_permission(asked: Callable[..., Asked], path: str) -> None:
+def test_priority_takes_permission(asked: Callable[..., Asked], engine: AsyncEngine, path: str) -> None:
     app = asked()
     status, answer = app.post(path, priority=-1)
     message = answer["error"]["message"]
     assert status == 400
     assert message == "priority must be 0 or more, since this server lets no request run before others; got -1."
     assert app.prepared == []
+    prepared = asyncio.run(engine.prepare("Tom", SamplingParams(max_tokens=1), priority=-7))
+    assert prepared.priority == -7, "a program that has the engine needs none"
     assert app.post(path, priority=2)[0] == 200
     assert app.generated[-1].priority == 2
     allowing = asked(allow_priority=True)
@@ -136,9 +136,6 @@ def test_priority_takes_permission(asked: Callable[..., Asked], path: str) -> No
 
 
 def test_openapi_says_which_priorities_there_are(asked: Callable[..., Asked]) -> None:
-    from d3engine.server.app import ROUTES
-    from d3engine.server.routes.openapi import description
-
     for allow, bounds in ((False, (0, 2**31 - 1)), (True, (-(2**31), 2**31 - 1))):
         schemas = description(ROUTES, asked(allow_priority=allow).app.state.served)["components"]["schemas"]
         for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest"):
@@ -274,8 +271,6 @@ def test_no_file_is_opened_for_a_request(asked: Callable[..., Asked], engine: As
 
 
 def test_a_model_without_a_template_is_looked_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3engine.text import chat_template as chat_prompts
-
     reads: list[Any] = []
 
     def load(directory: Any) -> None:
@@ -287,8 +282,3 @@ def test_a_model_without_a_template_is_looked_at_once(tmp_path: Any, monkeypatch
         with pytest.raises(InvalidValueError, match="has no chat template"):
             prompts.token_ids(TURNS)
     assert len(reads) == 1
-
-
-def test_a_request_of_the_library_may_have_any_priority(engine: AsyncEngine) -> None:
-    prepared = asyncio.run(engine.prepare("Tom", SamplingParams(max_tokens=1), priority=-7))
-    assert prepared.priority == -7

@@ -1,22 +1,25 @@
 """POST /v1/responses by OpenAI's own client: what a chat answers, in the form of a response that nobody keeps."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
+from bad_values import bad_values
 from demo_server import Dying, serving_demo
 from openai import BadRequestError
 from untimed import untimed
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 ASKED: dict[str, Any] = {"model": "demo", "input": QUESTION}
 PATH = "/v1/responses"
+WRONG_FORMS: list[dict[str, Any]] = [
+    {"type": "json_object", "name": "a"},
+    {"type": "json_schema", "name": "a"},
+    {"type": "json_schema", "name": "a", "schema": {"type": "no"}},
+]
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "top_p": 0.95, "seed": 3, "top_k": 40}], ids=str)
@@ -34,10 +37,9 @@ def test_a_response_whole_and_streamed_is_what_the_chat_says(openai: Any, sample
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert deltas  # how many tokens each has depends on how soon they are read
     assert "".join(deltas) == whole.output_text
-    for response in (whole, streamed):
-        assert response.usage.input_tokens == said.usage.prompt_tokens
-        assert response.usage.output_tokens == said.usage.completion_tokens
-        assert response.usage.total_tokens == said.usage.total_tokens
+    wanted = (said.usage.prompt_tokens, said.usage.completion_tokens, said.usage.total_tokens)
+    for usage in (whole.usage, streamed.usage):
+        assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == wanted
 
 
 def test_response_events_are_in_order_and_numbered(openai: Any) -> None:
@@ -63,13 +65,8 @@ def test_messages_and_instructions_are_read_as_a_chats(openai: Any) -> None:
     items: list[Any] = [
         {"role": "developer", "content": "Be right."},
         {"role": "user", "content": [{"type": "input_text", "text": "Ann has 4 cups."}]},
-        {
-            "type": "message",
-            "id": "msg_1",
-            "status": "completed",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "She has.", "annotations": []}],
-        },
+        {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant"}
+        | {"content": [{"type": "output_text", "text": "She has.", "annotations": []}]},
         {"type": "message", "role": "user", "content": QUESTION},
     ]
     chat: list[Any] = [
@@ -100,8 +97,12 @@ def test_depth_is_told_in_a_response_as_in_a_chat(openai: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
+        *bad_values(input=[None, [], "Tom " * 2000], max_output_tokens=[0, 1020], temperature=[2.1], top_logprobs=[2]),
+        *bad_values(store=[True], previous_response_id=["resp_1"], conversation=["conv_1"], background=[True]),
+        *bad_values(tools=[[{"type": "web_search"}]], tool_choice=["required", {"type": "function", "name": "f"}]),
+        *bad_values(include=[["message.output_text.logprobs"]], reasoning=[{"effort": "high"}], truncation=["auto"]),
+        *bad_values(text=[{"format": form} for form in WRONG_FORMS] + [{"verbosity": "low"}]),
+        *bad_values(prompt=[{"id": "p"}], depth=["deep"]),
         ({"input": ["Tom"]}, "input[0]"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
@@ -110,27 +111,6 @@ def test_depth_is_told_in_a_response_as_in_a_chat(openai: Any) -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input[0]"),
         ({"input": [{"type": "reasoning", "summary": ["a"]}]}, "input[0]"),
-        ({"input": "Tom " * 2000}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 1020}, "max_output_tokens"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"store": True}, "store"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object", "name": "a"}}}, "text"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "no"}}}}, "text"),
-        ({"text": {"verbosity": "low"}}, "text"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"depth": "deep"}, "depth"),
     ],
     ids=lambda value: str(value)[:60],
 )

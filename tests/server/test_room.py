@@ -1,19 +1,19 @@
 """The room of a server: what a request takes of it, and what it is told when it does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from demo_server import demo_engine
 from serving import serving
+from starlette.applications import Starlette
 
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
-    from d3engine import AsyncEngine
+from d3engine import AsyncEngine
+from d3engine.server.app import create_app
+from d3engine.server.middleware.limits import AdmissionControl
+from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.settings import ServerSettings
 
 SAMPLED: dict[str, Any] = {"max_tokens": 2, "temperature": 1, "seed": 1}
 COMPLETION = {"prompt": "Tom has", **SAMPLED}
@@ -29,10 +29,6 @@ def engine() -> Iterator[AsyncEngine]:
 @pytest.fixture(scope="module")
 def app(engine: AsyncEngine) -> Starlette:
     """With room for two sequences that run and two that wait."""
-    from d3engine.server.app import create_app
-    from d3engine.server.middleware.settings import GuardSettings
-    from d3engine.server.settings import ServerSettings
-
     return create_app(engine, ServerSettings(model_names=("demo",), guards=GuardSettings(max_queue=2)))
 
 
@@ -41,6 +37,14 @@ def small(app: Starlette) -> Iterator[httpx.Client]:
     """A client of that app."""
     with serving(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
+
+
+def empty(app: Starlette, small: httpx.Client) -> AdmissionControl:
+    """The app's places, once the last request has left."""
+    traffic: AdmissionControl = app.state.traffic
+    while traffic.taken:
+        small.get("/version")
+    return traffic
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,7 @@ def test_a_request_takes_room_for_all_its_sequences(
     app: Starlette, small: httpx.Client, path: str, body: dict[str, Any], sequences: int
 ) -> None:
     """Row 4 of the security list: what one request may set in motion is bounded, however it is written."""
-    traffic = app.state.traffic
-    while traffic.taken:  # the last request has its answer, and may not have left yet
-        small.get("/version")
-    with traffic.place() as others:
+    with empty(app, small).place() as others:
         others.take(4 - sequences)  # one too many
         full = small.post(path, json=body)
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
@@ -98,10 +99,7 @@ def test_nothing_is_read_of_a_request_that_finds_no_room(
     monkeypatch.setattr(engine, "prepare", read)
     monkeypatch.setattr(engine, "chat_prompt", read)
     monkeypatch.setattr(type(engine.tokenizer), "encode", read)
-    traffic = app.state.traffic
-    while traffic.taken:
-        small.get("/version")
-    with traffic.place() as others:
+    with empty(app, small).place() as others:
         others.take(2)
         assert small.post(path, json=body).status_code == 429
 

@@ -1,19 +1,16 @@
 """POST /v1/score and /v1/rerank, over a model for whose "yes" and "no" two of its words stand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from demo_server import TEMPLATE, WithTools, serving_demo
 
+from d3engine import AsyncEngine, Engine, FullDepth, SamplingParams
 from d3engine.request.scoring import judgement
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine, Engine
+from d3engine.server.routes import scores as routes
 
 ANSWERS = ("Tom", "pens")
 DOCUMENTS = ["Tom has 5 pens.", "Ann has 3 cats.", "How many?"]
@@ -21,8 +18,6 @@ DOCUMENTS = ["Tom has 5 pens.", "Ann has 3 cats.", "How many?"]
 
 @pytest.fixture
 def scores(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    from d3engine.server.routes import scores as routes
-
     monkeypatch.setattr(routes, "ANSWERS", ANSWERS)
     with serving_demo(WithTools(client)) as url, httpx.Client(base_url=url, timeout=60) as found:
         yield found
@@ -30,8 +25,6 @@ def scores(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[htt
 
 def expected(demo: Engine, query: str, document: str, instruction: str | None = None) -> float:
     """By all log-probabilities of the next token."""
-    from d3engine import FullDepth, SamplingParams
-
     prompt = demo.chat_prompt(judgement(query, document, instruction), chat_template=TEMPLATE)
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=-1, depth=FullDepth())
     (entries,) = demo.generate(prompt, params, use_tqdm=False)[0].outputs[0].logprobs or ()
@@ -75,9 +68,7 @@ def test_documents_are_ranked_by_their_scores(scores: httpx.Client, demo: Engine
         ("/v1/rerank", {"documents": ["b"]}, "query", ""),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(
-    scores: httpx.Client, path: str, body: Any, field: str, words: str
-) -> None:
+def test_what_cannot_be_scored_is_refused(scores: httpx.Client, path: str, body: Any, field: str, words: str) -> None:
     answer = scores.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, field)

@@ -1,21 +1,17 @@
 """Rows of the security list that no other file closes, over HTTP: what a stranger may bring, and whom it may hurt."""
 
-from __future__ import annotations
-
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from demo_server import LEAST, TURNS, serving_demo
 
+from d3engine import AsyncEngine
 from d3engine.text.limited_process import ProcessLimits
 from d3engine.text.structured import forms
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {"prompt": "Tom has 5 pens.", "max_tokens": 60, "temperature": 1, "seed": 7, "ignore_eos": True}
@@ -32,10 +28,8 @@ BAD: list[dict[str, Any]] = [
 
 
 def test_refused_request_changes_nothing_of_its_neighbours(http: httpx.Client) -> None:
-    """A request that is refused changes nothing of its neighbours.
-
-    Rows 6 and 7 of the security list: ids beyond the embedding's rows, and faults of one request.
-    """
+    """A request that is refused changes nothing of its neighbours."""
+    # Rows 6 and 7 of the security list: ids beyond the embedding's rows, and faults of one request.
     alone = http.post("/v1/completions", json=GOOD).json()["choices"]
     with ThreadPoolExecutor(4) as pool:
         good = [pool.submit(http.post, "/v1/completions", json=GOOD) for _ in range(2)]
@@ -45,10 +39,8 @@ def test_refused_request_changes_nothing_of_its_neighbours(http: httpx.Client) -
 
 
 def test_request_templates_are_refused_or_bounded_if_trusted(http: httpx.Client, client: AsyncEngine) -> None:
-    """Templates of requests are refused, and bounded where they are trusted.
-
-    Row 8 of the security list.
-    """
+    """Templates of requests are refused, and bounded where they are trusted."""
+    # Row 8 of the security list.
     body = {"messages": TURNS, "max_tokens": 1, "chat_template": "{{ messages }}"}
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = http.post(path, json=body)

@@ -1,7 +1,5 @@
 """The benchmark of serving asks as clients do, figures follow from what it saw, and its peer reads the same text."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -12,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from demo_server import serving_demo
@@ -28,12 +26,11 @@ from benchmarks.serving.recorded import Arrivals, record
 from benchmarks.serving.rounds import APART, OURS, PEER, Measured, Settings, num_rounds, rows_of
 from benchmarks.serving.tables import markdown
 from benchmarks.serving.vllm_client import VllmClient
+from d3engine import AsyncEngine, Engine, FullDepth, RequestOutputKind, SamplingParams
 from d3engine.depth import D3, policy_from_dict
 from d3engine.depth.policy import policy_from_directory
 from d3engine.engine.model_directory import model_directory
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
+from d3engine.model.gguf_file import open_gguf
 
 
 def test_streams_and_arrivals_bring_every_token_in_time(url: str) -> None:
@@ -88,8 +85,6 @@ def test_bursts_bring_as_many_requests_in_a_time_as_single_ones() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_engine_alone_answers_every_prompt_in_each_way(way: str) -> None:
     """The engine without a server answers as many prompts in each way."""
-    from d3engine import FullDepth, RequestOutputKind, SamplingParams
-
     kind = RequestOutputKind.CUMULATIVE if way == LOCKSTEP else RequestOutputKind.DELTA
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, depth=FullDepth(), output_kind=kind)
     numbers = itertools.count()
@@ -104,8 +99,6 @@ def test_engine_alone_answers_every_prompt_in_each_way(way: str) -> None:
 
 def test_record_counts_the_arrivals_before_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests that reach the server's engine are recorded step by step."""
-    from d3engine import Engine, SamplingParams
-
     monkeypatch.setattr(Engine, "add", Engine.add)  # as they were, when the test has ended
     monkeypatch.setattr(Engine, "step", Engine.step)
     arrivals = Arrivals()
@@ -247,8 +240,6 @@ def test_unanswered_requests_are_allowed_to_the_peer_alone(monkeypatch: pytest.M
 def test_the_peer_gets_the_tokenizer_that_the_model_has(tmp_path: Path) -> None:
     import gguf
     from sentencepiece import SentencePieceProcessor
-
-    from d3engine.model.gguf_file import open_gguf
 
     def written(name: str, directory: Path) -> dict[str, Any]:
         file = tmp_path / name / "of.gguf"

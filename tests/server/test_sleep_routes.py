@@ -1,7 +1,5 @@
 """Sleep and wake over HTTP: the server gives the memory of a model back, and loads it for the next request."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -9,18 +7,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from serving import serving
 
+from d3engine import AsyncEngine, Engine
 from d3engine.errors import FailedError
+from d3engine.server.app import create_app
+from d3engine.server.middleware.settings import GuardSettings
+from d3engine.server.models import FurtherModels
+from d3engine.server.settings import ServerSettings
 from d3engine.utils.garbage import freeze_loaded
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
 
 CACHE_BYTES = 2**29
 BODY: dict[str, Any] = {"prompt": "Tom has 5 pens.", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -46,8 +46,6 @@ class Starts:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncEngine]:
-    from d3engine import AsyncEngine
-
     engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=CACHE_BYTES)
     yield engine
     asyncio.run(engine.close())
@@ -62,10 +60,6 @@ def starts(engine: AsyncEngine) -> Starts:
 @contextmanager
 def served(engine: AsyncEngine, ttl: float | None = None, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a server that may put this engine to sleep."""
-    from d3engine.server.app import create_app
-    from d3engine.server.models import FurtherModels
-    from d3engine.server.settings import ServerSettings
-
     options = ServerSettings(**{"model_names": ("demo", "other-name"), "enable_sleep_mode": True, **settings})
     app = create_app(engine, options, lambda first: FurtherModels((), first, ttl=ttl))
     with serving(app) as url, httpx.Client(base_url=url, timeout=120) as http:
@@ -169,8 +163,7 @@ def test_an_unknown_model_is_refused_by_its_name(http: httpx.Client, starts: Sta
 
 
 @pytest.mark.parametrize(
-    ("query", "field"),
-    [("/sleep?level=2", "level"), ("/sleep?mode=abort", "mode"), ("/wake_up?tags=weights", "tags")],
+    ("query", "field"), [("/sleep?level=2", "level"), ("/sleep?mode=abort", "mode"), ("/wake_up?tags=weights", "tags")]
 )
 def test_what_cannot_be_honoured_is_refused_by_name(http: httpx.Client, query: str, field: str) -> None:
     """vLLM's other levels, modes and tags."""
@@ -195,8 +188,6 @@ def test_a_model_that_cannot_be_woken_is_an_error(http: httpx.Client, starts: St
 
 def test_sleep_takes_permission_a_key_and_no_other_origin(engine: AsyncEngine, starts: Starts) -> None:
     """The owner allows it by an option; a web page elsewhere may not ask for it."""
-    from d3engine.server.middleware.settings import GuardSettings
-
     asyncio.run(engine.wake_up())
     with served(engine, enable_sleep_mode=False) as http:
         for path in ("/sleep", "/wake_up"):
@@ -239,8 +230,6 @@ def test_a_dead_engine_stays_dead(make_dead: Callable[[], AsyncEngine]) -> None:
 @pytest.fixture
 def make_dead() -> Iterator[Callable[[], AsyncEngine]]:
     """Makes an engine that its first step ends."""
-    from d3engine import AsyncEngine, Engine
-
     made: list[AsyncEngine] = []
 
     def make() -> AsyncEngine:

@@ -1,23 +1,23 @@
 """Between its first event and its last a stream goes straight to its socket, and reads as if it went through tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from loops import on_a_loop
 from starlette.types import Message
 
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine, Engine
-    from d3engine.executor.interface import Computed
-    from d3engine.scheduling.plan import Plan
+from d3engine import AsyncEngine, Engine
+from d3engine.executor.interface import Computed
+from d3engine.scheduling.plan import Plan
+from d3engine.server.app import create_app
+from d3engine.server.in_process import scope_of, whole
+from d3engine.server.settings import ServerSettings
 
 QUESTION = "Question: Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?\nAnswer:"
 CHAT = [{"role": "user", "content": "Tom has 5 pens. Tom finds 3. How many now?"}]
@@ -53,8 +53,6 @@ def in_step() -> InStep:
 
 @pytest.fixture(scope="module")
 def engine(in_step: InStep) -> Iterator[AsyncEngine]:
-    from d3engine import AsyncEngine, Engine
-
     made = Engine("demo", num_scheduler_steps=1, **SIZES)  # no step is taken before the loop has come to rest
     engine = AsyncEngine.from_engine(made, before_step=in_step)
     yield engine
@@ -79,10 +77,6 @@ class FreeNowAndThen:
 
 async def stream(engine: AsyncEngine, path: str, outlet: FreeNowAndThen | None) -> list[tuple[str, bytes]]:
     """The pieces of an answer, each with the way that it went."""
-    from d3engine.server.app import create_app
-    from d3engine.server.in_process import scope_of, whole
-    from d3engine.server.settings import ServerSettings
-
     app = create_app(engine, ServerSettings(model_names=("demo",)))
     body = json.dumps({"model": "demo", "stream": True, "temperature": 0} | ASKED[path]).encode()
     scope = scope_of(path, len(body))
@@ -103,9 +97,7 @@ async def stream(engine: AsyncEngine, path: str, outlet: FreeNowAndThen | None) 
 
 @pytest.mark.parametrize("path", ASKED)
 @on_a_loop
-async def test_a_stream_is_the_same_whichever_way_its_pieces_go(
-    engine: AsyncEngine, in_step: InStep, path: str
-) -> None:
+async def test_stream_is_the_same_whichever_way_its_pieces_go(engine: AsyncEngine, in_step: InStep, path: str) -> None:
     ways: dict[str, Callable[[], FreeNowAndThen | None]] = {
         "none": lambda: None,
         "free": lambda: FreeNowAndThen(itertools.repeat(True)),
@@ -141,8 +133,6 @@ def taking_whole_runs(engine: Engine) -> Engine:
 @on_a_loop
 async def test_ready_tokens_are_one_write_and_an_event_each(engine: AsyncEngine, in_step: InStep, path: str) -> None:
     """Tokens that are ready together are one write, and still an event each."""
-    from d3engine import AsyncEngine, Engine
-
     in_step.loop = asyncio.get_running_loop()
     one_by_one = await stream(engine, path, FreeNowAndThen(itertools.repeat(True)))
     made = Engine("demo", **SIZES)

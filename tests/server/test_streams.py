@@ -1,7 +1,5 @@
 """Streams, event by event: joined they are the whole answer, and they keep OpenAI's form."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,22 +1,16 @@
 """Forms over HTTP: response_format and structured_outputs by OpenAI's own client, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
 import httpx
 import pytest
+from json_schemas import closed
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tom has 5 pens."}]}
 TEXT: dict[str, Any] = {"model": "demo", "prompt": "Tom has 5 pens."}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"pens": {"type": "integer", "minimum": 0, "maximum": 99}, "of": {"enum": ["Tom", "Zoë"]}},
-    "required": ["pens", "of"],
-    "additionalProperties": False,
-}
+SCHEMA = closed({"pens": {"type": "integer", "minimum": 0, "maximum": 99}, "of": {"enum": ["Tom", "Zoë"]}})
 BY_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "pens", "strict": True, "schema": SCHEMA}}
 
 

@@ -1,14 +1,11 @@
 """/tokenize, /detokenize and /tokenizer_info: the model's own tokenizer over HTTP."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
-if TYPE_CHECKING:
-    from d3engine import Engine
+from d3engine import Engine
 
 MESSAGES = [{"role": "user", "content": "Tom has 5 pens."}]
 TEXT = "Tom has 5 pens, caf\u00e9 \U0001f600"

@@ -1,25 +1,22 @@
 """Functions that a chat calls, by OpenAI's own client: the calls parse, whole and as streams of pieces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
+from bad_values import bad_values
 from demo_server import HERMES as TEMPLATE_OF_HERMES
 from demo_server import call_at_once, serving_demo
+from json_schemas import closed
 from openai import BadRequestError
 from tool_calls import accepts, read
 
-from d3engine import StructuredOutputsParams
+from d3engine import AsyncEngine, StructuredOutputsParams
 from d3engine.server.requests.formats import UNKNOWN_FORMAT, tool_format_named
 from d3engine.server.requests.tools import Calling, ChatStyle, tool_use_of
 from d3engine.server.schemas.requests import ChatRequest
-
-if TYPE_CHECKING:
-    from d3engine import AsyncEngine
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tom has 5 pens."}]
 TEMPLATE = (
@@ -29,13 +26,9 @@ TEMPLATE = (
 )
 """The bundled model's own refuses tools."""
 CHAT: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "extra_body": {"chat_template": TEMPLATE}}
-COUNT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"what": {"$ref": "#/$defs/thing"}, "many": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["what", "many"],
-    "additionalProperties": False,
-    "$defs": {"thing": {"enum": ['a "pen"', "{book}", "\\"]}},
-}
+MANY = {"type": "integer", "minimum": 0, "maximum": 9}
+THINGS = {"thing": {"enum": ['a "pen"', "{book}", "\\"]}}
+COUNT = closed({"what": {"$ref": "#/$defs/thing"}, "many": MANY}, **{"$defs": THINGS})
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "count", "description": "How many", "parameters": COUNT}},
     {"type": "function", "function": {"name": "stop-it"}},
@@ -57,7 +50,7 @@ def assert_is_call(name: str, arguments: str) -> None:
         assert found == {}
         return
     assert name == "count"
-    assert found["what"] in COUNT["$defs"]["thing"]["enum"]
+    assert found["what"] in THINGS["thing"]["enum"]
     assert 0 <= found["many"] <= 9
 
 
@@ -143,18 +136,14 @@ def test_earlier_calls_and_results_are_part_of_a_conversation(openai: Any) -> No
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"tools": []}, "tools"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        *bad_values(tools=[[], [{"type": "custom", "custom": {"name": "a"}}], [{"type": "function"}]]),
+        *bad_values(tools=[[{"type": "function", "function": {"name": "a b"}}], [*TOOLS, TOOLS[0]]]),
+        *bad_values(tool_choice=["required"], functions=[[{"name": "a"}]]),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"functions": [{"name": "a"}]}, "functions"),
         ({"tools": [NEVER], "tool_choice": "required"}, "tools"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
     ],
@@ -233,9 +222,8 @@ def knows_calls(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = client.tokenizer
     assert tokenizer is not None
     spelled = type(tokenizer).convert_id_to_token
-    monkeypatch.setattr(
-        type(tokenizer), "convert_id_to_token", lambda own, i: "<|python_tag|>" if i == 0 else spelled(own, i)
-    )
+    kind = type(tokenizer)
+    monkeypatch.setattr(kind, "convert_id_to_token", lambda own, i: spelled(own, i) if i else "<|python_tag|>")
 
 
 def test_a_model_that_may_call_says_text_or_calls(openai: Any, knows_calls: None) -> None:
@@ -297,7 +285,7 @@ def test_without_parallel_calls_one_alone_may_come() -> None:
 
 
 def parameters_of(schema: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"p": schema}, "required": ["p"], "additionalProperties": False, **more}
+    return closed({"p": schema}, **more)
 
 
 @pytest.mark.parametrize(
@@ -370,9 +358,7 @@ def test_a_required_call_that_is_cut_shows_nothing_as_text(openai: Any, template
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required", NAMED])
-def test_calls_in_hermes_syntax_are_whole_and_streamed(
-    openai: Any, monkeypatch: pytest.MonkeyPatch, choice: Any
-) -> None:
+def test_hermes_calls_are_whole_and_streamed(openai: Any, monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
     call_at_once(monkeypatch)
     asked: dict[str, Any] = {**HERMES_CHAT, "tools": TOOLS, "temperature": 1.2, "seed": 4, "max_tokens": 500}
     asked |= {"parallel_tool_calls": False} | ({} if choice is None else {"tool_choice": choice})
@@ -390,9 +376,8 @@ def test_unenforceable_schema_is_refused_if_strict_else_named(openai: Any) -> No
     """A schema that cannot be enforced is refused if strict, and named otherwise."""
     function: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "not": {"minProperties": 3}}}
     asked: dict[str, Any] = HERMES_CHAT | {"max_tokens": 3}
-    answer = openai.chat.completions.with_raw_response.create(
-        **asked, tools=[{"type": "function", "function": function}]
-    )
+    tools: Any = [{"type": "function", "function": function}]
+    answer = openai.chat.completions.with_raw_response.create(**asked, tools=tools)
     assert answer.headers["x-d3-ignored-fields"] == "tools.parameters"
     with pytest.raises(BadRequestError) as caught:
         openai.chat.completions.create(**asked, tools=[{"type": "function", "function": function | {"strict": True}}])

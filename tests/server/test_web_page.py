@@ -1,9 +1,5 @@
 """The pages at / and /compare: their files are served whole and safely, and they ask for nothing of anybody else.
-
-What they do in a browser, the folder `browser` says.
-"""
-
-from __future__ import annotations
+What they do in a browser, the folder `browser` says."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The interpreter as a compiler: what it returns for a launch takes addresses, as a compiled kernel does."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +11,9 @@ from d3engine.kernels.triton.launches import Launch
 
 
 class Addressed:
-    """One launch's kernel, for any memory: `kernel[grid](*arguments)`, with a number where it had a tensor.
+    """One launch's kernel, for any memory: `kernel[grid](*arguments)`, with a number where it had a tensor."""
 
-    Everything else must be what it was: a compiled kernel has no other.
-    """
+    # Everything else must be what it was: a compiled kernel has no other.
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch

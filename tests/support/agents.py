@@ -1,9 +1,5 @@
 """A server whose model calls a function until it has three results, for the agent loops of clients.
-
-AGENT_MODEL names another model than the bundled one; it then chooses the arguments, and the same holds it to calls.
-"""
-
-from __future__ import annotations
+AGENT_MODEL names another model than the bundled one; it then chooses the arguments, and the same holds it to calls."""
 
 import asyncio
 import os
@@ -14,17 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 from demo_server import InHermesFormat, serving_demo
+from json_schemas import closed
 
 MODEL = os.environ.get("AGENT_MODEL", "demo")
 NUM_CALLS = 3
 MAX_TOKENS = 300
 QUESTION = "Use the function add to compute 1 + 2, then 3 + 4, then 5 + 6. Then say that you are done."
-ADD: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": [2, 4, 6]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+ADD = closed({"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": [2, 4, 6]}})
 FUNCTION: dict[str, Any] = {"name": "add", "description": "The sum of two numbers", "parameters": ADD}
 
 

@@ -1,7 +1,5 @@
 """Requests to an asynchronous engine, and what tests look at when they have been read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

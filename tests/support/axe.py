@@ -1,7 +1,5 @@
 """Accessibility by axe, of which Deque's rules are the field's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Requests of every kind, run together: what they answer must be what each answers alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import llama_config
 
 from d3engine import D3, EarlyExit, Engine, FullDepth, LayerTable, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy
@@ -20,17 +19,7 @@ from d3engine.request.outputs import RequestOutput
 BeforeStep = Callable[[Engine], object]
 
 LAYERS, VOCABULARY, MAX_LENGTH, BLOCK = 6, 300, 64, 4
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LENGTH,
-    "eos_token_id": 7,
-}
+CONFIG = llama_config(LAYERS, vocab_size=VOCABULARY, max_position_embeddings=MAX_LENGTH, eos_token_id=7)
 EVERY = list(range(LAYERS))
 WAKING = [EVERY, [0, 5], [0, 1, 5], [0, 1], EVERY, [0, 2, 4], [0, 2, 4], EVERY, [0], [0, 3, 4, 5]]
 POLICIES: list[DepthPolicy] = [
@@ -105,14 +94,11 @@ def some_requests(seed: int, count: int, *, longest: int = 24, **fixed: Any) -> 
         length = numbers.randint(1, longest)
         shared = numbers.choice([0, 0, length, 2 * length // 3])
         own = [numbers.randrange(VOCABULARY) for _ in range(length - shared + 1)]
-        params: dict[str, Any] = {
-            "depth": POLICIES[(nth + seed) % len(POLICIES)],
-            "max_tokens": numbers.randint(1, 22),
-            "temperature": numbers.choice([0.0, 0.0, 1.0, 3.0]),
-            "seed": numbers.randrange(2**63),
-            "logprobs": numbers.choice([None, None, 0, 3]),
-            "ignore_eos": numbers.random() < 0.5,
-        }
+        params: dict[str, Any] = (
+            {"depth": POLICIES[(nth + seed) % len(POLICIES)], "max_tokens": numbers.randint(1, 22)}
+            | {"temperature": numbers.choice([0.0, 0.0, 1.0, 3.0]), "seed": numbers.randrange(2**63)}
+            | {"logprobs": numbers.choice([None, None, 0, 3]), "ignore_eos": numbers.random() < 0.5}
+        )
         if numbers.random() < 0.2:
             params |= {"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.3, "frequency_penalty": 0.5}
         if numbers.random() < 0.15:

@@ -1,7 +1,5 @@
 """Random matrices in blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

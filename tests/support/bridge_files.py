@@ -1,7 +1,5 @@
 """Files of bridges for tiny models: a map of every window, far from doing nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

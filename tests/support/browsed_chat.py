@@ -1,7 +1,5 @@
 """What tests do with the server's chat in a browser, and what they read off it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from written_streams import Script, delta

@@ -1,8 +1,9 @@
 """What tests do with the server's pages in a browser, and what they read off them."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
+
+Open = Callable[..., Any]
 
 
 def run(page: Any, prompt: str) -> None:

@@ -1,7 +1,5 @@
 """Chat templates after those of real models, small: how each shows functions, writes calls, and asks for reasoning."""
 
-from __future__ import annotations
-
 _ROUND = "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
 _SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}"
 _BEGIN = "{% if add_generation_prompt %}Answer:{% endif %}"
@@ -82,15 +80,6 @@ DEEPSEEK = (
 )
 """Arguments are joined as texts, and tools are not shown."""
 
-TEMPLATES = {
-    "hermes": QWEN,
-    "qwen3_coder": QWEN_CODER,
-    "llama3_json": LLAMA,
-    "pythonic": PYTHONIC,
-    "mistral": MISTRAL,
-    "mistral_v11": MISTRAL_V11,
-    "granite": GRANITE,
-    "phi4_mini_json": PHI4_MINI,
-    "deepseek_v3": DEEPSEEK,
-}
+TEMPLATES = {"hermes": QWEN, "qwen3_coder": QWEN_CODER, "llama3_json": LLAMA, "pythonic": PYTHONIC, "mistral": MISTRAL}
+TEMPLATES |= {"mistral_v11": MISTRAL_V11, "granite": GRANITE, "phi4_mini_json": PHI4_MINI, "deepseek_v3": DEEPSEEK}
 """By the name of the format that each shows."""

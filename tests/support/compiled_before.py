@@ -1,7 +1,5 @@
 """A program that compiles launches as the GPU round does, and prints how many kernels are compiled when they run."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

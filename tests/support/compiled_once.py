@@ -1,10 +1,6 @@
 """A program that prints how many kernels an engine's start loads, and which later steps load further ones.
-
 Kernels are compiled for a GPU that is not there, and a driver counts what it is given to load; nothing is computed.
-Arguments: the directory of a model, and what `warm_up` is.
-"""
-
-from __future__ import annotations
+Arguments: the directory of a model, and what `warm_up` is."""
 
 import json
 import sys

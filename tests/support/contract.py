@@ -1,8 +1,6 @@
 """One contract for everything that the engine may stand behind: another stack, our own server, a thread.
-
-Whatever a stack is, it takes a question and gives the answer's text, and a reader may go away before the
-end. That is all that is asked with here, so one contract holds for all of them.
-"""
+Whatever a stack is, it takes a question and gives the answer's text, and a reader may go away before the end. That
+is all that is asked with here, so one contract holds for all of them."""
 
 from __future__ import annotations
 
@@ -67,10 +65,9 @@ class Figures:
 
 
 class Stack(Protocol):
-    """What a stack's test fills in. Every method is called from many threads at once.
+    """What a stack's test fills in. Every method is called from many threads at once."""
 
-    Its engine runs the bundled model with the arguments `BEHIND`.
-    """
+    # Its engine runs the bundled model with the arguments `BEHIND`.
 
     def answer(self, question: Question) -> str:
         """The whole text. Raises what the stack raises, in words that hold the engine's, for a question it refuses."""
@@ -111,11 +108,9 @@ def answers_wanted(engine: Engine) -> list[RequestOutput]:
 
 
 def check_contract(stack: Stack, wanted: Sequence[RequestOutput], *, hears_of_leaving: bool = True) -> None:
-    """Ask 24 questions at once, of mixed depths: two are left alone, one is bad.
-
-    The others are answered as an engine of one's own answers them (`wanted`); the bad one hurts nobody; those that were
-    left end before their time, unless the stack does not hear of it; and no block is held afterwards.
-    """
+    """Ask 24 questions at once, of mixed depths: two are left alone, one is bad."""
+    # The others are answered as an engine of one's own answers them (`wanted`); the bad one hurts nobody; those that
+    # were left end before their time, unless the stack does not hear of it; and no block is held afterwards.
     before = stack.figures()
     with ThreadPoolExecutor(len(ANSWERED) + len(LEFT) + 1) as threads:
         bad = threads.submit(stack.answer, BAD)

@@ -1,7 +1,5 @@
 """The contrast of two colours as WCAG 2 counts it: 3 for what a picture is made of, 4.5 for text."""
 
-from __future__ import annotations
-
 import re
 
 

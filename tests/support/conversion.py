@@ -1,7 +1,5 @@
 """Small models to convert in every form that a converter reads, and what a test asks of them before and after."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable
@@ -23,16 +21,8 @@ SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 STORIES = SHARED_DATA / "stories260K"
 LLAMA2_TOKENIZER = SHARED_DATA / "llama2" / "tokenizer.model"
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 PROMPT = torch.tensor([[1, 7, 3, 22, 9, 30]])
 
 

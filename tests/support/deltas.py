@@ -1,7 +1,5 @@
 """Deltas of one request, put together by the simplest means."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,11 +1,7 @@
 """The slow oracle of every depth schedule: transformers' own layers, token by token, straight from the definition.
-
 Nothing here is shared with the engine: the layers, the norm, the rotary embedding and the LM head are transformers',
 the formulas of the policies are written out again in exact arithmetic, and each layer's cache is a plain list of the
-entries that some token left there.
-"""
-
-from __future__ import annotations
+entries that some token left there."""
 
 import inspect
 import math
@@ -163,10 +159,8 @@ def greedy_with_exits(
     *,
     batch_min: bool = False,
 ) -> list[DepthAnswer]:
-    """Greedy tokens of all prompts in step with one another, each token leaving by `rule` for itself.
-
-    With `batch_min` nobody leaves before the least confident of all may.
-    """
+    """Greedy tokens of all prompts in step with one another, each token leaving by `rule` for itself."""
+    # With `batch_min` nobody leaves before the least confident of all may.
     num_layers = len(model.model.layers)
     windows = [window_of(layer) for layer in model.model.layers]
     runs = [_Run(model, on_skip, [_Entries(window=window) for window in windows]) for _ in prompts]
@@ -196,13 +190,11 @@ def greedy_with_exits(
 
 
 class _Entries:
-    """One layer's cache: keys and values `[1, kv_heads, entries, head_dim]` of the tokens that left one, in order.
+    """One layer's cache: keys and values `[1, kv_heads, entries, head_dim]` of the tokens that left one, in order."""
 
-    A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. Only
-    the prompt runs more than one
-    token at a time, with nothing before it, so transformers' own causal rule is enough; a later token of a layer with a
-    sliding window is given the last entries alone.
-    """
+    # A layer of transformers calls `update` with those of the tokens that run, and attends to all that comes back. Only
+    # the prompt runs more than one token at a time, with nothing before it, so transformers' own causal rule is enough;
+    # a later token of a layer with a sliding window is given the last entries alone.
 
     def __init__(self, kept: Callable[[Tensor], Tensor] = lambda heads: heads, window: int | None = None) -> None:
         self._kept = kept

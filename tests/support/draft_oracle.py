@@ -1,7 +1,5 @@
 """Draft & Verify on transformers' own attentions and MLPs, one token at a time, written from the published rules.
-
-Nothing here is shared with the engine. Full depth's cache and a draft's are plain lists; a draft's ends with it.
-"""
+Nothing here is shared with the engine. Full depth's cache and a draft's are plain lists; a draft's ends with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """8-bit floats from their definition: a sign, four bits of exponent, three of mantissa (arXiv 2209.05433, table 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A random EAGLE-3 head for a tiny model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

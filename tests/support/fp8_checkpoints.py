@@ -1,7 +1,5 @@
 """Checkpoints in 8-bit floats, written as those who publish them do, and the floats that they stand for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files of tiny models, made by ggml's own writer: every type of tensor, and both kinds of tokenizers."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -91,10 +89,8 @@ def write_gguf(
     part_tensors: int = 0,
     **sizes: int,
 ) -> Path:
-    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place.
-
-    With `part_tensors` it is in parts of that many tensors, and the path returned is the first's.
-    """
+    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place."""
+    # With `part_tensors` it is in parts of that many tensors, and the path returned is the first's.
     own = SIZES | sizes
     keys: dict[str, Any] = {
         "llama.block_count": own["layers"],

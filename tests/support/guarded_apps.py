@@ -1,7 +1,5 @@
 """A small app behind all guards, called without a network: every message that goes in or comes out is at hand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -89,10 +87,8 @@ class GuardedApp:
         pieces: Iterable[bytes] | AsyncIterator[bytes] = (b"",),
         send: Callable[[Any], Awaitable[None]] | None = None,
     ) -> Answer:
-        """One request with a body in pieces; the client leaves when they are used up and a message is asked for.
-
-        A header of None is not sent.
-        """
+        """One request with a body in pieces; the client leaves when they are used up and a message is asked for."""
+        # A header of None is not sent.
         answer = Answer()
         source = _messages(pieces)
 

@@ -1,7 +1,5 @@
 """A server that speaks the few routes of the Hugging Face hub that a download takes, for repositories in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,10 +1,6 @@
 """Triton's interpreter with a GPU's products of tiles: what becomes of a row does not depend on its place in the tile.
-
 The interpreter leaves them to NumPy's BLAS. Where that has AVX2 alone (OpenBLAS's kernels for Haswell), it takes the
-sums of some rows of a tile in another order than those of others.
-"""
-
-from __future__ import annotations
+sums of some rows of a tile in another order than those of others."""
 
 from types import SimpleNamespace
 from typing import Any

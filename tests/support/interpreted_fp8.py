@@ -1,7 +1,5 @@
 """Triton's interpreter with a GPU's 8-bit floats: its own e4m3 has no NaN, and loses what rounding carries over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

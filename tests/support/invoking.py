@@ -1,7 +1,5 @@
 """The command line in this process, for tests of what a command says."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

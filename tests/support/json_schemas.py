@@ -1,13 +1,17 @@
 """Random JSON schemas that a few dozen tokens can satisfy, and what it means to satisfy one."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any
 
 NAMES = ["a", "unit", "größe", "two words", 'quoted "name"', "日本"]
 TEXTS = ["pens", "a/b", "Größe", 'say "no"', "日本語", "x\ny", ""]
+
+
+def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A schema of an object that has all of these properties and no others."""
+    kind = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return kind | more
 
 
 def random_schema(numbers: random.Random, depth: int = 2) -> dict[str, Any]:

@@ -1,9 +1,5 @@
 """A program that prints which compiled kernels of eager steps no graph has, and which no warm-up compiles.
-
-Nothing is compiled: launches are described on meta tensors, and their specializations compared.
-"""
-
-from __future__ import annotations
+Nothing is compiled: launches are described on meta tensors, and their specializations compared."""
 
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines of several kinds, each with requests that are to be answered in a batch as alone."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -48,11 +46,10 @@ MakeEngine = Callable[..., Engine]
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine with these requests, for a seed.
+    """An engine with these requests, for a seed."""
 
-    `alone` are the arguments of the engine that answers each by itself, `asked_alone` what that is asked; `same`
-    asserts that an answer in a batch is that one. Both are run `within` a context.
-    """
+    # `alone` are the arguments of the engine that answers each by itself, `asked_alone` what that is asked; `same`
+    # asserts that an answer in a batch is that one. Both are run `within` a context.
 
     make: MakeEngine
     requests: Callable[[int], list[Request]]
@@ -116,11 +113,9 @@ def of_policies(given: Given) -> Kind:
 
 
 def over_8_bits(given: Given) -> Kind:
-    """By PyTorch whatever its requests ask for, with sums in float64, rounded once.
-
-    Another order of a sum may choose the next of 8-bit values. Elsewhere it depends on neighbours which steps the
-    native library takes; and on some machines so does the order of PyTorch's own float32 sums, by the number of rows.
-    """
+    """By PyTorch whatever its requests ask for, with sums in float64, rounded once."""
+    # Another order of a sum may choose the next of 8-bit values. Elsewhere it depends on neighbours which steps the
+    # native library takes; and on some machines so does the order of PyTorch's own float32 sums, by the number of rows.
 
     def make(**changes: Any) -> Engine:
         return given.make_engine(**({"kv_cache_dtype": "fp8", "enforce_eager": True} | changes))

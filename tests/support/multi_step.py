@@ -1,7 +1,5 @@
 """Requests for an executor that decodes by itself, and what it decodes in one run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,16 +13,8 @@ from d3engine.request.params import RequestOutputKind
 
 # Their rows can share a run as soon as none has a layer awake above one that sleeps for a deeper row.
 NESTED: list[DepthPolicy] = [FullDepth(), D3(0.9, 0.5), D3(0.8, 0.3), D3(0.7, 0.2), D3(0.9, 0.2)]
-PLAIN: dict[str, Any] = {
-    "n": 1,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
+PLAIN: dict[str, Any] = {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+PLAIN |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
 Solo = Callable[[Request], RequestOutput]
 
 

@@ -1,7 +1,5 @@
 """Small models for the native library, and the same steps taken by the reference operations."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -269,6 +267,24 @@ def prompt_rows(case: Case, *chunks: tuple[int, int, int]) -> Rows:
     zeros, layers = np.zeros(len(slots), np.int64), case.shape.layers
     tokens = (31 * positions + 7 * slots) % case.shape.vocab
     return Rows(tokens, positions, zeros, slots, np.ones((len(slots), layers), np.int32), case.rows.tables)
+
+
+def assert_same_bits_in_any_chunks(case: Case, **options: Any) -> None:
+    """The last logits of a prompt of 150 tokens do not depend on where it is cut."""
+    kept = case.pool.clone()
+
+    def last_logits(*cuts: int) -> np.ndarray:
+        case.pool.copy_(kept)
+        decoder = case.decoder(max_rows=256, **options)
+        for start, stop in zip((0, *cuts), (*cuts, 150), strict=True):
+            logits = np.full((1, stop - start, case.shape.vocab), np.nan, np.float32)
+            decoder.run(prompt_rows(case, (0, start, stop - start)), 1, logits=logits)
+        return logits[0, -1]
+
+    whole = last_logits()
+    assert np.isfinite(whole).all()
+    for cuts in ((149,), (1, 50), (60, 64, 128)):
+        np.testing.assert_array_equal(last_logits(*cuts).view(np.int32), whole.view(np.int32))
 
 
 def isas() -> list[str]:

@@ -1,7 +1,5 @@
 """Builds of the native library that no installation makes, each with the program that goes through odd shapes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -59,10 +57,8 @@ def go_through_odd_shapes(
     name: str = build.LIBRARY,
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Build library and program in `folder`, any warning an error, and run them; the instruction sets that agreed.
-
-    `NATIVE_TEST_FLAGS` in the environment are further flags: `make ports` asks for an installation's -O3.
-    """
+    """Build library and program in `folder`, any warning an error, and run them; the instruction sets that agreed."""
+    # `NATIVE_TEST_FLAGS` in the environment are further flags: `make ports` asks for an installation's -O3.
     flags = [*flags, "-Werror"]
     library = folder / name
     further = os.environ.get(FLAGS, "").split()

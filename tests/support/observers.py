@@ -1,7 +1,5 @@
 """Observers of saved models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

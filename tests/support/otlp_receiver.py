@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry's traces, as far as a test needs one: it takes OTLP over HTTP, and keeps the spans."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The programs of the pages. What needs more than Python stands behind a comment that says with what it runs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

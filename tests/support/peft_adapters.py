@@ -1,7 +1,5 @@
 """LoRA adapters of random values, made and saved by PEFT, which also says what a model answers with one merged."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What every plan must hold, read off its rows alone, and the contents of a cache by what each rule says."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Hashable
 from dataclasses import replace
@@ -103,10 +101,8 @@ class Contents:
         return self.names.setdefault(key, len(self.names) + 1)
 
     def grow(self, sequence: Sequence, length: int, new_depth: int | None = None) -> None:
-        """Name the entries of the sequence's first `length` tokens, by brute force.
-
-        `new_depth` is how deep the last of them goes, if it leaves early or might have; the others have gone already.
-        """
+        """Name the entries of the sequence's first `length` tokens, by brute force."""
+        # `new_depth` is how deep the last of them goes, if it leaves early or might have; the others have gone already.
         tokens = sequence.prompt_token_ids + sequence.token_ids
         histories = self.histories.setdefault(sequence.arrival, [])
         expected = self.expected.setdefault(sequence.arrival, [])
@@ -123,10 +119,9 @@ class Contents:
             expected.append([self._entry(sequence, layer, active, history) for layer in range(len(active))])
 
     def rewrite(self, plan: Plan, chunk: int) -> None:
-        """Name the entries of a drafting sequence's chunk, which may replace what a draft has left.
-
-        Above the first layer that a draft skips, its entries are its own; below, and after verification, full depth's.
-        """
+        """Name the entries of a drafting sequence's chunk, which may replace what a draft has left."""
+        # Above the first layer that a draft skips, its entries are its own; below, and after verification, full
+        # depth's.
         sequence, active = plan.sequences[chunk], layers_of(plan, chunk)
         self.grow(sequence, min(int(plan.starts[chunk]), sequence.num_tokens))  # what the prefix cache has served
         histories = self.histories.setdefault(sequence.arrival, [])
@@ -198,10 +193,8 @@ class Contents:
             )
 
     def run(self, plan: Plan, exits: dict[int, int]) -> None:
-        """What the executor does with a plan, in its order, with a check of everything a layer reads.
-
-        `exits` are the depths after which some chunks leave.
-        """
+        """What the executor does with a plan, in its order, with a check of everything a layer reads."""
+        # `exits` are the depths after which some chunks leave.
         for chunk in sorted(range(len(plan.sequences)), key=lambda chunk: int(plan.starts[chunk])):
             if plan.sequences[chunk].draft is None:
                 self.grow(plan.sequences[chunk], int(plan.stops[chunk]), exits.get(chunk))

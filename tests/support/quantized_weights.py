@@ -1,13 +1,10 @@
 """What the tests of quantized weights share: schemes, matrices and the layouts of the models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import TinyLlama
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -26,7 +23,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "more than one group": {"hidden_size": 144, "intermediate_size": 200},
 }
 QUERY = "model.layers.1.self_attn.q_proj"
-MakeTiny = Callable[..., TinyLlama]
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,5 @@
 """A clock for rehearsals of the GPU round: it moves with the work, so a machine of any speed has the same times."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

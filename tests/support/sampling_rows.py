@@ -1,7 +1,5 @@
 """Rows of which tokens are drawn, and when two draws of them are the same."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A saved Llama of transformers, and edits to its files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +19,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 20,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
+} | {"num_key_value_heads": 2, "head_dim": 10, "attention_bias": True, "mlp_bias": True}
 DOWN = "model.layers.1.mlp.down_proj.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"

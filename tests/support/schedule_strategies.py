@@ -1,7 +1,5 @@
 """Hypothesis draws of everything a sequence may run by: schedules, exits, drafts."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading schedules layer by layer."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from d3engine.depth import Schedule

@@ -1,15 +1,13 @@
 """An engine whose model is scripted: an executor that makes each request say what the test wants.
-
-So text, stops and faults are exact. Scheduler, cache, sampler, tokenizer and the engine around them are the real ones.
-"""
-
-from __future__ import annotations
+So text, stops and faults are exact. Scheduler, cache, sampler, tokenizer and the engine around them are the real
+ones."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from configs import llama_config
 
 import d3engine
 from d3engine import Engine, SamplingParams
@@ -18,16 +16,8 @@ from d3engine.scheduling.plan import Plan
 
 DEMO = Path(d3engine.__file__).parent / "demo_model"
 VOCABULARY, EOS, LAYERS = 800, 2, 4  # the embedding has more rows than the tokenizer has pieces
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": EOS,
-}
+CONFIG = llama_config(LAYERS, vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, eos_token_id=EOS)
+CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 Scripts = dict[tuple[int, ...], list[int]]
 
 

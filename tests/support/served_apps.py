@@ -1,7 +1,5 @@
 """An app served for real: uvicorn with our connections and our server, on a free port, in a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

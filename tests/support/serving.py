@@ -1,7 +1,5 @@
 """A real uvicorn in a thread, with connections of our own, for tests that talk HTTP over a socket."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

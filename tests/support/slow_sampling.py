@@ -1,15 +1,14 @@
 """Sampling in plain Python, one number at a time, and rows of logits to sample."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
+from sequences import new_sequence
 
-from d3engine import FullDepth, SamplingParams
+from d3engine import SamplingParams
 from d3engine.executor.sampler import Sampler
 from d3engine.request.token_rules import BadWords, TokenRules
 from d3engine.scheduling.plan import Plan, Sampled
@@ -148,20 +147,10 @@ def sequence_of(
     breakers: frozenset[int] = frozenset(),
     index: int = 0,
 ) -> Sequence:
-    return Sequence(
-        request_id="r",
-        index=index,
-        prompt_token_ids=prompt or [0],
-        params=params,
-        schedule=FullDepth().schedule(2),
-        eos_token_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
-        rules=TokenRules(params, BadWords(bad_words), breakers),
-        seed=params.seed or 0,
-        priority=0,
-        arrival=0,
-        max_length=10**6,
-        token_ids=list(generated or []),
-    )
+    ends = frozenset() if params.ignore_eos else frozenset({EOS})
+    rules = TokenRules(params, BadWords(bad_words), breakers)
+    own = {"index": index, "seed": params.seed or 0, "max_length": 10**6, "token_ids": list(generated or [])}
+    return new_sequence(prompt or [0], params, eos_token_ids=ends, rules=rules, **own)
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], **plan: Any) -> Sampled:

@@ -1,19 +1,17 @@
 """Small tokenizers of every kind, trained and saved in a moment."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+
 LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2"
-CORPUS = [
-    "the cat sat on the mat and the dog ate",
-    "Größe, naïve café, 東京 日本語 🙂",
-    "a b c\n\nd e f\n",
-] * 4
+CORPUS = ["the cat sat on the mat and the dog ate", "Größe, naïve café, 東京 日本語 🙂", "a b c\n\nd e f\n"] * 4
 
 
 def train_byte_level(corpus: list[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -36,23 +34,20 @@ def save_byte_level(directory: Path) -> None:
 
 
 def save_byte_fallback_json(directory: Path, strip: bool) -> None:
-    pieces = [
-        "<unk>",
-        "<s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        "\u2581\u2581",
-        "\u2581a",
-        "b",
-        "日",
-    ]
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = byte_fallback(["<unk>", "<s>", *in_bytes, "\u2581", "\u2581\u2581", "\u2581a", "b", "日"], strip)
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def byte_fallback(pieces: list[str], strip: bool) -> tokenizers.Tokenizer:
+    """BPE with byte fallback, built like Llama 2's."""
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    tokenizer.add_special_tokens(["<unk>", "<s>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
 
 def save_word_level(directory: Path) -> None:
@@ -76,3 +71,22 @@ def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: 
         character_coverage=0.98,
         minloglevel=2,
     )
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "byte level": save_byte_level,
+    "byte fallback": lambda directory: save_byte_fallback_json(directory, strip=True),
+    "unstripped": lambda directory: save_byte_fallback_json(directory, strip=False),
+    "sentencepiece": save_sentencepiece,
+    "word level": save_word_level,
+}
+
+
+def made_tokenizer(kind: str, directory: Path) -> Tokenizer:
+    """The tokenizer of one of the `KINDS`, or "llama 2" where its file is here."""
+    if kind == "llama 2":
+        if not (LLAMA2 / "tokenizer.model").is_file():
+            pytest.skip("shared/data/llama2/tokenizer.model is not here")
+        return load_tokenizer(LLAMA2)
+    KINDS[kind](directory)
+    return load_tokenizer(directory)

@@ -1,7 +1,5 @@
 """Programs of the page of stacks that serve, each in a process of its own, until a test has asked what it wants."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -27,10 +25,8 @@ def free_port() -> int:
 
 @contextmanager
 def serving_program(folder: Path, program: str, ready: str, command: Sequence[str] = ("program.py",)) -> Iterator[Path]:
-    """A program that runs as `python COMMAND`, once GET `ready` answers 200; what it says is in the file that comes.
-
-    Its whole group of processes ends with the block.
-    """
+    """A program that runs as `python COMMAND`, once GET `ready` answers 200; what it says is in the file that comes."""
+    # Its whole group of processes ends with the block.
     (folder / "program.py").write_text(program)
     log = folder / "said.txt"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "BENTOML_HOME": str(folder), "BENTOML_DO_NOT_TRACK": "1"}

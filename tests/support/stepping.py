@@ -1,7 +1,5 @@
 """Requests that are stepped to their end, and the plans of the steps, for tests of the step API."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

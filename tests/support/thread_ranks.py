@@ -1,10 +1,6 @@
 """The ranks of a model as threads of one process: real parts and real messages, with sums taken in shared memory.
-
-What processes, sockets and torch.distributed add to it is tested with fewer models, since each process takes seconds to
-begin.
-"""
-
-from __future__ import annotations
+What processes, sockets and torch.distributed add to it is tested with fewer models, since each process takes seconds
+to begin."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

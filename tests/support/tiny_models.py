@@ -1,7 +1,5 @@
 """Tiny random Llamas: small enough to run in milliseconds, with weights so large that no two logits come close."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,20 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-TINY: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
+TINY: dict[str, Any] = (
+    {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    | {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False, "initializer_range": 0.2}
+)
 
 
 class TinyLlama(NamedTuple):

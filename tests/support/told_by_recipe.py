@@ -1,10 +1,6 @@
 """A program that prints what a driver is told by recipes and by Triton's own way, on a machine without a GPU.
-
 Of each case: the launches of an operation on some tensors, by a recipe that comes from others, and those of the same
-operation on the same tensors described anew. An address stands as the number of the given tensor that begins there.
-"""
-
-from __future__ import annotations
+operation on the same tensors described anew. An address stands as the number of the given tensor that begins there."""
 
 import json
 from collections.abc import Callable

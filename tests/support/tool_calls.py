@@ -1,7 +1,5 @@
 """What a grammar of calls takes, and what is read of the calls of an answer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from d3engine.server.requests.tools import Calling

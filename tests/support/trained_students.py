@@ -1,7 +1,5 @@
 """A model with a student beside it, and transformers' models of both."""
 
-from __future__ import annotations
-
 import shutil
 from copy import deepcopy
 from pathlib import Path

@@ -46,10 +46,8 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> Answe
 
 @torch.inference_mode()
 def greedy_after(model: LlamaForCausalLM, prompt: list[int], token_ids: list[int]) -> Answer:
-    """What transformers would take in place of each token, after the prompt and the tokens before it.
-
-    All in one pass. If each is the token that stands there, the tokens are transformers' own greedy answer.
-    """
+    """What transformers would take in place of each token, after the prompt and the tokens before it."""
+    # All in one pass. If each is the token that stands there, the tokens are transformers' own greedy answer.
     _forget_lengths(model)
     logits = model(torch.tensor([prompt + token_ids[:-1]]), logits_to_keep=len(token_ids)).logits[0]
     return Answer.of_logits(logits.float())

@@ -1,10 +1,6 @@
 """A real Triton Inference Server: the one that nvidia-pytriton carries, with its Python backend run by our Python.
-
-Three things stand in the way of that, and are put right here: the stub of the backend must lie beside it, it must find
-the libpython of this very Python, and `python3` on the path must be this one.
-"""
-
-from __future__ import annotations
+Three things stand in the way of that, and are put right here: the stub of the backend must lie beside it, it must
+find the libpython of this very Python, and `python3` on the path must be this one."""
 
 import os
 import shutil

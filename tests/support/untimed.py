@@ -1,7 +1,5 @@
 """What two answers of one request have in common: all but how long each took."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """A server of the page whose streams a test writes, byte by byte."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -73,6 +71,9 @@ class Script:
                 await asyncio.sleep(HANG_SECONDS)
         finally:
             self.title_ends.release()
+
+
+Scripted = tuple[str, Script]
 
 
 def is_for_title(body: dict[str, Any]) -> bool:

@@ -1,7 +1,5 @@
 """Rendering equals transformers' own, and what is malformed is named."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -196,7 +194,7 @@ class TestFormOfMessages:
             "{% for p in (messages[0].content if messages else []) | list %}<{{ p.text }}>{% endfor %}",
         ],
     )
-    def test_template_that_loops_over_parts_gets_them(
+    def test_template_that_loops_parts_gets_them(
         self, transformers_tokenizer: PreTrainedTokenizerFast, source: str
     ) -> None:
         """A template that walks through parts gets them as in transformers."""

@@ -1,56 +1,34 @@
 """Streamed text equals the full decode for any ids; a stop string never leaks, whatever the token borders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from small_tokenizers import LLAMA2, save_byte_fallback_json, save_byte_level, save_sentencepiece, save_word_level
+from small_tokenizers import KINDS, made_tokenizer
 from tokenizers import decoders
 
 from d3engine.errors import InvalidValueError
 from d3engine.text.detokenizer import Detokenizer
-from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer, load_tokenizer
+from d3engine.text.tokenizer import DecoderKind, FastTokenizer, Tokenizer
 
 MANY = settings(max_examples=40, deadline=None)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["byte level", "byte fallback", "unstripped", "sentencepiece", "word level", "llama 2"],
-)
+@pytest.fixture(scope="module", params=[*KINDS, "llama 2"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    if request.param == "llama 2":
-        if not (LLAMA2 / "tokenizer.model").is_file():
-            pytest.skip("shared/data/llama2/tokenizer.model is not here")
-        return load_tokenizer(LLAMA2)
-    save = {
-        "byte level": save_byte_level,
-        "byte fallback": lambda directory: save_byte_fallback_json(directory, strip=True),
-        "unstripped": lambda directory: save_byte_fallback_json(directory, strip=False),
-        "sentencepiece": save_sentencepiece,
-        "word level": save_word_level,
-    }
-    save[request.param](directory)
-    return load_tokenizer(directory)
+    return made_tokenizer(request.param, tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("byte_level")
-    save_byte_level(directory)
-    return load_tokenizer(directory)
+    return made_tokenizer("byte level", tmp_path_factory.mktemp("byte_level"))
 
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("byte_fallback")
-    save_byte_fallback_json(directory, strip=True)
-    return load_tokenizer(directory)
+    return made_tokenizer("byte fallback", tmp_path_factory.mktemp("byte_fallback"))
 
 
 def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
@@ -111,9 +89,7 @@ def expect(
 class TestStreamedText:
     @MANY
     @given(data=st.data(), skip=st.booleans())
-    def test_joined_deltas_equal_the_full_decode_for_any_ids(
-        self, tokenizer: Tokenizer, data: st.DataObject, skip: bool
-    ) -> None:
+    def test_joined_deltas_equal_the_full_decode(self, tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
         ids = data.draw(any_ids(tokenizer))
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
         assert stream(detokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=skip)
@@ -165,7 +141,7 @@ class TestStreamedText:
         assert detokenizer.append(byte_fallback.encode("<s>")[0]) == ""
         assert [detokenizer.append(i) for i in (space, space, word)] == ["", " ", " a"]
 
-    def test_every_id_is_looked_up_a_bounded_number_of_times(
+    def test_ids_are_looked_up_a_bounded_number_of_times(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         work = 0
@@ -209,11 +185,7 @@ class TestStopStrings:
         stops = [stop for stop in stops if stop]
         text, reason, consumed = expect(tokenizer, ids, stops, min_tokens, skip)
         detokenizer = Detokenizer(
-            tokenizer,
-            stop=stops,
-            skip_special_tokens=skip,
-            include_stop_str_in_output=include,
-            min_tokens=min_tokens,
+            tokenizer, stop=stops, skip_special_tokens=skip, include_stop_str_in_output=include, min_tokens=min_tokens
         )
         shown = stream(detokenizer, ids)
         assert (detokenizer.stop_reason, detokenizer.num_tokens) == (reason, consumed)
@@ -221,8 +193,7 @@ class TestStopStrings:
 
     @settings(max_examples=100, deadline=None)
     @given(
-        text=st.text("ab", max_size=12),
-        stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+        text=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
     )
     def test_no_more_is_held_back_than_could_begin_a_stop_string(
         self, byte_level: Tokenizer, text: str, stops: list[str]
@@ -318,9 +289,7 @@ class TestStopStrings:
 class TestTextAfterAPrompt:
     @MANY
     @given(data=st.data(), skip=st.booleans())
-    def test_prompt_and_answer_together_read_as_the_whole(
-        self, tokenizer: Tokenizer, data: st.DataObject, skip: bool
-    ) -> None:
+    def test_prompt_and_answer_read_as_the_whole(self, tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
         words = st.text("ab é日🙂 \n", max_size=8).map(tokenizer.encode)
         ids = data.draw(st.lists(words, max_size=3).map(lambda parts: list(chain(*parts))))
         cut = data.draw(st.integers(0, len(ids)))
@@ -333,10 +302,8 @@ class TestTextAfterAPrompt:
     def test_text_is_that_of_a_decode_stream_of_tokenizers(
         self, byte_level: Tokenizer, byte_fallback: Tokenizer, data: st.DataObject
     ) -> None:
-        """The text is what a decode stream of tokenizers makes of it.
-
-        vLLM reads answers by this stream, begun with the prompt's ids.
-        """
+        """The text is what a decode stream of tokenizers makes of it."""
+        # vLLM reads answers by this stream, begun with the prompt's ids.
         tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
         assert isinstance(tokenizer, FastTokenizer)
         ids = tokenizer.encode(data.draw(st.text("ab é日🙂 \n", max_size=12)))

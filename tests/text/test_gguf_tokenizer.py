@@ -1,11 +1,7 @@
 """A GGUF file's tokenizer splits texts as the model's own does, which the name in `tokenizer.ggml.pre` stands for.
-
 The oracle is the published pre-tokenizer, built with `tokenizers` beside the words and merges of the file: what
-SmolLM2's, Llama 3's, Qwen2's and GPT-2's own tokenizer.json have, and for "default" what llama.cpp does. transformers'
-GGUF loader reads the same files, and the texts on which it differs are of one kind for each name.
-"""
-
-from __future__ import annotations
+SmolLM2's, Llama 3's, Qwen2's and GPT-2's own tokenizer.json have, and for "default" what llama.cpp does.
+transformers' GGUF loader reads the same files, and the texts on which it differs are of one kind for each name."""
 
 import json
 import unicodedata
@@ -194,10 +190,8 @@ def test_flag_for_a_token_absent_from_the_file_is_refused(tmp_path: Path, keys: 
 
 
 def test_sentencepiece_without_space_before_text_is_its_model(tmp_path: Path) -> None:
-    """A SentencePiece tokenizer without a space before a text is the model it came from.
-
-    As Gemma's, whose files say so.
-    """
+    """A SentencePiece tokenizer without a space before a text is the model it came from."""
+    # As Gemma's, whose files say so.
     model = sentencepiece_model(add_dummy_prefix=False)
     keys = sentencepiece_keys(model) | {"tokenizer.ggml.add_space_prefix": False}
     path = write_gguf(tmp_path / "model.gguf", tokenizer=keys, **SMALL)
@@ -237,9 +231,7 @@ BPE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BPE_FAULTS)
-def test_a_byte_level_tokenizer_that_lacks_something_is_refused(
-    tmp_path: Path, keys: dict[str, Any], case: str
-) -> None:
+def test_byte_level_tokenizer_that_lacks_something_is_refused(tmp_path: Path, keys: dict[str, Any], case: str) -> None:
     changes, message = BPE_FAULTS[case]
     changes = {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
     tokenizer = {key: value for key, value in (keys | changes).items() if value is not None and value != []}

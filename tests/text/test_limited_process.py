@@ -1,7 +1,5 @@
 """A hostile template ends in an error instead of a full machine, and the process that it ran in is replaced."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -118,7 +116,7 @@ class TestLimits:
         with pytest.raises(ChatTemplateError, match="more than 20 MiB of memory"):
             render(hoards, ProcessLimits(memory_bytes=20 * 1024**2))
 
-    def test_time_is_watched_from_outside_where_no_timer_is(
+    def test_time_is_watched_outside_where_no_timer_is(
         self, monkeypatch: pytest.MonkeyPatch, children: _Children
     ) -> None:
         """As on Windows: the parent reads the processor time of the child, here a made-up one."""
@@ -158,9 +156,7 @@ class TestProcess:
         children._idle[0]._process.wait()
         assert template.render([USER]) == "Hi"
 
-    def test_one_that_dies_at_work_is_an_error_that_says_so(
-        self, children: _Children, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_dies_at_work_is_told_as_such(self, children: _Children, monkeypatch: pytest.MonkeyPatch) -> None:
         template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
         pid = process_of(children)
 
@@ -181,7 +177,7 @@ class TestProcess:
         threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
         assert template.render([USER]) == "Hi"
 
-    def test_a_process_that_is_silent_is_given_up_in_the_end(
+    def test_a_silent_process_is_given_up_in_the_end(
         self, children: _Children, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         template = ChatTemplate("{{ messages[0].content }}")
@@ -190,9 +186,7 @@ class TestProcess:
         with pytest.raises(LimitedProcessError, match=r"silent for 0\.1 s"):
             template.render([USER])
 
-    def test_ctrl_c_ends_the_process_and_misplaces_no_answer(
-        self, children: _Children, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_ctrl_c_ends_it_and_misplaces_no_answer(self, children: _Children, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ctrl-C ends the process, so that no answer goes to the wrong question."""
         template = ChatTemplate("{{ messages[0].content }}")
 

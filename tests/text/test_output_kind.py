@@ -1,8 +1,5 @@
 """What outputs hold: everything so far, only what is new, or everything once at the end."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +7,7 @@ from typing import Any
 import pytest
 from batches import Request, assert_same, some_requests
 from deltas import joined
+from fixture_types import MakeEngine
 
 from d3engine import D3, Engine, FullDepth, RequestOutput, RequestOutputKind, SamplingParams, SelfSpeculative
 
@@ -33,7 +31,7 @@ def step_through(engine: Engine, requests: list[Request], kind: RequestOutputKin
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_deltas_joined_are_the_final_output(make_engine: Callable[..., Engine], seed: int) -> None:
+def test_deltas_joined_are_the_final_output(make_engine: MakeEngine, seed: int) -> None:
     """Requests of every kind: several answers, log-probabilities, preemptions, policies that draft."""
     requests = some_requests(seed + 40, 10)
     small = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
@@ -64,7 +62,7 @@ def test_streams_hold_what_their_kind_says(kind: RequestOutputKind) -> None:
         assert all(later.startswith(text) for text, later in pairwise(texts))
 
 
-def test_generate_returns_whole_answers_whatever_the_kind(make_engine: Callable[..., Engine]) -> None:
+def test_generate_returns_whole_answers_whatever_the_kind(make_engine: MakeEngine) -> None:
     engine = make_engine()
     params = SamplingParams(temperature=0, max_tokens=8)
     answers = [engine.generate([1, 2, 3], of_kind(params, kind), use_tqdm=False)[0].outputs for kind in KINDS]
@@ -73,11 +71,9 @@ def test_generate_returns_whole_answers_whatever_the_kind(make_engine: Callable[
 
 
 @pytest.mark.parametrize("depth", [FullDepth(), D3(0.9, 0.5), SelfSpeculative(D3(0.9, 0.3))], ids=repr)
-def test_long_answer_read_as_deltas_copies_each_token_once(make_engine: Callable[..., Engine], depth: Any) -> None:
-    """A long answer read as deltas copies each of its tokens once.
-
-    What a cumulative stream copies grows with the square of the answer's length.
-    """
+def test_long_answer_read_as_deltas_copies_each_token_once(make_engine: MakeEngine, depth: Any) -> None:
+    """A long answer read as deltas copies each of its tokens once."""
+    # What a cumulative stream copies grows with the square of the answer's length.
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, logprobs=0, depth=depth)
 
     def items(output: RequestOutput) -> int:
@@ -91,7 +87,7 @@ def test_long_answer_read_as_deltas_copies_each_token_once(make_engine: Callable
     assert copied(RequestOutputKind.CUMULATIVE) > 3 * 50 * 10
 
 
-def test_the_prompt_is_copied_once_for_all_deltas_of_a_request(make_engine: Callable[..., Engine]) -> None:
+def test_the_prompt_is_copied_once_for_all_deltas_of_a_request(make_engine: MakeEngine) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_kind=DELTA)
     engine = make_engine()
     outputs = list(engine.stream([1, 2, 3], params))
@@ -102,7 +98,7 @@ def test_the_prompt_is_copied_once_for_all_deltas_of_a_request(make_engine: Call
     assert engine.generate([1, 2, 3], params, use_tqdm=False)[0].prompt_token_ids == [1, 2, 3]
 
 
-def test_an_aborted_request_says_so_in_its_last_delta(make_engine: Callable[..., Engine]) -> None:
+def test_an_aborted_request_says_so_in_its_last_delta(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("a", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True, n=2, output_kind=DELTA))
     first = engine.step()
@@ -129,9 +125,7 @@ def test_without_detokenizing_there_are_tokens_and_no_text() -> None:
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, FINAL_ONLY])
-def test_an_answer_ends_at_a_token_of_which_no_text_can_be_made(
-    monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind
-) -> None:
+def test_answer_ends_at_a_token_that_makes_no_text(monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind) -> None:
     """Also where many tokens are taken at once."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:

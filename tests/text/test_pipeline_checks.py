@@ -1,7 +1,5 @@
 """A tokenizer.json that lacks what its other parts need is refused, whatever it lacks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A bare question is asked in the form that a model's directory names; every other prompt is left as it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Special tokens are found in whichever file names them, with the ids that transformers gives them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -114,9 +112,7 @@ class TestTokenizerJson:
         """Every named token is whole and has the id of transformers."""
         if name == "tokenizer_config.json":  # there transformers says what its objects are
             is_object = {key for key, value in fields.items() if isinstance(value, dict)}
-            fields = {
-                key: value | {"__type": "AddedToken"} if key in is_object else value for key, value in fields.items()
-            }
+            fields = {key: own | {"__type": "AddedToken"} if key in is_object else own for key, own in fields.items()}
         write(byte_level, name, **fields)
         ours, theirs = load_tokenizer(byte_level), PreTrainedTokenizerFast.from_pretrained(byte_level)
         text = "x<begin>y <end><pad> <a><b> <mask>z"
@@ -133,9 +129,7 @@ class TestTokenizerJson:
 
     @pytest.mark.parametrize("field", ["add_bos_token", "add_eos_token", "add_prefix_space", "legacy"])
     @pytest.mark.parametrize("value", ["false", 1, {}, [False]])
-    def test_a_switch_that_is_neither_true_nor_false_is_refused(
-        self, byte_level: Path, field: str, value: object
-    ) -> None:
+    def test_a_switch_neither_true_nor_false_is_refused(self, byte_level: Path, field: str, value: object) -> None:
         write(byte_level, "tokenizer_config.json", **{field: value})
         with pytest.raises(ModelFormatError, match=rf"{field} must be true, false or null; got"):
             load_tokenizer(byte_level)

@@ -1,7 +1,5 @@
 """Meta's tokenizer.model of Llama 3 is read, and gives the tokens that its ranks mean."""
 
-from __future__ import annotations
-
 import base64
 import json
 from itertools import pairwise
@@ -65,9 +63,7 @@ class TestReading:
             expected = [rank for word in words for rank in join_by_rank(word.encode(), known)]
             assert tokenizer.encode(text, add_special_tokens=False) == expected
 
-    def test_the_tokenizer_equals_the_one_that_transformers_converts(
-        self, meta: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_tokenizer_equals_what_transformers_converts(self, meta: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TikTokenConverter, "load_tiktoken_bpe", staticmethod(lambda _: ranks()))
         tokenizer = load_tokenizer(meta)
         special = [tokenizer.convert_id_to_token(i) for i in sorted(tokenizer.special_ids)]

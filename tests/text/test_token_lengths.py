@@ -1,7 +1,5 @@
 """The bound by which a text is refused before it is encoded is never above the number of its tokens."""
 
-from __future__ import annotations
-
 import random
 import sys
 import unicodedata

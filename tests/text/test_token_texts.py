@@ -1,45 +1,25 @@
 """What a token reads as in its place: the bytes of all that a text shows are the text's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import LLAMA2, save_byte_fallback_json, save_byte_level, save_sentencepiece, save_word_level
+from small_tokenizers import KINDS, made_tokenizer
 
 from d3engine import Engine, SamplingParams
 from d3engine.text.detokenizer import TokenTexts
-from d3engine.text.tokenizer import Tokenizer, load_tokenizer
-
-KINDS: dict[str, Callable[[Path], None]] = {
-    "byte level": save_byte_level,
-    "byte fallback": lambda directory: save_byte_fallback_json(directory, strip=True),
-    "unstripped": lambda directory: save_byte_fallback_json(directory, strip=False),
-    "sentencepiece": save_sentencepiece,
-    "word level": save_word_level,
-}
+from d3engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", params=[*KINDS, "llama 2"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    if request.param == "llama 2":
-        if not (LLAMA2 / "tokenizer.model").is_file():
-            pytest.skip("shared/data/llama2/tokenizer.model is not here")
-        return load_tokenizer(LLAMA2)
-    directory = tmp_path_factory.mktemp("tokenizer")
-    KINDS[request.param](directory)
-    return load_tokenizer(directory)
+    return made_tokenizer(request.param, tmp_path_factory.mktemp("tokenizer"))
 
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text("ab é日🙂 \n<", max_size=6), max_size=3), skip=st.booleans(), cut=st.integers(0, 12))
-def test_the_bytes_of_a_texts_tokens_joined_are_the_texts(
-    tokenizer: Tokenizer, texts: list[str], skip: bool, cut: int
-) -> None:
+def test_bytes_of_a_texts_tokens_are_the_texts(tokenizer: Tokenizer, texts: list[str], skip: bool, cut: int) -> None:
     """Of prompt and answer together, whatever is cut in halves between them, and with special ids on the way."""
     special = sorted(tokenizer.special_ids)[:1]
     ids = [i for text in texts for i in (*special, *tokenizer.encode(text, add_special_tokens=False))]
@@ -56,10 +36,8 @@ def test_the_bytes_of_a_texts_tokens_joined_are_the_texts(
 
 
 def test_logprobs_of_an_engine_have_the_prompts_and_answers_text() -> None:
-    """Log-probabilities of an engine say what prompt and answer read as.
-
-    A half of a character has its byte and U+FFFD, a word its space, but not where it begins a text.
-    """
+    """Log-probabilities of an engine say what prompt and answer read as."""
+    # A half of a character has its byte and U+FFFD, a word its space, but not where it begins a text.
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1)
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
         tokenizer = engine.get_tokenizer()
@@ -85,10 +63,8 @@ def test_logprobs_of_an_engine_have_the_prompts_and_answers_text() -> None:
 
 
 def test_alternatives_read_as_in_the_chosen_tokens_place() -> None:
-    """Alternatives read as they would in the place of the chosen token.
-
-    All that begin with a space keep it, unless nothing stands before them.
-    """
+    """Alternatives read as they would in the place of the chosen token."""
+    # All that begin with a space keep it, unless nothing stands before them.
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=64, skip_special_tokens=True)
     with Engine("demo", device="cpu", kv_cache_memory_bytes=2**24) as engine:
         pieces = engine.get_tokenizer().convert_id_to_token

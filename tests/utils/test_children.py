@@ -1,7 +1,5 @@
 """No process that d3engine starts runs files of the working directory, or gets keys that it has no use for."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import json
@@ -16,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from d3engine.async_engine import engine_process
+from d3engine.engine import ranks as rank_processes
+from d3engine.errors import EngineDeadError
 from d3engine.text import limited_process
 from d3engine.utils import children
 
@@ -229,10 +230,6 @@ def open_files() -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system has no /proc")
 def test_processes_that_fail_to_start_leave_no_files_and_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Processes that cannot be started leave no files open and no ranks behind."""
-    from d3engine.async_engine import engine_process
-    from d3engine.engine import ranks as rank_processes
-    from d3engine.errors import EngineDeadError
-
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen

@@ -1,7 +1,5 @@
 """A user's files are read and written in one way: what cannot be read is named, and what is written is whole."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -178,17 +176,11 @@ OPENED_ELSEWHERE = {
     "d3engine/engine/prefix_file.py: safe_open",
     "weights_tools/convert.py: np.memmap",
     # To write.
-    *(
-        "d3engine/integrations/batch_file.py: os.open",
-        "weights_tools/fetch.py: target.open",
-    ),
+    *("d3engine/integrations/batch_file.py: os.open", "weights_tools/fetch.py: target.open"),
     # Files of the system, of the package, and of this process.
     *("d3engine/cli/streams.py: open", "d3engine/cli/streams.py: os.open", "d3engine/text/limited_worker.py: open"),
     *("d3engine/text/limited_worker.py: os.open", "d3engine/async_engine/engine_process.py: path.open"),
-    *(
-        "d3engine/engine/host.py: CGROUP.read_text",
-        "d3engine/engine/host.py: (group / 'cpu.max').read_text",
-    ),
+    *("d3engine/engine/host.py: CGROUP.read_text", "d3engine/engine/host.py: (group / 'cpu.max').read_text"),
     "d3engine/engine/host.py: (group / f'cpu.cfs_{name}_us').read_text",
     "d3engine/engine/host.py: (group / ('memory.max' if is_second else 'memory.limit_in_bytes')).read_text",
     "d3engine/server/routes/api.py: file.read_bytes",
@@ -269,9 +261,7 @@ def test_what_is_no_json_is_an_error_with_the_file_name(tmp_path: Path, content:
     ("contents", "message"),
     [({"temperature": 1e9}, "temperature"), ({"top_p": 1.5}, "top_p"), ({"max_new_tokens": 0}, "max_tokens")],
 )
-def test_a_sampling_default_out_of_range_is_named_with_its_file(
-    tmp_path: Path, contents: dict[str, Any], message: str
-) -> None:
+def test_sampling_default_out_of_range_is_named_by_file(tmp_path: Path, contents: dict[str, Any], message: str) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(contents))
     with pytest.raises(ModelFormatError, match=rf"{tmp_path}/generation_config\.json: .*{message}"):
         default_sampling_params(tmp_path)

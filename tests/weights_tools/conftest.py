@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from quantized_weights import MakeTiny
+    from fixture_types import MakeLlama
 
 
 @pytest.fixture(scope="session")
 def quantized_directory(
-    tiny_llama: MakeTiny, tmp_path_factory: pytest.TempPathFactory
+    tiny_llama: MakeLlama, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], tuple[Path, Path]]:
     """`quantized_directory(scheme, layout)` -> (float directory, quantized directory), made once; read-only."""
     from quantized_weights import LAYOUTS

@@ -1,7 +1,5 @@
 """Pickled checkpoints keep their model; damaged or dangerous ones are refused unrun."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

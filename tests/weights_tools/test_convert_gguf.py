@@ -1,13 +1,12 @@
 """A GGUF file becomes the model that transformers' own loader makes of it, or is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from configs import llama3_rope
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
@@ -111,8 +110,7 @@ def test_gguf_without_an_output_matrix_ties_its_embedding(tmp_path: Path, bpe: d
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_rope_freq_factors_become_llama_3s_rope(tmp_path: Path, bpe: dict[str, Any], factor: float) -> None:
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    parameters = scaling | {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
+    parameters = llama3_rope(8192, factor=factor, rope_theta=500_000.0)
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=parameters)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500_000.0 ** -(torch.arange(0, 64, 2).float() / 64)

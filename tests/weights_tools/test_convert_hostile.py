@@ -1,7 +1,5 @@
 """What a converter is given may be damaged, or made to grow; what it leaves is a whole directory or the old one."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import llama_config
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,15 +22,7 @@ from d3engine.model.weights import load_weights
 from d3engine.weights_tools.convert import convert_bin, load_pickled
 from d3engine.weights_tools.writing import output_directory
 
-SIZES: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = llama_config(1, intermediate_size=40, num_attention_heads=2)
 
 
 def write_bin(directory: Path, tensor: Callable[[tuple[int, ...]], Tensor], **changes: Any) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """A llama2.c file becomes the model it was made from; a wrong one is refused in one line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -68,9 +66,7 @@ def test_a_wrong_llama2c_header_is_refused(tmp_path: Path, header: dict[str, int
         (lambda content: b"", "has 0 bytes: too short"),
     ],
 )
-def test_a_llama2c_file_of_another_size_is_refused(
-    tmp_path: Path, edit: Callable[[bytes], bytes], message: str
-) -> None:
+def test_llama2c_file_of_another_size_is_refused(tmp_path: Path, edit: Callable[[bytes], bytes], message: str) -> None:
     file = tmp_path / "model.bin"
     write_llama2c(file, make_model(tie_word_embeddings=True))
     file.write_bytes(edit(file.read_bytes()))

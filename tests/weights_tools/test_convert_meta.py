@@ -1,7 +1,5 @@
 """Meta's checkpoints become the models they were made from; what is wrong with one is refused by name."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import llama3_rope
 from conversion import LLAMA2_TOKENIZER, logits, make_model, refuses, save_meta
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -29,9 +28,7 @@ def test_a_sentencepiece_tokenizer_is_copied_with_a_config(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("shards", "embedding_dimension"), [(1, 1), (2, 1), (2, 0)])
-def test_metas_checkpoint_becomes_the_model_it_was_made_from(
-    tmp_path: Path, shards: int, embedding_dimension: int
-) -> None:
+def test_metas_checkpoint_becomes_the_model_it_came_from(tmp_path: Path, shards: int, embedding_dimension: int) -> None:
     model = make_model()
     save_meta(tmp_path / "meta", model, shards, embedding_dimension, multiple_of=8)
     notes = convert_meta(tmp_path / "meta", tmp_path / "out", max_position_embeddings=64, show_progress=False)
@@ -42,14 +39,7 @@ def test_metas_checkpoint_becomes_the_model_it_was_made_from(
 
 def test_metas_scaled_rope_becomes_llama3_rope_by_its_factor(tmp_path: Path) -> None:
     """Meta's scaled RoPE becomes llama3 RoPE once its factor is given."""
-    rope = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_theta": 500_000.0,
-    }
+    rope = llama3_rope(8192, factor=32.0, rope_theta=500_000.0)
     model = make_model(tie_word_embeddings=True, rope_parameters=rope, max_position_embeddings=131_072)
     save_meta(tmp_path / "meta", model, rope_theta=500_000.0, use_scaled_rope=True)
     given = r"rope_factor must be given, .*8 for Llama 3\.1"

@@ -1,13 +1,12 @@
 """The bundled model's text files: every tokenizer gives the ids that the model was trained with."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from d3engine.depth.policy import calibrated_for
 from d3engine.engine.model_directory import model_directory
@@ -76,8 +75,6 @@ def test_demo_tokenizer_json_equals_its_tokenizer_model(trained: SentencePieceTo
 
 
 def test_transformers_gives_the_same_ids_and_texts() -> None:
-    from transformers import AutoTokenizer
-
     ours, theirs = load_tokenizer(DEMO), AutoTokenizer.from_pretrained(DEMO)
     for text in islice(texts(), 400):
         ids = ours.encode(text)

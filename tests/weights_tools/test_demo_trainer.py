@@ -1,7 +1,5 @@
 """The demo model's trainer: answers in a batch are those of each prompt alone; it learns from what was asked for."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -133,9 +131,7 @@ def test_record_holds_the_whole_recipe_of_resumed_training(tmp_path: Path) -> No
     expected = {"exits": [9, 11], "prompt_tail_share": 0.6, "muon_rate": 0.01}
     ends = {"steps": 1329, "steps_planned": 1800, "finished_early_at_step": 929}
     assert (expected | ends).items() <= record["recipe"].items()
-    assert (
-        "earlier" not in DemoRun(parse(["--out", str(tmp_path), "--threads", "1", "--tasks", "word-sorting"])).record()
-    )
+    assert "earlier" not in DemoRun(parse(["--out", str(tmp_path), "--threads=1", "--tasks", "word-sorting"])).record()
 
 
 def test_run_to_end_early_ends_there_after_an_interruption(tmp_path: Path) -> None:

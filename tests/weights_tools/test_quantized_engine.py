@@ -1,12 +1,10 @@
 """An engine on quantized weights answers as one on what they stand for."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakePrompts
 from quantized_weights import LAYOUTS, SCHEMES, QuantizedDirectory, load
 from torch import Tensor
 
@@ -42,7 +40,7 @@ def tokens_of(engine: Engine, prompts: list[list[int]], *, together: bool = True
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_engine_answers_as_with_dequantized_weights(
-    quantized_directory: QuantizedDirectory, make_prompts: Callable[..., list[list[int]]], scheme: str, layout: str
+    quantized_directory: QuantizedDirectory, make_prompts: MakePrompts, scheme: str, layout: str
 ) -> None:
     """The engine answers as with the dequantized weights, alone and in a batch."""
     source, target = quantized_directory(scheme, layout)
@@ -59,7 +57,7 @@ def test_quantized_engine_answers_as_with_dequantized_weights(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_engine_dtype_is_that_of_activations_and_floats(
-    quantized_directory: QuantizedDirectory, make_prompts: Callable[..., list[list[int]]], scheme: str
+    quantized_directory: QuantizedDirectory, make_prompts: MakePrompts, scheme: str
 ) -> None:
     """The dtype of an engine is that of activations and float weights."""
     directory = quantized_directory(scheme, "biases")[1]

@@ -1,13 +1,12 @@
 """The LM head beside quantized matrices: what it can be, what files say of it, and how it is read back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from quantized_weights import LAYOUTS, MakeTiny, all_tensors, load, run
+from fixture_types import MakeLlama
+from quantized_weights import LAYOUTS, all_tensors, load, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,13 +22,13 @@ PAIRS = [("grouped heads", "int8"), ("grouped heads", "int4"), ("grouped heads",
 PAIRS += [("tied", "int8"), ("tied", "float")]
 
 
-def source_of(tiny_llama: MakeTiny, layout: str) -> Path:
+def source_of(tiny_llama: MakeLlama, layout: str) -> Path:
     return tiny_llama(**LAYOUTS[layout]).directory
 
 
 @pytest.mark.parametrize(("layout", "form"), PAIRS)
 def test_lm_head_has_the_scheme_asked_for_in_file_and_memory(
-    tiny_llama: MakeTiny, tmp_path: Path, layout: str, form: str
+    tiny_llama: MakeLlama, tmp_path: Path, layout: str, form: str
 ) -> None:
     """An LM head has the scheme that is asked for, in files as in memory."""
     source, target = source_of(tiny_llama, layout), tmp_path / "out"
@@ -44,7 +43,7 @@ def test_lm_head_has_the_scheme_asked_for_in_file_and_memory(
     assert f"int4, LM head {form}" in run("inspect", target).stdout
 
 
-def test_a_head_that_is_the_embedding_too_is_not_of_four_bits(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_a_head_that_is_the_embedding_too_is_not_of_four_bits(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     source = source_of(tiny_llama, "tied")
     message = "lm_head must be one of int8, float for a model whose head is its embedding.*; got 'int4'"
     with pytest.raises(InvalidValueError, match=message):
@@ -59,7 +58,7 @@ def test_a_head_that_is_the_embedding_too_is_not_of_four_bits(tiny_llama: MakeTi
 
 @pytest.mark.parametrize(("layout", "form"), [("grouped heads", "int4"), ("tied", "float")])
 def test_directory_without_an_lm_head_scheme_loads_as_before(
-    tiny_llama: MakeTiny, tmp_path: Path, layout: str, form: str
+    tiny_llama: MakeLlama, tmp_path: Path, layout: str, form: str
 ) -> None:
     """A directory that does not name the scheme of its LM head loads as before there was a choice."""
     quantize_model(source_of(tiny_llama, layout), tmp_path / "out", "int4", lm_head=form, show_progress=False)
@@ -70,7 +69,7 @@ def test_directory_without_an_lm_head_scheme_loads_as_before(
     assert all(map(torch.equal, all_tensors(load(tmp_path / "out")), before))
 
 
-def test_float_head_of_a_tied_int8_embedding_is_unexpected(tiny_llama: MakeTiny, tmp_path: Path) -> None:
+def test_float_head_of_a_tied_int8_embedding_is_unexpected(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     """A float LM head in a file whose embedding is tied and int8 is unexpected."""
     quantize_model(source_of(tiny_llama, "tied"), tmp_path / "out", "int8", show_progress=False)
     file = tmp_path / "out" / "model.safetensors"

@@ -1,7 +1,5 @@
 """`d3engine weights` converts, inspects and verifies; a destination in use is kept, an error is one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

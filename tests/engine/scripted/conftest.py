@@ -1,7 +1,5 @@
 """An engine whose model says what a test wants; see `tests/support/scripted.py`.
-
-As in all such files, what imports Triton waits for a fixture: `tests/conftest.py` first says how Triton is to run.
-"""
+As in all such files, what imports Triton waits for a fixture: `tests/conftest.py` first says how Triton is to run."""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
 """An answer ends at its EOS, its stop or its length, and shows no more than it should."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from fixture_types import MakeEngine
 from scripted import EOS, LAYERS, executor_of, greedy, ids
 
-from d3engine import Engine, SamplingParams
+from d3engine import SamplingParams
 
 
-def answer(make_engine: Callable[..., Engine], text: str, params: SamplingParams) -> Any:
+def answer(make_engine: MakeEngine, text: str, params: SamplingParams) -> Any:
     """The finished output of a request whose model says `text`, and the joined growth of its stream."""
     engine = make_engine()
     prompt = ids(engine, "the prompt")
@@ -29,7 +27,7 @@ def answer(make_engine: Callable[..., Engine], text: str, params: SamplingParams
     return final
 
 
-def test_eos_ends_an_answer_and_is_not_shown(make_engine: Callable[..., Engine]) -> None:
+def test_eos_ends_an_answer_and_is_not_shown(make_engine: MakeEngine) -> None:
     output = answer(make_engine, "one and two", greedy(40))
     assert (output.text, output.finish_reason, output.stop_reason) == (" one and two", "stop", None)
     assert output.token_ids[-1] == EOS
@@ -37,7 +35,7 @@ def test_eos_ends_an_answer_and_is_not_shown(make_engine: Callable[..., Engine])
     assert set(output.depths) == {LAYERS}
 
 
-def test_ignore_eos_goes_on_to_the_length(make_engine: Callable[..., Engine]) -> None:
+def test_ignore_eos_goes_on_to_the_length(make_engine: MakeEngine) -> None:
     length = len(ids(make_engine(), "one and two"))
     output = answer(make_engine, "one and two", greedy(length + 3, ignore_eos=True))
     assert output.finish_reason == "length"
@@ -45,7 +43,7 @@ def test_ignore_eos_goes_on_to_the_length(make_engine: Callable[..., Engine]) ->
     assert output.text == " one and two"
 
 
-def test_max_tokens_ends_an_answer_with_all_its_text(make_engine: Callable[..., Engine]) -> None:
+def test_max_tokens_ends_an_answer_with_all_its_text(make_engine: MakeEngine) -> None:
     tokens = ids(make_engine(), "one and two and three")
     output = answer(make_engine, "one and two and three", greedy(4))
     assert (output.token_ids, output.finish_reason) == (tokens[:4], "length")
@@ -56,9 +54,7 @@ def test_max_tokens_ends_an_answer_with_all_its_text(make_engine: Callable[..., 
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stop", ["two", " and t", "e", ["nowhere", "two and"], ["two and", "o a"]])
-def test_stop_string_ends_the_text_and_never_leaks(
-    make_engine: Callable[..., Engine], stop: Any, include: bool
-) -> None:
+def test_stop_string_ends_the_text_and_never_leaks(make_engine: MakeEngine, stop: Any, include: bool) -> None:
     """A stop string ends the text before or behind it and never leaks."""
     text = " one and two and three"
     output = answer(make_engine, text.lstrip(), greedy(40, stop=stop, include_stop_str_in_output=include))
@@ -73,14 +69,14 @@ def test_stop_string_ends_the_text_and_never_leaks(
     assert start == end or len(stops) > 1
 
 
-def test_stop_string_at_last_token_is_a_stop_not_a_length(make_engine: Callable[..., Engine]) -> None:
+def test_stop_string_at_last_token_is_a_stop_not_a_length(make_engine: MakeEngine) -> None:
     """A stop string at the last token allowed is a stop and no length."""
     tokens = ids(make_engine(), "one and two")
     output = answer(make_engine, "one and two", greedy(len(tokens), stop="two"))
     assert (output.text, output.finish_reason, output.stop_reason) == (" one and ", "stop", "two")
 
 
-def test_a_stop_token_id_ends_an_answer_is_named_and_not_shown(make_engine: Callable[..., Engine]) -> None:
+def test_a_stop_token_id_ends_an_answer_is_named_and_not_shown(make_engine: MakeEngine) -> None:
     tokens = ids(make_engine(), "one and two and three")
     output = answer(make_engine, "one and two and three", greedy(40, stop_token_ids=[tokens[3], 799]))
     first = tokens.index(tokens[3])
@@ -92,7 +88,7 @@ def test_a_stop_token_id_ends_an_answer_is_named_and_not_shown(make_engine: Call
 
 
 @pytest.mark.parametrize("what", ["eos", "stop id", "stop string"])
-def test_before_min_tokens_nothing_ends_an_answer(make_engine: Callable[..., Engine], what: str) -> None:
+def test_before_min_tokens_nothing_ends_an_answer(make_engine: MakeEngine, what: str) -> None:
     tokens = ids(make_engine(), "one one one one one one")
     count = 5 if what == "eos" else 6
     text = "one" if what == "eos" else "one one one one one one"
@@ -104,7 +100,7 @@ def test_before_min_tokens_nothing_ends_an_answer(make_engine: Callable[..., Eng
         assert not {EOS, *stops.get("stop_token_ids", ())} & set(later.token_ids[: count - 1])
 
 
-def test_special_tokens_are_hidden_unless_asked_for(make_engine: Callable[..., Engine]) -> None:
+def test_special_tokens_are_hidden_unless_asked_for(make_engine: MakeEngine) -> None:
     """Special tokens are left out of the text unless asked for."""
     engine = make_engine()
     script = [*ids(engine, "a"), 1, *ids(engine, "b")]
@@ -115,6 +111,6 @@ def test_special_tokens_are_hidden_unless_asked_for(make_engine: Callable[..., E
     assert shown[0].outputs[0].token_ids == shown[1].outputs[0].token_ids
 
 
-def test_bad_words_are_never_completed(make_engine: Callable[..., Engine]) -> None:
+def test_bad_words_are_never_completed(make_engine: MakeEngine) -> None:
     output = answer(make_engine, "one and two", greedy(12, bad_words=["and"], ignore_eos=True))
     assert " and" not in output.text

@@ -1,11 +1,10 @@
 """A request's fault ends that request alone, an engine's fault the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fixture_types import MakeEngine
 from scripted import executor_of, greedy, likeliest
 from stepping import finish
 
@@ -14,7 +13,7 @@ from d3engine.errors import D3EngineError
 from d3engine.text.detokenizer import TokenTexts
 
 
-def test_a_request_whose_logits_are_not_finite_ends_alone(make_engine: Callable[..., Engine]) -> None:
+def test_a_request_whose_logits_are_not_finite_ends_alone(make_engine: MakeEngine) -> None:
     def run(poisoned: bool) -> dict[str, RequestOutput]:
         engine = make_engine()
         for name in ("a", "b", "c"):
@@ -62,7 +61,7 @@ def with_failing_tokenizer(engine: Engine, at: int) -> Engine:
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_a_request_whose_text_cannot_be_made_ends_alone(make_engine: Callable[..., Engine], logprobs: Any) -> None:
+def test_a_request_whose_text_cannot_be_made_ends_alone(make_engine: MakeEngine, logprobs: Any) -> None:
     scripts = {(11,): [100, 101, 150, 102, 103, 104], (12,): [100, 101, 102, 103, 104, 105]}
     params = greedy(6, logprobs=logprobs)
     healthy = make_engine(scripts).generate([[12], [12]], params, use_tqdm=False)
@@ -78,7 +77,7 @@ def test_a_request_whose_text_cannot_be_made_ends_alone(make_engine: Callable[..
     assert engine.generate([12], params, use_tqdm=False)[0].outputs == healthy[0].outputs
 
 
-def test_text_failing_at_the_last_token_is_an_abort(make_engine: Callable[..., Engine]) -> None:
+def test_text_failing_at_the_last_token_is_an_abort(make_engine: MakeEngine) -> None:
     """Text that fails at the last token is an abort and no length."""
     engine = with_failing_tokenizer(make_engine({(11,): [100, 101, 150]}), at=150)
     output = engine.generate([11], greedy(3), use_tqdm=False)[0].outputs[0]
@@ -86,7 +85,7 @@ def test_text_failing_at_the_last_token_is_an_abort(make_engine: Callable[..., E
     assert "this id has no piece" in str(output.stop_reason)
 
 
-def test_prompt_logprobs_without_text_end_their_request_alone(make_engine: Callable[..., Engine]) -> None:
+def test_prompt_logprobs_without_text_end_their_request_alone(make_engine: MakeEngine) -> None:
     """Prompt logprobs whose text cannot be made end their request alone."""
     engine = with_failing_tokenizer(make_engine(), at=150)
     params = [greedy(3, prompt_logprobs=0), greedy(3)]
@@ -145,7 +144,7 @@ def test_interrupt_keeps_its_name_and_ends_the_engine(engine: Engine) -> None:
         engine.step()
 
 
-def test_a_closed_engine_says_so(make_engine: Callable[..., Engine]) -> None:
+def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:
     with make_engine() as engine:
         engine.generate("a", greedy(1), use_tqdm=False)
     engine.close()

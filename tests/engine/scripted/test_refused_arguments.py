@@ -1,15 +1,13 @@
 """An engine argument that is not allowed is refused by name; what a model directory says is taken."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import MakeEngine
 from scripted import CONFIG, DEMO, LAYERS, Scripted
 
 from d3engine import D3, Engine, InvalidValueError, SamplingParams
@@ -43,7 +41,7 @@ class TooShort(DepthPolicy):
     ],
 )
 def test_engine_argument_is_refused_by_name_and_value(
-    make_engine: Callable[..., Engine], field: str, values: list[Any], allowed: str
+    make_engine: MakeEngine, field: str, values: list[Any], allowed: str
 ) -> None:
     """An engine argument is refused by name value and what is allowed."""
     for value in values:
@@ -71,9 +69,7 @@ def test_a_directory_that_is_none_is_refused_by_name() -> None:
         ("tokenizer", 5),
     ],
 )
-def test_an_engine_argument_of_a_wrong_type_is_refused_by_name(
-    make_engine: Callable[..., Engine], field: str, value: Any
-) -> None:
+def test_an_engine_argument_of_a_wrong_type_is_refused_by_name(make_engine: MakeEngine, field: str, value: Any) -> None:
     with pytest.raises(InvalidValueError, match=field):
         make_engine(**{field: value})
 

@@ -1,7 +1,5 @@
 """A value of SamplingParams out of its bounds is refused by field, value and what is allowed."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,11 @@
 """A request that cannot run is refused by name, and the engine is as before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from fixture_types import MakeEngine
 from scripted import VOCABULARY, greedy
 from stepping import finish
 
@@ -84,15 +83,13 @@ def test_no_prompts_give_no_outputs(engine: Engine) -> None:
         ("logit_bias", {"logit_bias": {VOCABULARY: 1.0}}),
     ],
 )
-def test_token_ids_in_parameters_are_checked_against_the_model(
-    engine: Engine, field: str, params: dict[str, Any]
-) -> None:
+def test_token_ids_in_parameters_are_those_of_the_model(engine: Engine, field: str, params: dict[str, Any]) -> None:
     with pytest.raises(InvalidValueError, match=f"{field} must be .*rows of the embedding; got 800"):
         engine.add_request("a", "text", greedy(**params))
     assert not engine.has_unfinished_requests()
 
 
-def test_text_features_are_refused_by_name_without_a_tokenizer(make_engine: Callable[..., Engine]) -> None:
+def test_text_features_are_refused_by_name_without_a_tokenizer(make_engine: MakeEngine) -> None:
     engine = make_engine(skip_tokenizer_init=True, tokenizer=None)
     for prompt, params, message in (
         ("text", greedy(), r"prompt must be .*no tokenizer.*; got 'text'"),

@@ -1,11 +1,9 @@
 """What an engine counts and tells of itself is what it has done."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from fixture_types import MakeEngine
 from scripted import LAYERS, greedy
 from stepping import finish
 
@@ -15,7 +13,7 @@ from d3engine.engine.stats import EngineStats
 from d3engine.request.outputs import Histogram, HistogramCounter, Timings
 
 
-def test_stats_count_what_the_engine_has_done_and_holds(make_engine: Callable[..., Engine]) -> None:
+def test_stats_count_what_the_engine_has_done_and_holds(make_engine: MakeEngine) -> None:
     policy = D3(0.8, 0.5)
     engine = make_engine(depth=policy, block_size=4, max_num_seqs=2)
     empty = engine.stats()
@@ -54,9 +52,7 @@ def test_stats_count_what_the_engine_has_done_and_holds(make_engine: Callable[..
     assert engine.stats().kv_blocks_cached == 0
 
 
-def test_realised_depth_is_of_tokens_that_came(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_realised_depth_is_of_tokens_that_came(make_engine: MakeEngine) -> None:
     """Realised depth is of the tokens that came, nominal depth of those allowed."""
     policy = D3(0.5, 0.25)
     engine = make_engine({(9,): [100]}, depth=policy)
@@ -82,7 +78,7 @@ def test_metrics_come_in_their_order(engine: Engine) -> None:
     assert output.num_preemptions == 0
 
 
-def test_waiting_request_is_scheduled_once_it_has_a_place(make_engine: Callable[..., Engine]) -> None:
+def test_waiting_request_is_scheduled_once_it_has_a_place(make_engine: MakeEngine) -> None:
     """A request that waits for a place has been scheduled when it gets one, and once."""
     engine = make_engine(max_num_seqs=1)
     for name in ("first", "second"):
@@ -109,7 +105,7 @@ def test_request_ending_before_its_turn_was_never_scheduled(engine: Engine) -> N
     assert engine.stats().queue_seconds.count == 0
 
 
-def test_steps_and_finished_requests_are_in_the_histograms(make_engine: Callable[..., Engine]) -> None:
+def test_steps_and_finished_requests_are_in_the_histograms(make_engine: MakeEngine) -> None:
     """Every step and every finished request is in the histograms."""
     policy = D3(0.5, 0.25)
     engine = make_engine(depth=policy, max_num_seqs=2)

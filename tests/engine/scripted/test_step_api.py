@@ -1,10 +1,9 @@
 """Streams, steps and aborts: whoever reads, in whatever order, gets their own outputs and all of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import pytest
+from fixture_types import MakeEngine
 from scripted import greedy, likeliest
 from stepping import finish
 
@@ -17,9 +16,7 @@ def test_streams_grow_by_what_each_step_brings(engine: Engine) -> None:
     assert lengths == [1, 2, 3, 4, 5, 6]
 
 
-def test_stream_between_first_and_last_waits_its_interval(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_stream_between_first_and_last_waits_its_interval(make_engine: MakeEngine) -> None:
     """Between the first token and the last a stream waits for as many as its interval."""
     engine = make_engine(stream_interval=4)
     whole = engine.generate("a", greedy(11), use_tqdm=False)[0].outputs[0]
@@ -35,7 +32,7 @@ def test_stream_between_first_and_last_waits_its_interval(
 
 
 @pytest.mark.parametrize("interval", [0, 2.5, True])
-def test_an_interval_of_no_whole_tokens_is_refused(make_engine: Callable[..., Engine], interval: object) -> None:
+def test_an_interval_of_no_whole_tokens_is_refused(make_engine: MakeEngine, interval: object) -> None:
     with pytest.raises(InvalidValueError, match="stream_interval must be an integer of at least 1"):
         make_engine(stream_interval=interval)
 
@@ -115,9 +112,7 @@ def test_streams_that_are_read_in_turns_all_come_to_their_end(engine: Engine) ->
     assert done == [2, 5]
 
 
-def test_waves_admit_between_them_and_an_idle_engine_at_once(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_waves_admit_between_them_and_an_idle_engine_at_once(make_engine: MakeEngine) -> None:
     """Waves let requests join only between them but an idle engine at once."""
     engine = make_engine(admission=IntervalAdmission(4), depth=FullDepth())
     engine.step()

@@ -1,7 +1,5 @@
 """The native library must exist wherever it can be built."""
 
-from __future__ import annotations
-
 import pytest
 
 from d3engine.kernels.native.build import BuildError, find_compiler

@@ -1,7 +1,5 @@
 """bfloat16 in 12 bits a weight is lossless: the same weights and the same logits, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Matrices in blocks: the numbers that they stand for, and the sums of float32 weights, to the last bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

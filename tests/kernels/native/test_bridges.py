@@ -1,7 +1,5 @@
 """Bridges of every kind over skipped layers, in C++; no row depends on the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Building the library, and the messages where that fails."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The native library agrees with the reference operations; no row depends on the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run ends with the last of its answers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from native_models import Case, Shape, at_places

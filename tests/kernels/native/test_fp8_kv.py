@@ -1,7 +1,5 @@
 """An 8-bit KV cache: the reference's bytes are written, and read as a cache of their floats."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

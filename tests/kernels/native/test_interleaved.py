@@ -1,12 +1,10 @@
 """Interleaved int8 and int4 matrices: int4 has the bits of the plain layout; no row depends on the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from native_models import Case, Shape, at_places
+from native_models import Case, Shape, assert_same_bits_in_any_chunks, at_places
 
 from d3engine.kernels.interleaved import LanesWeight, in_lanes
 from d3engine.kernels.matrices import Weight
@@ -82,37 +80,7 @@ def test_a_row_finds_the_same_bits_in_every_batch(isa: str, shape: Shape, form: 
 @pytest.mark.parametrize("isa", READERS)
 def test_a_prompt_finds_the_same_bits_in_any_chunks(isa: str) -> None:
     case, _ = interleaved_case(replace(SHAPES["odd columns"], rows=1, max_positions=160), "int8")
-    rows = case.rows
-    positions = np.arange(150)
-    prompt = replace(
-        rows,
-        tokens=positions % 300,
-        positions=positions,
-        generation=np.zeros(150, np.int64),
-        slots=np.zeros(150, np.int64),
-        cutoffs=np.full((150, 2), 1 << 20, np.int32),
-    )
-    kept = case.pool.clone()
-
-    def last_logits(*cuts: int) -> np.ndarray:
-        case.pool.copy_(kept)
-        decoder = case.decoder(isa=isa, max_rows=256)
-        for start, stop in zip((0, *cuts), (*cuts, 150), strict=True):
-            part = replace(
-                prompt,
-                **{
-                    name: getattr(prompt, name)[start:stop]
-                    for name in ("tokens", "positions", "generation", "slots", "cutoffs")
-                },
-            )
-            logits = np.full((1, stop - start, 320), np.nan, np.float32)
-            decoder.run(part, 1, logits=logits)
-        return logits[0, -1]
-
-    whole = last_logits()
-    assert np.isfinite(whole).all()
-    for cuts in ((149,), (1, 50), (60, 64, 128)):
-        np.testing.assert_array_equal(last_logits(*cuts).view(np.int32), whole.view(np.int32))
+    assert_same_bits_in_any_chunks(case, isa=isa)
 
 
 @needs_reader

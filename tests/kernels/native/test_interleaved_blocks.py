@@ -1,7 +1,5 @@
 """Interleaved blocks times vectors of 8 bits: the numbers of the reference, and no row depends on the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from batches import CONFIG
 from block_matrices import constant_blocks, random_blocks
-from native_models import Case, Shape, at_places, prompt_rows
+from native_models import Case, Shape, assert_same_bits_in_any_chunks, at_places
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.engine import resolve
@@ -206,21 +204,7 @@ def test_a_row_finds_the_same_bits_in_every_batch(types: tuple[str, ...]) -> Non
 
 
 def test_a_prompt_finds_the_same_bits_in_any_chunks() -> None:
-    case = block_case("Q4_K", "Q6_K", rows=1, max_positions=160)
-    kept = case.pool.clone()
-
-    def last_logits(*cuts: int) -> Any:
-        case.pool.copy_(kept)
-        decoder = case.decoder(max_rows=256)
-        for start, stop in zip((0, *cuts), (*cuts, 150), strict=True):
-            logits = np.full((1, stop - start, SHAPE.vocab), np.nan, np.float32)
-            decoder.run(prompt_rows(case, (0, start, stop - start)), 1, logits=logits)
-        return logits[0, -1]
-
-    whole = last_logits()
-    assert np.isfinite(whole).all()
-    for cuts in ((149,), (1, 50), (60, 64, 128)):
-        np.testing.assert_array_equal(last_logits(*cuts).view(np.int32), whole.view(np.int32))
+    assert_same_bits_in_any_chunks(block_case("Q4_K", "Q6_K", rows=1, max_positions=160))
 
 
 def test_a_number_that_is_none_stays_in_its_row() -> None:
@@ -279,9 +263,7 @@ def test_a_file_with_blocks_meets_vectors_of_8_bits_by_default(tmp_path: Path, m
 
 
 def test_eight_bits_are_refused_where_matrices_are_others() -> None:
-    with pytest.raises(
-        InvalidValueError, match=r"^activations must be auto or float32 but for a GGUF file.*got 'int8'"
-    ):
+    with pytest.raises(InvalidValueError, match=r"^activations must be auto or float32 but for a GGUF file.* 'int8'"):
         Engine("demo", activations="int8")
 
 

@@ -144,15 +144,8 @@ def tree_of(*words: tuple[int, ...]) -> Any:
     return found.edges, found.first_edges, found.bans, found.first_bans
 
 
-NOTHING: dict[str, Any] = {
-    "biased": np.empty(0, np.int64),
-    "biases": np.empty(0, np.float32),
-    "allowed": None,
-    "banned": np.empty(0, np.int64),
-    "banned_until": 0,
-    "words": None,
-    "recent": [],
-}
+NOTHING: dict[str, Any] = {"biased": np.empty(0, np.int64), "biases": np.empty(0, np.float32), "allowed": None}
+NOTHING |= {"banned": np.empty(0, np.int64), "banned_until": 0, "words": None, "recent": []}
 WRONG: dict[str, dict[str, Any]] = {
     "a biased token": {"biased": np.array([VOCAB]), "biases": np.ones(1, np.float32)},
     "a banned token": {"banned": np.array([-1]), "banned_until": 9},

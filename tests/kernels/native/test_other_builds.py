@@ -1,10 +1,6 @@
 """The native library on another machine and by another compiler: no warnings, and the portable code's results.
-
 Each is skipped by name where its compiler is missing. Among all tests Arm's compiler only reads what is for Arm; the
-gate and `make ports` build the library with it, and run it.
-"""
-
-from __future__ import annotations
+gate and `make ports` build the library with it, and run it."""
 
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Many rows of one sequence: the reference's numbers, and the same bits in chunks of any size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

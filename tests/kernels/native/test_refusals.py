@@ -1,7 +1,5 @@
 """Accesses out of bounds are refused with a message, before anything is read or written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Top-k, top-p, min-p and penalties agree with the reference on the same logits, ties included."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

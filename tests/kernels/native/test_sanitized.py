@@ -1,7 +1,5 @@
 """The native code stays within its tensors, without undefined behaviour and data races."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Draft-and-verify iterations in one call find what single steps find, for any rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

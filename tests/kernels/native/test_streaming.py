@@ -1,7 +1,5 @@
 """A run in the background, whose caller takes each step's tokens, equals the same run in one call."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

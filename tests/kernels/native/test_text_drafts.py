@@ -1,7 +1,5 @@
 """Drafts by a second model and by lookups: by any drafter, at any length, tokens and logits are those without."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -277,9 +275,7 @@ def loop_of(pair: Pair, decoder: Decoder | None = None, **changes: Any) -> Any:
         "drafters": np.full(4, MODEL),
         "texts": np.ascontiguousarray(pair.texts),
         "history": np.empty(0, np.int64),
-        "tables": pair.draft.rows.tables,
-        "positions": np.zeros(4, np.int64),
-    }
+    } | {"tables": pair.draft.rows.tables, "positions": np.zeros(4, np.int64)}
     rows = pair._rows(np.arange(4), POSITIONS, np.arange(1, 5))
     return pair.decoder.run_speculative_loop(
         rows,

@@ -1,7 +1,5 @@
 """The thread pool: the same numbers on any threads, and no waiting for missing ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,20 +1,18 @@
 """The page in a real browser: Debian's Chromium, driven by playwright (`make test-server` installs it)."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from browsed_page import compare
+from browsed_page import Open, compare
 from demo_server import serving_demo
 from serving import serving
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from written_streams import Script
+from written_streams import Script, Scripted
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def open_tab(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def open_page(open_tab: Callable[..., Any]) -> Callable[..., Any]:
+def open_page(open_tab: Open) -> Callable[..., Any]:
     """`open_page(address, **context)`: the page of depths, which has loaded, with two panes where it `compares`."""
 
     def opened(address: str, is_ready: bool = True, compares: bool = False, **options: Any) -> Any:
@@ -76,7 +74,7 @@ def open_page(open_tab: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def open_chat(open_tab: Callable[..., Any]) -> Callable[..., Any]:
+def open_chat(open_tab: Open) -> Callable[..., Any]:
     """`open_chat(address, **context)`: the chat, which has loaded; it asks for `titles` only where a test says so."""
 
     def opened(address: str, titles: bool = False, **options: Any) -> Any:
@@ -113,12 +111,12 @@ def scripted(scripted_address: tuple[str, list[Script]]) -> tuple[str, Script]:
 
 
 @pytest.fixture
-def chat(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> tuple[Any, Script]:
+def chat(open_chat: Open, scripted: Scripted) -> tuple[Any, Script]:
     """The chat in a browser, and what its server says."""
     return open_chat(scripted[0]), scripted[1]
 
 
 @pytest.fixture
-def panes(open_page: Callable[..., Any], scripted: tuple[str, Script]) -> tuple[Any, Script]:
+def panes(open_page: Open, scripted: Scripted) -> tuple[Any, Script]:
     """The page of depths with two panes, and what its server says."""
     return open_page(scripted[0], compares=True), scripted[1]

@@ -1,22 +1,24 @@
 """The chat: answers and their branches, over the bundled model or streams that a test writes."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from axe import check_with_axe
 from browsed_chat import answers, ask, ask_half, ask_whole, ended, press, questions, said, titles
+from browsed_page import Open
 from demo_server import serving_demo
 from serving import HANG_SECONDS
-from written_streams import DONE, HOSTILE, Script, chunk, delta, whole
+from written_streams import DONE, HOSTILE, Script, Scripted, chunk, delta, whole
+
+from d3engine import AsyncEngine
+from d3engine.engine.model_directory import fetched_model
 
 QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
 
 
-def test_chat_answer_is_the_engines_at_the_servers_depth(open_chat: Callable[..., Any], url: str, demo: Any) -> None:
+def test_chat_answer_is_the_engines_at_the_servers_depth(open_chat: Open, url: str, demo: Any) -> None:
     """A question is answered at the server's own depth, as the engine answers it."""
     page = open_chat(url)
     assert page.locator("#depth").text_content() == "D3, alpha 0.8, start 0.6"
@@ -208,7 +210,7 @@ def test_chat_question_cut_by_closing_can_be_answered_again(chat: tuple[Any, Scr
     ended(page)
 
 
-def test_compare_depths_opens_the_panes_with_the_last_question(open_chat: Callable[..., Any], url: str) -> None:
+def test_compare_depths_opens_the_panes_with_the_last_question(open_chat: Open, url: str) -> None:
     page = open_chat(url)
     ask_whole(page, QUESTION)
     page.click("#compare")
@@ -245,7 +247,7 @@ def test_each_word_is_underlined_in_the_colour_of_its_layers(chat: tuple[Any, Sc
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_chat_markdown_is_rendered_or_plain_without_libraries(
-    open_tab: Callable[..., Any], scripted: tuple[str, Script], *, is_there: bool
+    open_tab: Open, scripted: Scripted, *, is_there: bool
 ) -> None:
     """Markdown is rendered, or shown as plain text where the server has no libraries."""
     from d3engine.server.page_libraries import is_fetched
@@ -281,7 +283,7 @@ def test_chat_markdown_is_rendered_or_plain_without_libraries(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 900, 1440])
 def test_chat_fits_every_screen_without_axe_violations(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], width: int, scheme: str
+    open_chat: Open, scripted: Scripted, width: int, scheme: str
 ) -> None:
     """Nothing is wider than the screen, and axe finds no violation."""
     address, script = scripted
@@ -313,9 +315,6 @@ def test_chat_fits_every_screen_without_axe_violations(
 @pytest.fixture(scope="module")
 def real_url() -> Iterator[str]:
     """Where Qwen2.5-Coder-0.5B-Instruct answers, greedily unless it is asked otherwise."""
-    from d3engine import AsyncEngine
-    from d3engine.engine.model_directory import fetched_model
-
     pytest.importorskip("gguf", reason="the extra gguf is not installed")
     if not fetched_model("qwen2.5-coder-0.5b").exists():
         pytest.skip("the model is not there: d3engine weights fetch qwen2.5-coder-0.5b")
@@ -325,7 +324,7 @@ def real_url() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("native_library")
-def test_chat_with_a_real_model_stops_at_its_limit_and_goes_on(open_chat: Callable[..., Any], real_url: str) -> None:
+def test_chat_with_a_real_model_stops_at_its_limit_and_goes_on(open_chat: Open, real_url: str) -> None:
     """A real model writes code, stops at its token limit and goes on."""
     page = open_chat(real_url)
     assert page.locator("#depth").text_content() == "full depth"

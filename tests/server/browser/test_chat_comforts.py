@@ -1,17 +1,15 @@
 """The chat's comforts: drafts, long pastes, titles by the model, pins, and previews of markup."""
 
-from __future__ import annotations
-
 import json
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from axe import check_with_axe
 from browsed_chat import answers, ask_whole, ended, press, questions, said, titles
+from browsed_page import Open
 from serving import HANG_SECONDS
-from written_streams import DONE, Script, chunk, delta, is_for_title, whole
+from written_streams import DONE, Script, Scripted, chunk, delta, is_for_title, whole
 
 LONG_TEXT = "A line of a long text.\n" * 120
 PASTE = """(text) => {
@@ -32,11 +30,10 @@ def title_requests(script: Script) -> list[dict[str, Any]]:
     return [body for body in script.bodies if is_for_title(body)]
 
 
-def test_an_unsent_draft_survives_a_reload(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_an_unsent_draft_survives_a_reload(chat: tuple[Any, Script]) -> None:
     """Text and attached files stand in the message field again, and are gone once they were sent."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     page.set_input_files("#choose-files", {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"Some notes"})
     page.wait_for_selector("#files li")
     page.fill("#prompt", "Half a\nquestion")
@@ -52,11 +49,10 @@ def test_an_unsent_draft_survives_a_reload(open_chat: Callable[..., Any], script
     assert (page.input_value("#prompt"), page.locator("#files li").count()) == ("", 0)
 
 
-def test_a_long_paste_becomes_a_file(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_a_long_paste_becomes_a_file(chat: tuple[Any, Script]) -> None:
     """Each of them has another name, and goes along as a file."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("Read")
-    page = open_chat(address)
     assert page.evaluate(PASTE, "x" * 2000) is True  # short enough to be the browser's matter
     for number in (1, 2):
         assert page.evaluate(PASTE, LONG_TEXT) is False
@@ -65,12 +61,10 @@ def test_a_long_paste_becomes_a_file(open_chat: Callable[..., Any], scripted: tu
     check_with_axe(page)
     ask_whole(page, "Which?")
     content = said(script.bodies[0])[0][1]
-    assert (
-        content == f"File `pasted-1.txt`:\n```\n{LONG_TEXT}```\n\nFile `pasted-2.txt`:\n```\n{LONG_TEXT}```\n\nWhich?"
-    )
+    assert content == "".join(f"File `pasted-{n}.txt`:\n```\n{LONG_TEXT}```\n\n" for n in (1, 2)) + "Which?"
 
 
-def test_a_long_paste_can_be_put_into_the_message(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_a_long_paste_can_be_put_into_the_message(open_chat: Open, scripted: Scripted) -> None:
     """The text comes where the cursor is, and the file is gone."""
     page = open_chat(scripted[0])
     page.fill("#prompt", "Before after")
@@ -81,9 +75,7 @@ def test_a_long_paste_can_be_put_into_the_message(open_chat: Callable[..., Any],
     assert not page.locator("#files").is_visible()
 
 
-def test_a_paste_beyond_the_largest_file_is_refused(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_a_paste_beyond_the_largest_file_is_refused(open_chat: Open, scripted: Scripted) -> None:
     """A paste is bounded as a file is, and what is too long is said."""
     page = open_chat(scripted[0])
     assert page.evaluate(PASTE, "x" * (2**20 + 1)) is False
@@ -91,7 +83,7 @@ def test_a_paste_beyond_the_largest_file_is_refused(
     assert page.text_content("#problem") == "pasted-1.txt is too large: a file has 1 MiB at most."
 
 
-def test_the_model_writes_a_title_after_its_answer(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_the_model_writes_a_title_after_its_answer(open_chat: Open, scripted: Scripted) -> None:
     """One short request behind all others, once for a conversation; the title is kept."""
     address, script = scripted
     script.title = whole('"Conversation title: Pens of Tom."')
@@ -121,9 +113,7 @@ def test_the_model_writes_a_title_after_its_answer(open_chat: Callable[..., Any]
         [delta(content="Pens"), f"data: {json.dumps({'error': {'message': 'Out of memory.'}})}\n\n".encode(), DONE],
     ],
 )
-def test_what_is_no_title_leaves_the_question_as_title(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], title: list[bytes]
-) -> None:
+def test_what_is_no_title_leaves_the_question_as_title(open_chat: Open, scripted: Scripted, title: list[bytes]) -> None:
     """The model is asked once, and nothing is said of it."""
     address, script = scripted
     script.title, script.pieces = title, whole("Eight")
@@ -137,9 +127,7 @@ def test_what_is_no_title_leaves_the_question_as_title(
     assert not page.locator("#problem").is_visible()
 
 
-def test_titles_are_turned_off_and_names_of_people_stay(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_titles_are_turned_off_and_names_of_people_stay(open_chat: Open, scripted: Scripted) -> None:
     """Without the setting no request is made; a conversation that a person has named is not named again."""
     address, script = scripted
     script.title, script.pieces = whole("Of the model"), whole("Yes")
@@ -162,9 +150,7 @@ def test_titles_are_turned_off_and_names_of_people_stay(
     assert len(title_requests(script)) == 1
 
 
-def test_a_question_or_a_comparison_ends_a_titles_request(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_a_question_or_a_comparison_ends_a_titles_request(open_chat: Open, scripted: Scripted) -> None:
     """What is measured is not disturbed; the title comes after a later answer."""
     address, script = scripted
     script.title, script.titles_wait, script.pieces = [delta(content="Half")], True, whole("Yes")
@@ -198,11 +184,10 @@ def test_a_question_or_a_comparison_ends_a_titles_request(
     assert (titles(page), len(title_requests(script))) == (["Pens"], 3)
 
 
-def test_pinned_conversations_come_first(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_pinned_conversations_come_first(chat: tuple[Any, Script]) -> None:
     """A pin is kept, keeps the keyboard's place, and is taken out again."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("Yes")
-    page = open_chat(address)
     for question in ("One?", "Two?", "Three?"):
         page.click("#new")
         ask_whole(page, question)
@@ -235,7 +220,7 @@ body { background: url("http://HOST/b.png") }</style>
 """
 
 
-def test_markup_is_previewed_without_scripts_and_requests(browser: Any, scripted: tuple[str, Script]) -> None:
+def test_markup_is_previewed_without_scripts_and_requests(browser: Any, scripted: Scripted) -> None:
     """Styles and pictures of the block itself are shown; nothing else of it happens."""
     address, script = scripted
     elsewhere = socket.create_server(("127.0.0.1", 0))
@@ -272,7 +257,7 @@ def test_markup_is_previewed_without_scripts_and_requests(browser: Any, scripted
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 def test_a_preview_fits_its_screen_and_axe_finds_nothing(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], width: int, scheme: str
+    open_chat: Open, scripted: Scripted, width: int, scheme: str
 ) -> None:
     """An SVG in a block of XML too; a block of another language has no preview."""
     address, script = scripted
@@ -293,11 +278,10 @@ def test_a_preview_fits_its_screen_and_axe_finds_nothing(
     assert not page.locator("#preview").is_visible()
 
 
-def test_a_message_can_follow_an_edited_answer(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_a_message_can_follow_an_edited_answer(chat: tuple[Any, Script]) -> None:
     """The next question is asked behind the answer as it was edited."""
-    address, script = scripted
+    page, script = chat
     script.pieces = whole("It is red.")
-    page = open_chat(address)
     ask_whole(page, "Colour?")
     press(page, "assistant", "Edit")
     page.fill("[aria-label='Edit the answer']", "It is green.")

@@ -1,14 +1,11 @@
 """The chat's conversations: how they are kept, found, deleted, exported, and which files go along with a question."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from browsed_chat import answers, ask_whole, ended, press, questions, said, titles
-from written_streams import Script, whole
+from browsed_page import Open
+from written_streams import Script, Scripted, whole
 
 
 def test_conversations_are_kept_searched_renamed_and_deleted(chat: tuple[Any, Script]) -> None:
@@ -59,7 +56,7 @@ def test_all_conversations_are_deleted_at_once(chat: tuple[Any, Script]) -> None
     assert titles(page) == []
 
 
-def test_what_one_tab_writes_another_shows(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_what_one_tab_writes_another_shows(open_chat: Open, scripted: Scripted) -> None:
     address, script = scripted
     script.pieces = whole("Yes")
     page = open_chat(address)
@@ -112,7 +109,7 @@ def test_a_pasted_picture_is_refused_and_a_text_is_pasted(chat: tuple[Any, Scrip
 
 
 def test_what_is_exported_is_imported_again_with_its_branches(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script], tmp_path: Path
+    open_chat: Open, scripted: Scripted, tmp_path: Path
 ) -> None:
     address, script = scripted
     script.pieces = whole("Yes")
@@ -147,20 +144,8 @@ def test_what_is_exported_is_imported_again_with_its_branches(
     assert titles(other) == ["One?"]
 
 
-LOOP = json.dumps(
-    {
-        "format": "d3engine conversations",
-        "version": 1,
-        "conversations": [
-            {
-                "id": "a",
-                "title": "",
-                "system": "",
-                "created": 0,
-                "updated": 0,
-                "current": "b",
-                "messages": [{"id": "b", "parent": "b", "role": "user", "content": ""}],
-            }
-        ],
-    }
+LOOP = (
+    '{"format": "d3engine conversations", "version": 1, "conversations": [{"id": "a", "title": "", "system": "",'
+    ' "created": 0, "updated": 0, "current": "b",'
+    ' "messages": [{"id": "b", "parent": "b", "role": "user", "content": ""}]}]}'
 )

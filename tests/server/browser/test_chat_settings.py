@@ -1,13 +1,11 @@
 """The chat's settings: sampling, models, colours and keys, and what a request has of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from browsed_chat import ask_whole, ended, questions, said
-from written_streams import Script, whole
+from browsed_page import Open
+from written_streams import Script, Scripted, whole
 
 
 def test_a_request_has_what_was_chosen_and_no_more(chat: tuple[Any, Script]) -> None:
@@ -60,7 +58,7 @@ def test_chat_sends_the_commands_defaults_where_files_name_none(chat: tuple[Any,
     assert [(body["temperature"], body["top_p"]) for body in script.bodies] == [(0.7, 0.9), (0.2, 0.9)]
 
 
-def test_chat_empty_fields_show_the_servers_defaults(open_chat: Callable[..., Any], url: str) -> None:
+def test_chat_empty_fields_show_the_servers_defaults(open_chat: Open, url: str) -> None:
     """Empty fields show the server's defaults, and take its bounds."""
     page = open_chat(url)
     page.click("#open-settings")
@@ -85,7 +83,7 @@ def test_what_cannot_be_sent_is_said_and_the_question_stays(chat: tuple[Any, Scr
     assert script.bodies == []
 
 
-def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Callable[..., Any], scripted: tuple[str, Script]) -> None:
+def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Open, scripted: Scripted) -> None:
     address, script = scripted
     script.model_ids, script.pieces = ["small", "large"], whole("Yes")
     page = open_chat(address)
@@ -98,9 +96,7 @@ def test_each_model_can_be_chosen_and_stays_chosen(open_chat: Callable[..., Any]
     assert page.input_value("#model") == "large"
 
 
-def test_colours_are_the_systems_until_others_are_chosen(
-    open_chat: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_colours_are_the_systems_until_others_are_chosen(open_chat: Open, scripted: Scripted) -> None:
     page = open_chat(scripted[0], color_scheme="dark")
     ground = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(ground)
@@ -136,9 +132,7 @@ def test_keys_begin_edit_and_explain(chat: tuple[Any, Script]) -> None:
     assert page.locator("#help").is_visible()
 
 
-def test_the_page_asks_for_a_key_where_there_must_be_one(
-    open_tab: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_the_page_asks_for_a_key_where_there_must_be_one(open_tab: Open, scripted: Scripted) -> None:
     address, script = scripted
     script.key = "a-key-of-mine"
     page = open_tab()

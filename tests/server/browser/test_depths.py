@@ -1,20 +1,15 @@
 """The page over the bundled model's server: depths, tokens and schedules are the engine's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
-from browsed_page import at_once, compare, depths, letters, pane, run_whole, style
-from written_streams import Script
+from browsed_page import Open, at_once, compare, depths, letters, pane, run_whole, style
+from written_streams import Scripted
+
+from d3engine import D3, FullDepth, SamplingParams
 
 
-def test_panes_show_the_engines_tokens_and_depths(
-    open_page: Callable[..., Any], url: str, demo: Any, question: str
-) -> None:
+def test_panes_show_the_engines_tokens_and_depths(open_page: Open, url: str, demo: Any, question: str) -> None:
     """A prompt runs at the server's own and at full depth at once, tokens coloured by their layers."""
-    from d3engine import FullDepth, SamplingParams
-
     page = open_page(url)
     page.click("text=Completion")
     compare(page)
@@ -35,10 +30,8 @@ def test_panes_show_the_engines_tokens_and_depths(
     assert style(page, "#difference", "borderLeftColor") == style(page, "header", "borderBottomColor")
 
 
-def test_sliders_draw_the_schedule_that_the_run_keeps(open_page: Callable[..., Any], url: str) -> None:
+def test_sliders_draw_the_schedule_that_the_run_keeps(open_page: Open, url: str) -> None:
     """Sliders draw the engine's schedule before anything runs, and the run keeps to it."""
-    from d3engine import D3
-
     page = open_page(url)
     compare(page)
     right = pane(page, 1)
@@ -60,10 +53,8 @@ def test_sliders_draw_the_schedule_that_the_run_keeps(open_page: Callable[..., A
     assert style(page, "#difference", "borderLeftColor") in style(page, ".differs", "boxShadow")
 
 
-def test_page_schedule_equals_the_engines(open_page: Callable[..., Any], url: str) -> None:
+def test_page_schedule_equals_the_engines(open_page: Open, url: str) -> None:
     """The page's schedule is the engine's for any alpha and start."""
-    from d3engine import D3
-
     page = open_page(url)
     cases = [
         (layers, alpha, start)
@@ -84,7 +75,7 @@ def test_page_schedule_equals_the_engines(open_page: Callable[..., Any], url: st
         assert of_page == policy.schedule(layers).depths(64).tolist()
 
 
-def test_page_opens_with_two_depths_and_can_show_one_pane(open_page: Callable[..., Any], url: str) -> None:
+def test_page_opens_with_two_depths_and_can_show_one_pane(open_page: Open, url: str) -> None:
     """The page opens with the server's own depth and another, and one pane may stand alone."""
     page = open_page(url, compares=True)
     assert page.locator(".pane:visible").count() == 2
@@ -101,7 +92,7 @@ def test_page_opens_with_two_depths_and_can_show_one_pane(open_page: Callable[..
     assert pane(page, 0).locator(".turn").count() == 1
 
 
-def test_speed_is_shown_where_depths_run_in_turn_alone(open_page: Callable[..., Any], url: str) -> None:
+def test_speed_is_shown_where_depths_run_in_turn_alone(open_page: Open, url: str) -> None:
     """Speed is shown where depths run in turn, and not where they run at once."""
     page = open_page(url, compares=True)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
@@ -113,7 +104,7 @@ def test_speed_is_shown_where_depths_run_in_turn_alone(open_page: Callable[..., 
     assert page.locator(".rate:visible").count() == 0
 
 
-def test_a_pane_says_that_its_depth_was_never_certified(open_page: Callable[..., Any], url: str) -> None:
+def test_a_pane_says_that_its_depth_was_never_certified(open_page: Open, url: str) -> None:
     page = open_page(url)
     compare(page)
     own, other = (pane(page, number).locator(".uncertified") for number in (0, 1))
@@ -127,9 +118,7 @@ def test_a_pane_says_that_its_depth_was_never_certified(open_page: Callable[...,
         assert other.is_visible() == is_told, alpha
 
 
-def test_sliders_begin_at_what_is_certified_under_full_depth(
-    open_page: Callable[..., Any], full_depth_url: str
-) -> None:
+def test_sliders_begin_at_the_certified_under_full_depth(open_page: Open, full_depth_url: str) -> None:
     """On a server of full depth the sliders begin at the certified setting."""
     page = open_page(full_depth_url)
     compare(page)
@@ -142,9 +131,7 @@ def test_sliders_begin_at_what_is_certified_under_full_depth(
     assert right.locator(".uncertified").is_visible()
 
 
-def test_sliders_skip_nothing_where_no_setting_is_certified(
-    open_page: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_sliders_skip_nothing_where_no_setting_is_certified(open_page: Open, scripted: Scripted) -> None:
     """Where no setting is certified, the sliders skip no layer and say that none is known."""
     address, script = scripted
     script.d3ext = {"num_layers": 8, "depth": {"policy": "full"}, "certified": True, "certified_depth": None}
@@ -158,7 +145,7 @@ def test_sliders_skip_nothing_where_no_setting_is_certified(
     assert right.locator(".uncertified").is_visible()
 
 
-def test_token_focus_shows_layers_probability_and_alternatives(open_page: Callable[..., Any], url: str) -> None:
+def test_token_focus_shows_layers_probability_and_alternatives(open_page: Open, url: str) -> None:
     """Focus on a token shows its layers, probability and alternatives, and arrow keys move on."""
     page = open_page(url)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")

@@ -1,17 +1,12 @@
 """How the page looks: it fits its screen, and every depth can be seen."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from axe import check_with_axe
-from browsed_page import depths, pane, run_whole, style
+from browsed_page import Open, depths, pane, run_whole, style
 from contrast import contrast, luminance
 
 
-def test_dark_pane_depths_stand_out_after_a_change_of_scheme(open_page: Callable[..., Any], url: str) -> None:
+def test_dark_pane_depths_stand_out_after_a_change_of_scheme(open_page: Open, url: str) -> None:
     """Every depth stands out from a dark pane, also where the scheme changes under the answers."""
     page = open_page(url, compares=True, color_scheme="light")
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
@@ -36,7 +31,7 @@ def test_dark_pane_depths_stand_out_after_a_change_of_scheme(open_page: Callable
 
 
 @pytest.mark.parametrize("width", [390, 820, 1100])
-def test_no_map_of_layers_leaves_its_pane(open_page: Callable[..., Any], url: str, width: int) -> None:
+def test_no_map_of_layers_leaves_its_pane(open_page: Open, url: str, width: int) -> None:
     page = open_page(url, compares=True, viewport={"width": width, "height": 800})
     box = pane(page, 1).bounding_box()
     drawn = pane(page, 1).locator(".schedule").bounding_box()
@@ -44,7 +39,7 @@ def test_no_map_of_layers_leaves_its_pane(open_page: Callable[..., Any], url: st
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., Any], url: str, scheme: str) -> None:
+def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Open, url: str, scheme: str) -> None:
     page = open_page(url, compares=True, viewport={"width": 390, "height": 844}, color_scheme=scheme)
     run_whole(page, "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -54,7 +49,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: Callable[..., An
     assert right["y"] >= left["y"] + left["height"]
 
 
-def test_phone_panes_without_answers_follow_closely(open_page: Callable[..., Any], url: str) -> None:
+def test_phone_panes_without_answers_follow_closely(open_page: Open, url: str) -> None:
     """On a phone, panes without answers follow each other closely."""
     page = open_page(url, compares=True, viewport={"width": 390, "height": 1200})
     upper, lower = (pane(page, number).bounding_box() for number in (0, 1))
@@ -62,7 +57,7 @@ def test_phone_panes_without_answers_follow_closely(open_page: Callable[..., Any
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_map_of_layers_shows_which_were_skipped(open_page: Callable[..., Any], url: str, scheme: str) -> None:
+def test_the_map_of_layers_shows_which_were_skipped(open_page: Open, url: str, scheme: str) -> None:
     page = open_page(url, compares=True, color_scheme=scheme)
     last, first = (
         page.locator(".schedule").first.evaluate(

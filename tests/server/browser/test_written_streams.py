@@ -1,16 +1,13 @@
 """The page over a server whose streams the tests write, byte by byte: cuts, ends, errors, keys and hostile text."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from browsed_page import at_once, depths, letters, pane, run, run_whole
+from browsed_page import Open, at_once, depths, letters, pane, run, run_whole
 from serving import HANG_SECONDS
-from written_streams import DONE, HOSTILE, Script, chunk
+from written_streams import DONE, HOSTILE, Script, Scripted, chunk
 
 KEY = "a-key-of-mine"
 
@@ -82,7 +79,7 @@ def test_what_a_model_writes_is_never_markup(panes: tuple[Any, Script]) -> None:
 
 @pytest.mark.parametrize("scrolls_up", [False, True])
 def test_growing_answer_stays_in_sight_unless_scrolled_up(
-    open_page: Callable[..., Any], scripted: tuple[str, Script], *, scrolls_up: bool
+    open_page: Open, scripted: Scripted, *, scrolls_up: bool
 ) -> None:
     """The end of a growing answer stays in sight unless its reader scrolls up."""
     url, script = scripted
@@ -141,9 +138,7 @@ def test_an_error_is_shown_as_the_servers_sentence(panes: tuple[Any, Script], wh
     assert page.locator(".error b").count() == 0
 
 
-def test_the_page_asks_for_a_key_where_there_must_be_one(
-    open_page: Callable[..., Any], scripted: tuple[str, Script]
-) -> None:
+def test_the_page_asks_for_a_key_where_there_must_be_one(open_page: Open, scripted: Scripted) -> None:
     address, script = scripted
     script.key = KEY
     page = open_page(address, compares=True, is_ready=False)

@@ -1,10 +1,6 @@
 """What schemathesis loads (SCHEMATHESIS_HOOKS): answers are short, and every second request that fits has a chance.
-
-What fits the schema may name a model that is not there, or a role of no template: such requests are refused, and would
-never come to an answer.
-"""
-
-from __future__ import annotations
+What fits the schema may name a model that is not there, or a role of no template: such requests are refused, and
+would never come to an answer."""
 
 from itertools import count
 from typing import Any

@@ -1,9 +1,5 @@
 """schemathesis tries thousands of requests that it makes of /openapi.json: no fault, no hang, answers as described.
-
-It takes minutes: `make test-server` installs it, and asks for this.
-"""
-
-from __future__ import annotations
+It takes minutes: `make test-server` installs it, and asks for this."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Who may call: keys on every route but those that are named open, hosts, and pages of other origins."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 from guarded_apps import JSON, GuardedApp
@@ -43,20 +43,11 @@ def test_without_one_of_them_nothing_is_answered(locked: GuardedApp, headers: di
     assert KEY.encode() not in answer.body
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/hello",
-        "/v1/models",
-        "/echo",
-        "/no/such/route",
-        "/health/",
-        "//health",
-        "/HEALTH",
-        "/health/../hello",
-        "/metrics",
-    ],
-)
+CLOSED = ["/hello", "/v1/models", "/echo", "/no/such/route", "/metrics"]
+LIKE_OPEN = ["/health/", "//health", "/HEALTH", "/health/../hello"]
+
+
+@pytest.mark.parametrize("path", CLOSED + LIKE_OPEN)
 def test_every_path_is_closed_unless_it_is_named_open(locked: GuardedApp, path: str) -> None:
     """Rows 1 and 2 of the security list: the path that is routed decides, and what is not open is closed."""
     assert locked.call("GET", path).status == 401
@@ -81,10 +72,8 @@ def test_metrics_key_opens_the_metrics_alone(locked: GuardedApp) -> None:
 
 
 def test_keys_are_compared_as_hashes_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are compared as hashes of one length, all of them each time.
-
-    Row 3 of the security list: the time of a comparison says nothing of the key.
-    """
+    """Keys are compared as hashes of one length, all of them each time."""
+    # Row 3 of the security list: the time of a comparison says nothing of the key.
     compared: list[tuple[bytes, bytes]] = []
 
     def note(given: bytes, known: bytes) -> bool:
@@ -107,27 +96,35 @@ def test_a_refused_request_is_not_read_any_further(locked: GuardedApp) -> None:
     assert locked.call("POST", "/echo", JSON, body()).status == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", "[::2]:8000", "", "localhost.", None])
-def test_a_local_server_answers_to_no_name_but_its_own(host: str | None) -> None:
-    answer = GuardedApp().call("GET", "/hello", {"Host": host})
-    assert (answer.status, answer.code) == (421, "host_not_allowed")
+OPEN = {"host": "0.0.0.0", "allow_no_key": True}
+MINE = {"allowed_hosts": ("models.example",)}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:8000", "127.0.0.1:1"])
-def test_its_own_names_are_those_of_this_machine(host: str) -> None:
-    assert GuardedApp().call("GET", "/hello", {"Host": host}).status == 200
-
-
-def test_further_names_are_answered_to_where_they_are_allowed() -> None:
-    local = GuardedApp(GuardSettings(allowed_hosts=("models.example",)))
-    assert local.call("GET", "/hello", {"Host": "models.example:80"}).status == 200
-    assert local.call("GET", "/hello", {"Host": "localhost"}).status == 200
-    public = GuardedApp(GuardSettings(host="0.0.0.0", allow_no_key=True))
-    assert public.call("GET", "/hello", {"Host": "anything.example"}).status == 200
-    named = GuardedApp(GuardSettings(host="0.0.0.0", allow_no_key=True, allowed_hosts=("models.example",)))
-    assert named.call("GET", "/hello", {"Host": "anything.example"}).status == 421
-    anyone = GuardedApp(GuardSettings(allowed_hosts=("*",)))
-    assert anyone.call("GET", "/hello", {"Host": "evil.example"}).status == 200
+@pytest.mark.parametrize(
+    ("settings", "answered", "refused"),
+    [
+        (
+            {},
+            ["127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:8000", "127.0.0.1:1"],
+            ["evil.example", "127.0.0.1.evil.example:8000", "[::2]:8000", "", "localhost.", None],
+        ),
+        (MINE, ["models.example:80", "localhost"], ["evil.example"]),
+        (OPEN, ["anything.example"], []),
+        (OPEN | MINE, ["models.example"], ["anything.example"]),
+        ({"allowed_hosts": ("*",)}, ["evil.example"], []),
+    ],
+    ids=["local", "local with a name", "open", "open with a name", "any"],
+)
+def test_a_server_answers_to_the_hosts_of_its_settings(
+    settings: dict[str, Any], answered: list[str], refused: list[str | None]
+) -> None:
+    """A local server answers to this machine's names, and each server to those that it allows."""
+    app = GuardedApp(GuardSettings(**settings))
+    for host in answered:
+        assert app.call("GET", "/hello", {"Host": host}).status == 200
+    for other in refused:
+        answer = app.call("GET", "/hello", {"Host": other})
+        assert (answer.status, answer.code) == (421, "host_not_allowed")
 
 
 def test_pages_of_other_origins_need_an_allowed_origin() -> None:

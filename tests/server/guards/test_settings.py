@@ -1,7 +1,5 @@
 """What a server refuses to be told, by name."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

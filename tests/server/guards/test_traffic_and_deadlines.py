@@ -1,7 +1,5 @@
 """How many at once, for how long, and what each request is called: queue, drain, limits of time, ids, the log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -15,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from d3engine.server.errors import RequestError
 from d3engine.server.middleware.limits import AdmissionControl
-from d3engine.server.middleware.request_log import CLIENT_LEFT, RequestLog, log_exchange
+from d3engine.server.middleware.request_log import RequestLog, log_exchange
 from d3engine.server.middleware.settings import GuardSettings
 
 # -- the queue -------------------------------------------------------------------------------------------------------
@@ -198,10 +196,8 @@ def test_a_fault_of_the_server_says_nothing_of_its_insides() -> None:
 
 
 def test_request_log_is_one_line_of_printable_characters(caplog: pytest.LogCaptureFixture) -> None:
-    """A request has one line in the log, and nothing in it steers a terminal.
-
-    Row 22 of the security list: what a client sends is escaped where a terminal shows it.
-    """
+    """A request has one line in the log, and nothing in it steers a terminal."""
+    # Row 22 of the security list: what a client sends is escaped where a terminal shows it.
     caplog.set_level(logging.INFO, "d3engine")
     log_exchange(RequestLog("an-id", "POST", "/v1/\x1b[2Jclear\n" + "x" * 999, status=404, code="not_found"))
     (record,) = caplog.records
@@ -220,9 +216,3 @@ def test_request_log_leaves_out_probes_unless_they_fail(caplog: pytest.LogCaptur
     assert not caplog.records
     log_exchange(RequestLog("an-id", "GET", "/health", status=503))
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-
-
-def test_a_client_that_left_is_noted_as_such() -> None:
-    app = GuardedApp()
-    app.call("POST", "/echo", JSON, [])
-    assert app.exchanges[0].status == CLIENT_LEFT

@@ -1,7 +1,5 @@
 """An answer that had to have a form has it, whatever the model would rather say and however its tokens came to be."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 from batches import Request, preempting, run_together
+from fixture_types import MakeEngine, MakeLlama
 from json_schemas import random_schema, satisfies
 from multi_step import unread
 from tiny_models import save_without_layer
@@ -59,14 +58,12 @@ def params(**given: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_models_write_json_of_random_schemas(random_engine: Callable[..., Engine], kind: str) -> None:
+def test_random_models_write_json_of_random_schemas(random_engine: MakeEngine, kind: str) -> None:
     """The hard case: nothing in the model helps, and its temperature is 1; every policy in one batch."""
     numbers = random.Random(kind)
     schemas = [random_schema(numbers) for _ in range(15)]
     with random_engine(kind, max_model_len=512) as engine:
-        asked = [
-            params(json=schema, seed=nth, depth=POLICIES[nth % len(POLICIES)]) for nth, schema in enumerate(schemas)
-        ]
+        asked = [params(json=one, seed=nth, depth=POLICIES[nth % len(POLICIES)]) for nth, one in enumerate(schemas)]
         found = answers(engine, asked, [5, 6, 7])
     for answer, schema in zip(found, schemas, strict=True):
         assert answer.finish_reason == "stop", (answer, schema)
@@ -75,7 +72,7 @@ def test_random_models_write_json_of_random_schemas(random_engine: Callable[...,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_models_match_patterns_choices_and_grammars(random_engine: Callable[..., Engine], kind: str) -> None:
+def test_random_models_match_patterns_choices_and_grammars(random_engine: MakeEngine, kind: str) -> None:
     """Random models match a pattern, choose, and follow a grammar."""
     texts = [" yes", "no, never!\n", "日本 (é)", "a\\b/[c]*"]
     forms: list[tuple[dict[str, Any], Callable[[str], object]]] = [
@@ -94,7 +91,7 @@ def test_random_models_match_patterns_choices_and_grammars(random_engine: Callab
         assert answer.text.count("(") == answer.text.count(")")
 
 
-def test_any_object_is_written_with_little_between_its_parts(random_engine: Callable[..., Engine]) -> None:
+def test_any_object_is_written_with_little_between_its_parts(random_engine: MakeEngine) -> None:
     with random_engine("sentencepiece", max_model_len=512) as engine:
         (quote,), (end,) = (engine.get_tokenizer().encode(sign)[-1:] for sign in '"}')
         ending = {quote: 8.0, end: 8.0}  # or a random text would hardly ever end
@@ -107,9 +104,7 @@ def test_any_object_is_written_with_little_between_its_parts(random_engine: Call
 
 
 @pytest.mark.parametrize("policy", DRAFTING, ids=repr)
-def test_drafts_under_a_grammar_give_full_depth_answers(
-    random_engine: Callable[..., Engine], policy: DepthPolicy
-) -> None:
+def test_drafts_under_a_grammar_give_full_depth_answers(random_engine: MakeEngine, policy: DepthPolicy) -> None:
     """Drafts give the answers that full depth gives under the same grammar."""
     numbers = random.Random(7)
     forms: list[dict[str, Any]] = [{"json": random_schema(numbers)} for _ in range(5)]
@@ -125,7 +120,7 @@ def test_drafts_under_a_grammar_give_full_depth_answers(
 
 
 def test_a_second_model_drafts_in_the_form_too(
-    tiny_llama: Callable[..., Any], tokenizer_of: Callable[[str], Path], tmp_path: Path
+    tiny_llama: MakeLlama, tokenizer_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     llama = tiny_llama(vocab_size=768, num_hidden_layers=4, hidden_size=32, eos_token_id=2, seed=1)
     policy = Speculative(save_without_layer(llama, 1, tmp_path / "draft"), 3)
@@ -138,7 +133,7 @@ def test_a_second_model_drafts_in_the_form_too(
         assert (drafted.token_ids, drafted.finish_reason) == (full.token_ids, full.finish_reason)
 
 
-def test_answers_beside_others_and_preempted_are_those_alone(random_engine: Callable[..., Engine]) -> None:
+def test_answers_beside_others_and_preempted_are_those_alone(random_engine: MakeEngine) -> None:
     numbers = random.Random(3)
     requests = []
     for nth in range(7):
@@ -156,7 +151,7 @@ def test_answers_beside_others_and_preempted_are_those_alone(random_engine: Call
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
 
 
-def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: Callable[..., Engine]) -> None:
+def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: MakeEngine) -> None:
     """Several answers to one prompt keep the grammar, each for itself."""
     with random_engine("byte level") as engine:
         found = answers(engine, [params(regex="[a-z]{3}[0-9]{2}", n=8, seed=1)], [5, 6, 7])
@@ -164,13 +159,9 @@ def test_several_answers_to_a_prompt_each_keep_the_grammar(random_engine: Callab
     assert all(re.fullmatch("[a-z]{3}[0-9]{2}", answer.text) for answer in found)
 
 
-def test_guided_multi_step_batch_gives_answers_of_single_steps(
-    random_engine: Callable[..., Engine],
-) -> None:
-    """A guided batch decodes several steps at once and gives the answers of single steps.
-
-    By streams too, whose form a thread asks for; and no step is taken behind the last form's end.
-    """
+def test_guided_multi_step_batch_gives_answers_of_single_steps(random_engine: MakeEngine) -> None:
+    """A guided batch decodes several steps at once and gives the answers of single steps."""
+    # By streams too, whose form a thread asks for; and no step is taken behind the last form's end.
     forms: list[dict[str, Any]] = [
         {"regex": "[a-z]{3}[0-9]{20}", "ignore_eos": True},
         {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},

@@ -11,21 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from batches import Request, preempting, run_together
-from json_schemas import random_schema
+from fixture_types import MakeLlama
+from json_schemas import closed, random_schema
 from slow_sampling import sequence_of
 from stepping import see_steps
 from tiny_models import save_without_layer
 
-from d3engine import (
-    D3,
-    Engine,
-    FullDepth,
-    Lossless,
-    PromptLookup,
-    SamplingParams,
-    Speculative,
-    StructuredOutputsParams,
-)
+from d3engine import D3, Engine, FullDepth, Lossless, PromptLookup, SamplingParams, Speculative, StructuredOutputsParams
 from d3engine.depth import DepthPolicy
 from d3engine.executor.native_choices import FormsOfRun
 from d3engine.request.outputs import CompletionOutput
@@ -33,12 +25,7 @@ from d3engine.request.params import RequestOutputKind
 from d3engine.scheduling.plan import Plan
 
 PROMPT = (40, 41, 42, 43, 44, 40, 41, 42, 43, 44, 40, 41, 42)
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["one of these", "one of those"]}, "ids": {"type": "array", "maxItems": 3}},
-    "required": ["name", "ids"],
-    "additionalProperties": False,
-}
+SCHEMA = closed({"name": {"enum": ["one of these", "one of those"]}, "ids": {"type": "array", "maxItems": 3}})
 RULES: dict[str, dict[str, Any]] = {
     "none": {},
     "presence and frequency": {"presence_penalty": 0.7, "frequency_penalty": 0.3},
@@ -67,7 +54,7 @@ class Models(NamedTuple):
 
 @pytest.fixture(scope="module")
 def models(
-    tiny_llama: Callable[..., Any], tokenizer_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_llama: MakeLlama, tokenizer_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Models:
     llama = tiny_llama(vocab_size=768, num_hidden_layers=4, hidden_size=32, eos_token_id=2, seed=1)
     draft = save_without_layer(llama, 1, tmp_path_factory.mktemp("draft"))
@@ -113,9 +100,7 @@ def what(answer: CompletionOutput) -> tuple[Any, ...]:
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> dict[str, CompletionOutput]:
     """The answers without drafts, each alone."""
-    return {
-        rule: engine.generate(list(PROMPT), params(rule, FullDepth()), use_tqdm=False)[0].outputs[0] for rule in RULES
-    }
+    return {one: engine.generate(list(PROMPT), params(one, FullDepth()), use_tqdm=False)[0].outputs[0] for one in RULES}
 
 
 def cycled(engine: Engine) -> list[Plan]:

@@ -1,7 +1,5 @@
 """What ends one sequence of a grammar leaves later requests, other sequences and memory as they were."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -60,9 +58,7 @@ class Clock:
         return self.seconds
 
 
-def test_texts_that_fill_a_lexer_leave_room_for_later_ones(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_fill_a_lexer_leave_room_for_others(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MOST, "max_lexer_states", 6000)
     monkeypatch.setattr(MaskTime, "used", staticmethod(Clock()))  # here no mask is expensive
     replay, replayed = GrammarPlace._replay, []
@@ -77,9 +73,7 @@ def test_texts_that_fill_a_lexer_leave_room_for_later_ones(
     assert replayed
 
 
-def test_a_sequence_whose_masks_are_expensive_is_ended_alone(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_of_expensive_masks_is_ended_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     used = Clock()
     monkeypatch.setattr(MaskTime, "used", staticmethod(used))
     monkeypatch.setattr(MaskTime, "now", staticmethod(lambda: 0.0))

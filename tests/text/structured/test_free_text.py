@@ -1,7 +1,5 @@
 """Free text before a form allows at every token what its grammar allows, and asks the grammar seldom."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -1,12 +1,11 @@
 """What a grammar allows of a JSON schema satisfies that schema once it is parsed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import jsonschema
 import pytest
+from bad_values import refused
 
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import StructuredOutputsParams
@@ -117,9 +116,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [  # a schema, texts that are al
 
 
 @pytest.mark.parametrize(("schema", "allowed", "refused"), CASES, ids=lambda value: str(value)[:50])
-def test_allowed_text_is_one_whose_value_satisfies_the_schema(
-    schema: Any, allowed: list[str], refused: list[str]
-) -> None:
+def test_allowed_text_is_one_whose_value_fits_the_schema(schema: Any, allowed: list[str], refused: list[str]) -> None:
     """A text is allowed only if the value a parser reads satisfies the schema."""
     validator = jsonschema.Draft202012Validator(schema)
     try:
@@ -148,12 +145,7 @@ def test_allowed_text_is_one_whose_value_satisfies_the_schema(
         {"type": "object", "required": ["x"], "additionalProperties": {"$ref": "#"}},
         {"type": "object", "required": ["x"], "patternProperties": {"^x$": {"$ref": "#"}}},
         {"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}},
-        {
-            "type": "object",
-            "minProperties": 1,
-            "properties": {"x": {"$ref": "#"}},
-            "additionalProperties": False,
-        },
+        {"type": "object", "minProperties": 1, "properties": {"x": {"$ref": "#"}}, "additionalProperties": False},
         {"$anchor": "a", "type": "object", "required": ["x"], "properties": {"x": {"$ref": "#a"}}},
         {"$id": "https://e.org/s", "type": "object", "required": ["x"], "properties": {"x": {"$ref": "s"}}},
         {"type": "object", "required": ["x"], "allOf": [{"properties": {"x": {"$ref": "#"}}}]},
@@ -172,9 +164,8 @@ def test_allowed_text_is_one_whose_value_satisfies_the_schema(
     ids=lambda value: str(value)[:50],
 )
 def test_what_cannot_be_enforced_or_never_ends_is_refused(schema: Any) -> None:
-    with pytest.raises(InvalidValueError, match=r"cannot be enforced|no answer that ends") as caught:
+    with refused("json", "cannot be enforced|no answer that ends"):
         grammar_of(StructuredOutputsParams(json=schema))
-    assert caught.value.field == "json"
 
 
 @pytest.mark.parametrize(
