@@ -1,9 +1,7 @@
 """What admission in waves saves: the real scheduler under D3 and steady load, with fake tokens and no model.
 
-A layer is skipped by a whole step only while no row of the batch runs it, so one young row makes the whole step deep.
-Answers arrive at random (Poisson) and are all equally long. *Load* is the mean number of busy slots over the slots
-there are: with one token per sequence and step, an answer of N tokens is busy for N steps, so the arrival rate is
-`load * batch / N` a step. Every strategy meets the same arrivals, and time passes whether or not anything runs.
+Answers arrive at random (Poisson) and are all equally long. *Load* is the mean share of busy slots: an answer of N
+tokens is busy for N steps, so `load * batch / N` arrive in a step. Time passes whether or not anything runs.
 """
 
 from __future__ import annotations
@@ -16,20 +14,16 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.fake_sequences import FAKE_TOKEN, fake_sequence, fake_tokens, layers_run
-from benchmarks.report import Parser, keep, settings_of
+from benchmarks.fake_sequences import BLOCK_SIZE, FAKE_TOKEN, fake_scheduler, fake_sequence, fake_tokens, layers_run
+from benchmarks.report import Parser, option, print_table, settings_of
 from d3engine.depth import D3, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.statistics import layer_bound
 from d3engine.research.plots import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION, new_figure, save_figure
-from d3engine.scheduling.kv_cache import KVCache
-from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.waiting import Admission, Immediate, IntervalAdmission
 
-BLOCK_SIZE = 16
 PROMPT_TOKENS = BLOCK_SIZE
 
 
@@ -38,15 +32,15 @@ class Settings:
     """What is simulated. The first `warm_up` steps fill the batch and are not counted."""
 
     num_layers: int = 32
-    alpha: float = 0.9
-    start: float = 0.6
+    alpha: float = option(0.9, "D3's decay")
+    start: float = option(0.6, "where D3's window begins")
     tokens: int = 256
     load: float = 0.98
-    batches: tuple[int, ...] = (8, 32, 128)
-    waves: tuple[int, ...] = (16, 32)
-    steps: int = 20_000
-    warm_up: int = 2_000
-    seed: int = 0
+    waves: tuple[int, ...] = option((16, 32), "steps between admissions")
+    batches: tuple[int, ...] = option((8, 32, 128), "slots")
+    steps: int = option(20_000, "engine steps per cell, warm-up included", type=int)
+    warm_up: int = option(2_000, "steps not counted", type=int)
+    seed: int = option(0, "of the arrivals", type=int)
 
     @property
     def schedule(self) -> Schedule:
@@ -82,22 +76,9 @@ class Simulation:
     """One scheduler and a clock; a step of the clock is a step of the engine, or nothing when nobody is there."""
 
     def __init__(self, settings: Settings, batch: int, admission: Admission) -> None:
-        length = PROMPT_TOKENS + settings.tokens
-        cache = KVCache(
-            num_layers=settings.num_layers,
-            num_blocks=batch * settings.num_layers * -(-length // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
-            max_sequences=batch,
-            max_length=length,
-        )
-        config = SchedulerConfig(
-            max_num_seqs=batch,
-            max_num_batched_tokens=batch * PROMPT_TOKENS,
-            max_model_len=length,
-            admission=admission,
-            enable_prefix_caching=False,
-        )
-        self._scheduler = Scheduler(config, cache)
+        length, batched = PROMPT_TOKENS + settings.tokens, batch * PROMPT_TOKENS
+        options: dict[str, Any] = {"admission": admission, "enable_prefix_caching": False}
+        self._scheduler = fake_scheduler(settings.num_layers, batch, length, batched_tokens=batched, **options)
         self._settings, self._schedule = settings, settings.schedule
         self._arrived: list[int] = []
         self._clock = 0
@@ -147,12 +128,11 @@ def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterab
     )
 
 
-def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Simulate every cell and return the report, without its environment."""
-    hidden = None if show_progress is None else not show_progress
     cells: list[Cell] = []
     pairs = [(batch, admission) for batch in settings.batches for admission in settings.admissions]
-    with tqdm(total=len(pairs) * settings.steps, unit="step", unit_scale=True, disable=hidden) as bar:
+    with tqdm(total=len(pairs) * settings.steps, unit="step", unit_scale=True, disable=None) as bar:
         for batch, admission in pairs:
             bar.set_description(f"batch {batch}, {admission}")
             cell = simulate(settings, batch, admission, _watched(settings.steps, bar))
@@ -186,17 +166,16 @@ def show(report: dict[str, Any], console: Console) -> None:
         f" answer, Poisson arrivals at {settings['load']:.0%} load,"
         f" {settings['steps'] - settings['warm_up']} steps counted"
     )
-    saved = Table(title=f"layer-steps saved (bound {report['bound']:.2f}x)", title_justify="left")
-    waits = Table(title="mean steps from arrival to the first step", title_justify="left")
-    for table in (saved, waits):
-        table.add_column("admit every")
-        for batch in settings["batches"]:
-            table.add_column(f"batch {batch}", justify="right")
-    for every, cells in _by_strategy(report).items():
-        saved.add_row(_name(every), *(f"{cell['layer_steps_saved']:.2f}" for cell in cells))
-        waits.add_row(_name(every), *(f"{cell['mean_wait']:.1f} ({cell['extra_wait']:+.1f})" for cell in cells))
-    console.print(saved)
-    console.print(waits)
+    columns = ("admit every", *(f"batch {batch}" for batch in settings["batches"]))
+    strategies = {_name(every): cells for every, cells in _by_strategy(report).items()}
+    saved = [(name, *(f"{cell['layer_steps_saved']:.2f}" for cell in cells)) for name, cells in strategies.items()]
+    title = f"layer-steps saved (bound {report['bound']:.2f}x)"
+    print_table(console, columns, saved, title, left=columns[:1])
+    waits = [
+        (name, *(f"{cell['mean_wait']:.1f} ({cell['extra_wait']:+.1f})" for cell in cells))
+        for name, cells in strategies.items()
+    ]
+    print_table(console, columns, waits, "mean steps from arrival to the first step", left=columns[:1])
 
 
 def plot(report: dict[str, Any], path: str | Path) -> None:
@@ -238,12 +217,12 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
     handles, labels = saved_axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
     policy = policy_in_words(D3(settings["alpha"], settings["start"]))
-    figure.suptitle(
+    save_figure(
+        figure,
+        path,
         f"Admission in waves: {settings['num_layers']} layers, {policy}, {settings['tokens']} tokens per answer,"
         f" {settings['load']:.0%} load",
-        fontsize="medium",
     )
-    save_figure(figure, Path(path))
 
 
 def _by_strategy(report: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
@@ -259,23 +238,12 @@ def _name(every: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the simulation."""
-    parser = Parser("admission", __doc__, arguments)
-    default = Settings()
-    parser.add_argument("--alpha", type=float, default=default.alpha, help="D3's decay")
-    parser.add_argument("--start", type=float, default=default.start, help="where D3's window begins")
-    parser.add_argument("--waves", type=int, nargs="+", default=default.waves, help="steps between admissions")
-    parser.add_argument("--batches", type=int, nargs="+", default=default.batches, help="slots")
-    parser.add_argument("--steps", type=int, default=default.steps, help="engine steps per cell, warm-up included")
-    parser.add_argument("--warm-up", type=int, default=default.warm_up, help="steps not counted")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the arrivals")
+    parser = Parser("admission", __doc__, arguments, Settings)
     parser.add_argument("--plot", metavar="FILE", help="also draw the table to this PNG file (needs matplotlib)")
-    options = parser.given()
-    if not 0 <= options.warm_up < options.steps:
-        parser.error(f"--warm-up {options.warm_up} leaves none of --steps {options.steps}")
-    report = measure(settings_of(Settings, options))
-    report["environment"] = parser.environment()
-    show(report, Console())
-    keep(report, options, plot)
+    settings = settings_of(Settings, parser.given())
+    if not 0 <= settings.warm_up < settings.steps:
+        parser.error(f"--warm-up {settings.warm_up} leaves none of --steps {settings.steps}")
+    parser.publish(measure(settings), show, plot=plot)
     return 0
 
 

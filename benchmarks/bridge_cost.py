@@ -1,9 +1,7 @@
 """What bridges cost: decode time at full depth, and with D3's skipped layers crossed by maps or passed as they are.
 
-A map's numbers change no time, so random ones serve, and nothing has to be fitted. The windows are those
-of D3's schedule. What is timed is one answer at batch 1 on one thread, from its second token on: the prompt and the
-first token, timed by themselves, are taken off. Seconds are the process's own, the systems take turns in rounds, and
-of the rounds the fastest counts, since whatever else a machine does can only slow one down.
+A map's numbers change no time, so they are random. Timed is one answer on one thread from its second token on, in the
+process's own seconds; of the rounds the fastest counts, since other work on a machine can only slow one down.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import Parser, positive, tell
+from benchmarks.report import option, print_table, run_benchmark
 from benchmarks.systems import PROMPT_TOKENS, prompts_for
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
@@ -41,12 +38,12 @@ FULL, BARE, BRIDGED = "full depth", "skipped", "bridged"
 class Settings:
     """What is run: answers of `tokens` tokens at full depth and under D3, `repeats` rounds after one of warming up."""
 
-    model: str = "smollm2"
-    alpha: float = 0.95
-    start: float = 0.8
-    rank: int | None = None
-    tokens: int = 129
-    repeats: int = 12
+    model: str = option("smollm2", "a model directory, smollm2 or demo")
+    alpha: float = option(0.95, "D3's")
+    start: float = option(0.8, "D3's")
+    rank: int | None = option(None, "rank of each map (full)")
+    tokens: int = option(129, "tokens of an answer, at least 2")
+    repeats: int = option(12, "rounds counted, after a warm-up")
 
 
 def random_bridges(directory: Path, config: ModelConfig, policy: D3, rank: int | None) -> Bridges:
@@ -63,7 +60,7 @@ def random_bridges(directory: Path, config: ModelConfig, policy: D3, rank: int |
     return Bridges(fingerprint(directory), config.num_layers, size, found)
 
 
-def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Run all rounds and return the report, without its environment."""
     torch.set_num_threads(1)
     directory = model_directory(settings.model)
@@ -77,7 +74,7 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         length = PROMPT_TOKENS + settings.tokens
         with Engine(directory, depth=bridged, max_model_len=length, enable_prefix_caching=False, **options) as engine:
             systems = {FULL: FullDepth(), BARE: bare, BRIDGED: bridged}
-            seconds, work = _rounds(engine, prompts_for(config, 1)[0], systems, settings, show_progress)
+            seconds, work = _rounds(engine, prompts_for(config, 1)[0], systems, settings)
             executor, held = engine.stats().executor, engine.stats().bridge_bytes
     return {
         "benchmark": "bridge_cost",
@@ -90,19 +87,14 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
 
 
 def _rounds(
-    engine: Engine,
-    prompt: list[int],
-    systems: Mapping[str, DepthPolicy],
-    settings: Settings,
-    show_progress: bool | None,
+    engine: Engine, prompt: list[int], systems: Mapping[str, DepthPolicy], settings: Settings
 ) -> tuple[dict[str, float], dict[str, Work]]:
     """By system, the seconds of all tokens but the first, and the work of the whole answer."""
     counts = {"first": 1, "all": settings.tokens}
     taken: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(systems, counts)}
     work: dict[str, Work] = {}
     turns = range(settings.repeats + 1)
-    hidden = None if show_progress is None else not show_progress
-    for turn, name, count in tqdm([*itertools.product(turns, systems, counts)], unit="run", disable=hidden):
+    for turn, name, count in tqdm([*itertools.product(turns, systems, counts)], unit="run", disable=None):
         params = SamplingParams(temperature=0.0, max_tokens=counts[count], ignore_eos=True, depth=systems[name])
         begun = time.process_time()
         (output,) = engine.generate(prompt, params, use_tqdm=False)
@@ -147,38 +139,19 @@ def show(report: dict[str, Any], console: Console) -> None:
     """Print one row a system."""
     settings = report["settings"]
     title = f"{settings['model']}, {report['executor']}: bridges of {report['bridge_bytes'] / 2**20:.1f} MiB"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "ms/token", "layers", "crossings", "speed-up", "FLOPs ratio", "realised"):
-        table.add_column(column, justify="right")
-    for name, figures in report["systems"].items():
-        table.add_row(
-            name,
-            f"{figures['milliseconds_per_token']:.3f}",
-            f"{figures['mean_layers']:.2f}",
-            f"{figures['crossings_per_token']:.2f}",
-            f"{figures['speedup']:.3f}",
-            f"{figures['flops_ratio']:.3f}",
-            f"{figures['realisation_ratio']:.3f}",
-        )
-    console.print(table)
+    columns = ("", "ms/token", "layers", "crossings", "speed-up", "FLOPs ratio", "realised")
+    forms = {"milliseconds_per_token": ".3f", "mean_layers": ".2f", "crossings_per_token": ".2f"}
+    forms |= dict.fromkeys(("speedup", "flops_ratio", "realisation_ratio"), ".3f")
+    rows = [
+        (name, *(format(figures[one], form) for one, form in forms.items()))
+        for name, figures in report["systems"].items()
+    ]
+    print_table(console, columns, rows, title)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = Parser("bridge_cost", __doc__, arguments)
-    default = Settings()
-    parser.add_argument("--model", default=default.model, help="a model directory, smollm2 or demo")
-    parser.add_argument("--alpha", type=float, default=default.alpha, help="D3's")
-    parser.add_argument("--start", type=float, default=default.start, help="D3's")
-    parser.add_argument("--rank", type=positive, help="rank of each map (full)")
-    parser.add_argument("--tokens", type=positive, default=default.tokens, help="tokens of an answer, at least 2")
-    parser.add_argument("--repeats", type=positive, default=default.repeats, help="rounds counted, after a warm-up")
-    options = vars(parser.given())
-    file = options.pop("json")
-    report = measure(Settings(**options))
-    report["environment"] = parser.environment()
-    tell(report, show, width=100, file=file)
-    return 0
+    return run_benchmark("bridge_cost", __doc__, Settings, measure, show, arguments, width=100)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """How much text bridges need, of which rank they may be, and whether those fitted to one kind of text serve another.
 
-Sums are additive, so one pass over a kind's texts gives the fit of every amount on the way, and a map of
-any rank is made of the same sums. What each is worth is judged on held-out texts of every kind, with the window left
-out behind each text's first tokens.
+Sums are additive: one pass over a kind's texts gives the fit of every amount, and a map of any rank.
 """
 
 from __future__ import annotations
@@ -15,10 +13,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.report import Parser, settings_of, tell
+from benchmarks.report import option, print_table, run_benchmark
 from d3engine.cli.bridge_texts import PROMPT_TOKENS
 from d3engine.model.bridges import Bridge, Window
 from d3engine.research.analysis.answers import open_model
@@ -29,20 +26,37 @@ from d3engine.research.bridges.texts import TextReader, shuffled
 from d3engine.utils.progress import hides_bars
 
 
+def _window(words: str) -> Window:
+    first, _, stop = words.partition(":")
+    return int(first), int(stop)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Fitted to each of `texts` (files), judged on `held_out_texts` of each of `held_out`, both of `text_tokens` tokens
     at most. `positions` are the amounts, `ranks` those of a map fitted to the largest."""
 
-    texts: tuple[str, ...]
-    held_out: tuple[str, ...]
-    model: str = "smollm2"
-    windows: tuple[Window, ...] = ((3, 9),)
-    positions: tuple[int, ...] = (1_000, 3_000, 10_000, 30_000)
-    ranks: tuple[int, ...] = (256, 128, 64, 32)
-    held_out_texts: int = 4
-    text_tokens: int = 256
-    dtype: str = "bfloat16"
+    texts: tuple[str, ...] = option(
+        help="a file to fit to; may be repeated", flag="--text", metavar="TEXT", action="append", nargs=None
+    )
+    held_out: tuple[str, ...] = option(help="a file to judge on; may be repeated", action="append", nargs=None)
+    model: str = option("smollm2")
+    windows: tuple[Window, ...] = option(
+        ((3, 9),),
+        "A:B, the layers A to B - 1; may be repeated (3:9)",
+        **{
+            "flag": "--window",
+            "metavar": "WINDOW",
+            "action": "append",
+            "nargs": None,
+            "type": _window,
+        },
+    )
+    positions: tuple[int, ...] = option((1_000, 3_000, 10_000, 30_000))
+    ranks: tuple[int, ...] = option((256, 128, 64, 32), flag="--rank", metavar="RANK", nargs="*")
+    held_out_texts: int = option(4)
+    text_tokens: int = option(256)
+    dtype: str = option("bfloat16")
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -111,42 +125,19 @@ def show(report: dict[str, Any], console: Console) -> None:
     """A row for each fit and window, a column for each kind that it was judged on."""
     kinds = list(dict.fromkeys(row["held_out"] for row in report["rows"]))
     judged = {row["held_out"]: row["judged"] for row in report["rows"]}
-    table = Table(title="KL divergence from full depth and agreement, held out", title_justify="left")
-    for column in ("fitted to", "positions", "rank", "window", *(f"{kind} ({judged[kind]})" for kind in kinds)):
-        table.add_column(column, justify="right")
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in report["rows"]:
         first, stop = row["window"]
         place = (row["fitted_to"], f"{row['positions']:,}", str(row["rank"] or "full"), f"[{first}, {stop})")
         found.setdefault(place, {})[row["held_out"]] = f"{row['kl']:.3f}, {row['agreement']:.1%}"
-    for place, cells in found.items():
-        table.add_row(*place, *(cells[kind] for kind in kinds))
-    console.print(table)
+    columns = ("fitted to", "positions", "rank", "window", *(f"{kind} ({judged[kind]})" for kind in kinds))
+    rows = [(*place, *(cells[kind] for kind in kinds)) for place, cells in found.items()]
+    print_table(console, columns, rows, "KL divergence from full depth and agreement, held out")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = Parser("bridge_texts", __doc__, arguments)
-    parser.add_argument("--model", default=Settings.model)
-    parser.add_argument("--text", action="append", required=True, help="a file to fit to; may be repeated")
-    parser.add_argument("--held-out", action="append", required=True, help="a file to judge on; may be repeated")
-    parser.add_argument("--window", action="append", help="A:B, the layers A to B - 1; may be repeated (3:9)")
-    parser.add_argument("--positions", type=int, nargs="+", default=Settings.positions)
-    parser.add_argument("--rank", type=int, nargs="*", default=Settings.ranks)
-    parser.add_argument("--held-out-texts", type=int, default=Settings.held_out_texts)
-    parser.add_argument("--text-tokens", type=int, default=Settings.text_tokens)
-    parser.add_argument("--dtype", default=Settings.dtype)
-    given = parser.given()
-    windows = tuple(_window(one) for one in given.window) if given.window else Settings.windows
-    report = measure(settings_of(Settings, given, texts=tuple(given.text), windows=windows, ranks=tuple(given.rank)))
-    report["environment"] = parser.environment()
-    tell(report, show, width=120, file=given.json)
-    return 0
-
-
-def _window(words: str) -> Window:
-    first, _, stop = words.partition(":")
-    return int(first), int(stop)
+    return run_benchmark("bridge_texts", __doc__, Settings, measure, show, arguments, width=120)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """What routing is worth among replicas: real schedulers, each with a clock of its own, with fake tokens and no model.
 
-A step takes the time that a roofline gives it: each layer that any row runs is read once, or computed for as long as
-its rows take, whichever is longer, and the entries of its rows are read on top. So one young row makes a step long for
-all the rows beside it, and where the young rows go is what a router decides. Requests arrive at random, evenly
-(Poisson) or in bursts, with prompts that share prefixes and answers of random length; *load* is their rate over the one
-that replicas with full batches could just serve at full depth. Every routing meets the same requests.
+By a roofline each layer that any row runs is read once, or computed for as long as its rows take, and their entries are
+read on top: one young row makes a step long for all rows beside it. *Load* is the rate of requests over the one that
+replicas with full batches could just serve at full depth. Every routing meets the same requests.
 """
 
 from __future__ import annotations
@@ -18,22 +16,18 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.fake_sequences import fake_sequence, fake_tokens, layers_run
-from benchmarks.report import Parser, positive, summary, tell
+from benchmarks.fake_sequences import BLOCK_SIZE, fake_scheduler, fake_sequence, fake_tokens, layers_run
+from benchmarks.report import Parser, option, print_table, settings_of, summary
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.integrations.proxy import ROUTINGS, Busy, Routing, least_loaded
-from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.plan import Plan
 from d3engine.scheduling.running import Counters
-from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.sequence import Sequence as TokenSequence
 from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
-BLOCK_SIZE = 16
 ARRIVALS = ("poisson", "bursts")
 
 
@@ -79,22 +73,22 @@ class StepTime:
 class Settings:
     """What is simulated. Requests of the first `warm_up` seconds fill the replicas and are not counted."""
 
-    replicas: int = 4
-    slots: int = 64
+    replicas: int = option(4)
+    slots: int = option(64)
     num_layers: int = 32
-    alpha: float = 0.9
-    start: float = 0.6
-    tokens: int = 256  # of an answer, on average
+    alpha: float = option(0.9)
+    start: float = option(0.6)
+    tokens: int = option(256)  # of an answer, on average
     most_tokens: int = 1024
-    prefixes: int = 64
+    prefixes: int = option(64)
     prefix_tokens: int = 256
     own_tokens: int = 64
     kept_prefixes: int = 16  # that a replica has room for, beside its running sequences
-    seconds: float = 8.0
-    warm_up: float = 3.0
-    window: float = 0.2
-    admit_every: int = 1
-    seeds: int = 3
+    seconds: float = option(8.0)
+    warm_up: float = option(3.0)
+    window: float = option(0.2)
+    admit_every: int = option(1)
+    seeds: int = option(3)
 
     @property
     def schedule(self) -> Schedule:
@@ -157,21 +151,14 @@ class Replica:
 
     def __init__(self, settings: Settings) -> None:
         length = settings.prefix_tokens + settings.own_tokens + settings.most_tokens
-        shared = settings.kept_prefixes * (settings.prefix_tokens // BLOCK_SIZE)
-        cache = KVCache(
-            num_layers=settings.num_layers,
-            num_blocks=settings.num_layers * (settings.slots * -(-length // BLOCK_SIZE) + shared),
-            block_size=BLOCK_SIZE,
-            max_sequences=settings.slots,
-            max_length=length,
-        )
-        config = SchedulerConfig(
-            max_num_seqs=settings.slots,
-            max_num_batched_tokens=settings.slots + 512,
-            max_model_len=length,
+        self._scheduler = fake_scheduler(
+            settings.num_layers,
+            settings.slots,
+            length,
+            batched_tokens=settings.slots + 512,
+            spare_blocks=settings.kept_prefixes * (settings.prefix_tokens // BLOCK_SIZE),
             admission=Immediate() if settings.admit_every == 1 else IntervalAdmission(settings.admit_every),
         )
-        self._scheduler = Scheduler(config, cache)
         self._plan: Plan | None = None
 
     @property
@@ -338,15 +325,15 @@ def show(report: dict[str, Any], console: Console) -> None:
         f" {'step' if settings.admit_every == 1 else f'{settings.admit_every} steps'}, {settings.seeds} seeds of"
         f" {settings.seconds:g} s ({settings.warm_up:g} s not counted)"
     )
-    table = Table()
-    for title in ("arrivals", "load", "routing"):
-        table.add_column(title)
-    for title, *_ in COLUMNS.values():
-        table.add_column(title, justify="right")
-    for cell in report["cells"]:
-        figures = [_spread(cell[name], scale, digits) for name, (_, scale, digits) in COLUMNS.items()]
-        table.add_row(cell["arrivals"], f"{cell['load']:g}", cell["routing"], *figures)
-    console.print(table)
+    about = ("arrivals", "load", "routing")
+    rows = [
+        (
+            *(cell["arrivals"], f"{cell['load']:g}", cell["routing"]),
+            *(_spread(cell[name], scale, digits) for name, (_, scale, digits) in COLUMNS.items()),
+        )
+        for cell in report["cells"]
+    ]
+    print_table(console, (*about, *(title for title, *_ in COLUMNS.values())), rows, left=about)
 
 
 def _spread(figure: dict[str, Any], scale: float, digits: int) -> str:
@@ -356,25 +343,17 @@ def _spread(figure: dict[str, Any], scale: float, digits: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the simulation and print its table."""
-    parser = Parser("cluster", __doc__, arguments)
-    default = Settings()
-    for name in ("replicas", "slots", "tokens", "prefixes", "admit_every", "seeds"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=getattr(default, name))
-    for name in ("alpha", "start", "seconds", "warm_up", "window"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(default, name))
+    parser = Parser("cluster", __doc__, arguments, Settings)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8], help="over what full depth could serve")
     parser.add_argument("--arrivals", nargs="+", choices=ARRIVALS, default=list(ARRIVALS))
     parser.add_argument("--routings", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
-    options = vars(parser.given())
-    file, loads, kinds, routings = (options.pop(name) for name in ("json", "loads", "arrivals", "routings"))
-    settings = Settings(**options)
+    options = parser.given()
+    settings = settings_of(Settings, options)
     if not 0 <= settings.warm_up < settings.seconds:
         parser.error(f"--warm-up {settings.warm_up} leaves none of --seconds {settings.seconds}")
-    if min(loads) <= 0:
-        parser.error(f"--loads {min(loads)} is not above 0")
-    report = measure(settings, routings, kinds, loads)
-    report["environment"] = parser.environment()
-    tell(report, show, width=160, file=file)
+    if min(options.loads) <= 0:
+        parser.error(f"--loads {min(options.loads)} is not above 0")
+    parser.publish(measure(settings, options.routings, options.arrivals, options.loads), show, width=160)
     return 0
 
 

@@ -1,7 +1,6 @@
 """Decoding on a CPU: our engine beside llama.cpp and PyTorch at equal bits, by batch, depth and prompt, in turns.
 
-The executor of an engine is timed plan by plan, while `generate` runs as it does for users. So one call
-gives what a step takes by itself, what a prompt takes, and what the host adds to them.
+An engine's executor is timed plan by plan while `generate` runs: what steps and prompts take, and what the host adds.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.cpu_page import show
-from benchmarks.read_rate import Reader
-from benchmarks.report import Parser, positive, settings_of, summary, tell, write_json
+from benchmarks.cpu_page import PARTS, show
+from benchmarks.report import Parser, option, settings_of, summary, tell, write_json
 from benchmarks.systems import PROMPT_TOKENS, decay_for, model_at, prompts_for, rest, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
@@ -33,9 +31,9 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, in_layout, quantize_weights, with_matrices
 
 KINDS = ("f32", "16-bit", "12-bit", "8-bit", "4-bit")
-PARTS = ("decode", "depth", "prompt")
 PROMPTS = (512, 2048)
 READ_BYTES = 2**30
+COLUMNS = 2**12
 READS = 3
 LLAMA_CPP, TRANSFORMERS, COMPILED, EAGER = "llama.cpp", "transformers", "torch.compile", "eager"
 PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED, EAGER)
@@ -45,16 +43,20 @@ PEERS = (LLAMA_CPP, TRANSFORMERS, COMPILED, EAGER)
 class Settings:
     """What is measured: `repeats` rounds, in each of which every system has one turn."""
 
-    model: str = "demo"
-    kinds: tuple[str, ...] = KINDS
-    batches: tuple[int, ...] = (1, 8, 32)
-    parts: tuple[str, ...] = PARTS
-    peers: tuple[str, ...] = PEERS
-    prompt_tokens: int = PROMPT_TOKENS
-    tokens: int = 64
-    repeats: int = 5
-    threads: int = 2
-    processor_time: bool = False
+    model: str = option("demo", "demo, large or tiny (random weights), or a model's directory")
+    kinds: tuple[str, ...] = option(KINDS, "weights", choices=KINDS)
+    batches: tuple[int, ...] = option((1, 8, 32), "prompts at once")
+    parts: tuple[str, ...] = option(PARTS, choices=PARTS)
+    peers: tuple[str, ...] = option(
+        PEERS, "beside ours, where installed; eager: ours, without the library", choices=PEERS, nargs="*"
+    )
+    prompt_tokens: int = option(PROMPT_TOKENS, "tokens before them, of steps (not of --parts prompt)")
+    tokens: int = option(64, "new tokens per prompt")
+    repeats: int = option(5, "rounds")
+    threads: int = option(2)
+    processor_time: bool = option(
+        False, "in place of wall time, where others use the machine; takes --threads 1 and --peers alone"
+    )
 
     @property
     def length(self) -> int:
@@ -88,6 +90,30 @@ def in_kind(weights: LlamaWeights, kind: str) -> LlamaWeights:
 def matrix_bytes(weights: LlamaWeights) -> int:
     """Bytes that a step at full depth reads: all layers and the LM head."""
     return sum(tensor.nbytes for layer in weights.layers for tensor in layer.tensors()) + weights.lm_head.nbytes
+
+
+# -- reading of memory ------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Float32 numbers, `size` bytes of them (a multiple of 16 KiB), that torch's threads read.
+
+    Sums and products with a vector are the plainest things to be done with all of them. Whichever is faster counts,
+    since what is asked for is what memory gives.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._values = torch.ones(size // (4 * COLUMNS), COLUMNS)
+        self._vector = torch.ones(COLUMNS)
+
+    def rate(self, times: int, clock: Callable[[], float]) -> float:
+        """Bytes a second of `clock`: the best of `times` sums and as many products."""
+        best = float("inf")
+        for read in [self._values.sum, lambda: self._values @ self._vector] * times:
+            start = clock()
+            read()
+            best = min(best, clock() - start)
+        return self._values.nbytes / best
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
@@ -285,12 +311,7 @@ class Model:
         return found
 
 
-def measure(
-    settings: Settings,
-    *,
-    show_progress: bool | None = None,
-    keep: Callable[[dict[str, Any]], None] = lambda report: None,
-) -> dict[str, Any]:
+def measure(settings: Settings, keep: Callable[[dict[str, Any]], None] = lambda report: None) -> dict[str, Any]:
     """Run all parts and return the report, without its environment; `keep` is given what there is of it after each.
 
     Sets torch's number of threads.
@@ -302,11 +323,10 @@ def measure(
         "llama_cpp": _peer_version(),
         **{part: [] for part in settings.parts},
     }
-    hidden = None if show_progress is None else not show_progress
     with (
         tempfile.TemporaryDirectory() as folder,
         model_at(settings.model, max(*PROMPTS, settings.length) + 2) as directory,
-        tqdm(unit="turn", disable=hidden) as bar,
+        tqdm(unit="turn", disable=None) as bar,
     ):
         model = Model(directory, settings, Path(folder))
         for kind in settings.kinds:
@@ -334,46 +354,21 @@ def _peer_version() -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = Parser("cpu", __doc__, arguments)
-    parser.add_argument("--model", default="demo", help="demo, large or tiny (random weights), or a model's directory")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weights")
-    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help="prompts at once")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        choices=PEERS,
-        default=list(PEERS),
-        help="beside ours, where installed; eager: ours, without the library",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=positive,
-        default=PROMPT_TOKENS,
-        help="tokens before them, of steps (not of --parts prompt)",
-    )
-    parser.add_argument("--tokens", type=positive, default=64, help="new tokens per prompt")
-    parser.add_argument("--repeats", type=positive, default=5, help="rounds")
-    parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="in place of wall time, where others use the machine; takes --threads 1 and --peers alone",
-    )
+    parser = Parser("cpu", __doc__, arguments, Settings)
     given = parser.given()
-    if given.processor_time and (given.peers or given.threads > 1):
+    settings = settings_of(Settings, given)
+    if settings.processor_time and (settings.peers or settings.threads > 1):
         parser.error(
             "--processor-time must come with --threads 1, for threads that wait take it too, and with --peers and no"
-            f" names, for theirs is wall time; got --threads {given.threads} --peers {' '.join(given.peers)}"
+            f" names, for theirs is wall time; got --threads {settings.threads} --peers {' '.join(settings.peers)}"
         )
-    settings = settings_of(Settings, given)
     where = {"environment": parser.environment()}
 
     def keep(report: dict[str, Any]) -> None:
         if given.json:
             write_json(report | where, given.json)
 
-    tell(measure(settings, keep=keep) | where, show, width=150, file=given.json)
+    tell(measure(settings, keep) | where, show, width=150, file=given.json)
     return 0
 
 

@@ -1,8 +1,7 @@
 """Greedy decode: our engine at full depth, the same under D3, and transformers' `generate`, interleaved in one run.
 
-Every figure is a ratio of two neighbours in time. A round runs the three systems one after the other,
-each from the same short prompt to the same fixed number of new tokens; ratios are taken within a round, and the median
-over the rounds is reported. What is timed is the whole call for all systems, so the prompt pass is in it for all.
+A round runs the three systems one after the other; ratios are taken within a round, and their median is reported.
+Timed is the whole call of each, prompt pass included.
 """
 
 from __future__ import annotations
@@ -10,10 +9,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.peak_memory import memory, memory_in_subprocess
-from benchmarks.report import Parser, positive, summary, write_json
+from benchmarks.children import checkout_environment
+from benchmarks.report import Parser, print_table, settings_of, summary
 from benchmarks.systems import (
     DECAY,
     FULL,
-    MODELS,
     PEER,
     PROMPT_TOKENS,
     SYSTEMS,
@@ -47,11 +48,12 @@ from d3engine.depth import FullDepth
 from d3engine.depth.statistics import layer_bound
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights
+from d3engine.utils.children import python_command
 
 # -- time ------------------------------------------------------------------------------------------------------
 
 
-def measure(settings: Settings, *, with_memory: bool = True, show_progress: bool | None = None) -> dict[str, Any]:
+def measure(settings: Settings, *, with_memory: bool = True) -> dict[str, Any]:
     """Run all rounds and return the report, without its environment. Sets torch's number of threads."""
     torch.set_num_threads(settings.threads)
     with model_at(settings.model, PROMPT_TOKENS + settings.tokens) as directory:
@@ -66,7 +68,7 @@ def measure(settings: Settings, *, with_memory: bool = True, show_progress: bool
             DECAY: ours(engine, prompts, decay, settings.tokens),
             PEER: theirs(peer, prompts, settings.tokens),
         }
-        answers, seconds = run_rounds(systems, settings.repeats, show_progress)
+        answers, seconds = run_rounds(systems, settings.repeats)
     engine.close()
     report = {
         "benchmark": "decode",
@@ -78,18 +80,16 @@ def measure(settings: Settings, *, with_memory: bool = True, show_progress: bool
     del systems, engine, peer, weights
     gc.collect()
     if with_memory:
-        for system in tqdm(SYSTEMS, "memory", disable=_hide(show_progress)):
+        for system in tqdm(SYSTEMS, "memory", disable=None):
             report["systems"][system]["memory"] = memory_in_subprocess(system, settings)
     return report
 
 
-def run_rounds(
-    systems: dict[str, Generate], repeats: int, show_progress: bool | None
-) -> tuple[dict[str, Answers], dict[str, list[float]]]:
+def run_rounds(systems: dict[str, Generate], repeats: int) -> tuple[dict[str, Answers], dict[str, list[float]]]:
     """One warm-up of each system, whose answers are kept, then the rounds: seconds by system, one a round."""
     answers: dict[str, Answers] = {}
     seconds: dict[str, list[float]] = {system: [] for system in systems}
-    with tqdm(total=(repeats + 1) * len(systems), unit="run", disable=_hide(show_progress)) as bar:
+    with tqdm(total=(repeats + 1) * len(systems), unit="run", disable=None) as bar:
         for turn in range(repeats + 1):
             for system, generate in systems.items():
                 bar.set_description(system)
@@ -104,11 +104,6 @@ def run_rounds(
                     assert given == answers[system], f"{system} has given another answer to the same prompts"
                 bar.update()
     return answers, seconds
-
-
-def _hide(show_progress: bool | None) -> bool | None:
-    """tqdm's `disable`: None hides the bar where there is no terminal."""
-    return None if show_progress is None else not show_progress
 
 
 def evaluate(
@@ -197,6 +192,66 @@ def describe(config: ModelConfig, weights: LlamaWeights) -> dict[str, Any]:
     }
 
 
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def memory_in_subprocess(system: str, settings: Settings) -> dict[str, Any]:
+    """What `memory` returns, for one system alone in a fresh process."""
+    options = [f"--{name}={getattr(settings, name)}" for name in ("model", "tokens", "batch", "threads")]
+    command = python_command("-m", "benchmarks.decode", *options, f"--memory-of={system}")
+    done = subprocess.run(command, env=checkout_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the process that measures the memory of {system} has failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def memory(system: str, settings: Settings) -> dict[str, Any]:
+    """Resident bytes of this process with the model loaded, and at most while it answers twice.
+
+    Where the kernel cannot forget an earlier peak (only Linux can), the peak is that of the whole process.
+    """
+    torch.set_num_threads(settings.threads)
+    with model_at(settings.model, PROMPT_TOKENS + settings.tokens) as directory:
+        config = ModelConfig.from_directory(directory)
+        weights = weights_of(directory, config)
+        prompts = prompts_for(config, settings.batch)
+        if system == PEER:
+            generate = theirs(transformers_model(directory, config, weights), prompts, settings.tokens)
+        else:
+            depth = FullDepth() if system == FULL else decay_for(config.num_layers, settings.tokens)
+            generate = ours(new_engine(directory, weights, settings), prompts, depth, settings.tokens)
+        del weights
+        gc.collect()
+        forgotten = _forget_peak()
+        loaded = _resident_bytes("VmRSS") if forgotten else None
+        for _ in range(2):
+            generate()
+    return {"loaded_bytes": loaded, "peak_bytes": _peak_bytes(), "peak_includes_loading": not forgotten}
+
+
+def _forget_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_bytes() -> int:
+    if sys.platform == "linux":
+        return _resident_bytes("VmHWM")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _resident_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"the kernel does not tell {field}")
+
+
 # -- the page --------------------------------------------------------------------------------------------------
 
 
@@ -212,21 +267,19 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
     depth = settings["depth"]
     names = {FULL: "full depth", DECAY: f"D3({depth['alpha']}, {depth['start']})", PEER: PEER}
-    table = Table()
-    for title in ("system", "tok/s", "min - max", "layers", "GB/s", "peak MiB"):
-        table.add_column(title, justify="left" if title == "system" else "right", no_wrap=True)
+    rows = []
     for system, row in report["systems"].items():
         rate = row["tokens_per_second"]
         peak = row["memory"]["peak_bytes"] / 2**20 if "memory" in row else None
-        table.add_row(
-            names[system],
-            f"{rate['median']:.2f}",
-            f"{rate['min']:.2f} - {rate['max']:.2f}",
-            f"{row['mean_layers']:.2f}",
-            f"{row['gigabytes_per_second']['median']:.2f}",
-            "-" if peak is None else f"{peak:,.0f}",
+        rows.append(
+            (
+                *(names[system], f"{rate['median']:.2f}", f"{rate['min']:.2f} - {rate['max']:.2f}"),
+                *(f"{row['mean_layers']:.2f}", f"{row['gigabytes_per_second']['median']:.2f}"),
+                "-" if peak is None else f"{peak:,.0f}",
+            )
         )
-    console.print(table)
+    columns = ("system", "tok/s", "min - max", "layers", "GB/s", "peak MiB")
+    print_table(console, columns, rows, left=("system",), no_wrap=True)
     ratios = Table("ratio", "median", "min - max")
     for name in ("full_depth_over_transformers", "d3_over_transformers", "d3_over_full_depth"):
         ratio = report[name]
@@ -243,24 +296,16 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when the tokens differ from transformers'."""
-    parser = Parser("decode", __doc__, arguments)
-    parser.add_argument("--model", choices=MODELS, default="demo", help="demo: the bundled one; others are random")
-    parser.add_argument("--tokens", type=positive, default=128, help="new tokens per prompt")
-    parser.add_argument("--batch", type=positive, default=1, help="prompts at once")
-    parser.add_argument("--repeats", type=positive, default=5, help="rounds")
-    parser.add_argument("--threads", type=positive, default=2, help="torch's threads")
+    parser = Parser("decode", __doc__, arguments, Settings)
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory (three more processes)")
     parser.add_argument("--memory-of", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.given()
-    settings = Settings(options.model, options.tokens, options.batch, options.repeats, options.threads)
+    settings = settings_of(Settings, options)
     if options.memory_of:
         print(json.dumps(memory(options.memory_of, settings)))
         return 0
     report = measure(settings, with_memory=not options.no_memory)
-    report["environment"] = parser.environment()
-    show(report, Console())
-    if options.json:
-        write_json(report, options.json)
+    parser.publish(report, show)
     return 0 if report["tokens_equal"] else 1
 
 

@@ -1,10 +1,8 @@
 """Would it pay to run the steps that are fed with some tokens at full depth, whatever D3 says of their place?
 
-Before such a policy is built, its worth can be measured on a given text. A step that is fed with one of
-the deep tokens runs every layer, all others run D3's; where a deep step finds no entries of those that D3 left out,
-it has to do without them (absent), or finds the layer below's (copied) or what the passing state gives there
-(projected). That is set beside plain D3 of as many layers per token (alpha raised, at several starts), beside as many
-deep steps drawn at random, and beside entries that only full depth could have written (kept).
+On a given text, steps that are fed with a deep token run every layer, all others D3's. Entries that D3 left out are
+absent, copied, projected, or kept as only full depth could have written them. Beside that stand plain D3 of as many
+layers per token, and as many deep steps drawn at random.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import Parser, tell
+from benchmarks.report import Parser
 from d3engine.cli.observing import observe
 from d3engine.depth import D3, Schedule
 from d3engine.model.llama import Rope
@@ -282,8 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     policy = D3(given.alpha, given.start)
     report = measure(seen.observer, kinds, seen.answered, policy, given.starts, given.entries, given.share, given.only)
     report |= {"policy": f"D3, alpha {policy.alpha:g}, start {policy.start:g}"}
-    report["environment"] = parser.environment()
-    tell(report, show, width=120, file=given.json)
+    parser.publish(report, show, width=120)
     return 0
 
 

@@ -1,9 +1,8 @@
 """Whether drafts by skipped layers can pay: acceptance over what a draft costs, with and without bridges.
 
-What a cycle of n drafts is worth is counted, not timed. With each drafted token accepted with probability
-a, and a draft that costs the share s of a full pass (its layers, its maps and the LM head, in FLOPs), it yields
-(1 + a + ... + a^n) / (n s + 1) tokens for each pass of full depth. So a setting is a point (s, a), and what would have
-to be reached is a line, for the length of draft that suits it best. The figures depend on no load.
+A cycle of n drafts, each token accepted with probability a at the share s of a full pass in FLOPs, yields
+(1 + a + ... + a^n) / (n s + 1) tokens a pass: a setting is a point (s, a), and what must be reached is a line. No load
+changes these counts.
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.drafts import add_draft_options, prompts_for
+from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
 from benchmarks.lossless import acceptance_for, tokens_for
-from benchmarks.report import Parser, keep, settings_of
+from benchmarks.report import Parser, option, print_table, settings_of
 from d3engine.depth import D3, FullDepth, Lossless, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape
@@ -38,20 +35,18 @@ GOALS = (1.0, 1.25)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(DraftSettings):
     """What is counted: D3's settings (alpha, start), each by drafts of `lengths`, over `prompts` word problems, or as
     many lines of the file `chat`, asked by the model's chat template.
 
     With a small alpha a draft is as shallow as `start` allows from its second token on.
     """
 
-    model: str = "smollm2"
-    bridges: str | None = None
-    drafts: tuple[tuple[float, float], ...] = ((0.5, 0.9), (0.5, 0.8), (0.5, 0.7), (0.5, 0.6), (0.97, 0.6))
-    lengths: tuple[int, ...] = (1, 3)
-    prompts: int = 4
-    tokens: int = 64
-    chat: str | None = None
+    model: str = option("smollm2", "a model directory, smollm2 or demo")
+    drafts: tuple[tuple[float, float], ...] = option(
+        ((0.5, 0.9), (0.5, 0.8), (0.5, 0.7), (0.5, 0.6), (0.97, 0.6)), DRAFT_HELP, **DRAFT
+    )
+    lengths: tuple[int, ...] = option((1, 3), LENGTHS_HELP)
 
 
 def speedup(acceptance: float, share: float, length: int) -> float:
@@ -87,18 +82,17 @@ def share_of(schedule: Schedule, shape: ModelShape, num_steps: int) -> float:
     return float(np.mean(costs)) / full
 
 
-def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Answer by every setting and return the report, without its environment."""
     kinds = [None] if settings.bridges is None else [None, settings.bridges]
     first = D3(*settings.drafts[0], bridges=settings.bridges)
-    hidden = None if show_progress is None else not show_progress
     with Engine(settings.model, depth=first, device="cpu", max_num_seqs=settings.prompts, num_threads=1) as engine:
         shape, asked = shape_of(engine.config), prompts_for(engine, settings.prompts, settings.chat)
         plain = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=FullDepth())
         full = [output.outputs[0].token_ids for output in engine.generate(asked, plain, use_tqdm=False)]
         points = []
         systems = list(itertools.product(kinds, settings.drafts, settings.lengths))
-        for bridges, draft, length in tqdm(systems, unit="run", disable=hidden):
+        for bridges, draft, length in tqdm(systems, unit="run", disable=None):
             d3 = D3(*draft, bridges=bridges)
             params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=Lossless(d3, length))
             outputs = engine.generate(asked, params, use_tqdm=False)
@@ -141,25 +135,20 @@ def _point(
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print one row a point, and what the best of them comes to."""
-    table = Table(title=f"Drafts of {report['settings']['model']!r} by skipped layers", title_justify="left")
-    for column in ("alpha", "start", "", "n", "accepted", "a", "s", "worth", "best n", "worth there", "a for 1.25x"):
-        table.add_column(column, justify="right")
+    columns = ("alpha", "start", "", "n", "accepted", "a", "s", "worth", "best n", "worth there", "a for 1.25x")
+    rows = []
     for point in report["points"]:
         wanted = needed(point["share"], 1.25)
-        table.add_row(
-            str(point["alpha"]),
-            str(point["start"]),
-            "bridged" if point["bridged"] else "skipped",
-            str(point["draft_length"]),
-            f"{point['accepted']}/{point['drafted']}",
-            f"{point['acceptance']:.2f}",
-            f"{point['share']:.2f}",
-            f"{point['speedup']:.2f}",
-            str(point["best_length"]),
-            f"{point['at_best_length']:.2f}",
-            f"{wanted:.2f}" if wanted <= 1 else "none",
+        rows.append(
+            (
+                *(str(point["alpha"]), str(point["start"]), "bridged" if point["bridged"] else "skipped"),
+                *(str(point["draft_length"]), f"{point['accepted']}/{point['drafted']}"),
+                *(f"{point[one]:.2f}" for one in ("acceptance", "share", "speedup")),
+                *(str(point["best_length"]), f"{point['at_best_length']:.2f}"),
+                f"{wanted:.2f}" if wanted <= 1 else "none",
+            )
         )
-    console.print(table)
+    print_table(console, columns, rows, f"Drafts of {report['settings']['model']!r} by skipped layers")
 
 
 def plot(report: dict[str, Any], path: str) -> None:
@@ -181,21 +170,14 @@ def plot(report: dict[str, Any], path: str) -> None:
     axes.set_title(f"Drafts of {report['settings']['model']} by skipped layers: a line is what they must reach")
     axes.legend(frameon=False, fontsize="small", loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, Path(path))
+    save_figure(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = Parser("draft_frontier", __doc__, arguments)
-    default = Settings()
-    parser.add_argument("--model", default=default.model, help="a model directory, smollm2 or demo")
-    add_draft_options(parser, default.lengths, default.prompts, default.tokens)
-    options = parser.given()
-    drafts = tuple((alpha, start) for alpha, start in options.drafts) if options.drafts else default.drafts
-    report = measure(settings_of(Settings, options, drafts=drafts))
-    report["environment"] = parser.environment()
-    show(report, Console(width=120))
-    keep(report, options, plot)
+    parser = Parser("draft_frontier", __doc__, arguments, Settings)
+    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+    parser.publish(measure(settings_of(Settings, parser.given())), show, width=120, plot=plot)
     return 0
 
 

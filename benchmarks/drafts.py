@@ -1,16 +1,29 @@
-"""What benchmarks of drafts ask, and by which drafts of D3: their options in common."""
+"""What benchmarks of drafts ask, and by which drafts of D3: their settings in common."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import positive
+from benchmarks.report import option
 from d3engine.engine.engine import Engine
 from d3engine.research.analysis.answers import Prompt, read_prompts
 from d3engine.research.evaluation.word_problems import format_prompt, problems
+
+DRAFT = {"flag": "--draft", "action": "append", "nargs": 2, "type": float, "metavar": ("ALPHA", "START")}
+DRAFT_HELP = "a setting of D3 to draft with; may be repeated"
+LENGTHS_HELP = "draft lengths"
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Prompts, and what drafts of D3 cross skipped layers by. `chat` is a file of prompts, one a line."""
+
+    bridges: str | None = option(None, "bridges that drafts cross skipped layers by", metavar="FILE")
+    prompts: int = option(4, "word problems, or lines of --chat")
+    chat: str | None = option(None, "prompts for the chat template, one a line, not word problems", metavar="FILE")
+    tokens: int = option(64, "tokens of an answer at most")
 
 
 def prompts_for(engine: Engine, count: int, chat: str | None) -> list[Prompt]:
@@ -18,22 +31,3 @@ def prompts_for(engine: Engine, count: int, chat: str | None) -> list[Prompt]:
     if chat is None:
         return [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), count)]
     return [engine.chat_prompt([{"role": "user", "content": turn}]) for turn in read_prompts(Path(chat), count)]
-
-
-def add_draft_options(parser: argparse.ArgumentParser, lengths: Sequence[int], prompts: int, tokens: int) -> None:
-    """By which drafts what is answered, and where the figures go; these three have defaults."""
-    parser.add_argument(
-        "--draft",
-        dest="drafts",
-        type=float,
-        nargs=2,
-        action="append",
-        metavar=("ALPHA", "START"),
-        help="a setting of D3 to draft with; may be repeated",
-    )
-    parser.add_argument("--bridges", metavar="FILE", help="bridges that drafts cross skipped layers by")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, help="draft lengths")
-    parser.add_argument("--prompts", type=positive, default=prompts, help="word problems, or lines of --chat")
-    parser.add_argument("--chat", metavar="FILE", help="prompts for the chat template, one a line, not word problems")
-    parser.add_argument("--tokens", type=positive, default=tokens, help="tokens of an answer at most")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")

@@ -1,7 +1,6 @@
 """Copies of a GGUF file: its floats with channels in another order, and its matrices in another of ggml's types.
 
-A published file's floats lie on the grid of the groups that it was quantized in. `shuffled` gives the same function
-with every channel elsewhere, so that no group of neighbours has the grid of one group, and no format is favoured.
+Shuffled channels compute the same, and no group of neighbours has the grid of the groups that the file was made in.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """A GGUF file as it is, here and in llama.cpp with its own defaults: tokens a second, prompts, loading, memory.
 
-Both take turns, each round in a new process with nothing else in it, so that loading and memory are its own. Answers
-are a fixed number of tokens after a prompt of random ones. llama.cpp is asked for no token and makes no text; ours
-chooses the likeliest and makes none either. The reading rate is that of a copy of the file's bytes in memory, read by
-as many threads: what one row at a time is bound by.
+Both take turns, each round in a new process, so that loading and memory are its own. Answers have a fixed length, and
+no text is made; llama.cpp chooses no token. The reading rate is of a copy of the file's bytes: the bound of one row.
 """
 
 from __future__ import annotations
@@ -21,12 +19,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.children import checkout_environment
 from benchmarks.random_gguf import SHAPES, write_random
-from benchmarks.report import environment, tell
+from benchmarks.report import Parser, interval, option, print_table, settings_of
 from d3engine.utils.children import python_command
 
 OURS, EXACT, LLAMA_CPP = "d3engine", "d3engine, float32 activations", "llama.cpp"
@@ -36,13 +33,13 @@ OURS, EXACT, LLAMA_CPP = "d3engine", "d3engine, float32 activations", "llama.cpp
 class Settings:
     """Which file, how many answers at once, how long prompts and answers are, and how many rounds."""
 
-    model: str
-    rows: tuple[int, ...] = (1, 8, 32)
-    prompts: tuple[int, ...] = (512, 2048)
+    model: str = option("", "a GGUF file")
+    rows: tuple[int, ...] = option((1, 8, 32), "answers at once")
+    prompts: tuple[int, ...] = option((512, 2048), "lengths of prompts", nargs="*")
     context: int = 64
-    tokens: int = 32
-    rounds: int = 3
-    threads: int = 2
+    tokens: int = option(32, "of each answer")
+    rounds: int = option(3)
+    threads: int = option(2)
 
 
 def tokens_of(length: int, nth: int) -> list[int]:
@@ -178,17 +175,16 @@ def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each figure, and how many times as good ours is."""
     settings, figures = report["settings"], report["figures"]
     title = f"{settings['model']}: {report['file_bytes'] / 1e9:.2f} GB, memory is read at"
-    table = Table(title=f"{title} {report['reading_rate'] / 1e9:.1f} GB/s", title_justify="left")
-    for column in ("", *figures, *([f"over {LLAMA_CPP}"] if LLAMA_CPP in figures else [])):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("", *figures, *([f"over {LLAMA_CPP}"] if LLAMA_CPP in figures else []))
+    rows = []
     for name in figures[OURS]:
         row = [_LABELS.get(name.split()[0], "{}").format(name.partition(" ")[2])]
         row += [_in_words(name, figures[system][name]) for system in figures]
         if LLAMA_CPP in figures:
             ours, theirs = (figures[system][name]["value"] for system in (OURS, LLAMA_CPP))
             row.append(f"{ours / theirs if name.startswith('rows') else theirs / ours:.2f}")
-        table.add_row(*row)
-    console.print(table)
+        rows.append(row)
+    print_table(console, columns, rows, f"{title} {report['reading_rate'] / 1e9:.1f} GB/s", left=("",))
 
 
 _LABELS = {
@@ -200,40 +196,28 @@ _LABELS = {
 
 
 def _in_words(name: str, figure: dict[str, float]) -> str:
-    unit = 1e9 if name == "bytes" else 1
-    value, low, high = (f"{figure[which] / unit:.3g}" for which in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
+    return interval(figure, ".3g", 1e-9 if name == "bytes" else 1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gguf_file", description=about)
-    parser.add_argument("--model", help="a GGUF file")
+    parser = Parser("gguf_file", __doc__, arguments, Settings)
     parser.add_argument("--random", choices=list(SHAPES), help="make that file, of random weights in Q4_K_M, and end")
-    parser.add_argument("--rows", type=int, nargs="+", default=Settings.rows, help="answers at once")
-    parser.add_argument("--prompts", type=int, nargs="*", default=Settings.prompts, help="lengths of prompts")
-    parser.add_argument("--tokens", type=int, default=Settings.tokens, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=Settings.rounds)
-    parser.add_argument("--threads", type=int, default=Settings.threads)
     parser.add_argument("--without", nargs="*", default=[], choices=list(_SYSTEMS), help="systems that are left out")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a system and its settings: what the process of a round does
-    options = vars(parser.parse_args(arguments))
-    file, one, without, shape = (options.pop(name) for name in ("json", "one", "without", "random"))
-    if one is not None:
-        given = json.loads(one)
+    options = parser.given()
+    settings = settings_of(Settings, options)
+    if options.one is not None:
+        given = json.loads(options.one)
         print(json.dumps(_SYSTEMS[given["system"]](Settings(**given["settings"]))))
         return 0
-    if options["model"] is None:
+    if not settings.model:
         parser.error("--model is missing")
-    if shape is not None:
-        write_random(SHAPES[shape], Path(options["model"]))
+    if options.random is not None:
+        write_random(SHAPES[options.random], Path(settings.model))
         return 0
-    report = measure(Settings(**options), [system for system in _SYSTEMS if system not in without])
-    report["environment"] = environment("benchmarks.gguf_file", arguments)
-    tell(report, show, width=150, file=file)
+    report = measure(settings, [system for system in _SYSTEMS if system not in options.without])
+    parser.publish(report, show, width=150)
     return 0
 
 

@@ -1,7 +1,4 @@
-"""A model directory's tokenizer in a GGUF file, for peers that read text.
-
-It is made of the tokenizer.model, or copied from the GGUF file that the directory was made of.
-"""
+"""A model directory's tokenizer in a GGUF file: made of its tokenizer.model, or copied from its own GGUF file."""
 
 from __future__ import annotations
 

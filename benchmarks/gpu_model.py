@@ -28,9 +28,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.choosing import PROBES
 from benchmarks.gpu.model_tables import plot, show
-from benchmarks.gpu.step_work import WEIGHT_BYTES, Step, Work, step_work
+from benchmarks.gpu.step_work import PROBES, WEIGHT_BYTES, Step, Work, step_work
 from benchmarks.report import environment, tell
 from d3engine.kernels.machine_code import cycles_alone
 

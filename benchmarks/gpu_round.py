@@ -1,13 +1,7 @@
 """One round on a GPU: ceilings, choices, tests, kernels, the engine by depth, its peers, and arrivals, in one command.
 
-    python -m benchmarks.gpu_round [--budget SECONDS] [--out FILE] [--parts NAMES] [--smoke]
-    python -m benchmarks.gpu_round --join FILES --out FILE
-
-Time on a GPU is short, so nothing that goes wrong may cost the rest. Parts run in order of importance,
-each in a process of its own with its share of what is left, since a kernel that faults ends the process it is in. A
-part that fails leaves its traceback and what it had found, and the file is written after each. Where the engine fails
-without any figures, the part runs again without CUDA graphs, then with kernels of plain torch. `--smoke` rehearses all
-of it on a CPU with tiny shapes; its times mean nothing. `--join` makes one file of the files of several calls.
+Time on a GPU is short, so nothing that goes wrong may cost the rest: parts run in processes of their own in order of
+importance, each with its share of what is left, and the file is written after each.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Texts that forms of a model are judged by: what each form makes of the next token, beside the form it stands for.
 
-Every form meets the same texts, worked answers of GSM8K and the model's own answers in chats, in an
-engine that generates as always, but a sampler of ours takes the text's next token: so each has the depth it would have
-in an answer. Intervals are of resampled texts, for positions of one text are not independent.
+Texts are worked answers of GSM8K, the model's own answers in chats, and pages of documentation; in an engine that
+generates, a sampler takes the text's next token. Intervals are of resampled texts: positions of one depend.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from benchmarks.report import interval, option
 from d3engine import Engine, SamplingParams
 from d3engine.depth import DepthPolicy
 from d3engine.research.evaluation.gsm8k import load_gsm8k
@@ -41,37 +40,20 @@ class TextSettings:
     Chats are the first prompts of `chat_prompts.txt`, GSM8K's are of the test split, without examples.
     """
 
-    data: str
-    model: str = "smollm2"
-    gsm8k: int = 32
-    chats: int = 32
-    text_tokens: int = 64
-    alpha: float = 0.9
-    start: float = 0.9
-    batch: int = 32
-    threads: int = 1
+    data: str = option(help="a folder with gsm8k/train.jsonl and gsm8k/test.jsonl")
+    model: str = option("smollm2", "a directory with float weights, or smollm2")
+    gsm8k: int = option(32, "worked answers of GSM8K", type=int)
+    chats: int = option(32, "the model's own answers", type=int)
+    text_tokens: int = option(64, "judged of each at most")
+    alpha: float = option(0.9, "of D3")
+    start: float = option(0.9, "of D3")
+    batch: int = option(32, "texts that are read at once")
+    threads: int = option(1, "torch's")
 
     @property
     def kept(self) -> dict[str, Any]:
         """What a result says of them: of the data its name alone."""
         return asdict(self) | {"data": Path(self.data).name, "resamples": RESAMPLES}
-
-
-def new_parser(name: str, about: str) -> argparse.ArgumentParser:
-    """What reads the settings from the command line of a benchmark of that name."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
-    default = TextSettings(data="")
-    parser.add_argument("--data", required=True, help="a folder with gsm8k/train.jsonl and gsm8k/test.jsonl")
-    parser.add_argument("--model", default=default.model, help="a directory with float weights, or smollm2")
-    parser.add_argument("--gsm8k", type=int, default=default.gsm8k, help="worked answers of GSM8K")
-    parser.add_argument("--chats", type=int, default=default.chats, help="the model's own answers")
-    parser.add_argument("--text-tokens", type=int, default=default.text_tokens, help="judged of each at most")
-    parser.add_argument("--alpha", type=float, default=default.alpha, help="of D3")
-    parser.add_argument("--start", type=float, default=default.start, help="of D3")
-    parser.add_argument("--batch", type=int, default=default.batch, help="texts that are read at once")
-    parser.add_argument("--threads", type=int, default=default.threads, help="torch's")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    return parser
 
 
 @dataclass(frozen=True)
@@ -196,10 +178,4 @@ def figures(sums: Floats, reference: Floats, which: npt.NDArray[np.bool_]) -> di
 
 def figures_in_words(row: dict[str, Any]) -> list[str]:
     """Divergence, agreement and loss with their intervals."""
-    forms = (("kl", "{:+.5f}"), ("same", "{:.2%}"), ("loss", "{:+.5f}"))
-    return [_in_words(row[name], form) for name, form in forms]
-
-
-def _in_words(figure: dict[str, float], form: str) -> str:
-    value, low, high = (form.format(figure[name]) for name in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
+    return [interval(row[name], form) for name, form in (("kl", "+.5f"), ("same", ".2%"), ("loss", "+.5f"))]

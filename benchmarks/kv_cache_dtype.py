@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,10 +26,9 @@ from benchmarks.judged_texts import (
     figures,
     figures_in_words,
     gsm8k_texts,
-    new_parser,
     read,
 )
-from benchmarks.report import environment, tell
+from benchmarks.report import Parser, print_table, settings_of
 from d3engine import D3, Engine, FullDepth
 from d3engine.depth import DepthPolicy
 from d3engine.kernels.kv_pool import FP8, LARGEST
@@ -193,26 +191,23 @@ def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each form of the cache, depth and kind of text."""
     settings = report["settings"]
     title = f"{settings['model']}: {settings['gsm8k']} of GSM8K, {settings['chats']} chats; float32 activations"
-    table = Table(title=title, title_justify="left")
-    for column in ("depth", "texts", "cache", "positions", "KL, nats", "same token", "loss, nats", "perplexity"):
-        table.add_column(column, justify="right")
-    for row in sorted(report["rows"], key=lambda row: (row["depth"], row["texts"])):
-        about = row["depth"], row["texts"], row["cache"], str(row["positions"])
-        table.add_row(*about, *figures_in_words(row), f"{row['perplexity']:.4f}")
-    console.print(table)
+    columns = ("depth", "texts", "cache", "positions", "KL, nats", "same token", "loss, nats", "perplexity")
+    about = ("depth", "texts", "cache", "positions")
+    rows = [
+        (*(str(row[one]) for one in about), *figures_in_words(row), f"{row['perplexity']:.4f}")
+        for row in sorted(report["rows"], key=lambda row: (row["depth"], row["texts"]))
+    ]
+    print_table(console, columns, rows, title)
     console.print("bytes a token: " + ", ".join(f"{name} {count:,}" for name, count in report["bytes_a_token"].items()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = new_parser("kv_cache_dtype", (__doc__ or "").splitlines()[0])
+    parser = Parser("kv_cache_dtype", __doc__, arguments, Settings)
     parser.add_argument("--rules", action="store_true", help="compare ways to choose the scales instead")
-    options = vars(parser.parse_args(arguments))
-    compare_rules, file = options.pop("rules"), options.pop("json")
-    report = measure(Settings(**options), compare_rules=compare_rules)
-    report["environment"] = environment("benchmarks.kv_cache_dtype", arguments)
-    tell(report, show, width=170, file=file)
+    options = parser.given()
+    report = measure(settings_of(Settings, options), compare_rules=options.rules)
+    parser.publish(report, show, width=170)
     return 0
 
 

@@ -1,7 +1,6 @@
 """What 8-bit cache entries cost or save a CPU in time: a native decode step over them and over float32, in turns.
 
-A step's time does not depend on what the cache says, so its entries are random numbers, and texts of any
-length need no prompt. Told is processor time, which neighbours on the machine disturb least.
+A step's time does not depend on its entries, so these are random; times are of the processor.
 """
 
 from __future__ import annotations
@@ -9,16 +8,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 
-from benchmarks.report import Parser, positive, spread, summary, tell
+from benchmarks.report import in_turns, option, print_table, run_benchmark, spread
 from d3engine.engine.engine import Engine
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.native import native_model
@@ -34,11 +32,11 @@ FOREVER = 2**30
 class Settings:
     """Which model, how many texts of which lengths; `rounds` turns of each cache, each of `steps` steps."""
 
-    model: str = "smollm2"
-    contexts: tuple[int, ...] = (128, 1024, 4096)
-    batches: tuple[int, ...] = (1, 8)
-    steps: int = 4
-    rounds: int = 9
+    model: str = option("smollm2", "a directory, or a model known by name")
+    contexts: tuple[int, ...] = option((128, 1024, 4096), "tokens of each text")
+    batches: tuple[int, ...] = option((1, 8), "texts at once")
+    steps: int = option(4, "of a turn")
+    rounds: int = option(9, "turns of each cache")
 
 
 class Cached:
@@ -90,45 +88,33 @@ def measure(settings: Settings) -> dict[str, Any]:
     rows = []
     for context in settings.contexts:
         for batch in settings.batches:
-            found: dict[str, list[float]] = {kind: [] for kind in caches}
-            for kind in caches.values():
-                kind.seconds(context, batch, 1)
-            for turn in tqdm(range(settings.rounds), desc=f"context {context}, batch {batch}", leave=False):
-                for name in list(caches)[:: 1 if turn % 2 else -1]:
-                    found[name].append(caches[name].seconds(context, batch, settings.steps))
-            ratios = [fp8 / wide for fp8, wide in zip(found["fp8"], found["float32"], strict=True)]
-            steps = {name: summary(seconds) for name, seconds in found.items()}
-            rows.append({"context": context, "batch": batch, "steps": steps, "ratio": summary(ratios)})
+            turns = {name: partial(kind.seconds, context, batch, settings.steps) for name, kind in caches.items()}
+            steps, ratio = in_turns(turns, settings.rounds, f"context {context}, batch {batch}")
+            rows.append({"context": context, "batch": batch, "steps": steps, "ratio": ratio})
     about = {kind: {"bytes_a_token": cache.bytes_a_token, "isa": cache.isa} for kind, cache in caches.items()}
     for cache in caches.values():
         cache.close()
-    return {"caches": about, "rows": rows}
+    return {"settings": asdict(settings), "caches": about, "rows": rows}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """A row for each context and batch; ranges are of all rounds."""
-    table = Table(title="a native decode step, ms of processor time: median (least-most)")
-    for header in ("context", "batch", *CACHES, "fp8 / float32"):
-        table.add_column(header)
-    for row in report["rows"]:
-        steps = (spread(row["steps"][name], 1000) for name in CACHES)
-        table.add_row(str(row["context"]), str(row["batch"]), *steps, spread(row["ratio"]))
-    console.print(table)
+    columns = ("context", "batch", *CACHES, "fp8 / float32")
+    rows = [
+        (
+            *(str(row[name]) for name in columns[:2]),
+            *(spread(row["steps"][name], 1000) for name in CACHES),
+            spread(row["ratio"]),
+        )
+        for row in report["rows"]
+    ]
+    title = "a native decode step, ms of processor time: median (least-most)"
+    print_table(console, columns, rows, title, left=columns)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("kv_cache_time", __doc__, arguments)
-    parser.add_argument("--model", default=Settings.model, help="a directory, or a model known by name")
-    parser.add_argument("--contexts", type=positive, nargs="+", default=Settings.contexts, help="tokens of each text")
-    parser.add_argument("--batches", type=positive, nargs="+", default=Settings.batches, help="texts at once")
-    parser.add_argument("--steps", type=positive, default=Settings.steps, help="of a turn")
-    parser.add_argument("--rounds", type=positive, default=Settings.rounds, help="turns of each cache")
-    given = vars(parser.given())
-    file = given.pop("json")
-    settings = Settings(**given)
-    report = {"environment": parser.environment(), "settings": asdict(settings)}
-    tell(report | measure(settings), show, width=100, file=file)
-    return 0
+    """Run the comparison."""
+    return run_benchmark("kv_cache_time", __doc__, Settings, measure, show, arguments, width=100)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """What a layer costs the host until CUDA is called, on a machine without a GPU: by recipes, and described anew.
 
-A step that is in no CUDA graph, of a prompt's chunk beside answers, is launched from Python operation by operation.
-Here kernels are compiled for a GPU of compute capability 9.0, and a driver that does nothing takes the place of CUDA's:
-what is timed is Python and Triton alone, without what a real driver takes for a launch, and without torch's products.
-Each operation is timed both ways in turns: bound to its tensors by the recipes of
-`kernels/triton/operations.py`, as it always is, and described anew at each call.
+Kernels are compiled for a GPU of compute capability 9.0 and CUDA's driver is replaced by one that does nothing: timed
+are Python and Triton alone, each operation in turns by the recipes of `kernels/triton/operations.py` and without.
 """
 
 from __future__ import annotations
@@ -19,11 +16,10 @@ from unittest.mock import patch
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.gpu import absent
-from benchmarks.report import Parser, positive, spread, summary, tell
+from benchmarks.report import Parser, positive, print_table, spread, summary
 
 HIDDEN, HEADS, CHANNELS = 64, 4, 16
 """A small model's sizes: what the host does depends on none."""
@@ -103,12 +99,13 @@ def _microseconds(call: Operation) -> float:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """A row for each operation; ranges are of all rounds."""
-    table = Table(title=f"host time in us, {report['rows']} rows, {report['answers']} of answers: median (least-most)")
-    for header in ("operation", "kernels", "by recipe", "described anew", "ratio"):
-        table.add_column(header)
-    for name, row in report["operations"].items():
-        table.add_row(name, str(row["launches"]), *(spread(row[kind]) for kind in ("by_recipe", "anew", "ratio")))
-    console.print(table)
+    columns = ("operation", "kernels", "by recipe", "described anew", "ratio")
+    rows = [
+        (name, str(row["launches"]), *(spread(row[kind]) for kind in ("by_recipe", "anew", "ratio")))
+        for name, row in report["operations"].items()
+    ]
+    title = f"host time in us, {report['rows']} rows, {report['answers']} of answers: median (least-most)"
+    print_table(console, columns, rows, title, left=columns)
     layer = report["operations"][LAYER]
     by_recipe, anew = (layer[kind]["median"] * LAYERS / 1000 for kind in ("by_recipe", "anew"))
     console.print(
@@ -129,9 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: interpreted kernels are not launched")
     absent.install()
-    report = {"environment": parser.environment()}
-    report |= measure(options.rows, options.answers, options.rounds)
-    tell(report, show, width=100, file=options.json)
+    parser.publish(measure(options.rows, options.answers, options.rounds), show, width=100)
     return 0
 
 

@@ -1,7 +1,6 @@
 """llama.cpp as a peer: the same weights in a GGUF file, and its decode steps without anything around them.
 
-It is driven through the C API that llama-cpp-python exposes. A step is timed without choosing a token, which is to its
-favour. Its prompts are those of the other systems; it answers nothing, since only its time is asked for.
+Driven through the C API of llama-cpp-python; a step is timed without choosing a token, which is to its favour.
 """
 
 from __future__ import annotations

@@ -1,23 +1,18 @@
-"""llama.cpp's speculative decoding as a peer: greedy, a draft model and a fixed number of drafted tokens.
+"""llama.cpp's speculative decoding as a peer, greedy: the loop of its example `speculative-simple`.
 
-The loop is that of its example `speculative-simple`: the draft model drafts k tokens, one batch of k + 1 rows verifies
-them, and entries of rejected ones are removed from both caches. It runs in a separate process, which answers one
-line of JSON with another, so that it can take turns with the engine.
+It runs in a separate process, which answers one line of JSON with another, so that it can take turns with the engine.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.children import checkout_environment
+from benchmarks.children import Child
 from benchmarks.llama_cpp import LlamaCpp
-from d3engine.utils.children import python_command
 
 
 class Model(Protocol):
@@ -82,37 +77,10 @@ def _rows(tokens: list[int], first: int) -> list[tuple[int, int, int]]:
     return [(0, place, tokens[place]) for place in range(first, len(tokens))]
 
 
-class Child:
-    """The process that answers, with both models loaded once for all draft lengths."""
-
-    def __init__(self, target: str, draft: str, threads: int, length: int) -> None:
-        command = python_command("-m", "benchmarks.llama_cpp_drafts")
-        self._process = subprocess.Popen(
-            command,
-            env=checkout_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the benchmark; it ends when its stdin does
-        )
-        self.version = self.ask({"target": target, "draft": draft, "threads": threads, "length": length})["version"]
-
-    def ask(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the process says to one line."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(given) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "llama.cpp's process has ended; its own message stands above"
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def start(target: str, draft: str, threads: int, length: int) -> tuple[Child, str]:
+    """The process that answers, both models loaded once for all draft lengths, and llama.cpp's version."""
+    child = Child("llama_cpp_drafts", start_new_session=True)  # Ctrl-C is for the benchmark; it ends with its stdin
+    return child, child.ask({"target": target, "draft": draft, "threads": threads, "length": length})["version"]
 
 
 def main() -> None:

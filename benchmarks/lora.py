@@ -11,16 +11,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
-from tqdm import tqdm
 
-from benchmarks.report import Parser, positive, spread, summary, tell
+from benchmarks.report import in_turns, option, print_table, run_benchmark, spread
 from d3engine.engine.engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
@@ -33,12 +32,12 @@ PROMPT = [1, 2, 3, 4]
 class Settings:
     """Which model, and how many answers at once; `rounds` turns of each kind, each of `steps` tokens an answer."""
 
-    model: str = "smollm2"
-    rank: int = 16
-    batches: tuple[int, ...] = (1, 8)
-    steps: int = 64
-    rounds: int = 9
-    threads: int | None = None
+    model: str = option("smollm2", "a directory, a GGUF file, or a model known by name")
+    rank: int = option(16, "of the adapter, at every matrix")
+    batches: tuple[int, ...] = option((1, 8), "answers at once")
+    steps: int = option(64, "tokens of an answer")
+    rounds: int = option(9, "turns of each kind")
+    threads: int | None = option(None, "of the native library")
 
 
 def write_random_adapter(
@@ -86,46 +85,26 @@ def measure(settings: Settings, clock: Callable[[], float] = time.perf_counter) 
             return (clock() - began) / settings.steps
 
         for batch in settings.batches:
-            found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            for kind in KINDS:
-                seconds(kind, batch)
-            for turn in tqdm(range(settings.rounds), desc=f"batch {batch}", leave=False):
-                for kind in list(KINDS)[:: 1 if turn % 2 else -1]:
-                    found[kind].append(seconds(kind, batch))
-            ratios = [own / none for own, none in zip(found["adapter"], found["none"], strict=True)]
-            steps = {kind: summary(each) for kind, each in found.items()}
-            rows.append({"batch": batch, "steps": steps, "ratio": summary(ratios)})
-    return {"executor": executor, "adapter_bytes": nbytes, "rows": rows}
+            turns = {kind: partial(seconds, kind, batch) for kind in KINDS}
+            steps, ratio = in_turns(turns, settings.rounds, f"batch {batch}")
+            rows.append({"batch": batch, "steps": steps, "ratio": ratio})
+    about = asdict(settings) | {"model": Path(settings.model).name}
+    return {"settings": about, "executor": executor, "adapter_bytes": nbytes, "rows": rows}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """A row for each batch; ranges are of all rounds."""
-    table = Table(title=f"a decode step, ms: median (least-most); {report['executor']}")
-    for header in ("batch", *KINDS, "adapter / none"):
-        table.add_column(header)
-    for row in report["rows"]:
-        steps = (spread(row["steps"][kind], 1000) for kind in KINDS)
-        table.add_row(str(row["batch"]), *steps, spread(row["ratio"]))
-    console.print(table)
+    columns = ("batch", *KINDS, "adapter / none")
+    rows = [
+        (str(row["batch"]), *(spread(row["steps"][kind], 1000) for kind in KINDS), spread(row["ratio"]))
+        for row in report["rows"]
+    ]
+    print_table(console, columns, rows, f"a decode step, ms: median (least-most); {report['executor']}", left=columns)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("lora", __doc__, arguments)
-    parser.add_argument("--model", default=Settings.model, help="a directory, a GGUF file, or a model known by name")
-    parser.add_argument("--rank", type=positive, default=Settings.rank, help="of the adapter, at every matrix")
-    parser.add_argument("--batches", type=positive, nargs="+", default=Settings.batches, help="answers at once")
-    parser.add_argument("--steps", type=positive, default=Settings.steps, help="tokens of an answer")
-    parser.add_argument("--rounds", type=positive, default=Settings.rounds, help="turns of each kind")
-    parser.add_argument("--threads", type=positive, help="of the native library")
-    given = vars(parser.given())
-    file = given.pop("json")
-    settings = Settings(**given)
-    report = {
-        "environment": parser.environment(),
-        "settings": asdict(settings) | {"model": Path(settings.model).name},
-    }
-    tell(report | measure(settings), show, width=100, file=file)
-    return 0
+    """Run the comparison."""
+    return run_benchmark("lora", __doc__, Settings, measure, show, arguments, width=100)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,9 @@
 """Lossless D3 against full depth: tokens per second over draft length and D3's setting, and what acceptance promises.
 
-The answers are the same, so only time can tell. A draft of g tokens, each accepted with probability b,
-yields (1 - b^(g+1)) / (1 - b) tokens per verification; if a draft's step costs c full ones and a verification costs
-one, the speed-up is that over g c + 1. The line is drawn beside what is measured; below 1 drafting does not pay.
-
-Every system answers the same prompts, one after the other or `batch` at once, on one thread, and rounds interleave
-them. Prompts are word problems, or a file's in the model's chat template. D3 drafts for `Lossless`; a window of layers
-left out drafts for `SelfSpeculative`. Seconds are the process's own (CPU time), which on an otherwise idle machine are
-those of the clock. The speed-up is the median of the ratios within rounds: a machine's speed may change from one round
-to the next, so the fastest of all rounds may be one of either system. Without rounds (`--repeats 0`) nothing is timed,
-and what is accepted is counted alone: that does not depend on the machine, or on how many answers run at once. Ctrl-C
-after the first round ends the run with the rounds that are done.
+By the model in the plot a draft of g tokens, each accepted with probability b, yields (1 - b^(g+1)) / (1 - b) tokens a
+verification and takes g c + 1 full steps. D3 drafts for `Lossless`, a window of layers left out for `SelfSpeculative`.
+Seconds are the process's own on one thread; a speed-up is the median of the ratios within rounds. Ctrl-C after the
+first round ends the run with the rounds that are done.
 """
 
 from __future__ import annotations
@@ -20,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.drafts import add_draft_options, prompts_for
-from benchmarks.report import Parser, keep, settings_of, summary
+from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
+from benchmarks.report import Parser, option, settings_of, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine.engine import Engine
 from d3engine.errors import require
@@ -40,7 +32,7 @@ from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(DraftSettings):
     """What is run: each draft with each draft length, over `prompts` prompts, `batch` at once, in `repeats` rounds.
 
     A draft is D3 at one of `drafts` (alpha, start), or leaves out one of `windows` of layers (first, last). `chat`
@@ -48,16 +40,18 @@ class Settings:
     Drafts of D3 cross what they leave out by the file `bridges`, if there is one.
     """
 
-    model: str = "demo"
-    drafts: tuple[tuple[float, float], ...] = ((0.95, 0.5), (0.8, 0.5), (0.8, 0.4), (0.8, 0.3))
-    lengths: tuple[int, ...] = (1, 2, 4, 8)
-    prompts: int = 4
-    tokens: int = 64
-    repeats: int = 8
-    bridges: str | None = None
-    windows: tuple[tuple[int, int], ...] = ()
-    batch: int = 1
-    chat: str | None = None
+    model: str = option("demo", "a model directory, or demo")
+    drafts: tuple[tuple[float, float], ...] = option(
+        ((0.95, 0.5), (0.8, 0.5), (0.8, 0.4), (0.8, 0.3)), DRAFT_HELP, **DRAFT
+    )
+    lengths: tuple[int, ...] = option((1, 2, 4, 8), LENGTHS_HELP)
+    windows: tuple[tuple[int, int], ...] = option(
+        (),
+        "layers to leave out of a self-speculative draft; may be repeated",
+        **{"flag": "--without", "action": "append", "nargs": 2, "type": int, "metavar": ("FIRST", "LAST")},
+    )
+    batch: int = option(1, "answers at once")
+    repeats: int = option(8, "rounds timed, after a warm-up; 0: counts", type=int)
 
 
 @dataclass(frozen=True)
@@ -117,11 +111,10 @@ def acceptance_for(tokens: float, length: float) -> float:
     return (low + high) / 2
 
 
-def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Run every system and return the report, without its environment."""
     torch.set_num_threads(1)
     answers: dict[str, list[RequestOutput]] = {}
-    hidden = None if show_progress is None else not show_progress
     # whose bridges requests may name
     own = D3(*settings.drafts[0], bridges=settings.bridges) if settings.drafts else FullDepth()
     arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": settings.batch, "enable_prefix_caching": False}
@@ -134,7 +127,7 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
             systems |= {_name(draft, length): draft.policy(length) for length in settings.lengths}
         asked = prompts_for(engine, settings.prompts, settings.chat)
         rounds: list[dict[str, float]] = []
-        with tqdm(total=(settings.repeats + 1) * len(systems), unit="run", disable=hidden) as bar:
+        with tqdm(total=(settings.repeats + 1) * len(systems), unit="run", disable=None) as bar:
 
             def timed(name: str) -> float:
                 bar.set_description(name)
@@ -284,40 +277,24 @@ def plot(report: dict[str, Any], path: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("tokens per second over full depth's")
     panels[0].set_ylim(bottom=0)
-    figure.suptitle(
+    save_figure(
+        figure,
+        path,
         f"Lossless D3 on the {report['settings']['model']} model ({report['num_layers']} layers,"
         f" {report['settings']['batch']} at once, one CPU thread): it pays above 1",
-        fontsize="medium",
     )
-    save_figure(figure, Path(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = Parser("lossless", __doc__, arguments)
-    default = Settings()
-    parser.add_argument("--model", default=default.model, help="a model directory, or demo")
-    add_draft_options(parser, default.lengths, default.prompts, default.tokens)
-    parser.add_argument(
-        "--without",
-        dest="windows",
-        type=int,
-        nargs=2,
-        action="append",
-        metavar=("FIRST", "LAST"),
-        help="layers to leave out of a self-speculative draft; may be repeated",
-    )
-    parser.add_argument("--batch", type=int, default=default.batch, help="answers at once")
-    parser.add_argument("--repeats", type=int, default=default.repeats, help="rounds timed, after a warm-up; 0: counts")
+    parser = Parser("lossless", __doc__, arguments, Settings)
+    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
     options = parser.given()
-    if options.repeats < 0 or (options.plot and not options.repeats):
-        parser.error(f"--repeats must be at least {1 if options.plot else 0}, not {options.repeats}")
-    drafts = () if options.windows and not options.drafts else tuple(map(tuple, options.drafts or default.drafts))
-    windows = tuple(map(tuple, options.windows or ()))
-    report = measure(settings_of(Settings, options, drafts=drafts, windows=windows))
-    report["environment"] = parser.environment()
-    show(report, Console())
-    keep(report, options, plot)
+    only_windows = {"drafts": ()} if options.windows and not options.drafts else {}
+    settings = settings_of(Settings, options, **only_windows)
+    if settings.repeats < 0 or (options.plot and not settings.repeats):
+        parser.error(f"--repeats must be at least {1 if options.plot else 0}, not {settings.repeats}")
+    parser.publish(measure(settings), show, plot=plot)
     return 0
 
 

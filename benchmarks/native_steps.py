@@ -1,7 +1,4 @@
-"""Decode steps of the native library alone: random weights in every format, over a cache of random entries.
-
-A step takes as long whatever the numbers say, so nothing is loaded. One thread computes.
-"""
+"""Decode steps of the native library, on one thread: random weights in every format, over random cache entries."""
 
 from __future__ import annotations
 

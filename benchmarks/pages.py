@@ -20,6 +20,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from benchmarks.report import interval
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import policy_from_dict
 
@@ -51,12 +52,6 @@ def spread(figure: Report, form: str = "", scale: float = 1.0) -> str:
     """The middle of some rounds with the least and the most: "1.43 (1.09-1.62)"; three digits without a `form`."""
     middle, low, high = (_number(value * scale, form) for value in _ends(figure))
     return f"{middle} ({low}-{high})"
-
-
-def interval(figure: Report, form: str, scale: float = 1.0) -> str:
-    """A figure with its 95 % interval: "0.137 (0.121 to 0.155)"."""
-    middle, low, high = (_number(value * scale, form) for value in _ends(figure))
-    return f"{middle} ({low} to {high})"
 
 
 def share(figure: Report) -> str:
@@ -314,15 +309,11 @@ def activations(*names: str) -> Iterator[str]:
 
 def weight_forms(name: str) -> Iterator[str]:
     """What forms of weights cost, on two kinds of texts."""
-    found = {(row["weights"], row["texts"]): row for row in run(name)["rows"]}
-    rows = []
-    for weights in dict.fromkeys(weights for weights, _ in found):
-        chats, pages = found[weights, "chats"], found[weights, "pages"]
-        bits = [f"{chats[one]:.2f}" for one in ("bits_of_layers", "bits_of_all") if one in chats]
-        costs = [(interval(one["kl"], ".4f"), f"{one['perplexity']:.3f}") for one in (chats, pages)]
-        rows.append((weights, ", ".join(bits) or "32", *costs[0], *costs[1]))
+    from benchmarks.weight_forms import markdown
+
     header = ("weights", "bits: layers, all", "KL, own answers", "perplexity", "KL, documentation", "perplexity")
-    yield from table(header, rows)
+    yield from table(header, ())
+    yield from markdown(run(name)).splitlines()
 
 
 def kv_cache(name: str) -> Iterator[str]:

@@ -1,14 +1,14 @@
 """All depth policies at one mean depth on the demo model: what each costs in right answers, and what it gains in time.
 
-A comparison of policies says something only at equal depth. So each system sets its own parameter such
-that the layers run a token, averaged over answers to validation problems, come as near as they can to one target: what
-D3 runs at the setting the model was calibrated to. Then all answer the same test problems, and in rounds, one after
-the other, a few of them for time, a fixed number of tokens each; ratios are taken within a round. Early exit finds its
-threshold by bisection. Where tokens are drafted and verified at full depth, the drafts have the target depth.
+Each system sets its own parameter such that answers to validation problems run as many layers a token as the model's
+calibrated D3; drafts have that depth. Then all answer the same test problems, and a few of them in rounds for time,
+a fixed number of tokens each.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from benchmarks.lowest_layers import save_lowest_layers
-from benchmarks.report import Parser, positive, summary, write_json
+from benchmarks.report import Parser, positive, print_table, summary, write_json
 from d3engine.depth import (
     D3,
     DepthPolicy,
@@ -38,6 +37,7 @@ from d3engine.depth import (
     UnifiedSkip,
 )
 from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.engine.stats import EngineStats
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.accuracy import Score, compare, measure, take_problems
@@ -144,6 +144,23 @@ def _unified(budget: Budget) -> DepthPolicy:
 def _even(budget: Budget) -> DepthPolicy:
     layers = budget.num_layers
     return budget.nearest(EvenSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
+
+
+def save_lowest_layers(model: str, count: int, directory: Path) -> Path:
+    """Write the `count` lowest layers of `model` with its embedding, final norm and LM head as a model of its own.
+
+    `model` has its weights in one file. Its tokenizer comes along, so that an engine can see that both have the same.
+    """
+    source = model_directory(model)
+    directory.mkdir(parents=True)
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count}))
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(source / name, directory / name)
+    weights = load_file(source / "model.safetensors")
+    gone = tuple(f"model.layers.{layer}." for layer in range(count, config["num_hidden_layers"]))
+    save_file({name: weights[name] for name in weights if not name.startswith(gone)}, directory / "model.safetensors")
+    return directory
 
 
 def _speculative(budget: Budget) -> DepthPolicy:
@@ -305,12 +322,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         f" at once; target {report['target_mean_layers']:.2f} layers per token; {settings['problems']} problems,"
         f" {settings['repeats']} rounds of {settings['timed']} for time"
     )
-    table = Table()
-    for title in COLUMNS:
-        table.add_column(title, justify="left" if title == "system" else "right")
-    for name, row in report["systems"].items():
-        table.add_row(*cells(name, row))
-    console.print(table)
+    rows = [cells(name, row) for name, row in report["systems"].items()]
+    print_table(console, COLUMNS, rows, left=("system",))
     console.print(
         "Timed: whole calls, prompts included, as many tokens for all. KV saved: what an answer no longer holds."
     )

@@ -1,9 +1,7 @@
 """What quantized weights cost a model in perplexity and exact match of held-out word problems.
 
-Every scheme meets the same problems, at full depth and under the model's own D3 setting, with float32 activations. The
-perplexity is that of the written-out solutions: the engine generates as always, but a sampler of ours takes the
-solution's next token and notes how likely it was, so each token has the depth it would have in an answer. Intervals
-are of resampled problems, for tokens of one solution are not independent.
+Every scheme meets the same problems with float32 activations. The perplexity is of the written-out solutions: a sampler
+takes their next token, so each has the depth it would have in an answer. Intervals are of resampled problems.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import Parser, settings_of, write_json
+from benchmarks.report import Parser, option, settings_of
 from d3engine import Engine, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_directory
@@ -57,12 +55,12 @@ Floats = npt.NDArray[np.float64]
 class Settings:
     """Which model, which problems, and how many."""
 
-    model: str = "demo"
-    problems: int = 500
-    split: Split = "test"
-    seed: int = 0
-    threads: int = 1
-    max_tokens: int = 128
+    model: str = option("demo", "a directory with float weights, or demo")
+    problems: int = option(500, "how many")
+    split: Split = option("test", "which", choices=("test", "validation"))
+    seed: int = option(0, "of the problems", type=int)
+    threads: int = option(1, "torch's")
+    max_tokens: int = option(128, "of an answer")
 
 
 @dataclass(frozen=True)
@@ -178,12 +176,7 @@ def relative_error(weights: LlamaWeights, reference: LlamaWeights) -> float:
     return math.sqrt(error / total)
 
 
-def measure(
-    variants: dict[str, Callable[[LlamaWeights], LlamaWeights]],
-    settings: Settings,
-    *,
-    show_progress: bool | None = None,
-) -> dict[str, Any]:
+def measure(variants: dict[str, Callable[[LlamaWeights], LlamaWeights]], settings: Settings) -> dict[str, Any]:
     """Float weights, and each variant of them, at full depth and under the model's own depth."""
     torch.set_num_threads(settings.threads)
     directory = model_directory(settings.model)
@@ -193,8 +186,7 @@ def measure(
     policies = {"full depth": FullDepth(), "d3": policy_from_directory(directory)}
     rows: list[dict[str, Any]] = []
     reference: dict[str, Answers] = {}
-    hidden = None if show_progress is None else not show_progress
-    with tqdm(total=2 * len(policies) * (1 + len(variants)), unit="pass", disable=hidden) as bar:
+    with tqdm(total=2 * len(policies) * (1 + len(variants)), unit="pass", disable=None) as bar:
         for name, change in {FLOAT: lambda original: original, **variants}.items():
             changed = change(weights)
             row = {
@@ -272,25 +264,14 @@ def _rule(divisors: tuple[float, ...]) -> Callable[[LlamaWeights], LlamaWeights]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    parser = Parser("quantization", __doc__, arguments)
-    default = Settings()
-    parser.add_argument("--model", default=default.model, help="a directory with float weights, or demo")
-    parser.add_argument("--problems", type=int, default=default.problems, help="how many")
-    parser.add_argument("--split", choices=("test", "validation"), default=default.split, help="which")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the problems")
-    parser.add_argument("--threads", type=int, default=default.threads, help="torch's")
-    parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="of an answer")
+    parser = Parser("quantization", __doc__, arguments, Settings)
     parser.add_argument("--rules", action="store_true", help="compare ways to choose the scales of int4 instead")
     options = parser.given()
     if options.rules:
         variants = {name: _rule(divisors) for name, divisors in INT4_RULES.items()}
     else:
         variants = {name: _scheme(name) for name in QUANTIZATION_SCHEMES}
-    report = measure(variants, settings_of(Settings, options))
-    report["environment"] = parser.environment()
-    show(report, Console())
-    if options.json:
-        write_json(report, options.json)
+    parser.publish(measure(variants, settings_of(Settings, options)), show)
     return 0
 
 

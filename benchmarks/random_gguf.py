@@ -1,8 +1,4 @@
-"""GGUF files of real models' sizes with random weights: for loading, memory and times, where no value matters.
-
-Matrices have the types of llama.cpp's Q4_K_M: Q6_K for the output, and in some layers for the attention's values and
-the MLP's way back; Q4_K elsewhere.
-"""
+"""GGUF files of real models' sizes with random weights, in the types of llama.cpp's Q4_K_M, where no value matters."""
 
 from __future__ import annotations
 

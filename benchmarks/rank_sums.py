@@ -1,9 +1,7 @@
 """What the sums between ranks cost: counted, and timed on rank 0 while the engine answers at full depth and under D3.
 
-A layer that depth skips saves its two sums beside its work. The two take turns; told is how many sums a token takes,
-which part of the time they are, and which part they are of the time that D3 saves. Between processes of one machine a
-sum is mostly waiting for the slower rank, the longer the more processes want the cores; beside the clock stands what
-rank 0 computes meanwhile.
+A layer that depth skips saves its two sums. Between processes of one machine a sum is mostly waiting for the slower
+rank; beside the clock stands what rank 0 computes meanwhile.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import Parser, positive, spread, summary, tell
+from benchmarks.report import Parser, positive, print_table, spread, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
 from d3engine.model.shard import Collectives
@@ -113,19 +110,12 @@ def _shares(turns: list[dict[str, float]], kind: str) -> dict[str, Any]:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each depth, and what D3 saves."""
-    table = Table()
-    for title in (
-        "depth",
-        "sums a step",
-        "ms a step",
-        "of it between ranks",
-        "CPU ms of rank 0",
-        "of it between ranks",
-    ):
-        table.add_column(title, justify="right" if table.columns else "left")
-    for name, figures in report["depths"].items():
-        table.add_row(name, *(spread(figures[one]) for one in ("sums", "ms", "share", "cpu_ms", "cpu_share")))
-    console.print(table)
+    columns = ("depth", "sums a step", "ms a step", "of it between ranks", "CPU ms of rank 0", "of it between ranks")
+    rows = [
+        (name, *(spread(figures[one]) for one in ("sums", "ms", "share", "cpu_ms", "cpu_share")))
+        for name, figures in report["depths"].items()
+    ]
+    print_table(console, columns, rows, left=("depth",))
     console.print(
         f"D3 is {spread(report['faster'])} times as fast; of the time that it saves, what ranks do between them is"
         f" {spread(report['share_of_saved'])}, of CPU time {spread(report['cpu_share_of_saved'])}"
@@ -143,8 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.given()
     decay = D3(options.alpha, options.start)
     report = measure(options.model, options.ranks, options.batch, options.tokens, options.repeats, decay)
-    report["environment"] = parser.environment()
-    tell(report, show, width=120, file=options.json)
+    parser.publish(report, show, width=120)
     return 0
 
 

@@ -3,14 +3,12 @@
     python -m benchmarks.regressions           # exit status 1 for a ratio that is off by more than a factor of 1.6
     python -m benchmarks.regressions --store   # replaces the stored ratios of the instruction sets that run here
 
-Times differ between machines and with what else they do; ratios of one thread's processor time do less. So a
-regression of one part is seen, and one of all parts alike is not. What is read fits into the second cache but for
-float32, so that neighbours on the machine disturb little.
+Only ratios of one thread's processor time compare between machines, so a regression of all parts alike is not seen.
+What is read fits into the second cache but for float32, so that neighbours on the machine disturb little.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -22,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.native_steps import BYTE_ACTIVATIONS, NativeSteps, Sizes
-from benchmarks.report import environment, positive, tell, write_json
+from benchmarks.report import Parser, positive, print_table, write_json
 from d3engine.kernels.native.library import isas_here, reads_interleaved_blocks
 
 STORED = Path(__file__).parent / "results" / "ratios.json"
@@ -124,16 +121,14 @@ def differences(found: dict[str, float], wanted: dict[str, float], bound: float)
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each ratio, with the stored value and how far it is off."""
     known = stored() if STORED.exists() else {}
-    table = Table(title=f"ratios of processor time; bound: a factor of {report['bound']:g}", title_justify="left")
-    for column in ("instruction set", "ratio", "here", "stored", "here / stored"):
-        table.add_column(column, justify="right")
+    rows = []
     for isa, found in report["ratios"].items():
         wanted = known.get(isa, {})
         for name, value in found.items():
-            has = name in wanted
-            compared = (f"{wanted[name]:.3g}", f"{value / wanted[name]:.2f}") if has else ("none", "")
-            table.add_row(isa, name, f"{value:.3g}", *compared)
-    console.print(table)
+            compared = (f"{wanted[name]:.3g}", f"{value / wanted[name]:.2f}") if name in wanted else ("none", "")
+            rows.append((isa, name, f"{value:.3g}", *compared))
+    columns = ("instruction set", "ratio", "here", "stored", "here / stored")
+    print_table(console, columns, rows, f"ratios of processor time; bound: a factor of {report['bound']:g}")
 
 
 def judged(ratios: dict[str, dict[str, float]], bound: float, rounds: int) -> list[str]:
@@ -150,24 +145,19 @@ def judged(ratios: dict[str, dict[str, float]], bound: float, rounds: int) -> li
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, compare, and store where that is asked for."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.regressions", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = Parser("regressions", __doc__, arguments)
     parser.add_argument("--isa", nargs="+", choices=isas_here(), default=isas_here()[:1], help="of them [best]")
     parser.add_argument("--bound", type=float, default=BOUND, help=f"factor that a ratio may be off by [{BOUND:g}]")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"turns of each case [{ROUNDS}]")
     parser.add_argument("--store", action="store_true", help="keep the ratios of these instruction sets")
-    parser.add_argument("--json", metavar="FILE", help="also write the ratios to this file")
-    options = parser.parse_args(arguments)
+    options = parser.given()
     report: dict[str, Any] = {
         "benchmark": "regressions",
-        "environment": environment("benchmarks.regressions", arguments),
         "processor": processor(),
         "bound": options.bound,
         "ratios": {isa: medians(isa, options.rounds, STORED_OF if options.store else 1) for isa in options.isa},
     }
-    tell(report, show, width=110, file=options.json)
+    parser.publish(report, show, width=110)
     if options.store:
         kept = stored() if STORED.exists() else {}
         write_json(report | {"ratios": kept | report["ratios"]}, STORED)

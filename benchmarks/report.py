@@ -11,18 +11,28 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
 
 from d3engine.utils.files import write_whole
 from d3engine.utils.version import __version__
 
 PACKAGES = ("d3engine", "torch", "transformers", "numpy")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1 on a command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return number
 
 
 def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -38,35 +48,115 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
-class Parser(argparse.ArgumentParser):
-    """The command line of `python -m benchmarks.NAME`, with --json; None reads this process's own."""
+Settings = TypeVar("Settings")
 
-    def __init__(self, name: str, doc: str | None, arguments: Sequence[str] | None) -> None:
+OPTION = "option"
+TYPES = {"int": positive, "float": float}
+"""Annotation of a field of settings -> what reads it on a command line; all others are text."""
+
+
+def option(default: Any = MISSING, help: str | None = None, **given: Any) -> Any:
+    """A field of settings that is an option; `given` goes to `add_argument`, but for `flag`, its spelling."""
+    return field(default=default, metadata={OPTION: {"help": help, **given}})
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of `python -m benchmarks.NAME`: --json and the options of its settings, without defaults.
+
+    `arguments` None reads this process's own.
+    """
+
+    def __init__(
+        self, name: str, doc: str | None, arguments: Sequence[str] | None, settings: type[Any] | None = None
+    ) -> None:
         super().__init__(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
         self._name, self._words = name, sys.argv[1:] if arguments is None else list(arguments)
         self.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+        for one in fields(settings) if settings is not None else ():
+            if OPTION in one.metadata:
+                self._add(one)
+
+    def _add(self, one: Field[Any]) -> None:
+        words = str(one.type).removesuffix(" | None")
+        kind = TYPES.get(words.removeprefix("tuple[").removesuffix(", ...]"), str)
+        usual: dict[str, Any] = {"dest": one.name, "type": kind, "required": one.default is MISSING}
+        usual |= {"nargs": "+"} if words.startswith("tuple") else {}
+        if words == "bool":
+            usual = {"dest": one.name, "action": "store_true"}
+        given = usual | one.metadata[OPTION]
+        self.add_argument(given.pop("flag", f"--{one.name.replace('_', '-')}"), **given)
 
     def given(self) -> argparse.Namespace:
         """The options."""
-        return self.parse_args(self._words)
+        self._options = self.parse_args(self._words)
+        return self._options
 
     def environment(self) -> dict[str, Any]:
         """Where the figures come from."""
         return environment(f"benchmarks.{self._name}", self._words)
 
-
-Settings = TypeVar("Settings")
+    def publish(
+        self,
+        report: dict[str, Any],
+        show: Callable[[dict[str, Any], Console], None],
+        *,
+        width: int | None = None,
+        plot: Callable[[dict[str, Any], str], None] | None = None,
+    ) -> None:
+        """Add the environment to a report, print it, write it where --json says, and draw it where --plot does."""
+        report["environment"] = self.environment()
+        tell(report, show, width=width, file=self._options.json)
+        if plot is not None and self._options.plot:
+            plot(report, self._options.plot)
 
 
 def settings_of(kind: type[Settings], options: argparse.Namespace, **others: Any) -> Settings:
-    """A dataclass of settings: the options that are fields of it, lists as tuples, and `others`."""
-    given = {one.name: getattr(options, one.name) for one in fields(cast(Any, kind)) if hasattr(options, one.name)}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | others)
+    """A dataclass of settings: the options that were given, lists as tuples, and `others`."""
+    given = {one.name: getattr(options, one.name, None) for one in fields(cast(Any, kind))}
+    return kind(**{name: _frozen(value) for name, value in given.items() if value is not None} | others)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def run_benchmark(
+    name: str,
+    doc: str | None,
+    settings: type[Settings],
+    measure: Callable[[Settings], dict[str, Any]],
+    show: Callable[[dict[str, Any], Console], None],
+    arguments: Sequence[str] | None,
+    *,
+    width: int,
+) -> int:
+    """Read the settings, measure, print the report and write it where --json says; the exit status."""
+    parser = Parser(name, doc, arguments, settings)
+    parser.publish(measure(settings_of(settings, parser.given())), show, width=width)
+    return 0
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median, least and most of one value per round, and the values themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
+
+
+def in_turns(
+    systems: Mapping[str, Callable[[], float]], rounds: int, title: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The figures of two systems that take turns, summed up by name, and the second's over the first's within a round.
+
+    A turn of each counts for nothing; every other round begins with the other one.
+    """
+    found: dict[str, list[float]] = {name: [] for name in systems}
+    for measure in systems.values():
+        measure()
+    for turn in tqdm(range(rounds), desc=title, leave=False):
+        for name in list(systems)[:: 1 if turn % 2 else -1]:
+            found[name].append(systems[name]())
+    first, second = found.values()
+    ratio = summary([own / other for own, other in zip(second, first, strict=True)])
+    return {name: summary(values) for name, values in found.items()}, ratio
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
@@ -87,12 +177,36 @@ def spread(figure: dict[str, Any], scale: float = 1.0) -> str:
     return f"{median:.3g} ({least:.3g}-{most:.3g})"
 
 
+def interval(figure: Mapping[str, float], form: str, scale: float = 1.0) -> str:
+    """A figure with its interval: "0.137 (0.121 to 0.155)"."""
+    value, low, high = (format(figure[name] * scale, form) for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def print_table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
+    *,
+    left: Collection[str] = (),
+    **look: Any,
+) -> None:
+    """Print a table whose columns stand at the right but for `left`; `look` goes to each column."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", **look)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def tell(
-    report: dict[str, Any], show: Callable[[dict[str, Any], Console], None], *, width: int, file: str | None
+    report: dict[str, Any], show: Callable[[dict[str, Any], Console], None], *, width: int | None, file: str | None
 ) -> None:
     """Print a report, `width` columns wide where that is no terminal, and write it to a file if one is given."""
     console = Console()
-    show(report, console if console.is_terminal else Console(width=width))
+    show(report, console if console.is_terminal or width is None else Console(width=width))
     if file:
         write_json(report, file)
 
@@ -158,19 +272,3 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def keep(report: dict[str, Any], options: argparse.Namespace, plot: Callable[[dict[str, Any], str], None]) -> None:
-    """Write to the file of --json and draw to that of --plot, where they were given; the numbers first."""
-    if options.json:
-        write_json(report, options.json)
-    if options.plot:
-        plot(report, options.plot)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1 on a command line."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number

@@ -1,12 +1,10 @@
 """A soak: minutes of clients that leave, stall, send rubbish and come back, and of others that must not notice.
 
-What each request answers alone is asked before anybody else comes; after that every answer that comes to
-its end must be the same one. Meanwhile the server's memory and what it says of its health are written down.
+What each request answers alone is asked first; every answer that is finished later must be the same one.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -22,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.report import environment, tell
+from benchmarks.report import Parser
 from benchmarks.serving.asking import prompt
 from benchmarks.serving.processes import Place, Server, d3engine_server
 
@@ -315,15 +313,12 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak a server of our own; 1 if anything was wrong."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.splitlines()[0])
+    parser = Parser("soak", __doc__, arguments)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=16, help="at once")
     parser.add_argument("--model", default="demo", help="what `d3engine serve` takes")
     parser.add_argument("--seed", type=int, default=1, help="of what they do")
-    parser.add_argument("--json", metavar="FILE", help="also write what happened to this file")
-    given = parser.parse_args(arguments)
+    given = parser.given()
     with d3engine_server(Place(given.model), 8, *SERVER_OPTIONS, *TIMEOUTS) as server:
         soak = Soak(server.url, server.pid, given.clients, given.seed)
         with tqdm(total=60 * given.minutes, unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s") as bar:
@@ -333,8 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if growth is not None and growth > GROWTH:
         soak.faults.append(f"memory grows: by {growth:.1%} in the second half")
     report = {"benchmark": "soak", "done": dict(soak.done), "faults": soak.faults, "growth": growth}
-    report |= {"memory": soak.memory, "environment": environment("benchmarks.soak", arguments)}
-    tell(report, show, width=120, file=given.json)
+    parser.publish(report | {"memory": soak.memory}, show, width=120)
     return bool(soak.faults)
 
 

@@ -1,10 +1,8 @@
 """Drafting against none: tokens a second, acceptance and equality of answers, over 60 prompts of four kinds.
 
-Every system is an engine of `SYSTEMS`, and llama.cpp's own drafting on the same two files is a peer. Systems take turns
-at each prompt (with a batch above 1: at each group of prompts of one kind), in an order that moves on by one from
-prompt to prompt. A ratio is tokens a second over those of the system without drafts at the same prompts, prompt pass
-included. Answers end where the model ends them. Tokens are compared in every run, log-probabilities in a run of their
-own over a few prompts of each kind, which is not timed.
+Engines of `SYSTEMS`, and llama.cpp's own drafting on the same files, take turns at each prompt or group of prompts. A
+ratio is tokens a second over those without drafts at the same prompts. Tokens are compared in every run,
+log-probabilities in one that is not timed.
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.llama_cpp_drafts import Child
-from benchmarks.report import Parser, keep, positive, settings_of
+from benchmarks.children import Child
+from benchmarks.llama_cpp_drafts import start
+from benchmarks.report import Parser, option, positive, settings_of
 from benchmarks.systems import rest
 from d3engine.depth import FullDepth
 from d3engine.engine.engine import Engine
@@ -63,16 +62,18 @@ class Settings:
     Log-probabilities are compared over `checked` prompts of each kind. The peer drafts each of `peer_lengths` tokens.
     """
 
-    model: str
-    draft: str
-    systems: tuple[str, ...] = tuple(name for name in SYSTEMS if name != AGAIN)
-    limit: int = 15
-    tokens: int = 256
-    temperatures: tuple[float, ...] = (0.0, 0.7)
-    batches: tuple[int, ...] = (1,)
-    checked: int = 1
-    threads: int = 2
-    max_model_len: int = 1024
+    model: str = option(help="the model that answers")
+    draft: str = option(help="a smaller model of the same vocabulary")
+    systems: tuple[str, ...] = option(
+        tuple(name for name in SYSTEMS if name != AGAIN), f"with {BASE}", choices=list(SYSTEMS)
+    )
+    limit: int = option(15, "prompts of each kind")
+    tokens: int = option(256, "of an answer at most")
+    temperatures: tuple[float, ...] = option((0.0, 0.7))
+    batches: tuple[int, ...] = option((1,), "prompts at once")
+    checked: int = option(1, "prompts with log-probabilities, a kind", type=int)
+    threads: int = option(2)
+    max_model_len: int = option(1024)
     peer_lengths: tuple[int, ...] = (2, 3, 4, 5)
 
 
@@ -209,12 +210,11 @@ Runs = dict[tuple[float, int, str], list[tuple[Group, Run]]]
 """By temperature, batch and system."""
 
 
-def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Run every system over all prompts and return the report, without its environment.
 
     Ctrl-C ends the turns: the report has the prompts that every system has answered by then.
     """
-    hidden = None if show_progress is None else not show_progress
     with ExitStack() as opened:
         engines = {name: opened.enter_context(_engine(name, settings)) for name in settings.systems}
         systems: dict[str, System] = {name: EngineSystem(engine) for name, engine in engines.items()}
@@ -223,13 +223,12 @@ def measure(settings: Settings, *, show_progress: bool | None = None) -> dict[st
         }
         version = None
         if settings.peer_lengths:
-            child = Child(settings.model, settings.draft, settings.threads, settings.max_model_len)
+            child, version = start(settings.model, settings.draft, settings.threads, settings.max_model_len)
             opened.callback(child.close)
-            version = child.version
             systems[PEER] = PeerSystem(child, 0)
             systems |= {f"{PEER}, {length}": PeerSystem(child, length) for length in settings.peer_lengths}
         turns, checks = list(_turns(settings, systems, asked)), list(_checks(settings, asked))
-        with tqdm(total=len(turns) + len(checks) * len(engines), unit="run", disable=hidden) as bar:
+        with tqdm(total=len(turns) + len(checks) * len(engines), unit="run", disable=None) as bar:
             for system in systems.values():  # a warm-up
                 system.answer(asked[KINDS[0]][:1], [SamplingParams(temperature=0.0, max_tokens=8)])
             runs, is_whole = _answers(settings, systems, turns, bar)
@@ -447,22 +446,12 @@ def plot(report: dict[str, Any], path: str) -> None:
     panels[0][0].set_ylim(bottom=0)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize="small")
-    save_figure(figure, Path(path))
+    save_figure(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = Parser("speculation", __doc__, arguments)
-    parser.add_argument("--model", required=True, help="the model that answers")
-    parser.add_argument("--draft", required=True, help="a smaller model of the same vocabulary")
-    parser.add_argument("--systems", nargs="+", default=Settings.systems, choices=list(SYSTEMS), help=f"with {BASE}")
-    parser.add_argument("--limit", type=positive, default=Settings.limit, help="prompts of each kind")
-    parser.add_argument("--tokens", type=positive, default=Settings.tokens, help="of an answer at most")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=Settings.temperatures)
-    parser.add_argument("--batches", type=positive, nargs="+", default=Settings.batches, help="prompts at once")
-    parser.add_argument("--checked", type=int, default=Settings.checked, help="prompts with log-probabilities, a kind")
-    parser.add_argument("--threads", type=positive, default=Settings.threads)
-    parser.add_argument("--max-model-len", type=positive, default=Settings.max_model_len)
+    parser = Parser("speculation", __doc__, arguments, Settings)
     parser.add_argument(
         "--peer-lengths",
         type=positive,
@@ -471,14 +460,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="tokens that llama.cpp drafts, where it is installed; nothing leaves it out",
     )
     parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
-    options = parser.given()
-    if BASE not in options.systems:
+    settings = settings_of(Settings, parser.given())
+    if BASE not in settings.systems:
         parser.error(f"--systems must name {BASE}, over which the ratios are")
-    report = measure(settings_of(Settings, options))
-    report["environment"] = parser.environment()
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=150))
-    keep(report, options, plot)
+    parser.publish(measure(settings), show, width=150, plot=plot)
     return 0
 
 

@@ -1,7 +1,6 @@
 """The systems that `decode` compares and the models they run: ours at any depth, and transformers on equal weights.
 
-A system is a function without arguments that answers the same prompts with the same number of tokens, so
-that whoever measures knows nothing of what it measures.
+A system is a function without arguments that answers the same prompts with the same number of tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import option
+from d3engine.cli.plan import sizes
 from d3engine.depth import D3, DepthPolicy
 from d3engine.engine.engine import Engine
 from d3engine.engine.model_directory import model_directory
@@ -35,23 +36,9 @@ PROMPT_TOKENS = 16
 FULL, DECAY, PEER = "full_depth", "d3", "transformers"
 SYSTEMS = (FULL, DECAY, PEER)
 
-RANDOM_MODELS: dict[str, dict[str, int]] = {
-    "large": {
-        "num_hidden_layers": 24,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "vocab_size": 32000,
-    },
-    "tiny": {
-        "num_hidden_layers": 6,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
+RANDOM_MODELS = {
+    "large": sizes(1024, 2816, 24, 16, 16) | {"vocab_size": 32000},
+    "tiny": sizes(64, 96, 6, 4, 2) | {"vocab_size": 256},
 }
 MODELS = ("demo", *RANDOM_MODELS)
 
@@ -60,11 +47,11 @@ MODELS = ("demo", *RANDOM_MODELS)
 class Settings:
     """What is run; `tokens` are generated for each of `batch` equally long prompts, `repeats` times by each system."""
 
-    model: str = "demo"
-    tokens: int = 128
-    batch: int = 1
-    repeats: int = 5
-    threads: int = 2
+    model: str = option("demo", "demo: the bundled one; others are random", choices=MODELS)
+    tokens: int = option(128, "new tokens per prompt")
+    batch: int = option(1, "prompts at once")
+    repeats: int = option(5, "rounds")
+    threads: int = option(2, "torch's threads")
 
 
 @dataclass(frozen=True)

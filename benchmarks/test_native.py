@@ -1,8 +1,6 @@
-"""The native library, which decodes on CPUs, on one thread: layers by weight format and rows, attention, the LM head,
-drafts, bridges and adapters; and what an engine adds: a prefix hit, loading, a request of the server.
+"""The native library on one thread: layers, attention, LM head, drafts, bridges and adapters; and what an engine adds.
 
-`extra_info` has the rows of a step and the bytes that it reads, so bytes over time are the rate of reading. The layers
-have the sizes of Qwen2.5-1.5B. There are four, since a cache may hold one.
+The layers have the sizes of Qwen2.5-1.5B; there are four, since a cache may hold one.
 """
 
 from __future__ import annotations

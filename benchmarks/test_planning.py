@@ -1,7 +1,4 @@
-"""What planning a step costs: `schedule()`, `update()` and `spans_of`, with fake tokens and no model.
-
-Only the named call is timed; what must happen between two of them stands in the setup.
-"""
+"""What planning a step costs: `schedule()`, `update()` and `spans_of`, with fake tokens and no model."""
 
 from __future__ import annotations
 
@@ -11,14 +8,11 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.fake_sequences import FAKE_TOKEN, fake_scheduler, fake_sequence, fake_tokens
 from d3engine.depth import D3, DepthPolicy, FullDepth
-from d3engine.request.params import SamplingParams
-from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.plan import Plan, Sampled, spans_of
-from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from d3engine.scheduling.sequence import Sequence
 
-NUM_LAYERS, BLOCK_SIZE, PROMPT_TOKENS = 32, 16, 16
+NUM_LAYERS, PROMPT_TOKENS = 32, 16
 ROUNDS, WARM_UP = 200, 20
 SLOW_DECAY = D3(alpha=0.999, start=0.6)
 POLICIES: dict[str, DepthPolicy] = {"full depth": FullDepth(), "D3": SLOW_DECAY}
@@ -31,42 +25,18 @@ class Decoding:
     """
 
     def __init__(self, policy: DepthPolicy, batch: int, num_tokens: int) -> None:
-        length = PROMPT_TOKENS + num_tokens
-        cache = KVCache(
-            num_layers=NUM_LAYERS,
-            num_blocks=batch * NUM_LAYERS * -(-length // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
-            max_sequences=batch,
-            max_length=length,
-        )
-        config = SchedulerConfig(
-            max_num_seqs=batch,
-            max_num_batched_tokens=batch * PROMPT_TOKENS,
-            max_model_len=length,
-            enable_prefix_caching=False,
-        )
-        self.scheduler = Scheduler(config, cache)
-        self._schedule = policy.schedule(NUM_LAYERS)
-        self._params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        length, batched = PROMPT_TOKENS + num_tokens, batch * PROMPT_TOKENS
+        options = {"batched_tokens": batched, "enable_prefix_caching": False}
+        self.scheduler = fake_scheduler(NUM_LAYERS, batch, length, **options)
+        self._schedule, self._num_tokens = policy.schedule(NUM_LAYERS), num_tokens
         self._joined = 0
 
     def join(self, count: int) -> None:
         for _ in range(count):
             self._joined += 1
+            prompt = [FAKE_TOKEN] * PROMPT_TOKENS
             self.scheduler.add(
-                Sequence(
-                    request_id=str(self._joined),
-                    index=0,
-                    prompt_token_ids=[7] * PROMPT_TOKENS,
-                    params=self._params,
-                    schedule=self._schedule,
-                    eos_token_ids=frozenset(),
-                    seed=0,
-                    priority=0,
-                    arrival=self._joined,
-                    max_length=PROMPT_TOKENS + self._params.max_tokens,
-                    shares_prompt=False,
-                )
+                fake_sequence(self._joined, prompt, self._num_tokens, self._schedule, shares_prompt=False)
             )
 
     def plan(self) -> Plan:
@@ -75,7 +45,7 @@ class Decoding:
         return plan
 
     def update(self, plan: Plan) -> None:
-        list(self.scheduler.update(plan, Sampled([[7]] * len(plan.sampled))))
+        list(self.scheduler.update(plan, fake_tokens(plan)))
 
     def step(self) -> None:
         self.update(self.plan())
@@ -153,7 +123,7 @@ def test_update(benchmark: BenchmarkFixture, batch: int) -> None:
 
     def setup() -> tuple[tuple[Any, ...], dict[str, Any]]:
         plan = decoding.plan()
-        return (plan, Sampled([[7]] * len(plan.sampled))), {}
+        return (plan, fake_tokens(plan)), {}
 
     def update(plan: Plan, sampled: Sampled) -> None:
         list(decoding.scheduler.update(plan, sampled))

@@ -1,9 +1,6 @@
 """One operation by every implementation there is for the device: the rivals of an operation stand in one group.
 
-On a GPU: Triton, plain torch and torch.compile of it at the shape of Llama-2-7B; what is timed is a call and the wait
-for it, so small operations show the launch. Elsewhere: plain torch at a small shape, and torch.compile where there is a
-compiler for it. Draws have one rival more: softmax, sorting and a draw by torch itself, which ours is not bound to.
-`gpu_round` measures the device alone.
+Timed is a call and the wait for it, so small operations show the launch; `gpu_round` measures the device alone.
 """
 
 from __future__ import annotations

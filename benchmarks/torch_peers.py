@@ -1,7 +1,6 @@
 """PyTorch as a peer: transformers' Llama as it is, and the same one through torch.compile, step by step.
 
-Both get the engine's own weights, in float32 or bfloat16 throughout, and are driven like llama.cpp: their forward pass
-alone is timed, without choosing a token, which is to their favour.
+Only their forward pass is timed, without choosing a token, which is to their favour.
 """
 
 from __future__ import annotations

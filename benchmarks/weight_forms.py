@@ -1,14 +1,11 @@
 """What 4 and 8 bits cost a model: KL divergence, agreement and perplexity beside its floats, and bits per weight.
 
-The floats are a GGUF file's own with their channels shuffled (`gguf_copy.py`). The same floats go to this project's
-schemes and to llama.cpp's types; activations are float32 everywhere. Texts are the model's own greedy answers in chats,
-and pages of this repository's documentation. int4 is fitted to its default text: other conversations of the model,
-which it samples, and Python's documentation.
+The floats are a GGUF file's own, their channels shuffled (`gguf_copy.py`), and go to this project's schemes and to
+llama.cpp's types. Texts are the model's own answers in chats, and pages of this documentation; int4 fits others.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.gguf_copy import in_q4_0, quantized_by_llama_cpp, shuffled
@@ -35,7 +31,7 @@ from benchmarks.judged_texts import (
     page_texts,
     read_prompt,
 )
-from benchmarks.report import environment, tell
+from benchmarks.report import Parser, interval, option, print_table, settings_of
 from d3engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import open_checkpoint
@@ -58,13 +54,15 @@ KINDS = ("chats", "pages")
 class Settings:
     """Which GGUF file, how many texts of each kind, and how many tokens of each are judged at most."""
 
-    model: str
-    forms: tuple[str, ...] = tuple(FORMS)
-    chats: int = 32
-    chat_tokens: int = 64
-    pages: int = 8
-    page_tokens: int = 256
-    threads: int = 2
+    model: str = option(help="a GGUF file of a Llama or a Qwen2")
+    forms: tuple[str, ...] = option(
+        tuple(FORMS), "of the weights; Q4_K_M needs llama-cpp-python [default: all]", choices=FORMS
+    )
+    chats: int = option(32, "the model's own answers", type=int)
+    chat_tokens: int = option(64, "judged of each at most")
+    pages: int = option(8, "of documentation", type=int)
+    page_tokens: int = option(256, "judged of each")
+    threads: int = option(2)
 
 
 def bits_per_weight(model: Path, floats: Path) -> tuple[float, float]:
@@ -128,8 +126,7 @@ def markdown(report: dict[str, Any]) -> str:
         bits = [f"{rows[KINDS[0]][name]:.2f}" for name in ("bits_of_layers", "bits_of_all") if form != "floats"]
         cells = [form, ", ".join(bits) or "32"]
         for kind in KINDS:
-            kl = rows[kind]["kl"]
-            cells += [f"{kl['value']:.4f} ({kl['low']:.4f} to {kl['high']:.4f})", f"{rows[kind]['perplexity']:.3f}"]
+            cells += [interval(rows[kind]["kl"], ".4f"), f"{rows[kind]['perplexity']:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -138,7 +135,6 @@ def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each form of the weights and each kind of text."""
     settings = report["settings"]
     title = f"{settings['model']}, channels shuffled: {settings['chats']} chats, {settings['pages']} pages"
-    table = Table(title=title, title_justify="left")
     columns = (
         "weights",
         "bits: layers, all",
@@ -149,36 +145,21 @@ def show(report: dict[str, Any], console: Console) -> None:
         "loss, nats",
         "perplexity",
     )
-    for column in columns:
-        table.add_column(column, justify="right")
+    rows = []
     for row in report["rows"]:
         bits = f"{row['bits_of_layers']:.2f}, {row['bits_of_all']:.2f}" if "bits_of_all" in row else ""
         about = row["weights"], bits, row["texts"], str(row["positions"])
-        table.add_row(*about, *figures_in_words(row), f"{row['perplexity']:.4f}")
-    console.print(table)
+        rows.append((*about, *figures_in_words(row), f"{row['perplexity']:.4f}"))
+    print_table(console, columns, rows, title)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weight_forms", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--model", required=True, help="a GGUF file of a Llama or a Qwen2")
-    help_ = "of the weights; Q4_K_M needs llama-cpp-python [default: all]"
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=Settings.forms, help=help_)
-    parser.add_argument("--chats", type=int, default=Settings.chats, help="the model's own answers")
-    parser.add_argument("--chat-tokens", type=int, default=Settings.chat_tokens, help="judged of each at most")
-    parser.add_argument("--pages", type=int, default=Settings.pages, help="of documentation")
-    parser.add_argument("--page-tokens", type=int, default=Settings.page_tokens, help="judged of each")
-    parser.add_argument("--threads", type=int, default=Settings.threads)
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    options = vars(parser.parse_args(arguments))
-    file, forms = options.pop("json"), tuple(options.pop("forms"))
-    report = measure(Settings(forms=forms, **options))
-    report["environment"] = environment("benchmarks.weight_forms", arguments)
-    tell(report, show, width=150, file=file)
-    if file is not None:
+    parser = Parser("weight_forms", __doc__, arguments, Settings)
+    options = parser.given()
+    report = measure(settings_of(Settings, options))
+    parser.publish(report, show, width=150)
+    if options.json is not None:
         print(markdown(report))
     return 0
 

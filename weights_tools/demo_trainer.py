@@ -8,7 +8,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import safetensors.torch
@@ -17,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from d3engine.depth import D3
 from d3engine.research.evaluation import word_problems
 from d3engine.research.evaluation.procedural import WORD_PROBLEMS, SolvedQuestion, all_problems
 from d3engine.research.evaluation.word_problems import MAX_NUMBER, Split
 from d3engine.weights_tools.demo_text import text_files
 from d3engine.weights_tools.writing import hf_config
 
-NEVER = 1 << 30
 BOS, EOS = 1, 2
 
 
@@ -49,15 +48,10 @@ class DemoConfig:
         return asdict(self)
 
 
-def cutoffs(layers: int, alpha: float, start: float, max_steps: int = 256) -> list[int]:
-    """Returns for each layer the first generation step that skips it: D3's whole schedule."""
-    first = int(Fraction(str(start)) * layers)
-    result = [NEVER] * layers
-    for step in range(max_steps):
-        keep = max(math.floor(layers * alpha**step), first)
-        for layer in range(first, first + layers - keep):
-            result[layer] = min(result[layer], step)
-    return result
+def cutoffs(layers: int, alpha: float, start: float) -> list[int]:
+    """Returns for each layer the first generation step that skips it under D3."""
+    found: list[int] = D3(alpha, start).schedule(layers).cutoffs.tolist()
+    return found
 
 
 def rope_tables(config: DemoConfig, length: int) -> tuple[Tensor, Tensor]:

@@ -333,14 +333,6 @@ def earlier_training(directory: Path | None) -> dict[str, object]:
     return {"earlier": read_json(directory / "training.json")}
 
 
-def main() -> None:
-    DemoRun(parse(description=__doc__)).train()
-
-
-if __name__ == "__main__":
-    main()
-
-
 DEFAULT_STEPS, DEFAULT_DECAY_STEPS, DEFAULT_REFINE_STEPS = 4404, 2000, 450  # the bundled model's first stage
 FULL_DEPTH_SHARE = 0.4
 
@@ -455,3 +447,11 @@ def share(text: str) -> float:
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 1; got {text!r}")
     return number
+
+
+def main() -> None:
+    DemoRun(parse(description=__doc__)).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """A GPU's driver for machines without one: Triton compiles for it, and it writes down what it is told to launch.
 
-`install` comes before the first kernel runs, in a process without TRITON_INTERPRET. All that Triton does on the host
-for a launch then happens as on a GPU, but for its last call, into CUDA.
+`install` comes before the first kernel runs, in a process without TRITON_INTERPRET; only the call into CUDA is missing.
 """
 
 from __future__ import annotations

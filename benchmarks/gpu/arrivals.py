@@ -1,8 +1,6 @@
 """Continuous batching: requests arrive at random, and every strategy meets the same arrivals.
 
-What a user waits for is measured where a user stands, from the planned arrival of a request on, through
-`add_request` and `step`. Each run lasts a fixed time; its first quarter fills the batch (and captures what is to be
-captured) and is not counted.
+Waits count from the planned arrival. A run lasts a fixed time, of which the first quarter fills the batch uncounted.
 """
 
 from __future__ import annotations

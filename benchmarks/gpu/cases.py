@@ -1,8 +1,4 @@
-"""Every operation of the model on real shapes, as something any implementation can run: what is measured and tested.
-
-A case is one operation on one set of inputs. Whoever measures it passes the implementation, a module with the
-operations under the names of `reference.py`.
-"""
+"""Every operation of the model on real shapes, for any module with the operations of `reference.py`."""
 
 from __future__ import annotations
 

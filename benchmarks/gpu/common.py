@@ -1,8 +1,7 @@
 """What the parts of the round share: where they run, how long they may, and how a call is timed.
 
-Two times of one call are kept apart. `eager_seconds` is what a caller sees who launches it from Python on an idle
-queue; `device_seconds` is what the device needs for it, taken from a CUDA graph of many calls over rotated inputs, so
-that neither the host's launches nor data left in the L2 cache are in it.
+`eager_seconds` is what a caller sees who launches from Python on an idle queue; `device_seconds` is the device's alone,
+of a CUDA graph of many calls over rotated inputs.
 """
 
 from __future__ import annotations

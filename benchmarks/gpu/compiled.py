@@ -1,7 +1,4 @@
-"""Compile what the round will launch, in as many processes as there are processors: later parts find it in the cache.
-
-What they launch is found by running their cases on tensors without memory, whose launches are written down.
-"""
+"""Compile what the round will launch, on all processors: later parts find it in the cache."""
 
 from __future__ import annotations
 

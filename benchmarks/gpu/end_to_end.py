@@ -1,10 +1,7 @@
 """Decoding from end to end on random weights: time per step over depth, and what D3 makes of its layer bound.
 
-Time is taken of whole `generate` calls, as a user makes them, and a step is what is left of it. A call
-for one token is the prompt pass; the call for N tokens less that, over N - 1, is a decode step, however the engine
-groups its steps. Over the layers that ran, steps are fitted to a line: its slope is a layer, its intercept what a step
-costs at any depth. The limit is the time that the measured copy rate needs for the weights and KV entries to be read.
-A batch of two depths is held to what uniform batches have cost, layer by layer.
+A decode step is a `generate` call for N tokens less one for a single token, over N - 1. Over the layers that ran steps
+are fitted to a line; the limit is the time in which weights and KV entries are read at the measured copy rate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Every Triton operation at real shapes: how far it is from float64, how long it takes, and the share of the ceiling.
 
-The judge is `reference.py` on the same inputs in float64; the peers are `reference.py` as it is (several launches of
-plain torch), for a product its matrix product alone by cuBLAS, and for a draw what a user of plain torch would write.
-Quantized matrices have no such peers: plain torch unpacks them at every call.
+The peers are `reference.py` as it is, cuBLAS for a product, and plain torch for a draw; quantized matrices have none.
 """
 
 from __future__ import annotations

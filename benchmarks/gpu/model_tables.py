@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -59,5 +58,4 @@ def plot(reports: list[dict[str, Any]], path: str) -> None:
     panels[0].set_ylabel("milliseconds a step")
     panels[0].legend(frameon=False, fontsize="small")
     words = "{shape}, context {context}".format(**reports[0])
-    figure.suptitle(f"By a model, not measured: {words}; dotted: at the copy rate", fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, f"By a model, not measured: {words}; dotted: at the copy rate")

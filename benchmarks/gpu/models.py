@@ -1,7 +1,6 @@
 """The models of the round, with random weights, and the engines that run them.
 
-Everything that a part needs of the engine besides its public steps is asked for here, so that a change of
-the engine is followed in one place.
+What parts need of the engine beside its public steps is asked for here, so that its changes are followed once.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.common import Round
+from d3engine.cli.plan import KNOWN, sizes
 from d3engine.depth import DepthPolicy
 from d3engine.engine.engine import Engine
 from d3engine.engine.memory import named_dtype
@@ -29,35 +29,11 @@ from d3engine.model.weights import LlamaWeights, quantize_weights, random_weight
 from d3engine.request.params import SamplingParams
 from d3engine.utils.environment import KERNELS, PROGRAMMATIC_LAUNCH
 
-LLAMA2_7B = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
+TINY = sizes(64, 96, 8, 4, 2) | {"vocab_size": 256, "max_position_embeddings": 256}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7b": KNOWN["llama-2-7b"],
+    "llama3-8b": KNOWN["llama-3-8b"] | {"rope_theta": 500000.0},
 }
-LLAMA3_8B = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-}
-TINY = {
-    "num_hidden_layers": 8,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 256,
-}
-SHAPES = {"llama2-7b": LLAMA2_7B, "llama3-8b": LLAMA3_8B}
 
 GRAPH_FIGURES = (
     "executor",
@@ -113,10 +89,10 @@ class Model:
 @contextmanager
 def random_model(name: str, current: Round) -> Iterator[Model]:
     """A model of a named shape in the round's dtype; in a rehearsal a tiny one under that name."""
-    sizes: dict[str, Any] = SHAPES[name] if current.on_gpu else TINY
+    shape = SHAPES[name] if current.on_gpu else TINY
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        (directory / CONFIG_FILE).write_text(json.dumps({"model_type": "llama"} | sizes), encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(json.dumps({"model_type": "llama"} | shape), encoding="utf-8")
         config = ModelConfig.from_directory(directory)
         weights = random_weights(config, dtype=current.dtype, device=current.device, seed=0)
         scheme = "bf16" if current.dtype == torch.bfloat16 else str(current.dtype).removeprefix("torch.")

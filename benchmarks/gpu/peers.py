@@ -1,7 +1,6 @@
 """The engine beside its peers: transformers and torch.compile, on the same weights, prompts and numbers of tokens.
 
-All systems answer in turn in one process, so a ratio is one of neighbours in time. A peer that cannot be
-compiled within its limit, or fails otherwise, is named with its error and left out; the others go on.
+All systems answer in turn in one process. A peer that fails, or takes too long to compile, is named with its error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A plain PyTorch Llama with a static KV cache: what torch.compile makes of the model when nothing else is in the way.
 
-It reads the engine's own weights (query, key and value are one matrix, gate and up another, heads in adjacent pairs),
-so both move the same bytes. All rows are at the same position; a step is one call on static buffers, which is what
-`torch.compile(mode="reduce-overhead")` captures as a CUDA graph.
+It reads the engine's own weights, so both move the same bytes; a step is one call on static buffers.
 """
 
 from __future__ import annotations

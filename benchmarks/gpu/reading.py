@@ -1,7 +1,4 @@
-"""A kernel that only reads, with as many bytes under way as it is told: what a device gives for them.
-
-The model of `benchmarks.gpu_model` takes a load's latency for granted; the rates of this kernel say what it is.
-"""
+"""A kernel that only reads, with as many bytes under way as it is told: its rates give the latency of a load."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Every choice of the kernels that only a device can settle, run each way: what the code takes, and what else it could.
 
-A question is one operation on one set of inputs, and its variants are settings of modules under which the same call
-runs. All are held to the same float64 result, so that none wins by being wrong. Questions come in the order of what
-their answers are worth. At the end, while time is left, the machine code of each variant says how many bytes it keeps
-under way, which is what a slow one can be blamed on.
+A question is one operation on one set of inputs, a variant settings of modules under which the same call runs. Most
+worth comes first. While time is left, machine code says how many bytes each variant keeps under way.
 """
 
 from __future__ import annotations

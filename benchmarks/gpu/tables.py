@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -37,12 +37,12 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def part_table(parts: dict[str, Any]) -> Table:
     """What became of each part."""
-    table = _table("part", "status", "seconds", "what")
+    rows = []
     for name, found in parts.items():
         modes = "".join(f"[red]mode {earlier['mode']} failed; [/]" for earlier in found.get("earlier_modes", []))
         status = f"[red]{found['status']}[/]" if found["status"] == "failed" else found["status"]
-        table.add_row(name, status, f"{found['part_seconds']:.1f}", modes + _summary(name, found))
-    return table
+        rows.append((name, status, f"{found['part_seconds']:.1f}", modes + _summary(name, found)))
+    return _table(("part", "status", "seconds", "what"), rows)
 
 
 def _summary(name: str, found: dict[str, Any]) -> str:
@@ -86,9 +86,13 @@ def _summary(name: str, found: dict[str, Any]) -> str:
 def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Microseconds and the share of the copy rate of each operation, by rows."""
     counts = sorted({row["rows"] for row in rows})
-    table = _table(
-        "shape", "operation", "error", *(title for n in counts for title in (f"{n} rows: us", "of copy", "torch"))
+    titles = (
+        "shape",
+        "operation",
+        "error",
+        *(title for n in counts for title in (f"{n} rows: us", "of copy", "torch")),
     )
+    lines = []
     for shape, operation in dict.fromkeys((row["shape"], row["operation"]) for row in rows):
         own = {row["rows"]: row for row in rows if (row["shape"], row["operation"]) == (shape, operation)}
         failed = any("error" in row or row.get("is_far") for row in own.values())
@@ -96,88 +100,70 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
         for count in counts:
             row = own.get(count, {})
             triton = row.get("triton", {})
-            cells += [
-                _microseconds(triton),
-                _percent(triton.get("share_of_copy")),
-                _microseconds(row.get("by_torch") or row.get("cublas") or row.get("reference", {})),
-            ]
+            peer = row.get("by_torch") or row.get("cublas") or row.get("reference", {})
+            cells += [_microseconds(triton), _percent(triton.get("share_of_copy")), _microseconds(peer)]
         errors = [_error(row["triton"]) for row in own.values() if "triton" in row]
-        table.add_row(shape, operation + (" [red]failed[/]" if failed else ""), max(errors, default="-"), *cells)
-    return table
+        lines.append((shape, operation + (" [red]failed[/]" if failed else ""), max(errors, default="-"), *cells))
+    return _table(titles, lines)
 
 
 def depth_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
     """A decode step at each depth and under each schedule, and how it lies to its line."""
-    table = _table(name, "batch", "context", "layers", "ms per step", "tok/s", "of copy", "over the line", "realised")
+    titles = (name, "batch", "context", "layers", "ms per step", "tok/s", "of copy", "over the line", "realised")
+    lines = []
+    for about, setting in _settings(models):
+        over = iter(setting.get("fit", {}).get("over_the_line", []))
+        for row in [*setting.get("depths", []), *setting.get("schedules", [])]:
+            is_depth = row in setting["depths"]
+            line = next(over, None) if is_depth else None
+            layers = str(row["depth"]) if is_depth else f"{row['mean_layers']:.1f} D3"
+            rate = f"{row['tokens_per_s']:,.1f}" if row["tokens_per_s"] else "-"
+            share, realised = _percent(row["share_of_copy"]), row.get("realisation")
+            cells = (layers, f"{row['step_s'] * 1e3:.3f}", rate, share, _three_digits(line), _three_digits(realised))
+            lines.append((*about, *cells))
+    return _table(titles, lines)
+
+
+def _settings(models: Sequence[dict[str, Any]]) -> Iterator[tuple[tuple[str, str, str], dict[str, Any]]]:
+    """Every setting with its first cells: model, batch and context."""
     for model in models:
         for setting in model["settings"]:
-            over = iter(setting.get("fit", {}).get("over_the_line", []))
-            for row in [*setting.get("depths", []), *setting.get("schedules", [])]:
-                is_depth = row in setting["depths"]
-                line = next(over, None) if is_depth else None
-                table.add_row(
-                    f"{model['name']} {model['scheme']}",
-                    str(setting["batch"]),
-                    str(setting["context"]),
-                    str(row["depth"]) if is_depth else f"{row['mean_layers']:.1f} D3",
-                    f"{row['step_s'] * 1e3:.3f}",
-                    f"{row['tokens_per_s']:,.1f}" if row["tokens_per_s"] else "-",
-                    _percent(row["share_of_copy"]),
-                    f"{line:.3f}" if line else "-",
-                    f"{row['realisation']:.3f}" if "realisation" in row else "-",
-                )
-    return table
+            yield (f"{model['name']} {model['scheme']}", str(setting["batch"]), str(setting["context"])), setting
 
 
 def verdict_table(name: str, models: Sequence[dict[str, Any]]) -> Table:
     """Each setting's line, and which of its targets it has reached."""
-    table = _table(
-        name,
-        "batch",
-        "context",
-        "us per layer",
-        "fixed us",
-        "noise",
-        "line within 5 %",
-        "two depths within 5 %",
-        "realisation",
-        "first target",
-    )
-    for model in models:
-        for setting in model["settings"]:
-            fit, realised = (
-                setting.get("fit"),
-                [r["realisation"] for r in setting.get("schedules", []) if "speedup" in r],
-            )
-            share = setting["depths"][0]["share_of_copy"] if setting.get("depths") else None
-            goal = setting.get("target")
-            table.add_row(
-                f"{model['name']} {model['scheme']}",
-                str(setting["batch"]),
-                str(setting["context"]),
-                f"{fit['layer_s'] * 1e6:.1f}" if fit else "-",
-                f"{fit['fixed_s'] * 1e6:.1f}" if fit else "-",
+    titles = (name, "batch", "context", "us per layer", "fixed us", "noise", "line within 5 %")
+    titles += ("two depths within 5 %", "realisation", "first target")
+    lines = []
+    for about, setting in _settings(models):
+        fit, goal = setting.get("fit"), setting.get("target")
+        realised = [row["realisation"] for row in setting.get("schedules", []) if "speedup" in row]
+        share = setting["depths"][0]["share_of_copy"] if setting.get("depths") else None
+        lines.append(
+            (
+                *about,
+                *(f"{fit[one] * 1e6:.1f}" if fit else "-" for one in ("layer_s", "fixed_s")),
                 _percent(setting.get("noise")),
                 (REACHED if fit["within_the_gate"] else MISSED) if fit else "-",
                 _mixture(setting.get("mixed")),
                 f"{min(realised):.3f} {REACHED if min(realised) >= LEAST_REALISATION else MISSED}" if realised else "-",
                 f"{share:.2f} of {goal:.2f} {REACHED if share >= goal else MISSED}" if goal and share else "-",
             )
-    return table
+        )
+    return _table(titles, lines)
 
 
 def reading_table(rows: Sequence[dict[str, float]]) -> Table:
     """What a kernel that only reads reaches, by the bytes that it keeps under way."""
-    table = _table("KiB in flight per processor", "GB/s", "latency ns")
-    for row in rows:
-        cells = (row["in_flight"] / 1024, row["bytes_per_s"] / 1e9, row["latency_s"] * 1e9)
-        table.add_row(*(f"{cell:.0f}" for cell in cells))
-    return table
+    units = {"in_flight": 1 / 1024, "bytes_per_s": 1e-9, "latency_s": 1e9}
+    lines = [[f"{row[one] * unit:.0f}" for one, unit in units.items()] for row in rows]
+    return _table(("KiB in flight per processor", "GB/s", "latency ns"), lines)
 
 
 def switch_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Each choice: what the code takes today, and the fastest way of all, with what each keeps in flight."""
-    table = _table("shape", "choice", "today", "us", "GB/s (KiB in flight)", "fastest", "us", "GB/s", "gain")
+    lines = []
     for row in rows:
         ways = row.get("variants", {})
         failed = "error" in row or any("error" in way or way.get("is_far") for way in ways.values())
@@ -185,73 +171,53 @@ def switch_table(rows: Sequence[dict[str, Any]]) -> Table:
         best = min(timed, key=lambda name: timed[name], default="-")
         first = row.get("today", "-")
         gain = f"{timed[first] / timed[best] - 1:.1%}" if first in timed else "-"
-        table.add_row(
-            row["shape"],
-            row["question"] + (" [red]failed[/]" if failed else ""),
-            first,
-            _microseconds(ways.get(first, {})),
-            _bandwidth(ways.get(first, {})),
-            best,
-            _microseconds(ways.get(best, {})),
-            _bandwidth(ways.get(best, {})),
-            gain,
+        cells = [(name, _microseconds(ways.get(name, {})), _bandwidth(ways.get(name, {}))) for name in (first, best)]
+        lines.append(
+            (row["shape"], row["question"] + (" [red]failed[/]" if failed else ""), *cells[0], *cells[1], gain)
         )
-    return table
+    titles = ("shape", "choice", "today", "us", "GB/s (KiB in flight)", "fastest", "us", "GB/s", "gain")
+    return _table(titles, lines)
 
 
 def peer_table(cases: Sequence[dict[str, Any]]) -> Table:
     """Every system at each batch size and context; whole calls, and a decode step."""
-    table = _table(
-        "batch", "context", "system", "tok/s, whole call", "ms per step", "engine faster by", "equal rows", "warm-up s"
-    )
+    titles = ("batch", "context", "system", "tok/s, whole call", "ms per step", "engine faster by", "equal rows")
+    lines = []
     for case in cases:
         for name, found in case["systems"].items():
             is_measured = "tokens_per_s" in found
-            table.add_row(
-                str(case["batch"]),
-                str(case["context"]),
-                name + (" [red]failed[/]" if "error" in found else ""),
-                f"{found['tokens_per_s']:,.1f}" if is_measured else "-",
-                f"{found['step_s'] * 1e3:.3f}" if is_measured else "-",
-                f"{found['engine_is_faster_by']:.2f}" if "engine_is_faster_by" in found else "-",
-                str(found.get("rows_with_equal_tokens", "-")),
-                f"{found['warm_up_s']:.1f}" if "warm_up_s" in found else "-",
+            lines.append(
+                (
+                    *(str(case["batch"]), str(case["context"]), name + (" [red]failed[/]" if "error" in found else "")),
+                    f"{found['tokens_per_s']:,.1f}" if is_measured else "-",
+                    f"{found['step_s'] * 1e3:.3f}" if is_measured else "-",
+                    f"{found['engine_is_faster_by']:.2f}" if "engine_is_faster_by" in found else "-",
+                    str(found.get("rows_with_equal_tokens", "-")),
+                    f"{found['warm_up_s']:.1f}" if "warm_up_s" in found else "-",
+                )
             )
-    return table
+    return _table((*titles, "warm-up s"), lines)
 
 
 def arrival_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Throughput and waits, one row a strategy."""
-    table = _table(
-        "load",
-        "admission",
-        "depth",
-        "tok/s",
-        "first token ms (p95)",
-        "a token ms (p95)",
-        "layers",
-        "KV saved",
-        "unfinished",
-    )
-    for row in rows:
-        table.add_row(
-            f"{row['load']:.0%}",
-            row["admission"],
-            row["policy"]["policy"],
-            f"{row['tokens_per_s']:,.0f}",
-            _spread(row["first_token_s"]),
-            _spread(row["a_token_s"]),
-            f"{row['mean_layers']:.1f}" if row["mean_layers"] else "-",
-            _percent(row["kv_saved"]),
+    titles = ("load", "admission", "depth", "tok/s", "first token ms (p95)", "a token ms (p95)", "layers", "KV saved")
+    lines = [
+        (
+            *(f"{row['load']:.0%}", row["admission"], row["policy"]["policy"], f"{row['tokens_per_s']:,.0f}"),
+            *(_spread(row["first_token_s"]), _spread(row["a_token_s"])),
+            *(f"{row['mean_layers']:.1f}" if row["mean_layers"] else "-", _percent(row["kv_saved"])),
             f"{row['unfinished']} of {row['arrived']}",
         )
-    return table
+        for row in rows
+    ]
+    return _table((*titles, "unfinished"), lines)
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        table.add_column(title)
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*titles, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -278,6 +244,10 @@ def _bandwidth(found: dict[str, Any]) -> str:
         return "-"
     in_flight = [f"{kernel['in_flight'] / 1024:.0f}" for kernel in found.get("kernels", []) if "in_flight" in kernel]
     return f"{found['gb_per_s']:.0f}" + (f" ({', '.join(in_flight)})" if in_flight else "")
+
+
+def _three_digits(value: float | None) -> str:
+    return f"{value:.3f}" if value else "-"
 
 
 def _percent(share: float | None) -> str:

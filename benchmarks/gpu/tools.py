@@ -1,7 +1,4 @@
-"""Two parts of the round by NVIDIA's own tools: races and bad accesses, and the bytes that each kernel really moves.
-
-Either is skipped where its tool is not on the path. What runs under them is `tool_target.py`.
-"""
+"""Races, bad accesses and the bytes that kernels move, by NVIDIA's own tools; without a tool its part is skipped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How a user of plain torch chooses tokens: the rival of `sample` and `lm_head_sample`, on the inputs of their cases.
-
-It sorts the vocabulary where tokens are cut, and lets torch draw. That is another draw than ours, so only its time is
-worth anything; `reference.py` draws the very same numbers as the kernels, and is what they are compared with.
-"""
+"""How a user of plain torch chooses tokens: the rival of `sample` and `lm_head_sample`, of which the time counts."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -15,8 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import serving
-from benchmarks.report import environment, positive, summary, tell
-from benchmarks.serving.asking import DEPTHS
+from benchmarks.report import Parser, settings_of, summary
 from benchmarks.serving.processes import Place, d3engine_server, llama_server
 from benchmarks.serving.rounds import OURS, PATTERNS, PEER, Settings, measure, num_rounds, weights_for_peer
 from benchmarks.serving.tables import markdown, show
@@ -87,50 +85,23 @@ def _unanswered(rows: list[dict[str, Any]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    assert serving.__doc__ is not None
-    defaults = Settings()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=serving.__doc__.splitlines()[0])
+    parser = Parser("serving", serving.__doc__, arguments, Settings)
     parser.add_argument("--round", action="store_true", help="both models, streams and arrivals: all of the page")
-    parser.add_argument("--models", nargs="+", help="what `d3engine serve` takes (demo)")
-    parser.add_argument("--streams", nargs="+", type=positive, default=defaults.streams, help="requests at once")
-    parser.add_argument("--depths", nargs="+", choices=list(DEPTHS), default=defaults.depths)
-    parser.add_argument("--arrivals", nargs="+", choices=list(PATTERNS), help="requests at times of their own, as well")
-    parser.add_argument("--load", type=float, default=defaults.load, help="their share of what the slowest can answer")
-    parser.add_argument("--waves", type=positive, default=defaults.waves, help="steps of a wave of admission")
-    parser.add_argument("--tokens", type=positive, default=defaults.tokens, help="new tokens per request")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="of a round at least")
-    parser.add_argument("--repeats", type=positive, default=defaults.repeats, help="rounds")
-    parser.add_argument("--threads", type=positive, default=defaults.threads, help="of each server")
-    parser.add_argument("--weight-dtype", choices=["auto", "float32", "bfloat16"], help="of all of them (auto)")
     parser.add_argument("--no-peer", action="store_true", help="without llama.cpp's server")
-    parser.add_argument("--engine-process", action="store_true", help="also with the engine in a process of its own")
     parser.add_argument("--vllm", metavar="COMMAND", help="the `vllm` of an environment that has it, as second client")
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no model is begun")
     parser.add_argument("--markdown", action="store_true", help="print tables for a page")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures to this file")
-    given = parser.parse_args(arguments)
+    given = parser.given()
     has_peer = not given.no_peer and find_spec("xllamacpp") is not None
-    chosen = {name: getattr(given, name) for name in ("models", "arrivals", "weight_dtype") if getattr(given, name)}
-    own = ("streams", "depths", "load", "waves", "tokens", "seconds", "repeats", "threads")
-    settings = Settings(
-        **{**(ROUND if given.round else {}), **{name: _frozen(value) for name, value in chosen.items()}},
-        **{name: _frozen(getattr(given, name)) for name in own},
-        peer=has_peer,
-        engine_process=given.engine_process,
-    )
+    usual = {name: value for name, value in ROUND.items() if given.round and not getattr(given, name)}
+    settings = settings_of(Settings, given, **usual, peer=has_peer)
     report = run(settings, given.vllm, given.budget)
     if not has_peer:
         report["left_out"].append("llama.cpp's server (pip install xllamacpp)")
-    report["environment"] = environment("benchmarks.serving", arguments)
-    tell(report, show, width=180, file=given.json)
+    parser.publish(report, show, width=180)
     if given.markdown:
         print(markdown(report))
     return 0
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """The engine without a server, in a process of its own: answers a round for each line that it reads.
 
-A server's requests come one by one, each when the one before it was answered, and such steps are dearer
-for any engine than those of prompts that begin and end together. So there are four ways, and each adds something:
-`generate` of equal prompts in lockstep; the step API in a closed loop; AsyncEngine in the same; and the step API again
-under the very arrivals that a server has had, step by step, which is what the server is measured by.
+A server's requests come one by one, which is dearer for any engine than prompts that begin and end together: the last
+of `WAYS` takes the very arrivals that a server has had, step by step.
 """
 
 from __future__ import annotations

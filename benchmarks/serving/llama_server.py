@@ -1,8 +1,4 @@
-"""llama.cpp's own server in a process of its own, from the wheel xllamacpp, which holds it compiled.
-
-Its settings are its defaults (cache of 16 bits, continuous batching), but for the store of prompts that have ended:
-no prompt comes twice here, so that it would only take time.
-"""
+"""llama.cpp's own server from the wheel xllamacpp, in a separate process: its defaults, without a store of prompts."""
 
 from __future__ import annotations
 

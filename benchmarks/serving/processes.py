@@ -12,9 +12,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from benchmarks.children import checkout_environment
+from benchmarks.children import Child, ask, checkout_environment
 from d3engine.utils.children import python_command
 
 START_SECONDS = 300
@@ -68,7 +67,7 @@ class RecordedServer(Server):
 
     def take_arrivals(self) -> list[int]:
         """How many requests came before each of the steps since this was last asked."""
-        found: list[int] = _answered(self.process, "")
+        found: list[int] = ask(self.process, None)
         return found
 
 
@@ -140,29 +139,14 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-class Bare:
+class Bare(Child):
     """The engine alone in one of the ways of `benchmarks.serving.bare`, which answers rounds on command."""
 
     def __init__(self, place: Place, rows: int, tokens: int, way: str) -> None:
-        given = json.dumps(asdict(place) | {"rows": rows, "tokens": tokens, "way": way})
-        command = python_command("-m", "benchmarks.serving.bare", given)
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=checkout_environment(), stdin=pipe, stdout=pipe, text=True)
+        given = asdict(place) | {"rows": rows, "tokens": tokens, "way": way}
+        super().__init__("serving.bare", json.dumps(given))
 
     def round(self, streams: int, seconds: float, depth: str, arrivals: Sequence[int]) -> dict[str, float]:
         """Keep `streams` going for these seconds, or give it `arrivals`: tokens, num_steps, seconds, cpu_seconds."""
-        found: dict[str, float] = _answered(self._process, json.dumps([streams, seconds, depth, arrivals]))
+        found: dict[str, float] = self.ask([streams, seconds, depth, arrivals])
         return found
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-
-def _answered(process: subprocess.Popen[str], line: str) -> Any:
-    """What a process says to a line."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())

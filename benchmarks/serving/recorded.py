@@ -1,8 +1,4 @@
-"""`d3engine serve`, which tells by which steps its requests came, so that the engine alone can be given the same.
-
-What an engine computes follows from its prompts and from the step by which each of them came, and from
-nothing else that a server does. The rest of what a server takes is its own. Steps that were taken at once count each.
-"""
+"""`d3engine serve`, which tells by which steps its requests came, so that the engine alone can be given the same."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.report import interval_of_median, summary
-from benchmarks.serving.asking import Answered, Asking, Client, bursts, figures, poisson
+from benchmarks.report import interval_of_median, option, summary
+from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, poisson
 from benchmarks.serving.bare import ALONE, LOCKSTEP, WAYS
 from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server, recorded_server
 
@@ -29,19 +29,19 @@ class Settings:
     """What is measured: `repeats` rounds of each number of streams, of at least `seconds` each, and arrivals for so
     many seconds at `load` times what the slowest system could answer."""
 
-    models: tuple[str, ...] = ("demo",)
-    streams: tuple[int, ...] = (1, 8, 64)
-    depths: tuple[str, ...] = ("full", "d3")
-    arrivals: tuple[str, ...] = ()
-    load: float = 0.7
-    waves: int = 16
-    tokens: int = 64
-    seconds: float = 1.5
-    repeats: int = 2
-    threads: int = 1
-    weight_dtype: str = "auto"
+    models: tuple[str, ...] = option(("demo",), "what `d3engine serve` takes (demo)")
+    streams: tuple[int, ...] = option((1, 8, 64), "requests at once")
+    depths: tuple[str, ...] = option(("full", "d3"), choices=list(DEPTHS))
+    arrivals: tuple[str, ...] = option((), "requests at times of their own, as well", choices=list(PATTERNS))
+    load: float = option(0.7, "their share of what the slowest can answer")
+    waves: int = option(16, "steps of a wave of admission")
+    tokens: int = option(64, "new tokens per request")
+    seconds: float = option(1.5, "of a round at least")
+    repeats: int = option(2, "rounds")
+    threads: int = option(1, "of each server")
+    weight_dtype: str = option("auto", "of all of them (auto)", choices=["auto", "float32", "bfloat16"])
     peer: bool = True
-    engine_process: bool = False
+    engine_process: bool = option(False, "also with the engine in a process of its own")
 
 
 class Running:

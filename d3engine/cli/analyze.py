@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from d3engine.cli.commands import AsJson, check_output, new_app, print_json, printing_last, show_report, write_output
+from d3engine.cli.commands import (
+    AsJson,
+    check_output,
+    check_plot,
+    new_app,
+    print_json,
+    printing_last,
+    show_report,
+    write_output,
+)
 from d3engine.cli.depth_options import Depth, number, takes_depth
 from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.observing import (
@@ -63,13 +72,11 @@ def kinds(
     is_plain = schedule.is_nested and policy.exit_rule(total) is None and not policy.drafts
     require(is_plain, "--depth", policy.name, "a policy whose layers are known before and stay skipped, such as d3")
     seen = observe(model, engine_options, asking, limit, png)
-    require(seen.engine.tokenizer is not None, "model", model, "a model with a tokenizer")
-    assert seen.engine.tokenizer is not None
+    known = TokenKinds(seen.tokenizer(model), seen.engine.config.eos_token_ids)
     decoded = None
     if seen.asked.references is None:
         asked = seen.asked
         decoded = answer(seen.engine, asked.prompts, asked.max_tokens, policy, stop=asked.stop, progress=shows_bars())
-    known = TokenKinds(seen.engine.tokenizer, seen.engine.config.eos_token_ids)
     with counting("kinds", "answer", len(seen.answered)) as done:
         words = policy_in_words(policy)
         result = measure_by_kind(seen.observer, known, seen.answered, schedule, words, decoded, done)
@@ -291,11 +298,9 @@ def oracle(
     from d3engine.research.analysis.copying import ask_oracle
 
     seen = observe(model, engine_options, asking, limit, None, judges=True)
-    require(seen.engine.tokenizer is not None, "model", model, "a model with a tokenizer")
-    assert seen.engine.tokenizer is not None
     result = ask_oracle(
         seen.observer,
-        seen.engine.tokenizer,
+        seen.tokenizer(model),
         with_bar(seen.answered, "oracle"),
         seen.asked.max_tokens,
         seen.asked.stop,
@@ -327,10 +332,7 @@ def show_schedule(
     from d3engine.model.config import ModelConfig
 
     require_integer("--steps", steps, 1, 10_000_000)
-    if png:
-        from d3engine.research.plots import check_picture, plot_decay
-
-        check_picture("--png", png)
+    check_plot("--png", png)
     config = ModelConfig.from_directory(model_directory(model))
     fields = ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
     shape = ModelShape(config.num_layers, **{field: getattr(config, field) for field in fields})
@@ -355,6 +357,8 @@ def show_schedule(
     else:
         print_table(title, header, rows)
     if png:
+        from d3engine.research.plots import plot_decay
+
         plot_decay(found, steps, png, title)
 
 
@@ -404,9 +408,7 @@ def sample(
     policy = policy_or_own(model, depth)
     seen = observe(model, engine_options, asking, limit, png, judges=True)
     engine = seen.engine
-    require(engine.tokenizer is not None, "model", model, "a model with a tokenizer")
-    assert engine.tokenizer is not None
-    layers = guess_layers(engine.config.num_layers, guesses)
+    tokenizer, layers = seen.tokenizer(model), guess_layers(engine.config.num_layers, guesses)
     answers = []
     for prompt, full in zip(seen.asked.prompts, with_bar(seen.answered, "sample"), strict=True):
         for one in dict.fromkeys([FullDepth(), policy]):
@@ -415,7 +417,7 @@ def sample(
                 if isinstance(one, FullDepth)
                 else answer(engine, [prompt], seen.asked.max_tokens, one, stop=seen.asked.stop)[0]
             )
-            answers.append(take_sample(seen.observer, engine.tokenizer, found, one, layers))
+            answers.append(take_sample(seen.observer, tokenizer, found, one, layers))
     result = Sample(engine.config.num_layers, answers)
     title = f"{Path(model).name}: {counted(len(seen.answered), 'prompt')}, by layers run"
     with printing_last(partial(_print_sample, result, as_json)):

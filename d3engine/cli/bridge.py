@@ -30,7 +30,17 @@ from d3engine.cli.bridge_texts import (
     policy_of,
     write_own_bridges,
 )
-from d3engine.cli.commands import AsJson, ExitCode, check_output, new_app, note, print_json, printing_last, write_output
+from d3engine.cli.commands import (
+    AsJson,
+    ExitCode,
+    check_output,
+    check_plot,
+    new_app,
+    note,
+    print_json,
+    printing_last,
+    write_output,
+)
 from d3engine.cli.depth_options import number, window_of
 from d3engine.cli.engine_options import Model, Options, beside_weights, engine_arguments, model_directory, takes_engine
 from d3engine.depth.schedule import exact_fraction
@@ -219,10 +229,7 @@ def fit_command(
     target = beside_weights(model, directory, out, BRIDGES_FILE)
     for option, path in (("--out", target), ("--png", png)):
         check_output(option, path)
-    if png is not None:
-        from d3engine.research.plots import check_picture
-
-        check_picture("--png", png)
+    check_plot("--png", png)
     reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
     asked = TextOptions(
         text or [],

@@ -110,11 +110,7 @@ def tune_command(
         require(len(kept) > 0, option, asked.source, "texts longer than their prompts by two tokens")
     tuning = Tuning(before, schedule, options)
     layers = first_layers([schedule])
-    with progress_bar("texts", "text", len(tune_on)) as bar:
-        full = []
-        for one in tune_on:
-            full.append(FullText(passage, one, layers))
-            bar.update()
+    full = [FullText(passage, one, layers) for one in progress_bar("texts", "text", None, iterable=tune_on)]
     state = target.with_name(f"{target.name}.part")
     key = json.dumps([own.fingerprint, policy, asdict(options), _text_hash(tune_on), _hash(before)])
     with progress_bar("tune", "step", steps) as bar:
@@ -242,11 +238,8 @@ def _answered(engine: Engine, policies: Sequence[str], bridges: Path, readings: 
     for words in policies:
         both.append((words, policy_of(words)))
         both.append((f"{words}, bridged", policy_of(words, f"bridges={bridges}")))
-    found = []
-    with progress_bar("answers", "policy", len(both)) as bar:
-        for name, policy in both:
-            found.append(OwnAnswers(name, own_answers(engine, policy, kept)))
-            bar.update()
+    asked = progress_bar("answers", "policy", None, iterable=both)
+    found = [OwnAnswers(name, own_answers(engine, policy, kept)) for name, policy in asked]
     return OwnComparison(OwnAnswers("full", [one.token_ids[one.prompt_length :] for one in kept]), found)
 
 
@@ -289,10 +282,9 @@ def nest_command(
     require(len(candidates) > 0, "--width", width, "that of --grid when the bridges were fitted")
     chosen = long_enough(asked.read_one_kind(engine, engine_options.get("seed", 0)))
     full = [FullText(passage, one, {first for first, _ in candidates}) for one in chosen]
-    with progress_bar(
-        "windows", "attempt", sum(range(max(len(candidates) - count, 0) + 1, len(candidates) + 1))
-    ) as bar:
-        order = choose_order(full, found.by_window, candidates, count, lambda: bar.update() and None)
+    attempts = sum(range(max(len(candidates) - count, 0) + 1, len(candidates) + 1))
+    with counting("windows", "attempt", attempts) as advance:
+        order = choose_order(full, found.by_window, candidates, count, advance)
     with printing_last(partial(_show_order, order, as_json)):
         write_own_bridges(replace(found, about={**found.about, "nested": order.as_dict()}), target)
 

@@ -12,7 +12,7 @@ import typer
 
 from d3engine.cli.commands import measures_depths
 from d3engine.cli.engine_options import Options, engine_arguments
-from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require, require_integer
+from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
 from d3engine.utils.progress import shows_bars
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ MaxTokens: TypeAlias = Annotated[
 ]
 Data: TypeAlias = Annotated[
     Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
+]
+Fewshot: TypeAlias = Annotated[
+    int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
 ]
 HeldOutFile: TypeAlias = Annotated[
     Path | None, typer.Option("--held-out", help="What to measure on (every eighth of the texts).")
@@ -204,15 +207,10 @@ def read_own_bridges(engine: Engine, path: Path, device: Any) -> Bridges:
     """The bridges of a file, as float32. Raises `InvalidValueError` for those of other weights."""
     import torch
 
-    from d3engine.model.bridges import read_bridges
     from d3engine.model.expected_tensors import fingerprint
+    from d3engine.research.calibration.bridge_choices import read_fitted
 
-    try:
-        found = read_bridges(path)
-    except ModelFormatError as error:
-        raise InvalidValueError("--bridges", str(path), f"what d3engine bridge fit has written ({error})") from None
-    is_ours = found.fingerprint == fingerprint(engine.directory)
-    require(is_ours, "--bridges", str(path), "fitted to these weights, not to others")
+    found = read_fitted(path, fingerprint(engine.directory))
     return found.to(torch.float32, torch.device(device))
 
 

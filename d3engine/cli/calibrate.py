@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, check_output, measures_depths, new_app, note, print_json
+from d3engine.cli.bridge_texts import Data, Fewshot
+from d3engine.cli.commands import ExitCode, check_output, check_plot, measures_depths, new_app, note, print_json
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.engine_options import (
     Model,
@@ -43,6 +44,7 @@ from d3engine.research.calibration.search import (
     best_at_each_speed,
     calibrate,
     check_setting,
+    grid_cells,
     grids,
     make_candidates,
     plan_budget,
@@ -50,7 +52,6 @@ from d3engine.research.calibration.search import (
     window_candidates,
 )
 from d3engine.research.calibration.statistics import FLOOR, Tolerance
-from d3engine.research.evaluation.accuracy import wilson_interval
 from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -70,12 +71,7 @@ def setting(policy: DepthPolicy) -> str:
 
 def grid(result: Calibration, tail: int, bridges: str | None = None) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the D3 paper's Table 9: a row for each alpha, a column for each start."""
-    cells = {
-        (p.alpha, float(p.start)): t
-        for t in result.trials
-        for p in t.candidate.alike
-        if isinstance(p, D3) and (p.tail, p.bridges) == (tail, bridges)
-    }
+    cells = {place: trial for place, (_, trial) in grid_cells(result, tail, bridges).items()}
     starts = sorted({start for _, start in cells})
     rows = []
     for alpha in sorted({alpha for alpha, _ in cells}):
@@ -151,28 +147,20 @@ def _fixed_row(trial: Trial) -> tuple[str, ...]:
 
 def _speed_row(trial: Trial) -> tuple[str, ...]:
     answers = trial.screened
-    interval = wilson_interval(answers.correct, len(answers.right))
-    return (
-        setting(trial.policy),
-        f"{answers.mean_layers:.2f}",
-        f"{answers.exact_match:.1%}",
-        f"{interval.low:.1%} to {interval.high:.1%}",
-        str(len(answers.right)),
-    )
+    cells = (f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}")
+    interval = f"{answers.interval.low:.1%} to {answers.interval.high:.1%}"
+    return setting(trial.policy), *cells, interval, str(len(answers.right))
 
 
 def _check_row(check: Check) -> tuple[str, ...]:
-    from d3engine.research.calibration.report import check_as_dict
-
-    found = check_as_dict(check)
-    interval = found["difference_interval_95"]
-    low, high = 100 * interval["low"], 100 * interval["high"]
+    pairs = check.pairs
+    low, high = 100 * pairs.interval.low, 100 * pairs.interval.high
     return (
         setting(check.policy),
         f"{check.answers.mean_layers:.2f}",
         f"{check.answers.exact_match:.1%}",
         f"{check.full.exact_match:.1%}",
-        f"{100 * found['difference']:+.1f} ({low:+.1f} to {high:+.1f})",
+        f"{100 * pairs.difference:+.1f} ({low:+.1f} to {high:+.1f})",
         f"{check.p_value:.2g}",
         "passed" if check.passed else "failed",
     )
@@ -210,12 +198,8 @@ def calibrate_command(
             "that size; gsm8k, bbh or bbh/<task> with --data.",
         ),
     ] = "word-problems",
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
-    ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
-    ] = None,
+    data: Data = None,
+    num_fewshot: Fewshot = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask a chat model in its own form, as d3engine eval has it; with --data.")
     ] = False,
@@ -318,7 +302,7 @@ def calibrate_command(
     require_number("--least-saving", least_saving, 0, 100, open_high=True)
     directory = model_directory(model)
     target = _target(model, directory, out)
-    _check_plot(plot)
+    check_plot("--plot", plot)
     check_output("--answers", answers)
     seed = engine_options.get("seed", 0)
     measures_depths()
@@ -436,13 +420,6 @@ def _target(model: str, directory: Path, out: Path | None) -> Path:
     writable = target.parent.is_dir() and os.access(target.parent, os.W_OK)
     require(writable, "--out", str(target), "a file in a directory that can be written")
     return target
-
-
-def _check_plot(plot: Path | None) -> None:
-    if plot is not None:
-        from d3engine.research.plots import check_picture
-
-        check_picture("--plot", plot)
 
 
 def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: dict[str, Any]) -> Candidate | None:

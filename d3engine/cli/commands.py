@@ -36,6 +36,14 @@ def check_output(option: str, path: Path | None) -> None:
     require(path is None or is_writable(path), option, str(path), "a file that can be written, in an existing folder")
 
 
+def check_plot(option: str, path: Path | None) -> None:
+    """The same of a picture, whose suffix matplotlib must know."""
+    if path is not None:
+        from d3engine.research.plots import check_picture
+
+        check_picture(option, path)
+
+
 def write_output(option: str, path: Path, content: str) -> None:
     """Write a file whole or not at all; raises `InvalidValueError` that names `option` where that cannot be done."""
     try:

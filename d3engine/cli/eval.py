@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from d3engine.cli.bridge_texts import Data, Fewshot
 from d3engine.cli.commands import (
     AsJson,
     check_output,
@@ -308,16 +309,12 @@ def evaluate(
             "that size; gsm8k, bbh and bbh/<task> with --data; without it, any task of lm-evaluation-harness (eval).",
         ),
     ] = "word-problems",
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
-    ] = None,
+    data: Data = None,
     split: Annotated[SplitName, typer.Option("--split", help="Which questions.")] = SplitName.test,
     limit: Annotated[
         int | None, typer.Option("--limit", help="Questions of each task (500 generated ones; all of a file).")
     ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
-    ] = None,
+    num_fewshot: Fewshot = None,
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
     chat: Annotated[
         bool,

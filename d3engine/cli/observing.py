@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.commands import measures_depths, printing_last, show_report
+from d3engine.cli.commands import check_plot, measures_depths, printing_last, show_report
 from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_options
 from d3engine.depth import DepthPolicy, FullDepth
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from d3engine.research.analysis.report import Analysis
     from d3engine.research.evaluation.benchmark import Question
     from d3engine.research.evaluation.kept import Prompt
+    from d3engine.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -74,6 +75,12 @@ class Observed:
     asked: Asked
     answered: list[Answered]
 
+    def tokenizer(self, model: str) -> Tokenizer:
+        """Raises `InvalidValueError` that names the model where it has none."""
+        require(self.engine.tokenizer is not None, "model", model, "a model with a tokenizer")
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer
+
     def judge(self) -> tuple[Callable[[DepthPolicy], Outcome], str]:
         """How a policy's answers to the same prompts come out, and the name of that measure."""
         from d3engine.research.analysis.copying import AGREEMENT
@@ -105,10 +112,7 @@ def observe(
         is_own = not asking.get("chat") or "prompts" in asking
         require(is_own, "--chat", NOTHING, "given with --prompts where answers are judged")
     model_directory(model)
-    if png is not None:
-        from d3engine.research.plots import check_picture
-
-        check_picture("--png", png)
+    check_plot("--png", png)
     asked = questions_of(asking, options.get("seed", 0), limit)
     engine, observer = open_model(model, engine_arguments(model, options))
     if asking.get("chat"):

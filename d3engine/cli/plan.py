@@ -31,7 +31,8 @@ _LLAMA_2 = {"model_type": "llama", "vocab_size": 32_000, "max_position_embedding
 _LLAMA_3 = {"model_type": "llama", "vocab_size": 128_256, "max_position_embeddings": 8192}
 
 
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    """The sizes of a model, as config.json has them."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -42,11 +43,11 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 
 KNOWN: dict[str, dict[str, Any]] = {
-    "llama-2-7b": _LLAMA_2 | _sizes(4096, 11008, 32, 32, 32),
-    "llama-2-13b": _LLAMA_2 | _sizes(5120, 13824, 40, 40, 40),
-    "llama-2-70b": _LLAMA_2 | _sizes(8192, 28672, 80, 64, 8),
-    "llama-3-8b": _LLAMA_3 | _sizes(4096, 14336, 32, 32, 8),
-    "llama-3-70b": _LLAMA_3 | _sizes(8192, 28672, 80, 64, 8),
+    "llama-2-7b": _LLAMA_2 | sizes(4096, 11008, 32, 32, 32),
+    "llama-2-13b": _LLAMA_2 | sizes(5120, 13824, 40, 40, 40),
+    "llama-2-70b": _LLAMA_2 | sizes(8192, 28672, 80, 64, 8),
+    "llama-3-8b": _LLAMA_3 | sizes(4096, 14336, 32, 32, 8),
+    "llama-3-70b": _LLAMA_3 | sizes(8192, 28672, 80, 64, 8),
 }
 """Models whose sizes are known here, so that no file is needed."""
 

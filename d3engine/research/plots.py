@@ -101,8 +101,7 @@ def plot_schedule(schedule: Schedule, num_steps: int, path: str | Path, title: s
     _draw_layers(layer_axes, schedule, edges)
     layer_axes.set_xlim(-0.5, num_steps - 0.5)
     figure.align_ylabels()
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def plot_decay(schedules: Mapping[str, Schedule], num_steps: int, path: str | Path, title: str = "") -> None:
@@ -131,8 +130,7 @@ def plot_decay(schedules: Mapping[str, Schedule], num_steps: int, path: str | Pa
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="lower left")
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def _draw_depth(axes: Any, schedule: Schedule, edges: list[int]) -> None:
@@ -188,11 +186,14 @@ def check_picture(option: str, path: Path) -> None:
     require(is_writable(path), option, str(path), "a file that can be written")
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure without a ground of its own, to be read on a light page and on a dark one.
+def save_figure(figure: Any, path: str | Path, title: str | None = None) -> None:
+    """Write a figure, under its title, without a ground: to be read on a light page and on a dark one.
 
     Raises `InvalidValueError` for a file that cannot be written.
     """
+    path = Path(path)
+    if title is not None:
+        figure.suptitle(title, fontsize="medium")
     _ink(figure)
     try:
         picture = io.BytesIO()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import admission, decode, lossless, lowest_layers, policies, systems
+from benchmarks import admission, decode, lossless, policies, systems
 from benchmarks.report import environment
 from d3engine.depth import D3, EarlyExit
 from d3engine.engine.engine import Engine
@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_finished_rounds_of_the_lossless_benchmark(
 
     monkeypatch.setattr(Engine, "generate", pressed_in_the_third_round)
     settings = lossless.Settings(drafts=((0.8, 0.4),), lengths=(2,), prompts=1, tokens=6, repeats=5)
-    report = lossless.measure(settings, show_progress=False)
+    report = lossless.measure(settings)
     assert [len(cell["speedup"]["rounds"]) for cell in report["cells"]] == [2]
     assert "2 of 5 rounds" in capsys.readouterr().err
 
@@ -152,7 +152,7 @@ def test_lossless_benchmark_compares_equal_answers_and_promise(tmp_path: Path) -
     """The lossless benchmark compares equal answers with what their acceptance promises."""
     sizes: dict[str, Any] = {"lengths": (2,), "prompts": 2, "batch": 2, "tokens": 12, "repeats": 1}
     settings = lossless.Settings(drafts=((0.8, 0.4),), windows=((6, 8),), **sizes)
-    report = lossless.measure(settings, show_progress=False)
+    report = lossless.measure(settings)
     assert [cell["title"] for cell in report["cells"]] == ["alpha 0.8, start 0.4", "without layers 6 to 8"]
     for cell in report["cells"]:
         g, b, c = cell["mean_draft_length"], cell["acceptance"], cell["draft_cost"]
@@ -252,7 +252,7 @@ def test_the_table_of_policies_is_printed_as_the_page_has_it(compared: dict[str,
 
 
 def test_the_lowest_layers_of_a_model_are_a_model_of_its_own(tmp_path: Path) -> None:
-    directory = lowest_layers.save_lowest_layers("demo", 9, tmp_path / "lowest")
+    directory = policies.save_lowest_layers("demo", 9, tmp_path / "lowest")
     whole = LlamaForCausalLM.from_pretrained(model_directory("demo"), dtype=torch.float32)
     del whole.model.layers[9:]
     tokens = torch.arange(3, 20)[None]

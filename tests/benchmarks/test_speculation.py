@@ -94,7 +94,7 @@ def test_ctrl_c_leaves_a_report_of_the_prompts_that_are_done(
     settings = speculation.Settings(
         "demo", "demo", systems=("none", "lookup"), limit=1, tokens=4, temperatures=(0.0,), peer_lengths=()
     )
-    report = speculation.measure(settings, show_progress=False)
+    report = speculation.measure(settings)
     assert [cell["kind"] for cell in report["cells"]] == ["code", "problems", "all"] * 2
     assert all(cell["answers"] == (2 if cell["kind"] == "all" else 1) for cell in report["cells"])
     assert "Ended early" in capsys.readouterr().err

@@ -28,7 +28,8 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was drawn, laid out, and not written."""
     drawn: list[Any] = []
 
-    def keep(figure: Any, path: Path) -> None:
+    def keep(figure: Any, path: str | Path, title: str) -> None:
+        figure.suptitle(title, fontsize="medium")
         figure.draw_without_rendering()
         drawn.append(figure)
 

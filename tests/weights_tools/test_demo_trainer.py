@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import runpy
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import replace
@@ -258,6 +260,16 @@ def test_option_that_cannot_be_read_is_refused_by_its_bounds(
     for text in texts:
         with pytest.raises(ArgumentTypeError, match=message):
             read(text)
+
+
+def test_trainer_starts_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "d3engine.weights_tools.train_demo"
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(name, run_name="__main__")
+    assert ended.value.code == 0
+    assert "--keep-of-start" in capsys.readouterr().out
 
 
 def test_options_of_the_trainer_are_read() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -92,10 +92,11 @@ class Copying:
     def table(self) -> Table:
         """A row for full depth, then one for each number of layers and each step."""
         header = ("layers copied", "from step", "right", "95 % interval", "answers that reach the step", "cut off")
-        rows = [_row("0 (full depth)", "-", self.full, "-")]
+        rows = [("0 (full depth)", "-", *_cells(self.full), "-", f"{self.full.cut_off}")]
         for layers, outcomes in zip(self.layers, self.outcomes, strict=True):
             for step, outcome in zip(self.steps, outcomes, strict=True):
-                rows.append(_row(f"{layers}", f"{step}", outcome, f"{self.reaching(step)}"))
+                reaching = f"{self.reaching(step)}"
+                rows.append((f"{layers}", f"{step}", *_cells(outcome), reaching, f"{outcome.cut_off}"))
         most = counted(self.max_tokens, "token")
         title = f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}"
         return Table(title, header, rows, self.notes)
@@ -130,9 +131,22 @@ class Copying:
         }
 
 
-def _row(layers: str, step: str, outcome: Outcome, reaching: str) -> tuple[str, ...]:
-    interval = f"{outcome.interval.low:.1%} to {outcome.interval.high:.1%}"
-    return layers, step, f"{outcome.share:.1%}", interval, reaching, f"{outcome.cut_off}"
+def _cells(outcome: Outcome) -> tuple[str, str]:
+    return f"{outcome.share:.1%}", f"{outcome.interval.low:.1%} to {outcome.interval.high:.1%}"
+
+
+Policy = TypeVar("Policy", bound=DepthPolicy)
+
+
+def _reported(outcome: Callable[[Policy], Outcome], progress: Callable[[], None]) -> Callable[[Policy], Outcome]:
+    """The same, of which `progress` hears."""
+
+    def ask(policy: Policy) -> Outcome:
+        found = outcome(policy)
+        progress()
+        return found
+
+    return ask
 
 
 def measure_copying(
@@ -145,14 +159,9 @@ def measure_copying(
     progress: Callable[[], None] = lambda: None,
 ) -> Copying:
     """Ask for the `outcome` of every pair of layers and steps, and once of full depth; `progress` hears of each."""
-
-    def ask(count: int, step: int) -> Outcome:
-        found = outcome(TailCopied(count, step))
-        progress()
-        return found
-
-    full = ask(0, 1)
-    outcomes = [[ask(count, step) for step in steps] for count in layers]
+    ask = _reported(outcome, progress)
+    full = ask(TailCopied(0, 1))
+    outcomes = [[ask(TailCopied(count, step)) for step in steps] for count in layers]
     return Copying(measure, max_tokens, tuple(lengths), tuple(layers), tuple(steps), outcomes, full)
 
 
@@ -208,10 +217,6 @@ class Perturbing:
         return {"entries": {name: grid.as_dict() for name, grid in self.grids.items()}}
 
 
-def _cells(outcome: Outcome) -> tuple[str, str]:
-    return f"{outcome.share:.1%}", f"{outcome.interval.low:.1%} to {outcome.interval.high:.1%}"
-
-
 def measure_perturbing(
     outcome: Callable[[DepthPolicy], Outcome],
     measure: str,
@@ -223,12 +228,7 @@ def measure_perturbing(
 ) -> Perturbing:
     """Ask for the `outcome` of every pair of layers and steps, with copied and with recomputed entries, and once of
     full depth; `progress` hears of each."""
-
-    def ask(policy: DepthPolicy) -> Outcome:
-        found = outcome(policy)
-        progress()
-        return found
-
+    ask = _reported(outcome, progress)
     full = ask(FullDepth())
     grids = {}
     for entries in ENTRIES:
@@ -351,18 +351,21 @@ class Oracle:
         return Table(title, header, rows)
 
     def _row(self, name: str) -> tuple[str, ...]:
-        right, depths = self.right[name], self._later(name, "depths")
-        interval = wilson_interval(sum(right), len(right))
+        outcome, depths = self._outcome(name), self._later(name, "depths")
+        share, interval = _cells(outcome)
         mean = float(np.mean(depths)) if depths else float("nan")
         return (
             f"{name} (full depth)" if name == KEPT else name,
-            f"{sum(right) / len(right):.1%} ({sum(right)})",
-            f"{interval.low:.1%} to {interval.high:.1%}",
+            f"{share} ({outcome.right})",
+            interval,
             f"{mean:.2f}",
             f"{mean / self.num_layers:.0%}",
             f"{np.mean(self._later(name, 'confidence')):.2f}" if depths else "-",
             f"{len(depths)}",
         )
+
+    def _outcome(self, name: str) -> Outcome:
+        return Outcome(len(self.right[name]), sum(self.right[name]), 0)
 
     def _later(self, name: str, field: str) -> list[float]:
         """Of the tokens after the first of each answer: it is the prompt pass's, and full depth."""
@@ -377,7 +380,7 @@ class Oracle:
                 name: {
                     "right": sum(self.right[name]),
                     "answers": [asdict(answer) for answer in answers],
-                    "interval_95": asdict(wilson_interval(sum(self.right[name]), len(self.right[name]))),
+                    "interval_95": asdict(self._outcome(name).interval),
                 }
                 for name, answers in self.answers.items()
             },

@@ -59,8 +59,7 @@ def plot_kinds(result: ByKind, path: str | Path, title: str) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 LEAST = 1e-3
@@ -88,8 +87,7 @@ def plot_layers(result: LayerLoss, path: str | Path, title: str) -> None:
         axes.set_title(f"skipped from generation step {step} on; ring: the cheapest of its row", fontsize="small")
     panels[-1].set_xlabel("first layer that is skipped (0 is the first)")
     figure.colorbar(image, ax=list(panels), label="KL divergence from full depth, nats")
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 PART_STYLES = {"block": (INK, "o"), "attention": (BLUE, "s"), "mlp": (VERMILION, "^")}
@@ -125,8 +123,7 @@ def plot_saturation(result: Saturation, path: str | Path, title: str) -> None:
         axis.get_major_locator().set_params(integer=True)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def plot_perplexity(result: Perplexity, path: str | Path, title: str) -> None:
@@ -158,8 +155,7 @@ def plot_perplexity(result: Perplexity, path: str | Path, title: str) -> None:
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     figure.align_ylabels()
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def plot_flow(result: Flow, path: str | Path, title: str) -> None:
@@ -195,8 +191,7 @@ def plot_flow(result: Flow, path: str | Path, title: str) -> None:
         fontsize="small",
         frameon=False,
     )
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def plot_copying(result: Copying, path: str | Path, title: str) -> None:
@@ -209,8 +204,7 @@ def plot_copying(result: Copying, path: str | Path, title: str) -> None:
     cut_off = f"cut off at {result.max_tokens} tokens: {result.full.cut_off} at full depth, at most {most} when copied"
     axes.set_title(f"bars: 95 % intervals; {cut_off}", fontsize="small")
     figure.legend(*axes.get_legend_handles_labels(), title="last layers copied", **BESIDE)
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def plot_perturbing(result: Perturbing, path: str | Path, title: str) -> None:
@@ -222,8 +216,7 @@ def plot_perturbing(result: Perturbing, path: str | Path, title: str) -> None:
         axes.set_xlabel("the generation step (from 0) that is perturbed; below it, the answers that reach it")
         axes.set_title(f"entries {entries}; bars: 95 % intervals", fontsize="small")
     figure.legend(*panels[0].get_legend_handles_labels(), title="last layers copied", **BESIDE)
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def _draw_grid(axes: Any, result: Copying) -> None:
@@ -277,8 +270,7 @@ def plot_sample(sample: Sample, path: str | Path, title: str, headings: list[str
             row += LINE
         row += 0.5
     _draw_legend(axes, colours, sample.num_layers)
-    figure.suptitle(_plain(title), fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, _plain(title))
 
 
 LINE = 1.6

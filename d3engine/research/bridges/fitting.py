@@ -70,10 +70,6 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return Sums(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
 
-    def named(self) -> dict[str, Tensor]:
-        """Its tensors by name, for a file."""
-        return {name: getattr(self, name) for name in FIELDS}
-
 
 @dataclass(frozen=True, eq=False)
 class Maps:
@@ -400,7 +396,7 @@ class Fit:
         named = {
             f"{part}.{first}.{name}": tensor
             for (part, first), sums in self._sums.items()
-            for name, tensor in sums.named().items()
+            for name, tensor in vars(sums).items()
         }
         write_state(path, key, named, {"texts": str(self.num_texts)})
 

@@ -111,8 +111,7 @@ def plot_held_out(result: HeldOut, path: str | Path, title: str = "") -> None:
     divergence.set_ylabel("KL divergence from full depth, nats")
     divergence.set_yscale("log")
     agreement.legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def _draw(axes: Any, result: HeldOut, value: Any) -> None:

@@ -43,7 +43,7 @@ def bridge_choices(
     found: dict[str, BridgeChoice] = {}
     for number, file in enumerate(files):
         lies_at = beside(directory, BRIDGES_FILE) if file == AUTO_BRIDGES else Path(file)
-        bridges = _read(lies_at, weights)
+        bridges = read_fitted(lies_at, weights)
         found[file] = _choice(file, lies_at, bridges)
         for rank in sorted(set(ranks)):
             _check_rank(rank, bridges, file)
@@ -79,7 +79,8 @@ def check_target(choices: Mapping[str, BridgeChoice], target: Path) -> None:
     require(not lies_there, "--out", str(target.parent), allowed)
 
 
-def _read(path: Path, weights: str) -> Bridges:
+def read_fitted(path: Path, weights: str) -> Bridges:
+    """The bridges of a file, fitted to the weights of this fingerprint; raises `InvalidValueError` for others."""
     try:
         bridges = read_bridges(path)
     except ModelFormatError as error:

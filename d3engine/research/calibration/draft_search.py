@@ -1,13 +1,9 @@
-"""Which attentions and MLPs a model can draft without, by Bayesian search on the model itself.
+"""Which attentions and MLPs a model can draft without, by Bayesian search on the model itself."""
 
-What a draft leaves out cannot make an answer wrong, so nothing has to be proven; the draft by which
-answers come soonest is the best one (Zhang et al. 2023, "Draft & Verify", section 3.3). Each part of each layer is a
-yes or a no, which the search here takes as they are (a tree of Parzen estimators); the authors' code lets a Gaussian
-process choose numbers, of which those above a half are a yes.
-
-Speed is counted in weights read, at batch 1: a pass reads those of its parts and of the LM head, however many rows it
-has. That is the same on every machine at every load; the published search takes the clock.
-"""
+# What a draft leaves out cannot make an answer wrong: the draft by which answers come soonest is the best (Zhang et al.
+# 2023, "Draft & Verify", section 3.3). Each part is a yes or a no for a tree of Parzen estimators; the authors' code
+# takes numbers of a Gaussian process above a half for a yes, and the clock. Speed is counted here in weights read at
+# batch 1, the same on every machine.
 
 from __future__ import annotations
 

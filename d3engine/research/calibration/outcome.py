@@ -7,8 +7,7 @@ from enum import StrEnum
 
 from d3engine.research.calibration.scoring import Answers
 from d3engine.research.calibration.search import Calibration, Check, fewest_to_certify
-from d3engine.research.calibration.statistics import FLOOR, Pairs, Tolerance, needed, power
-from d3engine.research.evaluation.accuracy import paired_difference_interval, wilson_interval
+from d3engine.research.calibration.statistics import FLOOR, Tolerance, needed, power
 
 DIFFERING = (0.0, 0.01, 0.02, 0.05, 0.1)
 """Shares of problems that only one of full depth and setting answers rightly, for which the power is given."""
@@ -56,7 +55,7 @@ def _too_little(result: Calibration) -> str:
         f"Full depth itself knows too little of this task for a loss of {tolerance} to mean anything: it is right on "
         f"{correct} of {problems} problems, {_share(result.baseline)}."
     )
-    if wilson_interval(correct, problems).low > least:
+    if result.baseline.interval.low > least:
         words += f" To certify this tolerance takes {fewest_to_certify(tolerance)} right answers at least."
     else:
         guess = (
@@ -70,18 +69,16 @@ def _too_little(result: Calibration) -> str:
 
 
 def _share(answers: Answers) -> str:
-    interval = wilson_interval(answers.correct, len(answers.right))
+    interval = answers.interval
     return f"{100 * answers.exact_match:.1f} % ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
 
 
 def _not_certified(check: Check, tolerance: Tolerance) -> str:
-    pairs = Pairs.of(check.full.right, check.answers.right)
-    interval = paired_difference_interval(pairs.both, pairs.only_setting, pairs.only_full, pairs.neither)
-    difference = (pairs.only_setting - pairs.only_full) / pairs.problems
-    low, high = 100 * interval.low, 100 * interval.high
+    pairs = check.pairs
+    low, high = 100 * pairs.interval.low, 100 * pairs.interval.high
     words = (
         f"None could be shown to be safe with {pairs.problems} problems: the most careful setting that was left "
-        f"differs from full depth by {100 * difference:+.1f} points ({low:+.1f} to {high:+.1f}), "
+        f"differs from full depth by {100 * pairs.difference:+.1f} points ({low:+.1f} to {high:+.1f}), "
         f"so a loss of {tolerance} cannot be excluded (p {check.p_value:.2g})."
     )
     chance = power(pairs.problems, tolerance, pairs.differing, check.full.exact_match)

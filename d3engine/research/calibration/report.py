@@ -10,15 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-from d3engine.depth import D3, DepthPolicy
+from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import BRIDGES, STUDENT
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, require
 from d3engine.research.calibration.outcome import DIFFERING, outcome, reason
 from d3engine.research.calibration.scoring import Answers
-from d3engine.research.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, grids
-from d3engine.research.calibration.statistics import FLOOR, PASS_LEVEL, Pairs, Tolerance, needed, power
-from d3engine.research.evaluation.accuracy import paired_difference_interval, wilson_interval
+from d3engine.research.calibration.search import Calibration, Check, Fate, Trial, best_at_each_speed, grid_cells, grids
+from d3engine.research.calibration.statistics import FLOOR, PASS_LEVEL, Tolerance, needed, power
 from d3engine.research.plots import BLUE, GREY, INK, ORANGE, VERMILION, letters_on, new_figure, save_figure
 from d3engine.utils.files import as_json, read_text, write_whole
 from d3engine.utils.version import __version__
@@ -74,7 +73,7 @@ def _answers(answers: Answers) -> dict[str, Any]:
         "problems": len(answers.right),
         "correct": answers.correct,
         "exact_match": answers.exact_match,
-        "interval_95": asdict(wilson_interval(answers.correct, len(answers.right))),
+        "interval_95": asdict(answers.interval),
         "realised_mean_layers": answers.mean_layers,
         "seconds": answers.seconds,
     }
@@ -82,8 +81,7 @@ def _answers(answers: Answers) -> dict[str, Any]:
 
 def check_as_dict(check: Check) -> dict[str, Any]:
     """A setting against full depth on the same problems."""
-    pairs = Pairs.of(check.full.right, check.answers.right)
-    interval = paired_difference_interval(pairs.both, pairs.only_setting, pairs.only_full, pairs.neither)
+    pairs = check.pairs
     return {
         "depth": check.policy.describe(),
         "problems": pairs.problems,
@@ -91,8 +89,8 @@ def check_as_dict(check: Check) -> dict[str, Any]:
         "exact_match": check.answers.exact_match,
         "right_at_full_depth_only": pairs.only_full,
         "right_under_the_setting_only": pairs.only_setting,
-        "difference": (pairs.only_setting - pairs.only_full) / pairs.problems,
-        "difference_interval_95": asdict(interval),
+        "difference": pairs.difference,
+        "difference_interval_95": asdict(pairs.interval),
         "p_value_of_losing_the_tolerance": check.p_value,
         "passed": check.passed,
         "realised_mean_layers": check.answers.mean_layers,
@@ -202,8 +200,7 @@ def plot_calibration(result: Calibration, title: str, path: str | Path) -> None:
         upper, lower = figure.subfigures(2, 1, height_ratios=[3.2 * rows + 0.3, 4])
         _draw_grids(upper, result, places, rows, columns)
     _draw_curves(lower, result, result.full)
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, Path(path))
+    save_figure(figure, path, title)
 
 
 def _draw_grids(
@@ -229,12 +226,7 @@ def _draw_grids(
 def _draw_grid(axes: Any, result: Calibration, tail: int, bridges: str | None) -> Any:
     import numpy as np
 
-    cells = {
-        (p.alpha, float(p.start)): (p, t)
-        for t in result.trials
-        for p in t.candidate.alike
-        if isinstance(p, D3) and (p.tail, p.bridges) == (tail, bridges)
-    }
+    cells = grid_cells(result, tail, bridges)
     alphas = sorted({alpha for alpha, _ in cells})  # from the top, as in the printed grid
     starts = sorted({start for _, start in cells})
     values = np.full((len(alphas), len(starts)), np.nan)
@@ -308,7 +300,7 @@ def _draw_answers(axes: Any, answers: Answers, marker: str, colour: str, size: f
     A label that begins with "_" stays out of the legend.
     """
     share = 100 * answers.exact_match
-    interval = wilson_interval(answers.correct, len(answers.right))
+    interval = answers.interval
     errors = [[share - 100 * interval.low], [100 * interval.high - share]]
     style = {"color": colour, "markersize": size, "markerfacecolor": "none", "markeredgewidth": 1.5}
     axes.errorbar(answers.mean_layers, share, errors, fmt=marker, capsize=2.5, elinewidth=1, label=label, **style)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import BRIDGES
-from d3engine.research.evaluation.accuracy import measure, wilson_interval
+from d3engine.research.evaluation.accuracy import Interval, measure, wilson_interval
 from d3engine.research.evaluation.report import commonest, right_by_constant, told_answer
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class Answers:
     @property
     def exact_match(self) -> float:
         return self.correct / len(self.right)
+
+    @property
+    def interval(self) -> Interval:
+        """Of the exact match, 95 %."""
+        return wilson_interval(self.correct, len(self.right))
 
     @property
     def mean_layers(self) -> float:

@@ -277,6 +277,10 @@ class Check:
     def passed(self) -> bool:
         return self.p_value <= PASS_LEVEL
 
+    @property
+    def pairs(self) -> Pairs:
+        return Pairs.of(self.full.right, self.answers.right)
+
 
 @dataclass
 class Calibration:
@@ -365,6 +369,16 @@ def best_at_each_speed(trials: Sequence[Trial]) -> list[Trial]:
             best = trial.screened.exact_match
             chain.append(trial)
     return chain[::-1]
+
+
+def grid_cells(result: Calibration, tail: int, bridges: str | None) -> dict[tuple[float, float], tuple[D3, Trial]]:
+    """The settings of a grid with what is known of them, by alpha and start."""
+    return {
+        (policy.alpha, float(policy.start)): (policy, trial)
+        for trial in result.trials
+        for policy in trial.candidate.alike
+        if isinstance(policy, D3) and (policy.tail, policy.bridges) == (tail, bridges)
+    }
 
 
 def grids(result: Calibration) -> list[tuple[int, str | None]]:

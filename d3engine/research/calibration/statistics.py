@@ -1,10 +1,8 @@
-"""Exact chances for the paired test: a p-value that holds its level, and the power of a certificate.
+"""Exact chances for the paired test: a p-value that holds its level, and the power of a certificate."""
 
-Two counts decide the test, so every outcome can be gone through. The normal distribution of
-`noninferiority.py` would pass up to 2.9 % where 2.5 % are meant (few problems, a wide tolerance), which is made good
-here: where it is close, the p-value is the largest chance, over whatever else may be true, of a result that looks as
-safe.
-"""
+# Two counts decide the test, so every outcome can be gone through. The normal distribution would pass up to 2.9 % where
+# 2.5 % are meant (few problems, a wide tolerance). Where it is close, the p-value is the largest chance, over whatever
+# else may be true, of a result that looks as safe.
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from d3engine.errors import require, require_integer, require_number
-from d3engine.research.evaluation.accuracy import wilson_interval
+from d3engine.research.evaluation.accuracy import Interval, paired_difference_interval, wilson_interval
 
 PASS_LEVEL = 0.025
 """The chance, at most, that a calibration certifies a setting that loses the tolerance or more."""
@@ -185,6 +183,16 @@ class Pairs:
         """The share of the problems that only one of the two answers rightly."""
         return (self.only_full + self.only_setting) / self.problems
 
+    @property
+    def difference(self) -> float:
+        """The setting's exact match less full depth's."""
+        return (self.only_setting - self.only_full) / self.problems
+
+    @property
+    def interval(self) -> Interval:
+        """Of the difference, 95 %."""
+        return paired_difference_interval(self.both, self.only_setting, self.only_full, self.neither)
+
     def counted(self, tolerance: Tolerance) -> int:
         """The problems that the test looks at. What neither can answer says nothing of a ratio."""
         return self.problems - self.neither if tolerance.relative else self.problems
@@ -215,7 +223,7 @@ def noninferiority_p(pairs: Pairs, tolerance: Tolerance) -> float:
     """One-sided p-value of the hypothesis that a setting loses the tolerance or more, by the normal distribution.
 
     Small means that the loss is below the tolerance; 1 minus it is the p-value of the opposite, that the loss is at
-    most the tolerance. Its true level differs from the nominal one a little (`exact.py` has one that does not).
+    most the tolerance. Its true level differs from the nominal one a little (that of `exact_p` does not).
     """
     counted = pairs.counted(tolerance)
     if counted == 0:

@@ -1,10 +1,8 @@
-"""The questions that a calibration asks: two parts of a task, without a question in common.
+"""The questions that a calibration asks: two parts of a task, without a question in common."""
 
-Search and proof need different questions. A task with a validation split gives screening from it and the
-certificate from its test split. BBH has one split only: the order of the questions' hashes, the same for every seed,
-says which half they belong to. A file's questions are a fixed number, so a second calibration on them certifies
-on the same ones twice; generated tasks have new ones for each seed.
-"""
+# A task with a validation split gives screening from it and the certificate from its test split. BBH has one split: the
+# order of the questions' hashes, the same for every seed, says which half they belong to. A file's questions are a
+# fixed number, so a second calibration certifies on the same ones; generated tasks have new ones for each seed.
 
 from __future__ import annotations
 
