@@ -27,6 +27,7 @@ from d3engine.depth import (
     SkipDecode,
     TailSkip,
     UnifiedSkip,
+    Width,
     policy_from_dict,
     policy_from_name,
 )
@@ -328,6 +329,8 @@ EXAMPLES: list[DepthPolicy] = [
     EvenSkip(speedup=1.5),
     FixedSkip([5, 2]),
     Distilled([4, 3], "own.safetensors"),
+    Width(["a", "b"], alpha=0.9, widths=[0.9, 0.5], least=0.5),
+    Width(["a", "b"], steps=[3, 9], skip_layers=[2, 1], on_skip="copy"),
     TailSkip(mean_layers=5.5, max_tokens=20),
     TailSkip(mean_layers="16/3", max_tokens=7, on_skip="copy"),  # type: ignore[arg-type]
     Nested(alpha=0.9, windows=[[5, 7], [2, 3]]),
@@ -366,6 +369,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "nested",
         "early-exit",
         "table",
+        "width",
     }
     assert D3(0.9, 0.6).describe() == {
         "policy": "d3",
