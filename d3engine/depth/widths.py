@@ -36,7 +36,11 @@ class Width(DepthPolicy):
     `alpha**i` in float64, or the narrowest where none is. So widths are rounded down, as `floor(L * alpha**i)` of D3
     is: no token runs more than the formula says, until the narrowest is reached. Or a table says at which step each
     student begins. The prompt pass, which yields token 0, runs the model's own weights. Every layer's attention runs,
-    so the KV cache has no holes, whatever the order of widths.
+    so the KV cache has no holes, and a row may change its student at any step, whatever the order of widths.
+
+    A step reads the weights of each student that one of its rows is at, one after the other. Students share no rows of
+    the model or of each other: gate and up are one contiguous matrix for the kernels, and each down matrix is refitted.
+    On a CPU each also has a decoder with scratch memory. Multi-step decoding ends where a row changes its student.
 
     Args:
         students: files of `d3engine depth train`, in the order in which they begin.
