@@ -50,6 +50,7 @@ _PUBLIC = {
     "EvenSkip": "d3engine.depth",
     "FixedSkip": "d3engine.depth",
     "Distilled": "d3engine.depth",
+    "Width": "d3engine.depth",
     "TailSkip": "d3engine.depth",
     "EarlyExit": "d3engine.depth",
     "LayerTable": "d3engine.depth",
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from d3engine.depth import Speculative as Speculative
     from d3engine.depth import TailSkip as TailSkip
     from d3engine.depth import UnifiedSkip as UnifiedSkip
+    from d3engine.depth import Width as Width
     from d3engine.engine.engine import Engine as Engine
     from d3engine.engine.engine_config import EngineConfig as EngineConfig
     from d3engine.errors import D3EngineError as D3EngineError

@@ -26,7 +26,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested
 from d3engine.depth.labels import policy_in_words
-from d3engine.depth.policy import BRIDGES, POLICY_FILE, STUDENT, named_student
+from d3engine.depth.policy import BRIDGES, POLICY_FILE, STUDENT
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.model.config import ModelConfig
 from d3engine.research.calibration.outcome import Outcome, outcome, reason
@@ -434,8 +434,12 @@ def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: 
     if not isinstance(policy, D3 | FixedSkip | Nested | Distilled):
         allowed = 'a setting of d3, fixed, nested or distilled, such as "d3 alpha=A start=S"'
         raise InvalidValueError("--check", words, allowed)
-    skips = policy.schedule(num_layers).first_skipping_step < max_tokens or isinstance(policy, Distilled)
-    require(skips, "--check", words, f"a setting that skips something within {max_tokens} tokens")
+    require(
+        policy.schedule(num_layers).same_layers_until(0) < max_tokens,
+        "--check",
+        words,
+        f"a setting that skips something within {max_tokens} tokens",
+    )
     return Candidate(policy, (policy,))
 
 
@@ -480,7 +484,7 @@ def _write(
     files: Options = {}
     if (bridges := getattr(result.chosen, BRIDGES, None)) is not None:
         files[BRIDGES] = write_copy(choices[bridges].path, target.with_name(BRIDGES_FILE), bridges)
-    if (student := named_student(result.chosen)) is not None:
+    if (student := getattr(result.chosen, STUDENT, None)) is not None:
         files[STUDENT] = write_copy(engine.bridges.student_path(student), target.with_name(STUDENT_FILE), student)
     write_policy_file(policy_file(result, about, weights, files), target)
 

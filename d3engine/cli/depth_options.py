@@ -50,6 +50,16 @@ def number(text: str) -> float | str:
         return text
 
 
+def numbers(text: str) -> list[float | str]:
+    """Numbers of the command line, "0.9,0.8"."""
+    return [number(one) for one in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """Files of the command line, "a.safetensors,b.safetensors"."""
+    return text.split(",")
+
+
 def layer_ids(text: str) -> list[int] | str:
     """Layers of the command line, "3,5,8-11"; what names none stays text for the policy to judge."""
     try:
@@ -78,6 +88,8 @@ _TYPES = {
     "bool": bool,
     "float | Fraction": number,
     "Sequence[int]": layer_ids,
+    "Sequence[float]": numbers,
+    "Sequence[str]": names,
     "Sequence[Sequence[int]]": layer_windows,
 }
 """Annotation of a policy's field -> what reads it; all others are text."""

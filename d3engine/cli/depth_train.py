@@ -334,10 +334,12 @@ def inspect_command(
     from d3engine.model.config import ModelConfig
     from d3engine.model.students import read_student
 
-    student = read_student(file, ModelConfig.from_directory(model_directory(model)))
+    config = ModelConfig.from_directory(model_directory(model))
+    student = read_student(file, config)
     layers = {number: {name: list(t.shape) for name, t in own.items()} for number, own in student.layers.items()}
+    width = student.width(config)
     if as_json:
-        found = {"skip_layers": list(student.skip_layers), "layers": layers, "bytes": student.num_bytes}
+        found = {"skip_layers": list(student.skip_layers), "layers": layers, "bytes": student.num_bytes, "width": width}
         print_json({"fingerprint": student.fingerprint, **found, "about": student.about})
         return
     from d3engine.cli.terminal import print_table
@@ -347,7 +349,7 @@ def inspect_command(
     ]
     title = f"Student of {student.num_layers} layers, {student.num_bytes / 2**20:.1f} MiB, {student.fingerprint}"
     print_table(title, ("layer", "its own"), rows)
-    typer.echo(f"skipped: {', '.join(map(str, student.skip_layers)) or 'no layer'}")
+    typer.echo(f"skipped: {', '.join(map(str, student.skip_layers)) or 'no layer'}; width {width:.3f}")
     for kind, one in student.about.get("held_out", {}).items():
         typer.echo(f"{kind}: {one['agreement']:.1%} the same token, KL {one['kl']:.4f}, {one['positions']:,} positions")
 

@@ -216,6 +216,7 @@ def as_dict(report: Report) -> dict[str, Any]:
                 "last_step": end - 1,
                 "depth": schedule.depth_at(first),
                 "skipped_layers": _skipped(schedule, first),
+                **({"student": schedule.student_at(first)} if schedule.students else {}),
             }
             for first, end in schedule.runs(report.steps)
         ],
@@ -249,12 +250,16 @@ def _title(report: Report) -> str:
 
 def _show(report: Report) -> None:
     schedule = report.schedule
+    header = ("steps", "layers run", "layers skipped", *(["student"] if schedule.students else []))
     depths = [
-        (_range(first, end - 1), str(schedule.depth_at(first)), _ranges(_skipped(schedule, first)))
+        (
+            *(_range(first, end - 1), str(schedule.depth_at(first)), _ranges(_skipped(schedule, first))),
+            *([schedule.student_at(first) or "none"] if schedule.students else []),
+        )
         for first, end in schedule.runs(report.steps)
     ]
     typer.echo(_title(report))
-    _print_table("Depth at each step", ("steps", "layers run", "layers skipped"), depths)
+    _print_table("Depth at each step", header, depths)
     if schedule.is_nested:
         _print_table("Cutoff of each layer", ("layers", "first step that skips it"), _cutoff_rows(schedule))
     _print_table("Worth", ("figure", "value"), _worth_rows(report))

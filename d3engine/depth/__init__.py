@@ -2,7 +2,7 @@
 
 from d3engine.depth.drafts import DraftAndVerify, Lossless, PromptLookup, SelfSpeculative, Speculative
 from d3engine.depth.policy import DepthPolicy, ExitRule, policy_from_dict, policy_from_name
-from d3engine.depth.schedule import NEVER, Schedule
+from d3engine.depth.schedule import NEVER, Level, Schedule
 from d3engine.depth.skips import (
     D3,
     Distilled,
@@ -16,6 +16,7 @@ from d3engine.depth.skips import (
     TailSkip,
     UnifiedSkip,
 )
+from d3engine.depth.widths import Width
 
 __all__ = [
     "D3",
@@ -29,6 +30,7 @@ __all__ = [
     "FixedSkip",
     "FullDepth",
     "LayerTable",
+    "Level",
     "Lossless",
     "Nested",
     "PromptLookup",
@@ -38,6 +40,7 @@ __all__ = [
     "Speculative",
     "TailSkip",
     "UnifiedSkip",
+    "Width",
     "policy_from_dict",
     "policy_from_name",
 ]

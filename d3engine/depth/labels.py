@@ -16,9 +16,9 @@ def policy_in_words(policy: DepthPolicy) -> str:
     usual = {"policy": policy.name} | {field.name: field.default for field in fields(cast(Any, policy))}
     parts = [policy.label or type(policy).__name__]
     for name, value in policy.describe().items():
-        if value is None or usual.get(name, ...) == value:
-            continue
         own = getattr(policy, name, None)
+        if value is None or usual.get(name, ...) in (value, own):
+            continue
         said = f"({policy_in_words(own)})" if isinstance(own, DepthPolicy) else _said(name, value)
         parts.append(f"{name.replace('_', ' ')} {said}")
     return ", ".join(parts)

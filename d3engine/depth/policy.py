@@ -188,8 +188,8 @@ POLICY_FILE = "d3.json"
 BRIDGES = "bridges"
 """The option that names what stands in for skipped layers."""
 
-STUDENT = "student"
-"""The option that names the weights of generated tokens."""
+STUDENT, STUDENTS = "student", "students"
+"""The options that name the weights of generated tokens."""
 
 POLICIES: dict[str, type[DepthPolicy]] = {}
 """Name -> class of d3engine's own policies, in the order of their definition: each registers itself.
@@ -266,9 +266,10 @@ def named_bridges(policy: DepthPolicy) -> frozenset[str]:
     return frozenset(name for one in policies if (name := getattr(one, BRIDGES, None)) is not None)
 
 
-def named_student(policy: DepthPolicy) -> str | None:
-    """What the policy calls its student; None where it has none."""
-    return getattr(policy, STUDENT, None)
+def named_students(policy: DepthPolicy) -> frozenset[str]:
+    """What the policy calls its students; empty where it has none."""
+    one = getattr(policy, STUDENT, None)
+    return frozenset(getattr(policy, STUDENTS, ()) if one is None else [one])
 
 
 def policy_names() -> list[str]:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ def plain_number(value: Fraction) -> float | Fraction:
     return float(value) if Fraction(str(float(value))) == value else value
 
 
-def first_step_below(falling: Callable[[int], float], limit: int) -> int:
+def first_step_below(falling: Callable[[int], float], limit: float) -> int:
     """The first step >= 1 at which `falling`, which never rises, is below `limit`; `NEVER` if none is."""
     low, high = 1, NEVER
     while low < high:
@@ -111,20 +112,32 @@ AUTO_BRIDGES = "auto"
 """The bridges beside the weights."""
 
 
-def check_file(field: str, name: Any, kind: str) -> None:
-    """Refuse anything but None, and text that names a file of this kind."""
-    is_name = isinstance(name, str) and name != ""
-    require(name is None or is_name, field, name, f'a file of {kind}, "{AUTO_BRIDGES}", or None')
-
-
 def check_bridges(bridges: Any) -> None:
     """Refuse anything but None, and text that names bridges."""
-    check_file("bridges", bridges, "bridges")
+    is_name = isinstance(bridges, str) and bridges != ""
+    require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
+
+
+def check_student(student: Any) -> None:
+    """Refuse anything but text that names a student."""
+    is_name = isinstance(student, str) and student != ""
+    require(is_name, "student", student, f'a file of a student, or "{AUTO_BRIDGES}"')
 
 
 def check_on_skip(on_skip: Any) -> None:
     """Refuse anything but the three rules for the entries of skipped layers."""
     require(isinstance(on_skip, str) and on_skip in ON_SKIP, "on_skip", on_skip, f"one of {', '.join(ON_SKIP)}")
+
+
+class Level(NamedTuple):
+    """The student that generated tokens run from a step on.
+
+    `width`, where it is not None, is the part of the MLPs' neurons that the file must have: the policy counts on it.
+    """
+
+    step: int
+    student: str
+    width: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,20 +155,23 @@ class Schedule:
         on_skip: what the cache holds at a skipped layer.
         bridges: the maps that stand in for each window of skipped layers: a file, or "auto" for the one beside the
             weights. None: a hidden state passes skipped layers as it is.
-        student: the weights that generated tokens run from step 1 on: a file, or "auto" for the one beside the
-            model's. None: the model's own.
+        students: the weights that generated tokens run, each from its own step on, in order: a file, or "auto" for the
+            one beside the model's. Before the first of them, and where there is none: the model's own.
     """
 
     cutoffs: Int32Array
     table: BoolArray | None = None
     on_skip: OnSkip = "none"
     bridges: str | None = None
-    student: str | None = None
+    students: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
         check_on_skip(self.on_skip)
         check_bridges(self.bridges)
-        check_file("student", self.student, "a student")
+        steps = [0, *(require_integer("step of a student", level.step, 1, NEVER - 1) for level in self.students)]
+        require(all(a < b for a, b in pairwise(steps)), "students", self.students, "in the order of their steps")
+        for level in self.students:
+            check_student(level.student)
         projects = self.bridges is not None and self.on_skip == "project"
         require(
             not projects, "on_skip", "project", "'none' or 'copy' beside bridges, which change what would be projected"
@@ -198,10 +214,10 @@ class Schedule:
         cutoffs: Sequence[int] | npt.NDArray[Any],
         on_skip: OnSkip = "none",
         bridges: str | None = None,
-        student: str | None = None,
+        students: Sequence[Level] = (),
     ) -> Schedule:
         """The schedule in which layer l runs at step i while `i < cutoffs[l]`."""
-        return cls(_as_array("cutoffs", cutoffs), None, on_skip, bridges, student)
+        return cls(_as_array("cutoffs", cutoffs), None, on_skip, bridges, tuple(students))
 
     @classmethod
     def from_table(
@@ -235,7 +251,20 @@ class Schedule:
     @property
     def first_skipping_step(self) -> int:
         """The first step that runs fewer than L layers; `NEVER` when all run for ever."""
-        return self.same_layers_until(0)
+        return self._same_numbers_until(0)
+
+    def student_at(self, step: int) -> str | None:
+        """The student whose weights run at `step`; None where the model's own do."""
+        found = None
+        for level in self.students:
+            if level.step > step:
+                break
+            found = level.student
+        return found
+
+    def same_student_until(self, step: int) -> int:
+        """The largest end such that all of steps [step, end) run the same weights; `NEVER` if for ever."""
+        return next((level.step for level in self.students if level.step > step), NEVER)
 
     def active(self, step: int) -> BoolArray:
         """Bool [L]: the layers that run at `step`; all of them for the prompt (step -1) and step 0."""
@@ -256,7 +285,7 @@ class Schedule:
         """How many layers run at each of the steps [first, stop)."""
         found: list[int] = []
         while first < stop:
-            end = min(self.same_layers_until(first), stop)
+            end = min(self._same_numbers_until(first), stop)
             found += [self.depth_at(first)] * (end - first)
             first = end
         return found
@@ -269,7 +298,14 @@ class Schedule:
         return self._depth_of_row[np.minimum(steps, len(self.table) - 1)]
 
     def same_layers_until(self, step: int) -> int:
-        """The largest end such that all of steps [step, end) run the same layers; `NEVER` if for ever."""
+        """The largest end such that all of steps [step, end) run the same layers; `NEVER` if for ever.
+
+        A layer that a student has other weights for is another layer.
+        """
+        return min(self._same_numbers_until(step), self.same_student_until(step))
+
+    def _same_numbers_until(self, step: int) -> int:
+        """The same, whatever weights the layers have."""
         if self.table is None:
             later = bisect_right(self._cutoffs_listed, step)
             return NEVER if later == len(self._cutoffs_listed) else self._cutoffs_listed[later]
@@ -306,7 +342,7 @@ class Schedule:
 
     def _identity(self) -> tuple[object, ...]:
         table = None if self.table is None else (self.table.shape, self.table.tobytes())
-        return (self.on_skip, self.bridges, self.student, self.cutoffs.tobytes(), table)
+        return (self.on_skip, self.bridges, self.students, self.cutoffs.tobytes(), table)
 
     def _row(self, step: int) -> int:
         assert self.table is not None

@@ -17,11 +17,12 @@ from d3engine.depth.schedule import (
     AUTO_BRIDGES,
     NEVER,
     BoolArray,
+    Level,
     OnSkip,
     Schedule,
     check_bridges,
-    check_file,
     check_on_skip,
+    check_student,
     checked_layers,
     cutoffs_without,
     exact_fraction,
@@ -353,15 +354,14 @@ class Distilled(DepthPolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip_layers", checked_layers("skip_layers", self.skip_layers))
-        require(self.student is not None, "student", None, f'a file of a student, or "{AUTO_BRIDGES}"')
-        check_file("student", self.student, "a student")
+        check_student(self.student)
         check_on_skip(self.on_skip)
 
     def schedule(self, num_layers: int) -> Schedule:
         """The nested schedule: cutoff 1 for the layers left out; refuses a layer that the model has not."""
         require_integer("num_layers", num_layers, 1)
         cutoffs = cutoffs_without("skip_layers", list(self.skip_layers), num_layers)
-        return Schedule.nested(cutoffs, self.on_skip, student=self.student)
+        return Schedule.nested(cutoffs, self.on_skip, students=[Level(1, self.student)])
 
     def describe(self) -> dict[str, Any]:
         """The policy as JSON-ready values."""

@@ -15,7 +15,7 @@ from d3engine.depth.policy import (
     calibrated_file,
     calibrated_for,
     calibrated_task,
-    named_student,
+    named_students,
     policy_from_directory,
 )
 from d3engine.depth.schedule import AUTO_BRIDGES
@@ -66,11 +66,11 @@ class Certification:
         )
 
     def _is_exact(self, policy: DepthPolicy) -> bool:
-        """Whether every token runs all layers, or is verified by all."""
+        """Whether every token runs all of the model's own layers, or is verified by all."""
         if policy.draft_rule(self._num_layers) is not None:
             return True
-        skips = policy.schedule(self._num_layers).first_skipping_step != NEVER
-        return not skips and policy.exit_rule(self._num_layers) is None
+        changes = policy.schedule(self._num_layers).same_layers_until(0) != NEVER
+        return not changes and policy.exit_rule(self._num_layers) is None
 
     @cached_property
     def certified(self) -> DepthPolicy | None:
@@ -107,8 +107,8 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
             f"{beside(directory, POLICY_FILE)} was calibrated on other weights than those beside it; run d3engine "
             "calibrate on these, delete the file, or name a depth"
         )
-    if (student := named_student(policy)) is not None:
-        if student != AUTO_BRIDGES:
+    if students := named_students(policy):
+        if students != {AUTO_BRIDGES}:
             path = beside(directory, POLICY_FILE)
             raise ModelFormatError(f'{path}: student must be "{AUTO_BRIDGES}" there; got {policy.describe()}')
         check_student(directory)

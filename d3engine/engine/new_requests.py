@@ -124,7 +124,7 @@ class NewRequests:
             assert self._adapters is not None
             adapter = self._adapters.of_request(lora_request)
             without = "None beside a student, whose layers an adapter was not trained for"
-            require(schedule.student is None, "lora_request", lora_request, without)
+            require(not schedule.students, "lora_request", lora_request, without)
         self._check_hooks(params, len(token_ids))
         return EngineRequest(
             request_id=request_id,
@@ -228,10 +228,15 @@ def _fit(
     loaded = f"the engine's own draft model, {model!r} (Engine(depth=Speculative(draft_model)) loads it)"
     require(rule is None or rule.model in (None, model), "draft_model", rule and rule.model, loaded)
     if rule is not None and rule.schedule is not None:
-        student = rule.schedule.student
-        require(student is None, "student", student, "absent in a draft, whose layers are the model's own")
+        students = rule.schedule.students
+        require(
+            not students,
+            "student",
+            students and students[0].student,
+            "absent in a draft, whose layers are the model's own",
+        )
     for skipping in (schedule, None if rule is None else rule.schedule):
-        if skipping is not None and (skipping.bridges is not None or skipping.student is not None):
+        if skipping is not None and (skipping.bridges is not None or skipping.students):
             require(bridges is not None, "bridges", skipping.bridges, "absent, since no bridges are loaded")
             assert bridges is not None
             bridges.check(skipping)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from d3engine.depth import DepthPolicy, policy_from_dict
-from d3engine.depth.policy import named_bridges, named_student
+from d3engine.depth.policy import named_bridges, named_students
 from d3engine.engine.engine_config import EngineConfig
 from d3engine.engine.model_directory import own_pooling
 from d3engine.errors import InvalidValueError
@@ -69,9 +69,8 @@ class EngineSettings(EngineConfig):
 
     @property
     def own_bridges(self) -> frozenset[str]:
-        """The bridges that the engine's policy names, or that by which it drafts, and its student."""
-        student = named_student(self.depth)
-        return named_bridges(self.depth) | (frozenset() if student is None else {student})
+        """The bridges that the engine's policy names, or that by which it drafts, and its students."""
+        return named_bridges(self.depth) | named_students(self.depth)
 
     @property
     def scheduler_config(self) -> SchedulerConfig:

@@ -23,7 +23,8 @@ class EngineStats:
     how many were captured, in how many seconds, with what memory. `graph_steps` ran in graphs, `native_steps` in the
     native library; the others, such as prompts beside graphs, are `eager_steps`, whose operations the host called, for
     one sequence at least.
-    `bridge_bytes` is the memory of the bridges that policies have named.
+    `bridge_bytes` is the memory of the bridges that policies have named, `student_bytes` that of the matrices of
+    students that steps have run, beyond the model's own.
     `layers_run` are all layers run for the tokens generated, `layers_full` what full depth would have run for them;
     `token_layers[d]` counts the tokens that took d layers (the last: or more, as a drafted token's share may). Of each
     step: its seconds and rows; a run of steps that a device takes by itself counts as steps of equal length. Of each
@@ -62,6 +63,7 @@ class EngineStats:
     native_steps: int = 0
     eager_steps: int = 0
     bridge_bytes: int = 0
+    student_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0

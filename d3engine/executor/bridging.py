@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d3engine.depth import DepthPolicy, Schedule
-from d3engine.depth.policy import named_student
+from d3engine.depth import DepthPolicy, Level, Schedule
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.hidden_states import Due
@@ -27,6 +26,9 @@ from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.plan import BridgedRows
 from d3engine.utils.files import beside
+
+WIDTH_ERROR = 0.01
+"""What a policy may call a student wider or narrower than it is: its neurons are a multiple of some number."""
 
 
 class BridgeStore:
@@ -70,8 +72,8 @@ class BridgeStore:
         Raises `InvalidValueError` that names `bridges` where the file is not to be had, belongs to other weights or
         lacks a window that the schedule leaves out.
         """
-        if schedule.student is not None:
-            self._check_student(schedule)
+        for level in schedule.students:
+            self._check_student(schedule, level)
         name = schedule.bridges
         if name is None:
             return
@@ -90,18 +92,17 @@ class BridgeStore:
         )
         require(not missing, "bridges", name, f"{allowed} in it")
 
-    def _check_student(self, schedule: Schedule) -> None:
-        """Read the student of a schedule. Raises `InvalidValueError` that names `student` where it cannot be had."""
-        name = schedule.student
-        assert name is not None
+    def _check_student(self, schedule: Schedule, level: Level) -> None:
+        """Read a student of a schedule. Raises `InvalidValueError` that names `student` where it cannot be had, or what
+        of the schedule the file is not made for."""
+        name = level.student
         require(bool(self._allowed), "student", name, "absent beside a tensor_parallel_size above 1")
         allowed = f'"{AUTO_BRIDGES}", or what the engine\'s own policy names'
         require(name in self._allowed, "student", name, allowed)
         with self._lock:
             if name not in self._students:
                 self._students[name] = self._read_student(name)
-        skipped, wanted = np.flatnonzero(schedule.cutoffs == 1).tolist(), list(self._students[name].skip_layers)
-        require(skipped == wanted, "skip_layers", skipped, f"those that the student was trained without, {wanted}")
+        check_made_for(self._students[name], level, schedule, self._config)
 
     def student_path(self, name: str) -> Path:
         """The file of a student that a policy calls so, whether it is there or not."""
@@ -121,12 +122,14 @@ class BridgeStore:
         """The names of those of schedules that were checked."""
         return tuple(self._students)
 
-    def student_saves(self, policy: DepthPolicy) -> float:
-        """Layers' worth that the narrower layers of a policy's student save a token; 0 without one."""
-        name = named_student(policy)
-        if name is None:
-            return 0.0
-        return (self._students.get(name) or self._read_student(name)).narrower(self._config)
+    def students_save(self, policy: DepthPolicy, num_steps: int) -> float:
+        """Layers' worth that the narrower layers of a policy's students save over an answer's first `num_steps`."""
+        schedule, saved = policy.schedule(self._config.num_layers), 0.0
+        for first, end in schedule.runs(num_steps):
+            if (name := schedule.student_at(first)) is not None:
+                student = self._students.get(name) or self._read_student(name)
+                saved += (end - first) * student.narrower(self._config)
+        return saved
 
     def student_weights(self, name: str, own: LlamaWeights) -> LlamaWeights:
         """A student's weights in the layouts of the model's `own`, for a schedule that was checked."""
@@ -159,6 +162,15 @@ class BridgeStore:
         has_values = self._kind["device"].type != "meta"  # which scales are made of
         scheme = self._config.quantization if has_values else None
         return {window: held(bridge, quantization=scheme, **self._kind) for window, bridge in found.by_window.items()}
+
+
+def check_made_for(student: Student, level: Level, schedule: Schedule, config: ModelConfig) -> None:
+    """Refuse, by name, layers left out or a width that are not the student's."""
+    skipped, wanted = np.flatnonzero(~schedule.active(level.step)).tolist(), list(student.skip_layers)
+    require(skipped == wanted, "skip_layers", skipped, f"those that the student was trained without, {wanted}")
+    width = student.width(config)
+    is_so_wide = level.width is None or abs(level.width - width) <= WIDTH_ERROR
+    require(is_so_wide, "widths", level.width, f"the width of {level.student}, {width:.3f}")
 
 
 def crossings(store: BridgeStore | None, bridged: Sequence[BridgedRows], hidden: Tensor, kernels: Any) -> Iterator[Due]:

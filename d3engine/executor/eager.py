@@ -79,7 +79,7 @@ class EagerExecutor:
         self.pool = _new_pool(shape, kv_dtype or dtype, device)
         self.stats = ExecutorStats()
         self.bridges = bridges
-        self.students = StudentExecutors(bridges, weights, self.with_weights)
+        self.students = StudentExecutors(bridges, weights, self.with_weights, self.stats)
         self._tells_prompts = tells_prompts
         if bridges is not None:
             bridges.count_in(self.stats)
@@ -93,7 +93,7 @@ class EagerExecutor:
         """The same over the same pool with other weights of such a model: a student's."""
         other = copy(self)
         other.model = Llama(self.model.config, weights, self.kernels, self.model.ranks)
-        other.students = StudentExecutors(None, weights, other.with_weights)
+        other.students = StudentExecutors(None, weights, other.with_weights, self.stats)
         return other
 
     def take_largest(self) -> None:

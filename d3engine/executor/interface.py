@@ -88,7 +88,7 @@ class ExecutorStats:
     """Which executor and backend run, and its steps by who took them: a graph, the native library, or host and torch.
 
     With CUDA graphs also how many were captured, in how many seconds, and what memory they take. `bridge_bytes` is what
-    the bridges take that policies have named.
+    the bridges take that policies have named, `student_bytes` the matrices of students that steps have run.
     """
 
     executor: str = "eager"
@@ -100,6 +100,7 @@ class ExecutorStats:
     native_steps: int = 0
     eager_steps: int = 0
     bridge_bytes: int = 0
+    student_bytes: int = 0
 
 
 class Executor(Protocol):

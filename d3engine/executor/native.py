@@ -96,7 +96,7 @@ class NativeExecutor:
         given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_steps": max_steps}
         make = partial(self._of_student, **given, num_threads=num_threads, isa=isa)
         self._students: StudentExecutors[NativeExecutor] = StudentExecutors(
-            eager.students.store, eager.model.weights, make
+            eager.students.store, eager.model.weights, make, eager.stats
         )
         self.max_steps = max_steps
         self._max_rows = max(max_num_seqs, MAX_ROWS)

@@ -9,8 +9,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from d3engine.executor.bridging import BridgeStore
-from d3engine.executor.interface import Computed
+from d3engine.executor.interface import Computed, ExecutorStats
 from d3engine.executor.shares import Share, joined, share_of
+from d3engine.model.students import bytes_beyond
 from d3engine.model.weights import LlamaWeights
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import Plan
@@ -32,8 +33,14 @@ _Copies: TypeAlias = tuple[IntArray, IntArray] | None
 class StudentExecutors(Generic[_Executor]):
     """An executor for each student that plans name, made when one first does."""
 
-    def __init__(self, store: BridgeStore | None, own: LlamaWeights, make: Callable[[LlamaWeights], _Executor]) -> None:
-        self.store, self._own, self._make = store, own, make
+    def __init__(
+        self,
+        store: BridgeStore | None,
+        own: LlamaWeights,
+        make: Callable[[LlamaWeights], _Executor],
+        stats: ExecutorStats,
+    ) -> None:
+        self.store, self._own, self._make, self._stats = store, own, make, stats
         self._made: dict[str, _Executor] = {}
 
     def named(self, plan: Plan) -> list[str | None] | None:
@@ -41,7 +48,7 @@ class StudentExecutors(Generic[_Executor]):
         if self.store is None or not self.store.students:
             return None
         names = [
-            sequence.schedule.student if step >= 1 else None
+            sequence.schedule.student_at(step)
             for sequence, step in zip(plan.sequences, plan.steps.tolist(), strict=True)
         ]
         return names if any(name is not None for name in names) else None
@@ -50,7 +57,9 @@ class StudentExecutors(Generic[_Executor]):
         """The executor of a student that a checked schedule names."""
         if name not in self._made:
             assert self.store is not None, "a plan names a student that no schedule was checked for"
-            self._made[name] = self._make(self.store.student_weights(name, self._own))
+            weights = self.store.student_weights(name, self._own)
+            self._stats.student_bytes += bytes_beyond(weights, self._own)
+            self._made[name] = self._make(weights)
         return self._made[name]
 
     def made(self) -> list[tuple[str, _Executor]]:

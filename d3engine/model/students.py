@@ -27,7 +27,7 @@ from d3engine.kernels.blocks import (
     stacked,
 )
 from d3engine.kernels.interleaved import LanesWeight, in_lanes
-from d3engine.kernels.matrices import Weight
+from d3engine.kernels.matrices import Weight, tensors_of
 from d3engine.kernels.quantized import Int8Weight, quantize_int8
 from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.model.bridges import MadeFor, check_floats, read_made, write_made
@@ -65,11 +65,16 @@ class Student(MadeFor):
 
     def narrower(self, config: ModelConfig) -> float:
         """Layers' worth of matrices that its narrower layers save a token; layers left out are not counted."""
-        width, saved = config.intermediate_size, 0
-        for tensors in self.layers.values():
-            own = tensors["down"].shape[1] if "down" in tensors else width
-            saved += 3 * config.hidden_size * (width - own)
-        return saved / config.layer_parameters
+        return 3 * config.hidden_size * self._fewer_neurons(config) / config.layer_parameters
+
+    def width(self, config: ModelConfig) -> float:
+        """The part of the MLPs' neurons that it runs, on average over the layers that run."""
+        running = config.num_layers - len(self.skip_layers)
+        return 1 - self._fewer_neurons(config) / (config.intermediate_size * max(running, 1))
+
+    def _fewer_neurons(self, config: ModelConfig) -> int:
+        own = [tensors["down"].shape[1] for tensors in self.layers.values() if "down" in tensors]
+        return sum(config.intermediate_size - width for width in own)
 
 
 def write_student(student: Student, path: str | Path) -> None:
@@ -169,6 +174,13 @@ def with_student(weights: LlamaWeights, student: Student, plain: LlamaWeights | 
             raise ModelFormatError(f"layer {number} has a bias in its MLP, which students know nothing of")
         layers[number] = replace(own, **changes)
     return replace(weights, layers=tuple(layers))
+
+
+def bytes_beyond(weights: LlamaWeights, own: LlamaWeights) -> int:
+    """Bytes of the matrices of a student's weights that are not the model's own."""
+    layers = zip(weights.layers, own.layers, strict=True)
+    pairs = [(getattr(one, name), getattr(other, name)) for one, other in layers for name in MATRICES]
+    return sum(tensor.nbytes for one, other in pairs if one is not other for tensor in tensors_of(one))
 
 
 def narrowed(layer: LayerWeights, neurons: Tensor, like: Weight | None = None) -> Weight:

@@ -9,12 +9,12 @@ own in.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from d3engine.depth import NEVER
+from d3engine.depth import NEVER, Schedule
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
@@ -150,8 +150,6 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     hooked = bool(chunks.traits & Trait.HOOKED) and bool(table.having(Trait.HOOKED, chunks.slots).any())
     if hooked and not capabilities.hooks:
         return None
-    if chunks.traits & Trait.STUDENT and not _have_one_student(chunks, table, capabilities):
-        return None
     drafts = table.having(Trait.DRAFTS, slots)
     if drafts.all() and (cycles := cycles_ahead(chunks, table, limit, capabilities)) is not None:
         return cycles
@@ -176,6 +174,12 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
         limit = min(limit, max(1, capabilities.states // num_captured))
     cutoffs = table.cutoffs[slots]
     steps = table.steps(slots, chunks.stops) if opens else chunks.steps
+    if chunks.traits & Trait.STUDENT:
+        schedules = [table.sequence(slot).schedule for slot in slots.tolist()]
+        names = {one.student_at(step) for one, step in zip(schedules, chunks.steps.tolist(), strict=True)}
+        if len(names) > 1 or not (capabilities.students or names == {None}):
+            return None
+        limit = min(limit, opens + _steps_of_one_student(schedules, chunks.steps, steps))
     num_steps = _steps_in_order(steps, cutoffs, limit - opens)
     if not num_steps:
         return None
@@ -192,10 +196,10 @@ def _captured_in_step(chunks: Chunks, table: RunningTable) -> int:
     return sum(len(capture.numbers) for capture in captures if capture is not None)
 
 
-def _have_one_student(chunks: Chunks, table: RunningTable, capabilities: ExecutorCapabilities) -> bool:
-    """Whether all chunks are decoded tokens that run the weights of the same student, or all the model's own."""
-    students = {table.sequence(slot).schedule.student for slot in chunks.slots.tolist()}
-    return students == {None} or (capabilities.students and len(students) == 1 and bool((chunks.steps >= 1).all()))
+def _steps_of_one_student(schedules: Iterable[Schedule], begun: IntArray, steps: IntArray) -> int:
+    """For how many steps, from `steps` on, all rows keep the weights that they run at the steps `begun`."""
+    rows = zip(schedules, begun.tolist(), steps.tolist(), strict=True)
+    return min(schedule.same_student_until(first) - step for schedule, first, step in rows)
 
 
 def _may_open(chunks: Chunks, table: RunningTable, choice: SamplingMode) -> bool:
@@ -240,6 +244,8 @@ def beyond(plan: Plan, table: RunningTable, limit: int) -> tuple[Chunks, int]:
     assert run is not None
     steps = run.steps + run.num_steps
     room = int((table.max_length[plan.slots] - plan.stops).min()) - run.num_steps
+    schedules = (sequence.schedule for sequence in plan.sequences)
+    room = min(room, _steps_of_one_student(schedules, run.steps, steps))
     num_steps = _steps_in_order(steps, run.cutoffs, min(limit, room))
     stops = plan.stops + run.num_steps + num_steps - 1
     return Chunks(plan.slots, stops - num_steps, stops, steps, steps[:, None] < run.cutoffs, traits=0), num_steps

@@ -166,9 +166,10 @@ class ExecutorCapabilities:
     `bridges` says whether rows may cross by maps the layers that they leave out. `openings` says whether a run may
     follow a step of prompts without the host. `text_drafts` says whether the drafts of such steps may also be those of
     a second model and of lookups: sequences that draft so then draft nowhere else. `students` says whether all rows may
-    run the weights of one student. `hooks`: whether rows may have their hidden states captured, of which it keeps
-    `states` in one run, or changed. `launched_ahead`: where the host takes the steps of every run one by one, the steps
-    that the device has been given beyond; the host can end the run at each of them at no cost, and make it longer.
+    run the weights of one student: a run ends where a row changes its own. `hooks`: whether rows may have their hidden
+    states captured, of which it keeps `states` in one run, or changed. `launched_ahead`: where the host takes the steps
+    of every run one by one, the steps that the device has been given beyond; the host can end the run at each of them
+    at no cost, and make it longer.
     """
 
     choice: SamplingMode = SamplingMode.PENALISE

@@ -167,7 +167,7 @@ def traits_of(sequence: Sequence) -> int:
         traits |= Trait.HOOKED
     if schedule.bridges is not None:
         traits |= Trait.BRIDGED
-    if schedule.student is not None:
+    if schedule.students:
         traits |= Trait.STUDENT
     return traits if rule is None else traits | _traits_of_drafts(rule)
 

@@ -296,15 +296,16 @@ class Sequence:
         return len(self.token_ids)
 
     def same_layers_until(self, step: int) -> int:
-        """The largest end such that the tokens of steps [step, end) run the same layers.
+        """The largest end such that the tokens of steps [step, end) run the same layers of the same weights.
 
         Tokens that may leave early are replayed as deep as they once went; how deep the next one goes is open, so it
         stands alone.
         """
+        end = self.schedule.same_layers_until(step)
         if self.exit_rule is None:
-            return self.schedule.same_layers_until(step)
+            return end
         again = takewhile(lambda depth: depth == self.depths[step], self.depths[step:])
-        return step + max(1, sum(1 for _ in again))
+        return min(end, step + max(1, sum(1 for _ in again)))
 
     def allowed(self) -> Allowed | None:
         """The tokens that its form allows next; None where it allows any."""

@@ -12,7 +12,7 @@ import torch
 from invoking import invoke, report_of, succeed
 from tiny_models import TinyLlama
 
-from d3engine import Distilled, Engine, FixedSkip, FullDepth, SamplingParams
+from d3engine import Distilled, Engine, FixedSkip, FullDepth, SamplingParams, Width
 from d3engine.depth import DepthPolicy
 from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
@@ -22,7 +22,7 @@ from d3engine.model.weights import load_weights
 from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
-from d3engine.research.distillation.judging import Agreement, Judgeable, judge
+from d3engine.research.distillation.judging import Agreement, Judgeable, judge, judgeable_of
 from d3engine.research.distillation.passes import AnswerPass, layers_of
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.distillation.training import (
@@ -109,6 +109,27 @@ def test_agreement_by_position_is_the_mean_of_those_steps() -> None:
     assert found["1-48"]["kl"] == pytest.approx((rows[:48].sum() + 80) / 68)
     assert (found["49-96"]["kl"], found["49-96"]["kl_95"]) == (rows[48:96].mean(), None)  # of one text no interval
     assert [one["agreement"] for one in found.values()] == [1, 1, 0]
+
+
+def test_a_policy_of_several_students_is_judged_by_step(model: TinyLlama, run: AnswerPass, tmp_path: Path) -> None:
+    """Each row runs the layers of its step as the engine does, and what they save is a mean over the steps."""
+    torch.manual_seed(1)
+    block = {name: t + 0.05 * torch.randn_like(t) for name, t in window_shape(run, 2, 5, [3]).start[3].items()}
+    names = [str(tmp_path / name) for name in ("wide", "narrow")]
+    for name, kept in zip(names, (96, 32), strict=True):
+        own = {NEURONS: torch.arange(kept), "down": torch.randn(32, kept) * 0.1}
+        layers = {1: own, **({3: block} if kept == 32 else {})}
+        write_student(Student(fingerprint(model.directory), LAYERS, 32, (), layers), name)
+    policy = Width(names, steps=[3, 8])
+    judgeable = judgeable_of(run, model.directory, "words", policy, fingerprint(model.directory))
+    assert judgeable.first == 1
+    for text in answered(model, 3, policy):
+        full = run.at_full_depth(text.prompt_ids, text.token_ids, {1})
+        state = run.run(full, judgeable.schedule, first=1, layers=judgeable.layers, later=judgeable.later)
+        assert run.logits(state).argmax(-1).tolist() == text.token_ids[1:]
+    fewer = [3 * 32 * (128 - kept) / run.config.layer_parameters for kept in (96, 32)]
+    assert judgeable.saved(run.config, 10) == pytest.approx((5 * fewer[0] + 3 * fewer[1]) / 10)
+    assert judgeable.saved(run.config, 2) == 0
 
 
 def test_training_brings_a_block_nearer_than_the_layers_left_out(run: AnswerPass, texts: list[OwnAnswer]) -> None:

@@ -66,6 +66,15 @@ def test_layers_skipped_in_pieces_are_shown_in_pieces() -> None:
     assert "1-2    4           1-2, 4-5, 7" in result.stdout.splitlines()
 
 
+def test_students_of_a_width_policy_are_shown_by_step() -> None:
+    """Each run of steps has a row with its student, and JSON names it too."""
+    words = ("schedule", "--layers", "4", "--depth", "width students=a.st,b.st from-steps=2,5", "--steps", "8")
+    cells = [line.split() for line in run(*words).stdout.splitlines()]
+    for row in (["0-1", "4", "none", "none"], ["2-4", "4", "none", "a.st"], ["5-7", "4", "none", "b.st"]):
+        assert row in cells
+    assert [one["student"] for one in run_json(*words)["runs"]] == [None, "a.st", "b.st"]
+
+
 def test_json_holds_everything_for_machines() -> None:
     report = run_json(*BBH, "--prompt-tokens", "100")
     assert report["policy"] == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}

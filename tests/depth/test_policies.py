@@ -26,6 +26,7 @@ from d3engine.depth import (
     SkipDecode,
     TailSkip,
     UnifiedSkip,
+    Width,
     policy_from_dict,
     policy_from_name,
 )
@@ -311,6 +312,8 @@ EXAMPLES: list[DepthPolicy] = [
     EvenSkip(speedup=1.5),
     FixedSkip([5, 2]),
     Distilled([4, 3], "own.safetensors"),
+    Width(["a", "b"], alpha=0.9, widths=[0.9, 0.5], least=0.5),
+    Width(["a", "b"], steps=[3, 9], skip_layers=[2, 1], on_skip="copy"),
     TailSkip(mean_layers=5.5, max_tokens=20),
     TailSkip(mean_layers="16/3", max_tokens=7, on_skip="copy"),  # type: ignore[arg-type]
     Nested(alpha=0.9, windows=[[5, 7], [2, 3]]),
@@ -337,7 +340,7 @@ def test_every_policy_refuses_a_number_of_layers_that_is_none(policy: DepthPolic
 
 
 def test_the_names_are_those_of_the_command_line() -> None:
-    names = "full d3 skipdecode unified even fixed distilled tail-skip nested early-exit table"
+    names = "full d3 skipdecode unified even fixed distilled tail-skip nested early-exit table width"
     assert {policy.describe()["policy"] for policy in EXAMPLES} == set(names.split())
     assert D3(0.9, 0.6).describe() == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}
     assert policy_from_name("d3", alpha=0.9, start=0.6) == D3(0.9, 0.6)

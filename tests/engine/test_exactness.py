@@ -117,7 +117,7 @@ CASES = [
     *product(["policies"], ["4 rows", "12 rows", "512 rows", "short of memory", "short of memory again"]),
     *product(["policies"], ["preempted", "preempted again", "at intervals"]),
     *product(["8-bit cache"], ["12 rows", "512 rows"]),
-    *product(["batch-invariant", "batch-invariant, 8-bit cache"], ["preempted, 9 rows"]),
+    *product(["batch-invariant", "batch-invariant, 8-bit cache", "batch-invariant students"], ["preempted, 9 rows"]),
     *product(["bridges by PyTorch", "bridges", "students by PyTorch", "students"], ["preempted"]),
     *product(["drafts by own layers", "drafts by a second model"], ["12 rows", "short of memory", "preempted"]),
     *product(["drafts by parts of layers"], ["12 rows", "preempted"]),

@@ -13,10 +13,10 @@ from depth_oracle import greedy_at_depth
 from fixture_types import MakeEngine, MakeLlama
 from gguf_files import SMALL, bpe_keys, write_gguf
 from kinds_of_engine import maker
-from trained_students import LAYERS, NARROW, SIZE, SKIPPED, TOKENS, Trained
+from trained_students import LAYERS, NARROW, SIZE, SKIPPED, TOKENS, WIDTHS, Trained
 from transformers_oracle import assert_same_tokens
 
-from d3engine import Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative
+from d3engine import Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative, Width
 from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.engine import resolve
 from d3engine.errors import InvalidValueError, ModelFormatError
@@ -75,6 +75,78 @@ def test_beside_rows_of_other_weights_each_equals_the_oracle(
     for nth, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         every = greedy_at_depth(made.teacher, prompt, TOKENS, lambda _: set(range(LAYERS)))
         assert_same_tokens(output.outputs[0].token_ids, made.answer(prompt) if nth % 2 else every, tie=1e-3)
+
+
+ALPHA, STEPS = 0.95, (3, 6, 9)
+
+
+def by_formula(step: int) -> int | None:
+    """The widest student within alpha ** step, or the narrowest; the model itself is wider than any step's width."""
+    return next((nth for nth, width in enumerate(WIDTHS) if width <= ALPHA**step), len(WIDTHS) - 1)
+
+
+def by_table(step: int) -> int | None:
+    return {3: 0, 4: 0, 5: 0, 6: 1, 7: 1, 8: 1}.get(step, None if step < 3 else 2)
+
+
+@EAGER
+def test_rows_of_different_levels_each_equal_the_oracle(
+    made: Trained, make_engine: MakeEngine, enforce_eager: bool
+) -> None:
+    """Rows of two ladders, of a student and of full depth share steps, and each goes on as the oracle does."""
+    assert [by_formula(step) for step in range(1, 8)] == [0, 1, 1, 1, 1, 2, 2]
+    ladder, table = Width(made.ladder, ALPHA, WIDTHS), Width(made.ladder, steps=STEPS)
+    with make_engine(enforce_eager=enforce_eager, depth=ladder) as engine:
+        params = [asked(policy) for policy in (ladder, table, FullDepth(), POLICY, ladder)]
+        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+        if not enforce_eager and engine.stats().backend == "native":
+            assert engine.stats().eager_steps == 0
+    wanted = [made.on_ladder(PROMPTS[nth], rule) for nth, rule in ((0, by_formula), (1, by_table), (4, by_formula))]
+    plain = [greedy_at_depth(made.teacher, one, TOKENS, lambda _: set(range(LAYERS))) for one in PROMPTS]
+    assert wanted[1].token_ids[:3] == plain[1].token_ids[:3], "steps before the first student are full depth's"
+    assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain[:2] + plain[4:], strict=True))
+    every = [wanted[0], wanted[1], plain[2], made.answer(PROMPTS[3]), wanted[2]]
+    for output, answer in zip(outputs, every, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
+        assert output.outputs[0].depths == answer.depths
+
+
+@pytest.mark.usefixtures("native_library")
+def test_a_run_of_steps_ends_where_a_row_changes_its_student(
+    made: Trained, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of several steps keep their weights, before the first student too, and answers are the oracle's."""
+    table, runs = Width(made.ladder, steps=STEPS), list[tuple[int, int]]()
+    with make_engine(depth=table) as engine:
+        executor: Any = engine.executor
+        run = executor.run
+
+        def watched(plan: Any) -> Any:
+            runs.append((int(plan.steps[0]), plan.num_steps))
+            return run(plan)
+
+        monkeypatch.setattr(executor, "run", watched)
+        (output,) = engine.generate(PROMPTS[1], asked(table), use_tqdm=False)
+        attention = sum(one.numel() for one in made.teacher.model.layers[0].self_attn.parameters())  # of the one block
+        assert engine.stats().student_bytes == 4 * (3 * SIZE * round(288 * sum(WIDTHS)) + attention)
+    assert_same_tokens(output.outputs[0].token_ids, made.on_ladder(PROMPTS[1], by_table), tie=1e-3)
+    assert runs == [(-1, 3), (3, 3), (6, 3), (9, 5)]  # the first opens with the prompt, behind which steps 1 and 2 run
+
+
+def test_a_ladder_saves_what_its_steps_save(made: Trained, make_engine: MakeEngine) -> None:
+    """Layers' worth saved are those of each step's student, and a width that is not the file's is refused."""
+    ladder = Width(made.ladder, steps=STEPS)
+    with make_engine(depth=ladder) as engine:
+        layer = engine.config.layer_parameters
+        saved = [3 * SIZE * (288 - round(288 * width)) / layer for width in WIDTHS]
+        found = engine.bridges.students_save(ladder, 11)
+        assert found == pytest.approx(3 * saved[0] + 3 * saved[1] + 2 * saved[2])
+        assert engine.bridges.students_save(ladder, 3) == engine.bridges.students_save(FullDepth(), 9) == 0
+        other = Width(made.ladder, ALPHA, (0.9, 0.7, 0.4))
+        with pytest.raises(InvalidValueError, match=r"widths must be the width of .*level-0.*, 0.917; got 0.9"):
+            engine.generate([1, 2], asked(other), use_tqdm=False)
+        with pytest.raises(InvalidValueError, match="skip_layers"):
+            engine.generate([1, 2], asked(Width(made.ladder, steps=STEPS, skip_layers=[2])), use_tqdm=False)
 
 
 @EAGER

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from batches import CONFIG, Request, assert_same
-from fixture_types import MakeEngine
+from fixture_types import MakeEngine, MakeLlama
 from tiny_models import TINY, random_prompts, save_random
+from trained_students import LAYERS as NUM_LAYERS
+from trained_students import SIZE, Trained
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -18,9 +20,10 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
 )
+from transformers_oracle import assert_same_tokens
 
 import d3engine.kernels.triton as kernels
-from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip
+from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip, Width
 from d3engine.depth import DepthPolicy
 from d3engine.engine import resolve
 from d3engine.kernels import reference
@@ -75,6 +78,25 @@ def test_hidden_states_are_those_of_the_reference(triton_engine: MakeEngine, mak
     for one, other in zip(found, wanted, strict=True):
         assert one.outputs[0].hidden_states is not None
         assert_same(one, other)
+
+
+def test_width_decay_answers_as_the_oracle(
+    tiny_llama: MakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Steps before the first student decode in graphs, and rows of different students share the steps behind it."""
+    monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs")
+    tiny = tiny_llama(num_hidden_layers=NUM_LAYERS, hidden_size=SIZE, intermediate_size=48)
+    trained, prompts = Trained(tiny, tmp_path / "model"), random_prompts([5, 3], seed=2)
+    tables = [[3, 4, 5], [3, 5, 6]]
+    given: dict[str, Any] = {"temperature": 0, "max_tokens": 7, "ignore_eos": True}
+    params = [SamplingParams(depth=Width(trained.ladder, steps=steps), **given) for steps in tables]
+    kind: dict[str, Any] = {"backend": "triton", "dtype": "float32", "device": device.type, "max_model_len": 64}
+    with Engine(trained.directory, depth=params[0].depth, skip_tokenizer_init=True, **kind) as engine:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        assert engine.stats().graph_steps == 2
+    for prompt, steps, output in zip(prompts, tables, outputs, strict=True):
+        levels = [None] * steps[0] + [0] * (steps[1] - steps[0]) + [1] * (steps[2] - steps[1]) + [2] * 7
+        assert_same_tokens(output.outputs[0].token_ids, trained.on_ladder(prompt, levels.__getitem__, 7), tie=1e-3)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])

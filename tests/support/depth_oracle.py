@@ -128,9 +128,9 @@ def greedy_at_depth(
     on_skip: str = "none",
     maps: Maps | None = None,
     kept: Callable[[Tensor], Tensor] = lambda heads: heads,
-    student: LlamaForCausalLM | None = None,
+    student: Callable[[int], LlamaForCausalLM] | None = None,
 ) -> DepthAnswer:
-    """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone, those of `student` if given.
+    """`num_tokens` greedy tokens, token i >= 1 of which ran the layers `active(i)` alone, of `student(i)` if given.
 
     With `maps`, what it left out between two layers that ran was crossed by the map of just these layers. `kept` is
     what caches hold of keys and values `[1, kv_heads, entries, head_dim]`.
@@ -139,9 +139,9 @@ def greedy_at_depth(
     everything = set(range(num_layers))
     run = _Run(model, on_skip, [_Entries(kept, window_of(layer)) for layer in model.model.layers], maps or {})
     rows, depths = [run.tokens(prompt, 0, everything)], [num_layers]
-    if student is not None:
-        run = replace(run, model=student)
     for step in range(1, num_tokens):
+        if student is not None:
+            run = replace(run, model=student(step))
         layers = active(step)
         rows.append(run.tokens([int(rows[-1].argmax())], len(prompt) + step - 1, layers))
         depths.append(len(layers))

@@ -15,7 +15,7 @@ from e4m3 import sums_of_doubles
 from eagle3_heads import EAGLE3_TARGET, save_head
 from peft_adapters import ADAPTERS, save_all
 from tiny_models import TinyLlama, random_prompts, save_sure_llama, save_tiny_llama, save_without_layer
-from trained_students import SKIPPED, Trained
+from trained_students import SKIPPED, WIDTHS, Trained
 
 from d3engine import (
     D3,
@@ -34,6 +34,7 @@ from d3engine import (
     Speculative,
     Steer,
     UnifiedSkip,
+    Width,
 )
 from d3engine.depth import DepthPolicy
 from d3engine.model.bridges import BRIDGES_FILE
@@ -171,13 +172,20 @@ def bridged(*, eager: bool) -> Callable[[Given], Kind]:
     return kind
 
 
-def with_students(*, eager: bool) -> Callable[[Given], Kind]:
+def with_students(*, eager: bool = False, to_the_bit: bool = False) -> Callable[[Given], Kind]:
+    """A student, and ladders of others of which each row is at its own place."""
+
     def kind(given: Given) -> Kind:
         trained = Trained(given.tiny_llama(**SIZES), given.folder / "model")
-        policy = Distilled(SKIPPED)
-        policies = [policy, FullDepth(), policy, D3(0.9, 0.5), Distilled(SKIPPED, on_skip="copy")]
-        requests = always(of_own_policies(policies, 12))
-        return Kind(maker(trained.directory, enforce_eager=eager), requests, alone={"enforce_eager": True})
+        policy, ladder = Distilled(SKIPPED), Width(trained.ladder, 0.95, WIDTHS)
+        policies: list[DepthPolicy] = [policy, FullDepth(), ladder, D3(0.9, 0.5), Distilled(SKIPPED, on_skip="copy")]
+        policies += [Width(trained.ladder, steps=[2, 4, 7]), ladder, policy]
+        requests = of_own_policies(policies, 16)
+        if to_the_bit:
+            requests = [replace(one, params=replace(one.params, logprobs=3)) for one in requests]
+            return Kind(maker(trained.directory, batch_invariant=True, depth=ladder), always(requests), same_bits)
+        alone = {"enforce_eager": True}
+        return Kind(maker(trained.directory, enforce_eager=eager, depth=ladder), always(requests), alone=alone)
 
     return kind
 
@@ -379,7 +387,8 @@ KINDS: dict[str, Callable[[Given], Kind]] = {
     "bridges by PyTorch": bridged(eager=True),
     "bridges": bridged(eager=False),
     "students by PyTorch": with_students(eager=True),
-    "students": with_students(eager=False),
+    "students": with_students(),
+    "batch-invariant students": with_students(to_the_bit=True),
     "drafts by own layers": self_drafting,
     "drafts by parts of layers": drafting_by_parts,
     "drafts by a second model": second_model,

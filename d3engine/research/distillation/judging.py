@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import require
+from d3engine.executor.bridging import check_made_for
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Window, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.students import STUDENT_FILE, read_student
@@ -20,7 +22,7 @@ from d3engine.model.weights import LayerWeights
 from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_of_clusters
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.distillation.corpus import OwnAnswer
-from d3engine.research.distillation.passes import AnswerPass, FullAnswer, layers_of
+from d3engine.research.distillation.passes import AnswerPass, FullAnswer, Layers, layers_of
 from d3engine.research.evaluation.accuracy import shape_of
 from d3engine.utils.files import beside
 
@@ -32,24 +34,32 @@ POSITIONS = 48
 
 @dataclass(frozen=True)
 class Judgeable:
-    """A policy in words, its schedule, and its student's layers and its bridges, where it has any."""
+    """A policy in words, its schedule, and its students' layers and its bridges, where it has any.
+
+    `layers` are those from step 1 on, `later` those that take their place, each from a step on.
+    """
 
     name: str
     schedule: Schedule
-    layers: Mapping[int, LayerWeights] = field(default_factory=dict)
+    layers: Layers = field(default_factory=dict)
     bridges: Mapping[Window, Bridge] | None = None
+    later: Sequence[tuple[int, Layers]] = ()
 
     @property
     def first(self) -> int:
         """The lowest layer that is not as at full depth."""
         skipped = np.flatnonzero(self.schedule.cutoffs != NEVER).tolist()
-        return min([*skipped, *self.layers, self.schedule.num_layers])
+        own = [number for _, layers in ((1, self.layers), *self.later) for number in layers]
+        return min([*skipped, *own, self.schedule.num_layers])
 
     def saved(self, config: ModelConfig, steps: int) -> float:
         """Layers' worth of matrices that a token does not run, on average over `steps`."""
         whole = shape_of(config).layer_parameters
         runs = self.schedule.num_layers - self.schedule.depths(steps + 1)[1:].mean()
-        narrower = sum(whole - _size(layer) for number, layer in self.layers.items()) / whole
+        narrower, levels = 0.0, [(1, self.layers), *self.later]
+        for (begin, layers), (end, _) in pairwise([*levels, (steps + 1, {})]):
+            during = max(0, min(end, steps + 1) - begin) / steps
+            narrower += during * sum(whole - _size(layer) for layer in layers.values()) / whole
         bridged = sum(bridge.num_parameters for bridge in (self.bridges or {}).values()) / whole
         return float(runs + narrower - bridged)
 
@@ -117,7 +127,8 @@ def judge(
 
 
 def _judged(run: AnswerPass, full: FullAnswer, known: torch.Tensor, candidate: Judgeable) -> FloatArray:
-    state = run.run(full, candidate.schedule, first=candidate.first, layers=candidate.layers, bridges=candidate.bridges)
+    parts: dict[str, Any] = {name: getattr(candidate, name) for name in ("first", "layers", "later", "bridges")}
+    state = run.run(full, candidate.schedule, **parts)
     return compared(known, run.logits(state).log_softmax(-1), torch.tensor(full.token_ids[1:]))[::2]
 
 
@@ -131,20 +142,20 @@ def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPoli
     def path(name: str, usual: str) -> Path:
         return beside(directory, usual) if name == AUTO_BRIDGES else Path(name)
 
-    layers, bridges = {}, None
-    if schedule.student is not None:
-        student = read_student(path(schedule.student, STUDENT_FILE), run.config)
+    levels: list[tuple[int, Layers]] = []
+    for level in schedule.students:
+        student = read_student(path(level.student, STUDENT_FILE), run.config)
         require(student.fingerprint == fingerprint, "--depth", words, "with a student of these weights")
-        skipped = tuple(getattr(policy, "skip_layers", ()))
-        require(skipped == student.skip_layers, "--depth", words, f"with skip-layers={list(student.skip_layers)}")
-        layers = layers_of(student, run.weights)
+        check_made_for(student, level, schedule, run.config)
+        levels.append((level.step, layers_of(student, run.weights)))
+    bridges = None
     if schedule.bridges is not None:
         found = read_bridges(path(schedule.bridges, BRIDGES_FILE)).to(torch.float32, torch.device("cpu"))
         require(found.fingerprint == fingerprint, "--depth", words, "with bridges of these weights")
         missing = [one for one in schedule.windows() if one not in found.by_window]
         require(not missing, "--depth", words, f"with bridges over the windows {missing[:8]} as well")
         bridges = {one: found.by_window[one] for one in schedule.windows()}
-    return Judgeable(words, schedule, layers, bridges)
+    return Judgeable(words, schedule, bridges=bridges, later=levels)
 
 
 def agreement_table(

@@ -33,6 +33,10 @@ Entries: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values [T, kv heads, D] of a layer, keys behind RoPE."""
 
 
+Layers: TypeAlias = Mapping[int, LayerWeights]
+"""The layers of a student that are not the model's own, by number."""
+
+
 @dataclass(frozen=True, eq=False)
 class FullAnswer:
     """A text at full depth: its prompt's entries of every layer, and the states [R, H] of its generated tokens before
@@ -86,28 +90,36 @@ class AnswerPass:
         first: int = 0,
         stop: int | None = None,
         hidden: Tensor | None = None,
-        layers: Mapping[int, LayerWeights] | None = None,
+        layers: Layers | None = None,
+        later: Sequence[tuple[int, Layers]] = (),
         bridges: Mapping[Window, Bridge] | None = None,
     ) -> Tensor:
         """The states [R, H] before layer `stop` (behind the last one), of `hidden`, or what was kept, before `first`.
 
-        `layers` are those of a student. Raises `InvalidValueError` for a schedule whose layers wake up again.
+        `layers` are those of a student; `later` those of the students that take its place, each from a step on. Raises
+        `InvalidValueError` for a schedule whose layers wake up again.
         """
         require(schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
         state = text.states[first] if hidden is None else hidden
         rows, prompt = text.rows, text.prompt_length
         crossings = {} if bridges is None else crossings_of(schedule, prompt, prompt + rows)
         rotations = self.rotations(prompt, prompt + rows)
+        levels = [(layers or {}, 0)] + [(own, step - 1) for step, own in later]  # with the row where each begins
         for number in range(first, self.config.num_layers if stop is None else stop):
             for among, window in crossings.get(number, ()):
                 assert bridges is not None
                 own = slice(among.start - prompt, min(among.stop - prompt, rows))
                 state = crossed_rows(state, own, bridges[window])
             live = min(rows, int(schedule.cutoffs[number]) - 1)
+            parts, entries = [], text.entries[number]
+            for place, (own, begin) in enumerate(levels):
+                part = slice(begin, min(live, levels[place + 1][1] if place + 1 < len(levels) else rows))
+                if part.start < part.stop:
+                    layer = own.get(number, self.weights.layers[number])
+                    ran, entries = self.layer(number, layer, state[part], rotations[number][part], entries)
+                    parts.append(ran)
             if live:
-                layer = (layers or {}).get(number, self.weights.layers[number])
-                ran, _ = self.layer(number, layer, state[:live], rotations[number][:live], text.entries[number])
-                state = torch.cat((ran, state[live:])) if live < rows else ran
+                state = torch.cat((*parts, state[live:])) if live < rows or len(parts) > 1 else parts[0]
         return state
 
     def layer(

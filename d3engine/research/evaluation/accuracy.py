@@ -132,7 +132,7 @@ def measure(
 def _nominal(engine: Engine, policy: DepthPolicy, max_tokens: int) -> float:
     """The mean depth over the longest answer, with a narrower layer as the part of a layer that it is."""
     mean = mean_depth(policy.schedule(engine.config.num_layers), max_tokens)
-    return mean - engine.bridges.student_saves(policy) * (max_tokens - 1) / max_tokens
+    return mean - engine.bridges.students_save(policy, max_tokens) / max_tokens
 
 
 def _ask(
@@ -146,12 +146,11 @@ def _ask(
         one = replace(params, max_tokens=1, min_tokens=0, depth=FullDepth())
         found = engine.generate(prompts[:1], one, use_tqdm=False)[0].num_cached_tokens or 0
     outputs = engine.generate(list(prompts), params, use_tqdm=progress)
-    saves = engine.bridges.student_saves(params.depth)
     seconds = time.perf_counter() - began
     answers = [
         Answer(
             text=output.outputs[0].text,
-            work=_narrower(work_of(output, params.depth, engine.config.num_layers), saves),
+            work=_narrower(engine, params.depth, work_of(output, params.depth, engine.config.num_layers)),
             cut_off=output.outputs[0].finish_reason == "length",
             prompt_tokens=len(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
@@ -162,9 +161,9 @@ def _ask(
     return answers if found is None else [replace(answers[0], cached_tokens=found), *answers[1:]]
 
 
-def _narrower(work: Work, saves: float) -> Work:
-    """The work of an answer whose tokens, but for the first, which the prompt yields, saved `saves` layers' worth."""
-    return replace(work, narrower=saves * (work.tokens - 1))
+def _narrower(engine: Engine, policy: DepthPolicy, work: Work) -> Work:
+    """The work of one answer, with what the students of its steps saved."""
+    return replace(work, narrower=engine.bridges.students_save(policy, work.tokens))
 
 
 def _complete(

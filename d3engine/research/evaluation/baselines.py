@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from d3engine.depth import D3, DepthPolicy, EarlyExit, FixedSkip, Nested, SkipDecode, TailSkip, UnifiedSkip
-from d3engine.depth.policy import named_bridges, named_student
+from d3engine.depth.policy import named_bridges, named_students
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, SHORTGPT_ORDER, ModelShape, mean_depth
 from d3engine.errors import require_integer
 from d3engine.utils.files import sha256_of
@@ -24,8 +24,7 @@ def open_bridges(engine: Engine, policies: Iterable[DepthPolicy]) -> None:
     Raises `InvalidValueError` for a file that is not there, belongs to other weights, or lacks a window that is needed.
     """
     for policy in policies:
-        student = named_student(policy)
-        engine.bridges.allow(named_bridges(policy) | (frozenset() if student is None else {student}))
+        engine.bridges.allow(named_bridges(policy) | named_students(policy))
         rule = policy.draft_rule(engine.config.num_layers)
         for schedule in (policy.schedule(engine.config.num_layers), None if rule is None else rule.schedule):
             if schedule is not None:
@@ -58,7 +57,7 @@ def bridge_hashes(engine: Engine, policies: Sequence[DepthPolicy]) -> dict[str, 
 
     most = most_bytes(engine.config.num_layers, engine.config.hidden_size)
     found = {name: sha256_of(engine.bridges.path(name), most) for name in sorted(names)}
-    for student in filter(None, map(named_student, policies)):
+    for student in sorted(frozenset[str]().union(*map(named_students, policies))):
         found[f"student {student}"] = sha256_of(engine.bridges.student_path(student), STUDENT_BYTES)
     return found
 

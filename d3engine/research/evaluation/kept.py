@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from d3engine.depth.labels import policy_in_words
-from d3engine.depth.policy import named_bridges, named_student
+from d3engine.depth.policy import named_bridges, named_students
 from d3engine.errors import D3EngineError
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work
@@ -82,7 +82,7 @@ class KeptAnswers:
         policy: Any = None if params.depth is None else params.depth.describe()
         names = frozenset() if params.depth is None else named_bridges(params.depth)
         hashes = [self._bridges[name] for name in sorted(names)]
-        if params.depth is not None and (student := named_student(params.depth)) is not None:
-            hashes.append(self._bridges[f"student {student}"])
+        students = frozenset() if params.depth is None else named_students(params.depth)
+        hashes += [self._bridges[f"student {name}"] for name in sorted(students)]
         said = [self._about, policy, repr(replace(params, depth=None)), prompt, *hashes]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
