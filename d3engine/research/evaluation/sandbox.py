@@ -77,11 +77,18 @@ def call_function(code: str, name: str, calls: Sequence[Sequence[Any]]) -> list[
     # As -I -S, but with one hash seed, which -I would not read: the order of a set must not decide.
     command = python_command("-s", "-S", "-B", str(Path(sandbox_child.__file__).absolute()))
     environment = {"PYTHONHASHSEED": "0"}
-    environment |= {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment |= {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
     try:
         with TemporaryDirectory(prefix="d3engine-") as folder:
-            process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+            )
             try:
                 output = _listen(process, json.dumps(request).encode("ascii"))
             finally:

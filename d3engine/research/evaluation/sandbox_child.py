@@ -130,14 +130,18 @@ def _written(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """A value of built-in types that is equal to one of subclasses, such as a `Counter`; raises `TypeError`."""
+    if isinstance(value, frozenset):
+        value = set(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for kind in (int, float, str):
+    kinds: tuple[type, ...] = (int, float, str)
+    for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
-    for kinds, plain in (((list,), list), ((tuple,), tuple), ((set, frozenset), set)):
-        if isinstance(value, kinds):
-            return plain(_plain(one) for one in value)
+    kinds = (list, tuple, set)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind(_plain(one) for one in value)
     if isinstance(value, dict):
         return {_plain(key): _plain(one) for key, one in value.items()}
     raise TypeError
