@@ -1,4 +1,4 @@
-"""Code that nobody has read computes in the sandbox, and does nothing else there."""
+"""Untrusted code computes in the sandbox, and does nothing else there."""
 
 from __future__ import annotations
 

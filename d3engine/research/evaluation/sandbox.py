@@ -1,5 +1,5 @@
-"""Calls of a function whose code nobody has read, in a child process that may compute and
-nothing else."""
+"""Calls of a function of untrusted code, in a child process that may compute and nothing
+else."""
 
 from __future__ import annotations
 
