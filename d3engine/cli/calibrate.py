@@ -195,13 +195,13 @@ def calibrate_command(
             "--task",
             help="What the answers are scored on: a generated task (word-problems, boolean-expressions, word-sorting, "
             "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic), as word-sorting:3 of "
-            "that size; gsm8k, bbh or bbh/<task> with --data.",
+            "that size; functions; gsm8k, bbh or bbh/<task> with --data.",
         ),
     ] = "word-problems",
     data: Data = None,
     num_fewshot: Fewshot = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask a chat model in its own form, as d3engine eval has it; with --data.")
+        bool, typer.Option("--chat", help="Ask a chat model in its own form, as d3engine eval has it.")
     ] = False,
     answers: Annotated[
         Path | None,

@@ -306,13 +306,14 @@ def evaluate(
             "--task",
             help="Names, with commas: generated tasks (word-problems, boolean-expressions, word-sorting, "
             "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic), as word-sorting:3 of "
-            "that size; gsm8k, bbh and bbh/<task> with --data; without it, any task of lm-evaluation-harness (eval).",
+            "that size; functions, whose code a sandbox runs; gsm8k, bbh and bbh/<task> with --data; without it, any "
+            "task of lm-evaluation-harness (eval).",
         ),
     ] = "word-problems",
     data: Data = None,
     split: Annotated[SplitName, typer.Option("--split", help="Which questions.")] = SplitName.test,
     limit: Annotated[
-        int | None, typer.Option("--limit", help="Questions of each task (500 generated ones; all of a file).")
+        int | None, typer.Option("--limit", help="Questions of each task (500 generated ones; else all).")
     ] = None,
     num_fewshot: Fewshot = None,
     compare_full: Annotated[bool, typer.Option("--compare-full", help="Full depth first, to compare with.")] = False,
@@ -321,7 +322,7 @@ def evaluate(
         typer.Option(
             "--chat",
             help="Ask a chat model in its own form: by its chat template, examples as earlier turns (none), 512 tokens "
-            "of an answer, of which the last box or number counts. With gsm8k and bbh of --data.",
+            "of an answer, of which the last box or number counts. With functions, and gsm8k and bbh of --data.",
         ),
     ] = False,
     baselines: Annotated[
@@ -382,6 +383,7 @@ def evaluate(
         measures_depths()
     run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts, answers)
     if is_harness:
+        require(not chat, "--chat", NOTHING, "given with functions, or with gsm8k or bbh of --data")
         require(not share_prompts, "--share-prompts", NOTHING, "given with tasks that are not the harness's")
         require(answers is None, "--answers", str(answers), "absent with tasks that are not d3engine's")
         only = {name: value for name, value in sampling.items() if name != "max_tokens"}
@@ -398,9 +400,8 @@ def evaluate(
         return
     check_sampling(sampling)
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
-    require(data is not None or not chat, "--chat", NOTHING, "given with --data")
     files = partial(catalogue.from_files, chat=chat)
-    benchmarks = files(names, data, **given) if data else catalogue.generated(names, **given)
+    benchmarks = files(names, data, **given) if data else catalogue.generated(names, chat=chat, **given)
     engine = open_engine(model, engine_options, AUTO if AUTO in depths else None)
     more = {"seed": seed, "shots": num_fewshot, "most": exit_questions}
     depth_questions = partial(catalogue.depth_questions, folder=data, chat=chat, **more) if baselines else None

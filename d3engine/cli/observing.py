@@ -130,7 +130,6 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
     """The questions of a task, or the prompts of a file; word problems where neither is named."""
     from d3engine.research.analysis.answers import read_prompts
     from d3engine.research.evaluation import catalogue
-    from d3engine.research.evaluation.procedural import KNOWN, is_generated
 
     prompts: Path | None = asking.get("prompts")
     task: str | None = asking.get("task")
@@ -147,8 +146,7 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
         max_tokens = require_integer("--max-tokens", asking.get("max_tokens", DEFAULT_MAX_TOKENS), 1)
         return Asked(read_prompts(prompts, limit), None, max_tokens)
     if data is None:
-        allowed = f"{KNOWN}, or with --data one of gsm8k, bbh and bbh/<task>"
-        require(task is None or is_generated(task), "--task", task, allowed)
+        require(task is None or catalogue.needs_no_files(task), "--task", task, catalogue.NAMES_WITHOUT_HARNESS)
         (benchmark,) = catalogue.generated([task or "word-problems"], **given)
     else:
         require(task is not None, "--task", task, "one of gsm8k, bbh and bbh/<task> beside --data")

@@ -123,9 +123,31 @@ def test_questions_of_files_are_read_from_a_folder(tmp_path: Path) -> None:
     assert (found["task"], found["problems"], found["about"]) == ("gsm8k", 2, "test split, 2 shots, seed 0")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose kernel confines the code")
+def test_eval_functions_are_judged_by_running_them(tmp_path: Path) -> None:
+    """Code is asked for in the chat form and judged in a sandbox, under each policy; kept answers are judged again."""
+    asked = ("--tasks", "functions", "--chat", "--limit", "2", "--max-tokens", "8", "--compare-full", *D3_FLAGS)
+    kept = tmp_path / "kept.jsonl"
+    found = scores_of(*asked, "--share-prompts", "--answers", str(kept))
+    assert (found["problems"], found["about"]) == (2, "test split, as a chat")
+    assert [score["verdicts"] for score in found["scores"]] == [{"no code": 2}] * 2
+    assert found["scores"][1]["minus_first"]["difference"] == 0
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    right = (
+        "```python\ndef minutes_between(start, end):\n    a, b = (int(t[:2]) * 60 + int(t[3:]) for t in (start, end))\n"
+    )
+    kept.write_text("".join(json.dumps(row | {"text": f"{right}    return b - a\n```"}) + "\n" for row in rows))
+    again = scores_of(*asked, "--share-prompts", "--answers", str(kept))
+    assert [score["verdicts"] for score in again["scores"]] == [{"right": 1, "no code": 1}] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--tasks", "functions", "--num-fewshot", "2"], "--num-fewshot must be 0 with functions"),
+        (["--tasks", "functions", "--split", "train"], "--split must be 'test'"),
+        (["--tasks", "word-sorting", "--chat"], "--chat must be given with functions"),
+        (["--tasks", "arc_easy", "--chat"], "--chat must be given with functions"),
         (["--limit", "0"], "limit"),
         (["--tasks", "word-sorting,arc_easy"], "--tasks"),
         (["--tasks", "word-sorting,word-sorting"], "--tasks"),

@@ -75,5 +75,5 @@ def test_a_calibration_may_ask_so_too(folder: Path) -> None:
     assert task.max_tokens == MAX_TOKENS
     assert isinstance(task.load("test", 1)[0], ChatQuestion)
     assert isinstance(task.load("test", 1)[0].question, GSM8KQuestion)  # type: ignore[attr-defined]
-    with pytest.raises(InvalidValueError, match="given with --data"):
+    with pytest.raises(InvalidValueError, match="--chat must be given with functions"):
         calibration_task("word-problems", None, seed=0, shots=None, chat=True)

@@ -29,7 +29,7 @@ from d3engine.research.evaluation.baselines import (
     published_order,
     unified_for_mean,
 )
-from d3engine.research.evaluation.benchmark import Asked, Benchmark
+from d3engine.research.evaluation.benchmark import Asked, Benchmark, Verdict
 from d3engine.research.evaluation.generated import GeneratedProblem
 from d3engine.research.evaluation.report import (
     Chart,
@@ -153,6 +153,21 @@ def test_a_score_stands_beside_that_of_whoever_reads_no_question() -> None:
     quality, *_ = tables([known])
     assert "would be right on 62.5% (5): +25.0 (" in quality.notes[0]
     assert as_dict(known)["right_by_constant_answers"] == 5
+
+
+def test_verdicts_of_code_are_counted_below_the_scores() -> None:
+    """A note and JSON say why code is not right; no note says so where answers are right or wrong alone."""
+
+    def judged(*verdicts: Verdict) -> Result:
+        found = result("code")
+        return replace(found, scores=tuple(replace(score, verdicts=verdicts) for score in found.scores))
+
+    plain = judged(Verdict.RIGHT, Verdict.WRONG, Verdict.WRONG, Verdict.WRONG)
+    code = judged(Verdict.RIGHT, Verdict.TIME, Verdict.NO_CODE, Verdict.RIGHT)
+    note = "Full depth: 2 right, 1 no code, 1 time; D3 <b>&: 2 right, 1 no code, 1 time."
+    assert set(tables([code])[0].notes) - set(tables([plain])[0].notes) == {note}
+    assert as_dict(code)["scores"][1]["verdicts"] == {"right": 2, "no code": 1, "time": 1}
+    assert as_dict(plain)["scores"][0]["verdicts"] == {"right": 1, "wrong": 3}
 
 
 def test_several_benchmarks_end_in_the_figures_of_table_6() -> None:

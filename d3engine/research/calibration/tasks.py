@@ -1,8 +1,8 @@
 """The questions that a calibration asks: two parts of a task, without a question in common."""
 
-# A task with a validation split gives screening from it and the certificate from its test split. BBH has one split: the
-# order of the questions' hashes, the same for every seed, says which half they belong to. A file's questions are a
-# fixed number, so a second calibration certifies on the same ones; generated tasks have new ones for each seed.
+# A task with a validation split gives screening from it and the certificate from its test split. BBH and the functions
+# have one split: the order of the questions' hashes, the same for every seed, says which half they belong to. A file's
+# questions are a fixed number, so a second calibration certifies on the same ones; generated tasks have new ones.
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from d3engine.errors import NOTHING, require
 from d3engine.research.calibration.scoring import Part
 from d3engine.research.calibration.search import Has
 from d3engine.research.evaluation import catalogue, procedural
 from d3engine.research.evaluation.benchmark import Benchmark, Question
+from d3engine.research.evaluation.functions import FUNCTIONS
 from d3engine.research.evaluation.word_problems import Split
 
 
@@ -47,13 +49,15 @@ class CalibrationTask:
 def calibration_task(
     name: str, folder: Path | None, *, seed: int, shots: int | None, chat: bool = False
 ) -> CalibrationTask:
-    """A generated task, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before each.
+    """A generated task, `functions`, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before
+    each.
 
-    With `chat` a task of files is asked as chat models are.
+    With `chat` a task that is not generated is asked as chat models are.
     """
-    require(folder is not None or not chat, "--chat", NOTHING, "given with --data")
-    if folder is None:
-        require(procedural.is_generated(name), "--task", name, f"{procedural.KNOWN}; others need --data")
+    if folder is None and name != FUNCTIONS:
+        allowed = f"{procedural.KNOWN}, or {FUNCTIONS}; others need --data"
+        require(procedural.is_generated(name), "--task", name, allowed)
+        require(not chat, "--chat", NOTHING, f"given with {FUNCTIONS}, or with gsm8k or bbh of --data")
 
         def generate(split: Split, count: int) -> Sequence[Question]:
             return _one(catalogue.generated([name], split=split, seed=seed, limit=count, shots=shots)).questions
@@ -61,11 +65,14 @@ def calibration_task(
         example = _one(catalogue.generated([name], split="validation", seed=seed, limit=1, shots=shots))
         return CalibrationTask(name, example.max_tokens, example.stop, generate)
 
-    known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
-    require(known, "--task", name, "one of gsm8k, bbh and bbh/<task> with --data")
+    known = name in ("gsm8k", "bbh", FUNCTIONS) or name.startswith("bbh/")
+    require(known, "--task", name, f"one of gsm8k, bbh, bbh/<task> and {FUNCTIONS} with --data")
 
     def read(split: Split) -> Benchmark:
-        return _one(catalogue.from_files([name], folder, split=split, seed=seed, limit=None, shots=shots, chat=chat))
+        given: dict[str, Any] = {"split": split, "seed": seed, "limit": None, "shots": shots, "chat": chat}
+        if folder is None:
+            return _one(catalogue.generated([name], **given))
+        return _one(catalogue.from_files([name], folder, **given))
 
     test = read("test")
     questions: dict[Split, list[Question]]

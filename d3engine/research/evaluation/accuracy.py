@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.statistics import ModelShape, mean_depth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
-from d3engine.research.evaluation.benchmark import Benchmark, Question
+from d3engine.research.evaluation.benchmark import Benchmark, Question, Verdict, verdict_of
 from d3engine.research.evaluation.chat_form import prompt_of
 from d3engine.research.evaluation.kept import Answer, KeptAnswers, Prompt
 from d3engine.research.evaluation.word_problems import Problem, Split, problems
@@ -43,7 +43,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Score(Cost):
-    """How a policy did on some problems, and at what cost; `right[i]` says whether problem i was answered exactly.
+    """How a policy did on some problems, and at what cost; `right[i]` says whether problem i was answered exactly,
+    and `verdicts[i]`, of answers that were measured, what became of it.
 
     Of the `prompt_tokens` of all prompts `cached_tokens` came from the prefix cache, the rest was computed.
     """
@@ -51,6 +52,7 @@ class Score(Cost):
     right: tuple[bool, ...]
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    verdicts: tuple[Verdict, ...] = ()
 
     @property
     def correct(self) -> int:
@@ -116,6 +118,7 @@ def measure(
     prompts = [prompt_of(engine, question) for question in given]
     answers = ask(prompts) if kept is None else _complete(kept, prompts, params, ask)
     is_known = is_known_beforehand(policy, num_layers)
+    verdicts = tuple(verdict_of(question, answer.text) for answer, question in zip(answers, given, strict=True))
     return Score(
         policy=policy,
         shape=shape_of(engine.config),
@@ -123,9 +126,10 @@ def measure(
         unfinished=sum(answer.cut_off for answer in answers),
         nominal_mean_layers=_nominal(engine, policy, max_tokens) if is_known else None,
         seconds=sum(answer.seconds for answer in answers),
-        right=tuple(question.is_right(answer.text) for answer, question in zip(answers, given, strict=True)),
+        right=tuple(verdict is Verdict.RIGHT for verdict in verdicts),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
+        verdicts=verdicts,
     )
 
 
@@ -219,6 +223,7 @@ def _joined(scores: Sequence[Score]) -> Score:
         right=tuple(chain.from_iterable(score.right for score in scores)),
         prompt_tokens=sum(score.prompt_tokens for score in scores),
         cached_tokens=sum(score.cached_tokens for score in scores),
+        verdicts=tuple(chain.from_iterable(score.verdicts for score in scores)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import chain
 from typing import Protocol
 
@@ -20,6 +21,24 @@ class Question(Protocol):
 
     def is_right(self, answer: str) -> bool:
         """Whether the generated text answers the question exactly."""
+
+
+class Verdict(StrEnum):
+    """What became of an answer; of code also why it is not right."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    NO_CODE = "no code"
+    ERROR = "error"
+    TIME = "time"
+
+
+def verdict_of(question: Question, answer: str) -> Verdict:
+    """The question's own verdict, where it has one, or else right or wrong."""
+    own: Callable[[str], Verdict] | None = getattr(question, "verdict", None)
+    if own is not None:
+        return own(answer)
+    return Verdict.RIGHT if question.is_right(answer) else Verdict.WRONG
 
 
 @dataclass(frozen=True)

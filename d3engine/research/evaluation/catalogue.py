@@ -1,5 +1,5 @@
-"""Benchmarks by name: data sets of a folder, generated tasks without one; all others are
-left to lm-evaluation-harness."""
+"""Benchmarks by name: data sets of a folder, generated tasks and functions without one; all
+others are left to lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from d3engine.errors import require
+from d3engine.errors import NOTHING, require
 from d3engine.research.evaluation import procedural
 from d3engine.research.evaluation.bbh import load_bbh
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.research.evaluation.chat_form import as_chat
+from d3engine.research.evaluation.functions import FUNCTIONS, FunctionQuestion, load_functions
 from d3engine.research.evaluation.gsm8k import load_gsm8k
 from d3engine.research.evaluation.word_problems import Split
 
-NAMES_WITHOUT_HARNESS = f"{procedural.KNOWN}, or with --data one of gsm8k, bbh and bbh/<task>"
+NAMES_WITHOUT_HARNESS = f"{procedural.KNOWN}, or {FUNCTIONS}, or with --data one of gsm8k, bbh and bbh/<task>"
 """What `--tasks` takes besides the tasks of lm-evaluation-harness, for errors."""
 
 DEFAULT_PROBLEMS = 500
@@ -38,20 +39,31 @@ def harness_length(name: str, otherwise: int) -> int:
     return next((n for known, n in HARNESS_LENGTHS.items() if name == known or name.startswith(f"{known}_")), otherwise)
 
 
+def needs_no_files(name: str) -> bool:
+    """Whether a task is generated, or comes with the package."""
+    return name == FUNCTIONS or procedural.is_generated(name)
+
+
 def are_generated(names: Sequence[str]) -> bool:
-    """Whether all names are of generated tasks; a mixture with others is refused."""
-    generated = [name for name in names if procedural.is_generated(name)]
-    allowed = "either generated tasks or tasks of lm-evaluation-harness in one run"
+    """Whether all names are of tasks without files; a mixture with others is refused."""
+    generated = [name for name in names if needs_no_files(name)]
+    allowed = f"either generated tasks and {FUNCTIONS} or tasks of lm-evaluation-harness in one run"
     require(not generated or len(generated) == len(names), "--tasks", ",".join(names), allowed)
     return bool(generated)
 
 
 def generated(
-    names: Sequence[str], *, split: Split, seed: int, limit: int | None, shots: int | None
+    names: Sequence[str], *, split: Split, seed: int, limit: int | None, shots: int | None, chat: bool = False
 ) -> list[Benchmark]:
-    """The generated tasks of these names."""
+    """The tasks of these names that need no files; with `chat`, which only `functions` knows, as of `from_files`."""
     count = DEFAULT_PROBLEMS if limit is None else limit
-    return [procedural.procedural(name, split=split, seed=seed, limit=count, shots=shots or 0) for name in names]
+    found = [
+        load_functions(split=split, shots=shots, limit=limit)
+        if name == FUNCTIONS
+        else procedural.procedural(name, split=split, seed=seed, limit=count, shots=shots or 0)
+        for name in names
+    ]
+    return [as_chat(benchmark) for benchmark in found] if chat else found
 
 
 def depth_questions(
@@ -59,11 +71,11 @@ def depth_questions(
 ) -> list[Question]:
     """Questions by which a policy's depth is set, which takes no answers: of the validation split, where there is one.
 
-    BBH has none; its questions are taken at equal distances, from all tasks.
+    BBH and the functions have none; their questions are taken at equal distances, from all tasks.
     """
     if most is None:
         most = min(DEPTH_QUESTIONS, len(benchmark.questions))
-    if benchmark.name == "bbh":
+    if benchmark.name in ("bbh", FUNCTIONS):
         return benchmark.questions[:: -(-len(benchmark.questions) // most)]
     if folder is None:
         return generated([benchmark.name], split="validation", seed=seed, limit=most, shots=shots)[0].questions
@@ -74,6 +86,8 @@ def depth_questions(
 def reference_answer(question: Question) -> str:
     """What a question of this catalogue should be answered with, as its examples write it: " 3 + 4 = 7 #### 7"."""
     own: Any = question.question if isinstance(question, Asked) else question
+    has_none = f"absent with {FUNCTIONS}, which has none"
+    require(not isinstance(own, FunctionQuestion), "--reference-answers", NOTHING, has_none)
     return str(own.solved).removeprefix(own.prompt)
 
 
@@ -94,14 +108,14 @@ def from_files(
     shots: int | None,
     chat: bool = False,
 ) -> list[Benchmark]:
-    """`gsm8k`, `bbh` (all tasks there are) and `bbh/<task>` from a folder with gsm8k/ and bbh/.
+    """`gsm8k`, `bbh` (all tasks there are) and `bbh/<task>` from a folder with gsm8k/ and bbh/; and `functions`.
 
     With `chat` as chat models are asked, without examples unless `shots` says how many.
     """
     require(folder.is_dir(), "--data", str(folder), "a folder with gsm8k/ and bbh/")
     for name in names:
-        is_known = name in ("gsm8k", "bbh") or name.startswith("bbh/")
-        require(is_known, "--tasks", name, "gsm8k, bbh or bbh/<task> with --data")
+        is_known = name in ("gsm8k", "bbh", FUNCTIONS) or name.startswith("bbh/")
+        require(is_known, "--tasks", name, f"gsm8k, bbh, bbh/<task> or {FUNCTIONS} with --data")
     tasks = [name.removeprefix("bbh/") for name in names if name.startswith("bbh/")]
     require(not (tasks and "bbh" in names), "--tasks", ",".join(names), "either bbh or some of its tasks")
     usual = 0 if chat else PUBLISHED_SHOTS
@@ -110,6 +124,8 @@ def from_files(
     for kind in dict.fromkeys(name.partition("/")[0] for name in names):
         if kind == "gsm8k":
             found.append(load_gsm8k(folder, split=split, shots=examples, seed=seed, limit=limit))
+        elif kind == FUNCTIONS:
+            found.append(load_functions(split=split, shots=shots, limit=limit))
         else:
             found.append(load_bbh(folder, split=split, shots=examples, tasks=tasks, limit=limit))
     return [as_chat(benchmark) for benchmark in found] if chat else found

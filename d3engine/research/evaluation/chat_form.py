@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
 
-from d3engine.errors import InvalidValueError
+from d3engine.errors import NOTHING, InvalidValueError
 from d3engine.research.evaluation.bbh import BBHQuestion
-from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
+from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question, Verdict
+from d3engine.research.evaluation.functions import FunctionQuestion
 from d3engine.research.evaluation.gsm8k import GSM8KQuestion, final_number
 from d3engine.research.evaluation.kept import Prompt
 
@@ -44,7 +45,16 @@ class ChatQuestion:
         """The messages for people, which also distinguish two questions."""
         return "\n\n".join(f"{role}: {content}" for role, content in self.messages)
 
+    def verdict(self, answer: str) -> Verdict:
+        """Of code what the sandbox finds, of other answers right or wrong."""
+        if isinstance(self.question, FunctionQuestion):
+            return self.question.chat_verdict(answer)
+        return Verdict.RIGHT if self._is_reference(answer) else Verdict.WRONG
+
     def is_right(self, answer: str) -> bool:
+        return self.verdict(answer) is Verdict.RIGHT
+
+    def _is_reference(self, answer: str) -> bool:
         """Whether what is in the last box, or of numbers the last one, is the reference."""
         if isinstance(self.question, GSM8KQuestion):
             found = last_number(answer)
@@ -54,14 +64,16 @@ class ChatQuestion:
 
 
 def as_chat(benchmark: Benchmark) -> Benchmark:
-    """The same questions for chat models, of GSM8K or BBH; raises `InvalidValueError` for others."""
+    """The same questions for chat models, of GSM8K, BBH or `functions`; raises `InvalidValueError` for others."""
     tasks = {task: [_question(one) for one in questions] for task, questions in benchmark.tasks.items()}
     return replace(benchmark, about=f"{benchmark.about}, as a chat", tasks=tasks, max_tokens=MAX_TOKENS, stop=())
 
 
 def _question(asked: Question) -> ChatQuestion:
+    if isinstance(asked, FunctionQuestion):
+        return ChatQuestion((("user", asked.request),), asked)
     if not isinstance(asked, Asked) or not isinstance(asked.question, GSM8KQuestion | BBHQuestion):
-        raise InvalidValueError("--chat", None, "given with gsm8k or bbh of --data")
+        raise InvalidValueError("--chat", NOTHING, "given with functions, or with gsm8k or bbh of --data")
     messages: list[tuple[str, str]] = []
     for example in asked.examples:
         messages += [("user", _words(example)), ("assistant", _solved(example))]

@@ -13,7 +13,7 @@ from typing import Any
 
 from d3engine.research.analysis.report import Table
 from d3engine.research.evaluation.accuracy import Comparison, Interval, Score, compare, paired, wilson_interval
-from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
+from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question, Verdict
 from d3engine.research.evaluation.chat_form import ChatQuestion
 from d3engine.research.evaluation.work import Cost, has_second_model, is_known_beforehand
 
@@ -170,10 +170,26 @@ def quality_table(result: Result) -> Table:
         )
         if len(rows) > 2:
             notes += ("The p-values are of single comparisons, not corrected for their number.",)
-    notes += _constant_note(result) + _prompt_note(result.scores)
+    notes += _verdict_note(result) + _constant_note(result) + _prompt_note(result.scores)
     questions = len(result.scores[0].right)
     title = f"{result.benchmark.name}: {questions} questions, {result.benchmark.about}"
     return Table(title, tuple(header), tuple(row[: len(header)] for row in rows), notes)
+
+
+def _verdict_note(result: Result) -> tuple[str, ...]:
+    """Of code why it is not right."""
+    if all({Verdict.RIGHT, Verdict.WRONG}.issuperset(score.verdicts) for score in result.scores):
+        return ()
+    counts = [
+        f"{title}: " + ", ".join(f"{number} {verdict}" for verdict, number in counted(score.verdicts).items())
+        for title, score in zip(result.titles, result.scores, strict=True)
+    ]
+    return (f"{'; '.join(counts)}.",)
+
+
+def counted(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """How often each verdict that there is occurs."""
+    return {verdict.value: verdicts.count(verdict) for verdict in Verdict if verdict in verdicts}
 
 
 def _constants(benchmark: Benchmark) -> tuple[bool, ...]:
@@ -329,6 +345,7 @@ def _score_as_dict(benchmark: Benchmark, score: Score, first: Score | None) -> d
     return {
         "depth": score.policy.describe(),
         "correct": score.correct,
+        "verdicts": counted(score.verdicts),
         "exact_match": score.accuracy,
         "interval_95": asdict(score.interval),
         "minus_first": asdict(compare(first, score)) if first else None,
