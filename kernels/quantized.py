@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, LARGEST
+from d3engine.kernels.target import Target
 from d3engine.kernels.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from d3engine.kernels.matrices import Weight
 
 GROUP = 128
 """Input channels that share the scale of a group."""
@@ -90,6 +94,34 @@ class Fp8Weight(ByteWeight):
     @property
     def native_kind(self) -> int:
         return 4 if self.has_groups else 3
+
+
+class Fp8RowsWeight(Fp8Weight):
+    """The same matrix, which many rows of Triton's operations meet in 8-bit floats too: `takes_fp8_rows`."""
+
+
+def has_fp8_products(dtype: torch.dtype, target: Target) -> bool:
+    """Whether `torch._scaled_mm` has 8-bit floats with a scale a row, and results of `dtype`, on that GPU.
+
+    NVIDIA's libraries have them from compute capability 8.9 on, with results in bfloat16.
+    """
+    return dtype == torch.bfloat16 and target.is_cuda and target.has(FP8_CAPABILITY)
+
+
+def takes_fp8_rows(weight: Weight, dtype: torch.dtype, target: Target) -> bool:
+    """Whether rows of `dtype`, rounded to 8-bit floats, can be multiplied by this matrix on that GPU.
+
+    It must have one scale an output, and whole sixteens of columns and of outputs.
+    """
+    is_of_rows = isinstance(weight, Fp8Weight) and not weight.has_groups and not any(size % 16 for size in weight.shape)
+    return is_of_rows and has_fp8_products(dtype, target)
+
+
+def for_fp8_rows(weight: Weight, dtype: torch.dtype, target: Target) -> Weight:
+    """`weight` as an `Fp8RowsWeight` where it can be one, in the same memory; any other as it is."""
+    if isinstance(weight, Fp8Weight) and takes_fp8_rows(weight, dtype, target):
+        return Fp8RowsWeight(*weight.tensors)
+    return weight
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.kernels.blocks import BLOCK_FORMATS, BlockWeight
+from d3engine.kernels.blocks import BLOCK_FORMATS, INTEGER_TYPES, BlockWeight
 from d3engine.kernels.weight_format import WeightFormat
 
 
@@ -93,23 +93,70 @@ class SplitBlockWeight(WeightFormat):
         return SplitBlockWeight(self.type_name, codes, scales, self.num_columns)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return self.joined().dequantize(dtype).to(self.codes.device)
+        """As gguf's own code, where the matrix lies: code x scale is exact in float32, so there is one rounding."""
+        scales, minima = self._scales()
+        values = self._codes().float().view(self.shape[0], scales.shape[1], -1).mul_(scales[:, :, None])
+        if minima is not None:
+            values += minima[:, :, None]
+        return values.view(self.shape).to(dtype)
 
-    def joined(self) -> BlockWeight:
-        """The same matrix in blocks, on the CPU."""
-        layout, parts = BLOCK_FORMATS[self.type_name], _PARTS[self.type_name]
-        rows, count = self.codes.shape[0], self.num_columns // layout.columns
-        codes, scales = (tensor.cpu() for tensor in self.tensors)
-        blocks = torch.empty(rows, count, layout.nbytes, dtype=torch.uint8)
-        codes = _unpaired(codes) if parts.in_pairs else codes.view(rows, count, -1)
-        blocks[:, :, parts.codes] = codes[:, :count]
-        bytes_of_scales = scales.contiguous().view(torch.uint8)
-        size = parts.words.stop - parts.words.start
-        blocks[:, :, parts.words] = bytes_of_scales[:, : count * size].reshape(rows, count, size)
-        if parts.half is not None:
-            halves = bytes_of_scales[:, count * size : count * (size + 2)]
-            blocks[:, :, parts.half : parts.half + 2] = halves.reshape(rows, count, 2)
-        return BlockWeight(self.type_name, blocks.flatten(1), self.num_columns)
+    def _codes(self) -> Tensor:
+        """Whole numbers [N, K]; of types without a minimum their offset is taken off."""
+        rows, name = self.codes.shape[0], self.type_name
+        if name == "Q8_0":
+            return self.codes.view(torch.int8)
+        if name.startswith("U8"):
+            return self.codes
+        # 32 bytes have two runs of 32 columns. Blocks of 256 may have further bits before or behind those bytes.
+        codes = self.codes.view(rows, -1, {"Q5_K": 160, "Q6_K": 192}.get(name, 32))
+        places = {"Q5_K": slice(32, 160), "Q6_K": slice(0, 128)}.get(name, slice(0, 32))
+        pairs = codes[:, :, places].reshape(rows, -1, 1, 32)
+        runs = torch.cat((pairs & 15, pairs >> 4), dim=2).to(torch.int16)
+        if name == "Q5_K":
+            fifth = codes[:, :, None, :32] >> torch.arange(8, device=codes.device)[:, None] & 1
+            runs = runs.view(fifth.shape) + 16 * fifth
+        elif name == "Q6_K":  # the runs of two pairs in turns; four runs share 32 bytes of further bits
+            runs = runs.view(rows, -1, 2, 2, 32).transpose(2, 3).reshape(rows, -1, 4, 32)
+            further = codes[:, :, 128:].reshape(rows, -1, 1, 32)
+            runs = runs + 16 * (further >> 2 * torch.arange(4, device=codes.device)[:, None] & 3)
+        numbers = runs.reshape(rows, -1)[:, : self.num_columns]
+        if name in ("Q5_0", "Q5_1"):
+            words = self._words()[:, :, -1:] >> torch.arange(32, device=codes.device)
+            numbers = numbers + 16 * (words & 1).view(numbers.shape)
+        return numbers - {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}.get(name, 0)
+
+    def _scales(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and minima, float32 [N, K / g], of as many columns as share them."""
+        words, name, rows = self._words(), self.type_name, self.codes.shape[0]
+        if name in INTEGER_TYPES:  # a float of 24 bits, and a zero point
+            scales = (words[:, :, 0] & -256).view(torch.float32)
+            return scales, -(words[:, :, 0] & 255) * scales
+        numbers = words.contiguous().view(torch.uint8).view(rows, words.shape[1], -1)
+        if name in ("Q4_K", "Q5_K"):  # six bits each: eight scales and eight minima in twelve bytes
+            first, second, last = numbers[:, :, 4:].unflatten(2, (3, 4)).unbind(2)
+            of_runs = [
+                torch.cat((low & 63, high | low >> 2 & 48), dim=2)
+                for low, high in ((first, last & 15), (second, last >> 4))
+            ]
+            halves = numbers[:, :, :4].contiguous().view(torch.float16).float()
+            scales, minima = (
+                (half * of_run).view(rows, -1) for half, of_run in zip(halves.split(1, 2), of_runs, strict=True)
+            )
+            return scales, -minima
+        if _PARTS[name].half is None:
+            halves = numbers[:, :, :4].contiguous().view(torch.float16).float()
+            return halves[:, :, 0], halves[:, :, 1]
+        behind = self.scales[:, words.shape[1] * words.shape[2] :].contiguous().view(torch.float16)
+        scales = behind[:, : words.shape[1]].float()
+        if name == "Q6_K":
+            scales = (scales[:, :, None] * numbers.view(torch.int8)).view(rows, -1)
+        return scales, None
+
+    def _words(self) -> Tensor:
+        """int32 [N, blocks, words of a block]."""
+        parts, count = _PARTS[self.type_name], self.num_columns // BLOCK_FORMATS[self.type_name].columns
+        each = (parts.words.stop - parts.words.start) // 4
+        return self.scales[:, : count * each].view(self.scales.shape[0], count, each)
 
 
 def split_columns(type_name: str, columns: int) -> tuple[int, int]:
@@ -139,10 +186,3 @@ def _paired(codes: Tensor) -> Tensor:
     codes = F.pad(codes, (0, 0, 0, codes.shape[1] % 2))
     numbers = torch.cat((codes & 15, codes >> 4), dim=2).view(codes.shape[0], -1, 2, 32)
     return (numbers[:, :, 0] | numbers[:, :, 1] << 4).flatten(1)
-
-
-def _unpaired(codes: Tensor) -> Tensor:
-    """The inverse, which has the neighbour of the last block too."""
-    pairs = codes.view(codes.shape[0], -1, 1, 32)
-    numbers = torch.cat((pairs & 15, pairs >> 4), dim=2).view(codes.shape[0], -1, 32)
-    return numbers[:, :, :16] | numbers[:, :, 16:] << 4

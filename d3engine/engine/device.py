@@ -42,6 +42,14 @@ def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], 
     return launches.PROGRAMMATIC
 
 
+def check_fp8_products(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse `activations="fp8"` on a device that fails a trial of it; raises `InvalidValueError`, which says why."""
+    from d3engine.kernels.triton import fp8_rows  # late, as above
+
+    fault = fp8_rows.fault(device, dtype)
+    require(fault is None, "activations", "fp8", f"auto or float32 on {device}, since its trial failed: {fault}")
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS_AHEAD = 16
 """Steps that the native library takes before the host looks: what it does between, about one small model's step on a

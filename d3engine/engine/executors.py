@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from d3engine.depth.schedule import AUTO_BRIDGES
-from d3engine.engine.device import refuse_backend, settle_programmatic_launch
+from d3engine.engine.device import check_fp8_products, refuse_backend, settle_programmatic_launch
 from d3engine.engine.memory import num_blocks
 from d3engine.engine.settings import EngineSettings, ExecutorKind
 from d3engine.errors import require
@@ -30,6 +30,8 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.bf12 import packed
 from d3engine.kernels.native.library import LibraryMissing, isas_here, reads_interleaved
 from d3engine.kernels.native.model import NativeError
+from d3engine.kernels.quantized import for_fp8_rows
+from d3engine.kernels.target import target_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
@@ -89,7 +91,8 @@ def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
     """What makes of a matrix the form that it is held in; None: all stay as they are.
 
     On a CPU bfloat16 is packed where the user asks for it (`kernels/bf12.py`), and int8 and int4 lie in lanes where
-    the native library reads them so (`kernels/interleaved.py`).
+    the native library reads them so (`kernels/interleaved.py`). On a GPU 8-bit floats are those that rows of such
+    floats meet, where the user asks for it and the device passes a trial.
     """
     changes: list[Callable[[Weight], Weight]] = []
     if settings.weight_compression == "bf12":
@@ -98,6 +101,9 @@ def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
         changes.append(in_lanes)
     if settings.activations == "int8":
         changes.append(blocks_in_lanes)
+    if settings.activations == "fp8":
+        check_fp8_products(settings.device, settings.dtype)
+        changes.append(partial(for_fp8_rows, dtype=settings.dtype, target=target_of(settings.device)))
     return (lambda matrix: reduce(lambda held, change: change(held), changes, matrix)) if changes else None
 
 

@@ -33,6 +33,7 @@ from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import reads_interleaved_blocks
+from d3engine.kernels.quantized import has_fp8_products
 from d3engine.kernels.target import target_of
 from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
 from d3engine.model.config import FP8_GROUPS, ModelConfig
@@ -133,15 +134,36 @@ but 0.003 at SmolLM2's 576 (`benchmarks/results/activations-*.json`).
 def resolve_activations(activations: str, has_blocks: bool, config: ModelConfig) -> str:
     """What matrices are multiplied by: "float32", or "int8" where `has_blocks` says that they are in ggml's blocks.
 
-    "auto" is "int8" where the processor multiplies bytes, from a hidden size of `ROUNDED_HIDDEN_SIZE` on. Raises
-    `InvalidValueError` for "int8" where matrices are others, or the processor multiplies no bytes.
+    "auto" is "int8" where the processor multiplies bytes, from a hidden size of `ROUNDED_HIDDEN_SIZE` on; "fp8" is what
+    `check_fp8_rows` judges. Raises `InvalidValueError` for "int8" where matrices are others, or the processor
+    multiplies no bytes.
     """
+    if activations == "fp8":
+        return activations
     multiplies = has_blocks and multiplies_bytes()
     if activations == "auto":
         activations = "int8" if multiplies and config.hidden_size >= ROUNDED_HIDDEN_SIZE else "float32"
     allowed = "auto or float32 but for a GGUF file, held as it is, on a CPU with AVX2"
     require(multiplies or activations == "float32", "activations", activations, allowed)
     return activations
+
+
+def check_fp8_rows(settings: EngineSettings, *, is_random: bool) -> None:
+    """Refuse `activations="fp8"` where no product would have such rows; raises `InvalidValueError`.
+
+    Random weights say of themselves what they are, where a model's config does so.
+    """
+    target = target_of(settings.device)
+    has_products = settings.kernels == "triton" and has_fp8_products(settings.dtype, target)
+    is_fp8 = is_random or settings.config.quantization == "fp8"
+    allowed = (
+        "auto or float32 but for a model in 8-bit floats with a scale for each row, with dtype bfloat16 and Triton's"
+        " kernels, on a GPU of compute capability 8.9 or later"
+    )
+    require(has_products and is_fp8, "activations", "fp8", allowed)
+    for field, usual in ((BATCH_INVARIANT, False), (ARGUMENT, 1)):
+        given = getattr(settings, field)
+        require(given == usual, "activations", "fp8", f"auto or float32 beside {field}={given}")
 
 
 def multiplies_bytes() -> bool:
@@ -299,6 +321,8 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         check_engine(settings)
     if settings.weight_compression != "none":
         check_compression(settings)
+    if settings.activations == "fp8":
+        check_fp8_rows(settings, is_random=given.weights is not None)
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
     if given.max_model_len is None:
         fits = fitting_length(of_rank, part or shard_of(config, 0, 1))

@@ -37,6 +37,7 @@ MODULES = (
     "lm_head",
     "low_rank",
     "unpack",
+    "fp8_rows",
     "sample",
     "copy_entries",
     "paged_attention",

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from d3engine.kernels.matrices import Weight
+from d3engine.kernels.quantized import Fp8RowsWeight
+from d3engine.kernels.triton.fp8_rows import fp8_rows_steps
 from d3engine.kernels.triton.operations import Step, TorchCall
 from d3engine.kernels.triton.unpack import unpack_steps
 
@@ -25,6 +27,8 @@ def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def matmul_steps(x: Tensor, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, list[Step]]:
     """The result of `matmul`, and the steps that compute it."""
+    if isinstance(weight, Fp8RowsWeight):
+        return fp8_rows_steps(x, weight, bias)
     matrix, steps = unpack_steps(weight, x.dtype)
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     return out, [*steps, TorchCall(_multiply_into, (out, x, matrix, bias))]
@@ -32,6 +36,9 @@ def matmul_steps(x: Tensor, weight: Weight, bias: Tensor | None = None) -> tuple
 
 def add_matmul_steps(target: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> list[Step]:
     """Add `x` [T, K] times `weight` [N, K] transposed, and `bias` [N], to `target` [T, N], in place."""
+    if isinstance(weight, Fp8RowsWeight):
+        product, steps = fp8_rows_steps(x, weight, bias)
+        return [*steps, TorchCall(_add_onto, (target, product))]
     matrix, steps = unpack_steps(weight, x.dtype)
     return [*steps, TorchCall(_multiply_onto, (target, x, matrix, bias))]
 
@@ -49,6 +56,10 @@ def _multiply_onto(target: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | Non
         target.addmm_(x, matrix.t())
     if bias is not None:
         target.add_(bias)
+
+
+def _add_onto(target: Tensor, product: Tensor) -> None:
+    target.add_(product)
 
 
 @contextmanager

@@ -241,8 +241,8 @@ def product_launch(
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     limits: dict[str, Any] = {}
     is_block = isinstance(weight, SplitBlockWeight)
-    if tile.warps == 2 and is_block:
-        limits = LIMITS["product of blocks, two warps"].options
+    if is_block and (tile.warps == 2 or (tile.warps == 4 and x.dtype != torch.float32)):
+        limits = LIMITS[f"product of blocks, {'two' if tile.warps == 2 else 'four'} warps"].options
     elif tile.warps == 2:
         is_large = tile.rows > 8 and tile.outputs >= 64
         limits = LIMITS["product of two warps" + (", 64 outputs beside 16 rows" if is_large else "")].options

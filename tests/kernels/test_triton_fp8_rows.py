@@ -1,0 +1,202 @@
+"""Rows rounded to 8-bit floats for a matrix of them: when that is chosen, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import d3engine.kernels.triton as kernels
+from d3engine.engine import device as engine_device
+from d3engine.engine import resolve
+from d3engine.engine.executors import matrix_form
+from d3engine.errors import InvalidValueError
+from d3engine.kernels.kv_pool import FP8, quantized
+from d3engine.kernels.quantized import Fp8RowsWeight, Fp8Weight, for_fp8_rows, quantize_fp8, takes_fp8_rows
+from d3engine.kernels.target import NO_TARGET, TARGETS
+from d3engine.kernels.triton import fp8_rows, matmul
+from d3engine.kernels.triton.launches import meta_weight
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_programs")
+
+EPS = 1e-5
+MATMUL_ROWS = 20
+MANY, OUTPUTS, COLUMNS = 37, 48, 208
+ROUNDED_ONCE = 4e-3
+"""Relative error of results in bfloat16."""
+
+Randn = Callable[..., Tensor]
+
+
+@pytest.fixture
+def weight(randn: Randn) -> Fp8RowsWeight:
+    return Fp8RowsWeight(*quantize_fp8(randn(OUTPUTS, COLUMNS, dtype=torch.float32, scale=0.1)).tensors)
+
+
+def error_of(out: Tensor, exact: Tensor) -> float:
+    assert out.shape == exact.shape
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def rounded(x: Tensor) -> Tensor:
+    values, scales = quantized(x)
+    return values.double() * scales.double()[:, None]
+
+
+@pytest.mark.parametrize(
+    ("weights", "outputs", "columns", "dtype", "arch", "chosen"),
+    [
+        ("fp8", 4096, 4096, torch.bfloat16, 90, True),
+        ("fp8", 4096, 4096, torch.bfloat16, 89, True),
+        ("fp8", 4096, 4096, torch.bfloat16, 120, True),
+        ("fp8", 4096, 4096, torch.bfloat16, 86, False),
+        ("fp8", 4096, 4096, torch.bfloat16, "gfx942", False),
+        ("fp8", 4096, 4096, torch.float16, 90, False),
+        ("fp8", 4096, 4096, torch.float32, 90, False),
+        ("fp8", 4096, 4100, torch.bfloat16, 90, False),
+        ("fp8", 4100, 4096, torch.bfloat16, 90, False),
+        ("fp8_groups", 4096, 4096, torch.bfloat16, 90, False),
+        ("int8", 4096, 4096, torch.bfloat16, 90, False),
+        ("bf16", 4096, 4096, torch.bfloat16, 90, False),
+    ],
+)
+def test_fp8_rows_are_chosen_where_scales_and_card_allow(
+    weights: str, outputs: int, columns: int, dtype: torch.dtype, arch: int | str, chosen: bool
+) -> None:
+    """One scale an output, whole sixteens, bfloat16, and NVIDIA's from 8.9 on; nothing without a GPU."""
+    matrix = meta_weight(outputs, columns, dtype=torch.bfloat16, weights=weights)
+    assert takes_fp8_rows(matrix, dtype, TARGETS[arch]) is chosen
+    assert isinstance(for_fp8_rows(matrix, dtype, TARGETS[arch]), Fp8RowsWeight) is chosen
+    assert not takes_fp8_rows(matrix, dtype, NO_TARGET)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [32, 208, 320])
+def test_rows_are_rounded_as_the_cache_rounds_its_heads(
+    dtype: torch.dtype, columns: int, randn: Randn, device: torch.device
+) -> None:
+    """Values and scales are the reference's, of rows of zeros and of rows that lie apart too."""
+    x = randn(5, columns + 16, dtype=dtype, scale=3.0)[:, :columns]
+    x[2] = 0.0
+    values = torch.empty(5, columns, dtype=FP8, device=device)
+    scales = torch.empty(5, 1, dtype=torch.float32, device=device)
+    fp8_rows.fp8_rows_launch(x, values, scales).run()
+    wanted, of_rows = quantized(x)
+    assert torch.equal(scales[:, 0], of_rows)
+    if device.type == "cpu":  # a GPU divides with an error of its last bit
+        assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+    assert error_of(values.float(), wanted.double()) < 0.01
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_product_of_fp8_rows_is_that_of_what_they_stand_for(
+    has_bias: bool, weight: Fp8RowsWeight, randn: Randn
+) -> None:
+    """Sums are exact enough for the result's dtype; against rows that were not rounded there is their error."""
+    x = randn(MANY, COLUMNS, dtype=torch.bfloat16)
+    bias = randn(OUTPUTS, dtype=torch.bfloat16) if has_bias else None
+    out = matmul.matmul(x, weight, bias)
+    added = 0.0 if bias is None else bias.double()
+    matrix = weight.dequantize(torch.float64).t()
+    assert error_of(out, rounded(x) @ matrix + added) < ROUNDED_ONCE
+    assert 0.01 < error_of(out, x.double() @ matrix + added) < 0.05
+
+
+def test_many_rows_of_every_projection_are_rounded(weight: Fp8RowsWeight, randn: Randn, device: torch.device) -> None:
+    """The residual, the gates and the logits of many rows; a few rows meet the matrix as they are."""
+    x, norm = randn(MANY, COLUMNS, dtype=torch.bfloat16), 1 + randn(COLUMNS, dtype=torch.bfloat16, scale=0.1)
+    residual = randn(MANY, OUTPUTS, dtype=torch.bfloat16)
+    matrix = weight.dequantize(torch.float64).t()
+    normed = kernels.rms_norm(x, norm, EPS)
+    product = rounded(normed) @ matrix
+
+    found = residual.clone()
+    kernels.linear_residual(x, weight, None, found)
+    assert error_of(found, residual.double() + rounded(x) @ matrix) < ROUNDED_ONCE
+    found = residual.clone()
+    kernels.linear_residual(x, weight, None, found, num_rows=torch.tensor([9], dtype=torch.int32, device=device))
+    assert torch.equal(found[9:], residual[9:])
+    assert error_of(found[:9], (residual.double() + rounded(x) @ matrix)[:9]) < ROUNDED_ONCE
+    assert error_of(kernels.lm_head(x, norm, EPS, weight), product) < ROUNDED_ONCE
+    gate, up = product.chunk(2, dim=1)
+    gates = torch.nn.functional.silu(gate) * up
+    assert error_of(kernels.gate_up(x, norm, EPS, weight, None), gates) < 2 * ROUNDED_ONCE
+
+    few = kernels.gate_up(x[:3], norm, EPS, weight, None)
+    assert torch.equal(few, kernels.gate_up(x[:3], norm, EPS, Fp8Weight(*weight.tensors), None))
+
+
+def test_trial_of_fp8_products_says_what_is_wrong(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes here; a library that raises, and one whose results are far, are named."""
+    assert fp8_rows.fault(device, torch.bfloat16) is None
+    multiply = torch._scaled_mm
+
+    def far(*given: Any, out: Tensor, **options: Any) -> Tensor:
+        return multiply(*given, out=out, **options).mul_(1.1)
+
+    def raising(*given: Any, **options: Any) -> Tensor:
+        raise RuntimeError("torch._scaled_mm is only supported on\nothers")
+
+    monkeypatch.setattr(torch, "_scaled_mm", far)
+    assert str(fp8_rows.fault(device, torch.bfloat16)).startswith("its relative error is 0.")
+    monkeypatch.setattr(torch, "_scaled_mm", raising)
+    assert fp8_rows.fault(device, torch.bfloat16) == "RuntimeError: torch._scaled_mm is only supported on"
+
+
+SETTINGS = SimpleNamespace(
+    device=torch.device("cpu"),
+    dtype=torch.bfloat16,
+    kernels="triton",
+    config=SimpleNamespace(quantization="fp8"),
+    batch_invariant=False,
+    tensor_parallel_size=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"dtype": torch.float16}, "got 'fp8'"),
+        ({"kernels": "torch"}, "got 'fp8'"),
+        ({"config": SimpleNamespace(quantization="fp8_groups")}, "a scale for each row"),
+        ({"config": SimpleNamespace(quantization=None)}, "a scale for each row"),
+        ({"batch_invariant": True}, "beside batch_invariant=True"),
+        ({"tensor_parallel_size": 2}, "beside tensor_parallel_size=2"),
+    ],
+)
+def test_engine_refuses_fp8_activations_that_do_nothing(
+    changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a made-up Hopper they are taken where products are made of them, and refused by name elsewhere."""
+    settings: Any = SimpleNamespace(**(vars(SETTINGS) | changes))
+    with pytest.raises(InvalidValueError, match=r"^activations must be .*got 'fp8'"):
+        resolve.check_fp8_rows(settings, is_random=False)  # without a GPU
+    monkeypatch.setattr(resolve, "target_of", lambda device: TARGETS[90])
+    if says is None:
+        resolve.check_fp8_rows(settings, is_random=False)
+    else:
+        with pytest.raises(InvalidValueError, match=f"^activations must be .*{says}"):
+            resolve.check_fp8_rows(settings, is_random=False)
+
+
+def test_matrices_get_their_rows_after_a_trial(weight: Fp8RowsWeight, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's matrices take such rows if the device passes the trial; else the argument is refused."""
+    from d3engine.engine import executors
+
+    settings: Any = SimpleNamespace(**vars(SETTINGS), activations="fp8", weight_compression="none", executor="graphs")
+    monkeypatch.setattr(executors, "target_of", lambda device: TARGETS[90])
+    form = matrix_form(settings)
+    assert form is not None
+    plain = Fp8Weight(*weight.tensors)
+    assert isinstance(form(plain), Fp8RowsWeight)
+    uneven = replace(plain, values=plain.values[:, :-8])
+    assert form(uneven) is uneven
+    monkeypatch.setattr(fp8_rows, "fault", lambda *given: "it is broken")
+    with pytest.raises(InvalidValueError, match=r"since its trial failed: it is broken; got 'fp8'"):
+        engine_device.check_fp8_products(torch.device("cpu"), torch.bfloat16)
