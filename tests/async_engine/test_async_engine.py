@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from deltas import joined
 from fixture_types import MakeEngine
 from loops import on_a_loop
 from stepping import greedy
+from watching import watch
 
 from d3engine import AsyncEngine, EngineClosedError, EngineDeadError, InvalidValueError, RequestOutputKind
 from d3engine.async_engine.async_engine import SHORT_PROMPT
@@ -247,18 +249,14 @@ def test_signal_handlers_stay_as_they_were(make_async: Make) -> None:
 
 def test_threads_block_for_the_same_answers(make_async: Make, make_engine: MakeEngine) -> None:
     engine, prompts = make_async().sync(), [[10 + k, 20 + k] for k in range(8)]
-    got: dict[int, Any] = {}
 
-    def read(k: int) -> None:
-        got[k] = joined(list(engine.generate(prompts[k], greedy(output_kind=DELTA)))).outputs
+    def read(prompt: list[int]) -> Any:
+        return joined(list(engine.generate(prompt, greedy(output_kind=DELTA)))).outputs
 
-    threads = [threading.Thread(target=read, args=(k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(read, prompts))
     alone = make_engine()
-    assert [got[k] for k in range(8)] == [answer_of(alone, prompt) for prompt in prompts]
+    assert got == [answer_of(alone, prompt) for prompt in prompts]
 
 
 def test_a_thread_that_leaves_ends_its_request(make_async: Make, gate: Any) -> None:
@@ -292,14 +290,8 @@ async def test_short_input_is_read_at_once_and_long_by_a_thread(
     make_async: Make, monkeypatch: pytest.MonkeyPatch, prompt: Any, params: Any, by_thread: bool
 ) -> None:
     """A short input is read at once, and anything else by a thread."""
-    engine, readers = make_async(), []
-    read = engine._front.prepare
-
-    def prepare(*given: Any) -> Any:
-        readers.append(threading.current_thread())
-        return read(*given)
-
-    monkeypatch.setattr(engine._front, "prepare", prepare)
+    engine = make_async()
+    readers = watch(monkeypatch, engine._front, "prepare", lambda *given: threading.current_thread())
     with suppress(InvalidValueError):  # the long one is too long for this model
         await engine.prepare(prompt, params)
     assert [reader is not threading.current_thread() for reader in readers] == [by_thread]

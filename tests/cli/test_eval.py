@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from invoking import invoke, refused, report_of, succeed
+from watching import watch
 
 from d3engine.cli import eval as command
 from d3engine.engine.engine import Engine
@@ -203,14 +204,7 @@ def test_eval_too_long_prompt_is_refused_before_any_question(monkeypatch: pytest
 
 
 def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    generate = Engine.generate
-
-    def counting(engine: Any, prompts: Any, *arguments: Any, **options: Any) -> Any:
-        asked.append(len(prompts))
-        return generate(engine, prompts, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "generate", counting)
+    asked = watch(monkeypatch, Engine, "generate", lambda engine, prompts, *_, **__: len(prompts))
     kept = tmp_path / "answers.jsonl"
     policies = ("--depth", "full", "--depth", "d3 alpha=0.9 start=0.4", "--max-tokens", "12")
 
