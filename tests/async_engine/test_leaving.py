@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from async_reading import OTHER, PROMPT, Make, answer_of, last_of, nothing_runs
 from fixture_types import MakeEngine
+from loops import on_a_loop
 from stepping import greedy
 
 
@@ -49,67 +50,60 @@ async def fail(stream: Any) -> None:
 
 
 @pytest.mark.parametrize("leave", [break_off, forget, close, run_out_of_time, be_cancelled, fail])
-def test_leaving_ends_the_request_with_the_step_that_is_running(
+@on_a_loop
+async def test_leaving_ends_the_request_with_the_step_that_is_running(
     make_async: Make, gate: Any, make_engine: MakeEngine, leave: Callable[[Any], Awaitable[None]]
 ) -> None:
-    async def main() -> None:
-        engine = make_async(num_scheduler_steps=1)  # no step is taken before the gate lets it through
-        gate.shut(after=3)
-        await leave(engine.generate(PROMPT, greedy(50)))
-        gc.collect()  # an exception's traceback may hold the iterator
-        gate.open()
-        assert await nothing_runs(engine)
-        assert gate.num_steps <= 5  # the last computes nothing: it hands out the end, which nobody reads
-        assert (await last_of(engine.generate(PROMPT, greedy()))).outputs == answer_of(make_engine(), PROMPT)
-
-    asyncio.run(main())
+    engine = make_async(num_scheduler_steps=1)  # no step is taken before the gate lets it through
+    gate.shut(after=3)
+    await leave(engine.generate(PROMPT, greedy(50)))
+    gc.collect()  # an exception's traceback may hold the iterator
+    gate.open()
+    assert await nothing_runs(engine)
+    assert gate.num_steps <= 5  # the last computes nothing: it hands out the end, which nobody reads
+    assert (await last_of(engine.generate(PROMPT, greedy()))).outputs == answer_of(make_engine(), PROMPT)
 
 
-def test_an_id_may_be_used_again_as_soon_as_its_reader_has_left(make_async: Make) -> None:
-    async def main() -> None:
-        engine = make_async()
-        for _ in range(3):
-            await break_off(engine.generate(PROMPT, greedy(50), request_id="a"))
-        assert (await last_of(engine.generate(OTHER, greedy(2), request_id="a"))).prompt_token_ids == OTHER
-        assert await nothing_runs(engine)
-
-    asyncio.run(main())
+@on_a_loop
+async def test_an_id_may_be_used_again_as_soon_as_its_reader_has_left(make_async: Make) -> None:
+    engine = make_async()
+    for _ in range(3):
+        await break_off(engine.generate(PROMPT, greedy(50), request_id="a"))
+    assert (await last_of(engine.generate(OTHER, greedy(2), request_id="a"))).prompt_token_ids == OTHER
+    assert await nothing_runs(engine)
 
 
-def test_whoever_reads_while_another_task_closes_is_let_go(make_async: Make, gate: Any) -> None:
-    async def main() -> None:
-        engine = make_async()
-        gate.shut()
-        stream = engine.generate(PROMPT, greedy(50))
-        reader = asyncio.create_task(last_of(stream))
-        await asyncio.to_thread(gate.wait_until_held)
-        with pytest.raises(RuntimeError, match="one reader at a time"):
-            await anext(stream)
-        await stream.aclose()
-        assert await reader is None
-        gate.open()
-        assert await nothing_runs(engine)
-
-    asyncio.run(main())
-
-
-def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Make, gate: Any) -> None:
-    async def main() -> None:
-        engine = make_async(num_scheduler_steps=1)
-        gate.shut(after=1)
-        stream = engine.generate(PROMPT, greedy(50), request_id="a")
+@on_a_loop
+async def test_whoever_reads_while_another_task_closes_is_let_go(make_async: Make, gate: Any) -> None:
+    engine = make_async()
+    gate.shut()
+    stream = engine.generate(PROMPT, greedy(50))
+    reader = asyncio.create_task(last_of(stream))
+    await asyncio.to_thread(gate.wait_until_held)
+    with pytest.raises(RuntimeError, match="one reader at a time"):
         await anext(stream)
-        await engine.abort("nobody")
-        await engine.abort("a")
-        gate.open()
-        assert (await last_of(stream)).outputs[0].finish_reason == "abort"
-        assert await nothing_runs(engine)
+    await stream.aclose()
+    assert await reader is None
+    gate.open()
+    assert await nothing_runs(engine)
 
-    asyncio.run(main())
+
+@on_a_loop
+async def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Make, gate: Any) -> None:
+    engine = make_async(num_scheduler_steps=1)
+    gate.shut(after=1)
+    stream = engine.generate(PROMPT, greedy(50), request_id="a")
+    await anext(stream)
+    await engine.abort("nobody")
+    await engine.abort("a")
+    gate.open()
+    assert (await last_of(stream)).outputs[0].finish_reason == "abort"
+    assert await nothing_runs(engine)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_closed_event_loop_takes_only_its_own_requests(
+@on_a_loop
+async def test_closed_event_loop_takes_only_its_own_requests(
     make_async: Make, gate: Any, make_engine: MakeEngine, num_steps: int
 ) -> None:
     """A closed event loop takes its own requests with it and no others."""
@@ -120,14 +114,11 @@ def test_closed_event_loop_takes_only_its_own_requests(
         await anext(stream)
         kept.append(stream)  # so that nothing but the closed loop ends it
 
-    async def main() -> None:
-        gate.shut(after=num_steps)
-        await asyncio.to_thread(asyncio.run, begin_and_forget())
-        gate.open()
-        mine = await last_of(engine.generate(OTHER, greedy(10)))
-        assert mine.outputs == answer_of(make_engine(), OTHER, 10)
-        while not await nothing_runs(engine):
-            await asyncio.sleep(0)
-        assert gate.num_steps < 50
-
-    asyncio.run(main())
+    gate.shut(after=num_steps)
+    await asyncio.to_thread(asyncio.run, begin_and_forget())
+    gate.open()
+    mine = await last_of(engine.generate(OTHER, greedy(10)))
+    assert mine.outputs == answer_of(make_engine(), OTHER, 10)
+    while not await nothing_runs(engine):
+        await asyncio.sleep(0)
+    assert gate.num_steps < 50

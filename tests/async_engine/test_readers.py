@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from async_reading import Make, last_of
+from loops import on_a_loop
 from stepping import greedy
 
 from d3engine import SamplingParams
@@ -44,41 +45,37 @@ class SlowReading:
     ],
     ids=["text", "ids", "bad words", "allowed", "form"],
 )
-def test_short_requests_do_not_wait_for_long_ones(make_async: Make, slow: tuple[Any, Any]) -> None:
-    async def main() -> None:
-        engine = make_async()
-        reading = SlowReading(engine)
-        long = [asyncio.create_task(last_of(engine.generate(*slow))) for _ in range(3 * _READERS)]
-        for _ in range(_READERS):
-            assert await asyncio.to_thread(reading.begun.acquire, timeout=HANG_SECONDS)
-        # Read by the loop itself, and by threads.
-        for prompt in ([11, 12, 13], [11] * 20, {"prompt_token_ids": [11] * 20}):
-            assert (await last_of(engine.generate(prompt, greedy(3)))).finished
-        biased = SamplingParams(max_tokens=2, temperature=0, logit_bias={5: 1.0})
-        assert (await last_of(engine.generate([11, 12], biased))).finished
-        assert not any(task.done() for task in long)
-        reading.go.set()
-        assert all(output.finished for output in await asyncio.gather(*long))
-
-    asyncio.run(main())
+@on_a_loop
+async def test_short_requests_do_not_wait_for_long_ones(make_async: Make, slow: tuple[Any, Any]) -> None:
+    engine = make_async()
+    reading = SlowReading(engine)
+    long = [asyncio.create_task(last_of(engine.generate(*slow))) for _ in range(3 * _READERS)]
+    for _ in range(_READERS):
+        assert await asyncio.to_thread(reading.begun.acquire, timeout=HANG_SECONDS)
+    # Read by the loop itself, and by threads.
+    for prompt in ([11, 12, 13], [11] * 20, {"prompt_token_ids": [11] * 20}):
+        assert (await last_of(engine.generate(prompt, greedy(3)))).finished
+    biased = SamplingParams(max_tokens=2, temperature=0, logit_bias={5: 1.0})
+    assert (await last_of(engine.generate([11, 12], biased))).finished
+    assert not any(task.done() for task in long)
+    reading.go.set()
+    assert all(output.finished for output in await asyncio.gather(*long))
 
 
-def test_what_waits_to_be_read_is_not_once_its_caller_has_left(make_async: Make) -> None:
-    async def main() -> None:
-        engine = make_async()
-        reading = SlowReading(engine)
-        tasks = [asyncio.create_task(engine.prepare([5] * LONG_WORK)) for _ in range(_READERS + 5)]
-        for _ in range(_READERS):
-            assert await asyncio.to_thread(reading.begun.acquire, timeout=HANG_SECONDS)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        reading.go.set()
-        await engine.prepare([5] * LONG_WORK)  # behind all that waited
-        assert reading.begun.acquire(timeout=HANG_SECONDS)
-        assert not reading.begun.acquire(blocking=False), "the others have never begun"
-
-    asyncio.run(main())
+@on_a_loop
+async def test_what_waits_to_be_read_is_not_once_its_caller_has_left(make_async: Make) -> None:
+    engine = make_async()
+    reading = SlowReading(engine)
+    tasks = [asyncio.create_task(engine.prepare([5] * LONG_WORK)) for _ in range(_READERS + 5)]
+    for _ in range(_READERS):
+        assert await asyncio.to_thread(reading.begun.acquire, timeout=HANG_SECONDS)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    reading.go.set()
+    await engine.prepare([5] * LONG_WORK)  # behind all that waited
+    assert reading.begun.acquire(timeout=HANG_SECONDS)
+    assert not reading.begun.acquire(blocking=False), "the others have never begun"
 
 
 def test_work_is_counted_through_all_that_a_request_holds() -> None:
@@ -91,18 +88,16 @@ def test_work_is_counted_through_all_that_a_request_holds() -> None:
     assert SHORT_PROMPT < LONG_WORK
 
 
-def test_a_long_conversation_is_long_work(make_async: Make) -> None:
-    async def main() -> None:
-        engine, seen = make_async(), list[str]()
+@on_a_loop
+async def test_a_long_conversation_is_long_work(make_async: Make) -> None:
+    engine, seen = make_async(), list[str]()
 
-        async def in_pool(kind: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-            seen.append(kind)
-            return {"prompt_token_ids": [5]}
+    async def in_pool(kind: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        seen.append(kind)
+        return {"prompt_token_ids": [5]}
 
-        engine._in_pool = in_pool  # type: ignore[method-assign]
-        await engine.chat_prompt([{"role": "user", "content": "Tom"}])
-        await engine.chat_prompt([{"role": "user", "content": "Tom " * LONG_WORK}])
-        await engine.chat_prompt([{"role": "user", "content": "Tom"}], tools=[{"description": "x" * LONG_WORK}])
-        assert seen == ["short", "long", "long"]
-
-    asyncio.run(main())
+    engine._in_pool = in_pool  # type: ignore[method-assign]
+    await engine.chat_prompt([{"role": "user", "content": "Tom"}])
+    await engine.chat_prompt([{"role": "user", "content": "Tom " * LONG_WORK}])
+    await engine.chat_prompt([{"role": "user", "content": "Tom"}], tools=[{"description": "x" * LONG_WORK}])
+    assert seen == ["short", "long", "long"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
+from loops import on_a_loop
 
 from benchmarks.lora import write_random_adapter
 from d3engine import AsyncEngine, Engine, EngineClosedError, InvalidValueError, RequestOutputKind, SamplingParams
@@ -143,18 +144,15 @@ def test_adapters_are_after_a_sleep_what_they_were(tmp_path: Path, transport: st
     running(act, transport=transport, lora_modules=[f"first={tmp_path / 'first'}"])
 
 
-def test_an_engine_that_is_closed_asleep_stays_closed() -> None:
+@on_a_loop
+async def test_an_engine_that_is_closed_asleep_stays_closed() -> None:
     """Closing ends a sleep for good."""
-
-    async def run() -> None:
-        engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**24)
-        await engine.sleep()
-        await engine.close()
-        await engine.close()
-        with pytest.raises(EngineClosedError):
-            await engine.wake_up()
-
-    asyncio.run(run())
+    engine = AsyncEngine("demo", device="cpu", kv_cache_memory_bytes=2**24)
+    await engine.sleep()
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineClosedError):
+        await engine.wake_up()
 
 
 def test_a_failed_wake_leaves_the_engine_asleep() -> None:
@@ -178,15 +176,12 @@ def test_a_failed_wake_leaves_the_engine_asleep() -> None:
     running(act)
 
 
-def test_what_no_sleep_can_do_is_refused() -> None:
+@on_a_loop
+async def test_what_no_sleep_can_do_is_refused() -> None:
     """Another level than 1, and weights that no file holds."""
-
-    async def run() -> None:
-        async with AsyncEngine.from_engine(Engine("demo", device="cpu", kv_cache_memory_bytes=2**24)) as engine:
-            with pytest.raises(InvalidValueError, match="level must be 1: weights and KV cache are freed; got 2"):
-                await engine.sleep(level=2)
-            with pytest.raises(FailedError, match="its weights are no files"):
-                await engine.sleep()
-            assert len((await answer(engine)).outputs[0].token_ids) == GREEDY.max_tokens
-
-    asyncio.run(run())
+    async with AsyncEngine.from_engine(Engine("demo", device="cpu", kv_cache_memory_bytes=2**24)) as engine:
+        with pytest.raises(InvalidValueError, match="level must be 1: weights and KV cache are freed; got 2"):
+            await engine.sleep(level=2)
+        with pytest.raises(FailedError, match="its weights are no files"):
+            await engine.sleep()
+        assert len((await answer(engine)).outputs[0].token_ids) == GREEDY.max_tokens

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from async_reading import DELTA, PROMPT, Make, nothing_runs
 from fixture_types import MakeEngine
+from loops import on_a_loop
 from stepping import greedy
 
 from d3engine import RequestOutput
@@ -56,35 +57,29 @@ def test_output_that_a_tap_leaves_and_the_last_are_the_readers(
     assert [who for who, output in found if output.finished] == ["reader"]
 
 
-def test_tap_that_raises_ends_its_request_and_its_reader(make_async: Make, gate: Any) -> None:
+@on_a_loop
+async def test_tap_that_raises_ends_its_request_and_its_reader(make_async: Make, gate: Any) -> None:
     """An exception of a tap ends its request and is raised to the reader."""
-
-    async def main() -> None:
-        engine = make_async()
-        gate.shut(after=1)
-        stream = engine.generate(PROMPT, PARAMS)
-        stream.tap(lambda outputs: int(1 / 0))
-        reading = asyncio.create_task(read_all(stream, []))
-        await let_go_when_he_waits(gate)
-        with pytest.raises(ZeroDivisionError):
-            await reading
-        assert await nothing_runs(engine)
-
-    asyncio.run(main())
+    engine = make_async()
+    gate.shut(after=1)
+    stream = engine.generate(PROMPT, PARAMS)
+    stream.tap(lambda outputs: int(1 / 0))
+    reading = asyncio.create_task(read_all(stream, []))
+    await let_go_when_he_waits(gate)
+    with pytest.raises(ZeroDivisionError):
+        await reading
+    assert await nothing_runs(engine)
 
 
-def test_error_behind_an_output_of_the_tap_reaches_the_reader() -> None:
+@on_a_loop
+async def test_error_behind_an_output_of_the_tap_reaches_the_reader() -> None:
     """An error behind an output that the tap takes reaches the reader."""
-
-    async def main() -> None:
-        notifier = LoopWaker(asyncio.get_running_loop())
-        slot = ReplyFuture(1, notifier)
-        reading = asyncio.create_task(notifier.take(slot, len))
-        await asyncio.sleep(0)
-        assert slot.put(["an output"])
-        slot.put([ZeroDivisionError()])
-        notifier.wake([slot])
-        with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(reading, 60)
-
-    asyncio.run(main())
+    notifier = LoopWaker(asyncio.get_running_loop())
+    slot = ReplyFuture(1, notifier)
+    reading = asyncio.create_task(notifier.take(slot, len))
+    await asyncio.sleep(0)
+    assert slot.put(["an output"])
+    slot.put([ZeroDivisionError()])
+    notifier.wake([slot])
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(reading, 60)

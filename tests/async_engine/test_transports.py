@@ -13,6 +13,7 @@ import pytest
 import torch
 from batches import assert_same
 from deltas import joined
+from loops import on_a_loop
 
 from d3engine import (
     D3,
@@ -93,21 +94,19 @@ def test_many_at_once_are_answered_as_each_alone(client: AsyncEngine, bare: Engi
         assert (got.prompt, got.prompt_token_ids, got.finished) == (want.prompt, want.prompt_token_ids, True)
 
 
-def test_whoever_leaves_and_whoever_is_aborted_holds_nothing(client: AsyncEngine) -> None:
-    async def main() -> None:
-        for _ in range(2):  # the id is free at once
-            async for _ in client.generate(QUESTION, LONG, request_id="left"):
-                break
-        stream = client.generate(QUESTION, LONG, request_id="aborted")
-        first = await anext(stream)  # on a busy machine all 200 tokens at once
-        await client.abort("aborted")
-        last = [first, *await read(stream)][-1]
-        assert last.outputs[0].finish_reason in ("abort", "length")
-        stats = await client.stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_blocks_in_use) == (0, 0, 0)
-        assert not client.heartbeat().is_working
-
-    asyncio.run(main())
+@on_a_loop
+async def test_whoever_leaves_and_whoever_is_aborted_holds_nothing(client: AsyncEngine) -> None:
+    for _ in range(2):  # the id is free at once
+        async for _ in client.generate(QUESTION, LONG, request_id="left"):
+            break
+    stream = client.generate(QUESTION, LONG, request_id="aborted")
+    first = await anext(stream)  # on a busy machine all 200 tokens at once
+    await client.abort("aborted")
+    last = [first, *await read(stream)][-1]
+    assert last.outputs[0].finish_reason in ("abort", "length")
+    stats = await client.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_in_use) == (0, 0, 0)
+    assert not client.heartbeat().is_working
 
 
 @pytest.mark.parametrize(
@@ -131,15 +130,13 @@ def test_what_can_never_run_is_refused_in_the_same_words(
     assert refusal(lambda: asyncio.run(client.prepare(prompt, params))) == refusal(lambda: bare.prepare(prompt, params))
 
 
-def test_an_id_that_is_taken_is_refused_to_the_second(client: AsyncEngine) -> None:
-    async def main() -> None:
-        first = client.generate(QUESTION, replace(LONG, max_tokens=None), request_id="same")
-        await anext(first)
-        with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):
-            await anext(client.generate(QUESTION, LONG, request_id="same"))
-        await first.aclose()
-
-    asyncio.run(main())
+@on_a_loop
+async def test_an_id_that_is_taken_is_refused_to_the_second(client: AsyncEngine) -> None:
+    first = client.generate(QUESTION, replace(LONG, max_tokens=None), request_id="same")
+    await anext(first)
+    with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):
+        await anext(client.generate(QUESTION, LONG, request_id="same"))
+    await first.aclose()
 
 
 def test_only_requests_of_its_own_are_taken(client: AsyncEngine, bare: Engine) -> None:
@@ -157,28 +154,25 @@ def test_a_thread_reads_the_same_answer(client: AsyncEngine, bare: Engine) -> No
 
 
 @pytest.mark.parametrize("client", ["process"], indirect=True)
-def test_hung_process_is_found_by_heartbeat_a_dead_one_by_all(client: AsyncEngine) -> None:
+@on_a_loop
+async def test_hung_process_is_found_by_heartbeat_a_dead_one_by_all(client: AsyncEngine) -> None:
     """The heartbeat finds a process that hangs; every caller learns of one that dies."""
     # The last test of the shared process.
     process = client._transport.process  # type: ignore[attr-defined]
-
-    async def main() -> None:
-        streams = [client.generate(QUESTION, replace(LONG, max_tokens=None)) for _ in range(3)]
-        for stream in streams:
-            await anext(stream)
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        still = client.heartbeat()
-        assert (still.is_working, still.error) == (True, None)
-        assert client.heartbeat() == still
-        os.kill(process.pid, signal.SIGKILL)
-        told = await asyncio.gather(*map(read, streams), return_exceptions=True)
-        told += await asyncio.gather(client.stats(), client.prepare(QUESTION), return_exceptions=True)
-        assert [str(error) for error in told] == ["the engine's process has ended by signal 9"] * 5
-        assert {type(error) for error in told} == {EngineDeadError}
-        assert client.heartbeat().error is not None
-
-    asyncio.run(main())
+    streams = [client.generate(QUESTION, replace(LONG, max_tokens=None)) for _ in range(3)]
+    for stream in streams:
+        await anext(stream)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    still = client.heartbeat()
+    assert (still.is_working, still.error) == (True, None)
+    assert client.heartbeat() == still
+    os.kill(process.pid, signal.SIGKILL)
+    told = await asyncio.gather(*map(read, streams), return_exceptions=True)
+    told += await asyncio.gather(client.stats(), client.prepare(QUESTION), return_exceptions=True)
+    assert [str(error) for error in told] == ["the engine's process has ended by signal 9"] * 5
+    assert {type(error) for error in told} == {EngineDeadError}
+    assert client.heartbeat().error is not None
 
 
 def test_process_computes_with_as_many_threads_as_its_parent() -> None:

@@ -113,20 +113,8 @@ def test_kinds_of_tokens_in_three_forms(png: Path) -> None:
 
 
 def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
-    small = (
-        "--limit",
-        "1",
-        "--max-tokens",
-        "6",
-        "--device",
-        "cpu",
-        "--width",
-        "2",
-        "--from-step",
-        "1",
-        "--from-step",
-        "4",
-    )
+    short = ("--limit", "1", "--max-tokens", "6", "--device", "cpu")
+    small = (*short, "--width", "2", "--from-step", "1", "--from-step", "4")
     stdout = drawn(png, "layers", "demo", *small)
     report = run_json("layers", "demo", *small)
     assert (report["texts"], report["tokens"], len(report["windows"])) == (1, [6], 2 * 15)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from invoking import invoke, refused, succeed
 from rich.console import Console
+from watching import watch
 
 from d3engine.cli.chat import HELP
 from d3engine.cli.terminal import Writer
@@ -41,15 +42,7 @@ def chat(model: Path | str, *lines: str, options: tuple[str, ...] = ()) -> Any:
 
 def turns_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
     """The messages of each turn, as they come."""
-    seen: list[list[dict[str, Any]]] = []
-    chat_prompt = Engine.chat_prompt
-
-    def watched(engine: Engine, messages: Any) -> Any:
-        seen.append([dict(message) for message in messages])
-        return chat_prompt(engine, messages)
-
-    monkeypatch.setattr(Engine, "chat_prompt", watched)
-    return seen
+    return watch(monkeypatch, Engine, "chat_prompt", lambda engine, messages: list(map(dict, messages)))
 
 
 def test_each_line_is_a_turn_and_stdout_gets_the_answers_alone(model: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from invoking import invoke, refused, report_of, succeed
+from watching import watch
 
 from d3engine.cli import eval as command
 from d3engine.engine.engine import Engine
@@ -75,14 +76,8 @@ def test_eval_policies_run_in_order_compared_with_the_first(tmp_path: Path) -> N
     kept = [json.loads(line)["policy"] for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     exits = Counter(policy for policy in kept if policy.startswith("Early exit"))
     assert sorted(exits.values()) == [1] * (len(exits) - 1) + [2], "tried on one question, the one that is taken on two"
-    assert [score["depth"]["policy"] for score in found["scores"]] == [
-        "d3",
-        "skipdecode",
-        "unified",
-        "tail-skip",
-        "full",
-        "early-exit",
-    ]
+    names = [score["depth"]["policy"] for score in found["scores"]]
+    assert names == ["d3", "skipdecode", "unified", "tail-skip", "full", "early-exit"]
     means = [score["nominal_mean_layers"] for score in found["scores"]]
     assert means[1:4] == pytest.approx([means[0]] * 3, abs=0.5)
     assert [score["minus_first"] is None for score in found["scores"]] == [True, False, False, False, False, False]
@@ -231,14 +226,7 @@ def test_eval_too_long_prompt_is_refused_before_any_question(monkeypatch: pytest
 
 
 def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    generate = Engine.generate
-
-    def counting(engine: Any, prompts: Any, *arguments: Any, **options: Any) -> Any:
-        asked.append(len(prompts))
-        return generate(engine, prompts, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "generate", counting)
+    asked = watch(monkeypatch, Engine, "generate", lambda engine, prompts, *_, **__: len(prompts))
     kept = tmp_path / "answers.jsonl"
     policies = ("--depth", "full", "--depth", "d3 alpha=0.9 start=0.4", "--max-tokens", "12")
 

@@ -17,7 +17,7 @@ from d3engine.cli.commands import with_new_names
         (["--admission-waves"], ["--admission-interval", ""]),
     ],
 )
-def test_renamed_option_is_read_and_told(typed: list[str], read: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_option_is_read_and_noted(typed: list[str], read: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert with_new_names(typed) == read
     assert ("old name goes with the next release" in capsys.readouterr().err) == (typed != read)
 

@@ -12,6 +12,7 @@ from depth_oracle import DepthAnswer, Exit, greedy_with_exits
 from fixture_types import MakeLlama, MakePrompts
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy_after
+from watching import watch
 
 from d3engine import D3, Engine, EngineDeadError, FullDepth, InvalidValueError, RequestOutput, SamplingParams
 from d3engine.depth import NEVER, DepthPolicy, EarlyExit, ExitRule, Schedule
@@ -227,15 +228,7 @@ def test_a_row_that_leaves_does_not_run_the_head_a_second_time(
 
 def _count_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every call of the LM head in PyTorch from now on."""
-    rows: list[int] = []
-    head = Llama.logits
-
-    def counting(self: Llama, hidden: Any, *others: Any, **named: Any) -> Any:
-        rows.append(len(hidden))
-        return head(self, hidden, *others, **named)
-
-    monkeypatch.setattr(Llama, "logits", counting)
-    return rows
+    return watch(monkeypatch, Llama, "logits", lambda model, hidden, *_, **__: len(hidden))
 
 
 def test_a_step_in_which_nobody_may_leave_does_nothing_of_this(

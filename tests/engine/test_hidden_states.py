@@ -203,16 +203,10 @@ def test_captured_prompts_take_no_hits_from_the_first_position(native: Engine) -
 def test_prompt_blocks_are_shared_by_equal_steering_alone(native: Engine) -> None:
     native.reset_prefix_cache()
     cached = []
-    salts = (
-        {"steer": CHANGES},
-        {},
-        {"steer": {0: VECTOR}},
-        {"steer": Steer({0: VECTOR}, slice(3))},
-        {"steer": Steer({0: VECTOR}, "generated")},
-    )
+    salts = (CHANGES, None, {0: VECTOR}, Steer({0: VECTOR}, slice(3)), Steer({0: VECTOR}, "generated"))
     for _ in range(2):
-        for given in salts:
-            (output,) = answer(native, PROMPTS[2:3], greedy(**given))
+        for steer in salts:
+            (output,) = answer(native, PROMPTS[2:3], greedy(steer=steer))
             cached.append(output.num_cached_tokens)
     assert cached == [0, 0, 0, 0, 32, 32, 32, 32, 32, 32]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from families import DENSE, NO_PAD, make_family
+from loops import on_a_loop
 from peft_adapters import ADAPTERS, Adapted, save_adapter, save_all
 from tiny_models import random_prompts, save_tiny_llama
 
@@ -239,29 +240,29 @@ def test_what_names_no_adapter_is_refused(native: Engine, asked: Any, said: str)
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])
-def test_async_engine_loads_and_unloads_at_work(adapted: Adapted, alone: list[RequestOutput], transport: str) -> None:
+@on_a_loop
+async def test_async_engine_loads_and_unloads_at_work(
+    adapted: Adapted, alone: list[RequestOutput], transport: str
+) -> None:
     expected = {(len(prompt), name): one.outputs[0].token_ids for (prompt, name), one in zip(MIX, alone, strict=True)}
 
     async def answer(engine: AsyncEngine, prompt: list[int], name: str | None) -> None:
         *_, last = [output async for output in engine.generate(prompt, GREEDY, lora_request=name)]
         assert last.outputs[0].token_ids == expected[len(prompt), name]
 
-    async def run() -> None:
-        options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
-        modules = {name: str(adapted.paths[name]) for name in ("all", "some")}
-        engine = AsyncEngine(adapted.model, device="cpu", transport=transport, lora_modules=modules, **options)
-        async with engine:
-            others = [asyncio.create_task(answer(engine, *one)) for one in MIX if one[1] != "patterns"]
-            await engine.load_lora_adapter("patterns", adapted.paths["patterns"])
-            assert set(engine.lora_adapters) == set(ADAPTERS)
-            for prompt in PROMPTS:
-                await answer(engine, prompt, "patterns")
-            await asyncio.gather(*others)
-            await engine.unload_lora_adapter("patterns")
-            brought = LoRARequest("brought", 7, str(adapted.paths["patterns"]))
-            *_, last = [output async for output in engine.generate(PROMPTS[0], GREEDY, lora_request=brought)]
-            assert last.outputs[0].token_ids == expected[len(PROMPTS[0]), "patterns"]
-            with pytest.raises(InvalidValueError, match="lora_request must be"):
-                await answer(engine, PROMPTS[0], "patterns")
-
-    asyncio.run(run())
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
+    modules = {name: str(adapted.paths[name]) for name in ("all", "some")}
+    engine = AsyncEngine(adapted.model, device="cpu", transport=transport, lora_modules=modules, **options)
+    async with engine:
+        others = [asyncio.create_task(answer(engine, *one)) for one in MIX if one[1] != "patterns"]
+        await engine.load_lora_adapter("patterns", adapted.paths["patterns"])
+        assert set(engine.lora_adapters) == set(ADAPTERS)
+        for prompt in PROMPTS:
+            await answer(engine, prompt, "patterns")
+        await asyncio.gather(*others)
+        await engine.unload_lora_adapter("patterns")
+        brought = LoRARequest("brought", 7, str(adapted.paths["patterns"]))
+        *_, last = [output async for output in engine.generate(PROMPTS[0], GREEDY, lora_request=brought)]
+        assert last.outputs[0].token_ids == expected[len(PROMPTS[0]), "patterns"]
+        with pytest.raises(InvalidValueError, match="lora_request must be"):
+            await answer(engine, PROMPTS[0], "patterns")

@@ -6,6 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -100,11 +101,8 @@ def test_threads_that_take_turns_share_an_engine(make_engine: MakeEngine) -> Non
         with turn:
             stream.close()  # type: ignore[attr-defined]
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert [got[k] for k in range(4)] == want
 
 

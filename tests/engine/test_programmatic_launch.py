@@ -78,7 +78,7 @@ def test_device_that_keeps_order_is_tried_once_and_used() -> None:
         (repeated_too_often, "a kernel did not wait for the one before it"),
     ],
 )
-def test_a_device_that_fails_is_told_and_runs_without(
+def test_a_device_that_fails_is_noted_and_runs_without(
     wrong: Wrong, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_random, save_without_layer
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
+from watching import watch
 
 from d3engine import D3, LLM, EarlyExit, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
 from d3engine.cli.engine_options import ENGINE
@@ -173,14 +174,7 @@ def test_matrices_take_half_of_the_bytes_and_the_cache_as_many(directory: Rounde
 
 
 def test_what_needs_no_change_lies_in_the_bfloat16_file(directory: Rounded, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated: list[tuple[tuple[int, ...], torch.dtype]] = []
-    empty = torch.empty
-
-    def counted(shape: tuple[int, ...], **options: Any) -> Tensor:
-        allocated.append((tuple(shape), options["dtype"]))
-        return empty(shape, **options)
-
-    monkeypatch.setattr(torch, "empty", counted)
+    allocated = watch(monkeypatch, torch, "empty", lambda shape, **options: (tuple(shape), options["dtype"]))
     load(directory(), torch.bfloat16)
     matrices = {shape for shape, dtype in allocated if dtype == torch.bfloat16}
     assert matrices == {(128, 48), (160, 48)}  # query, key and value; gate and up
@@ -190,20 +184,13 @@ def test_what_needs_no_change_lies_in_the_bfloat16_file(directory: Rounded, monk
 @pytest.mark.parametrize("num_tokens", [1, 40, 700])
 def test_no_more_than_a_piece_of_a_matrix_is_ever_wide(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(5000, 1024).bfloat16()
-    sizes: list[int] = []
-    linear = torch.nn.functional.linear
-
-    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        assert weight.dtype == torch.float32
-        sizes.append(weight.numel())
-        return linear(x, weight, bias)
-
-    monkeypatch.setattr(reference.F, "linear", watched)
+    weights = watch(monkeypatch, reference.F, "linear", lambda x, weight, bias=None: (weight.dtype, weight.numel()))
     x, out = torch.randn(num_tokens, 1024), torch.zeros(num_tokens, 5000)
     reference.linear_residual(x, matrix, None, out)
     torch.testing.assert_close(out, x @ matrix.float().t(), rtol=1e-4, atol=1e-3)
-    assert sum(sizes) == matrix.numel()
-    assert max(sizes) <= 2**20
+    assert {dtype for dtype, _ in weights} == {torch.float32}
+    assert sum(size for _, size in weights) == matrix.numel()
+    assert max(size for _, size in weights) <= 2**20
 
 
 def test_multiplied_embedding_keeps_every_bit_of_the_product(tmp_path: Path) -> None:

@@ -189,13 +189,8 @@ def with_last_layer(weights: LlamaWeights, change: Callable[[LayerWeights], dict
 STRANGE: dict[str, tuple[dict[str, Any], Callable[[LlamaWeights], LlamaWeights]]] = {
     "knows no torch.float64 matrices": ({}, lambda w: with_last_layer(w, lambda layer: {"qkv": layer.qkv.double()})),
     "is not contiguous torch.float32": ({}, lambda w: replace(w, lm_head=w.lm_head.t().contiguous().t())),
-    "the sizes of the model do not fit": (
-        {
-            "hidden_size": 130,
-            "num_attention_heads": 65,
-            "num_key_value_heads": 1,
-            "head_dim": 2,
-        },  # more heads to one than it has room for
+    "the sizes of the model do not fit": (  # more heads to one than it has room for
+        {"hidden_size": 130, "num_attention_heads": 65, "num_key_value_heads": 1, "head_dim": 2},
         lambda w: w,
     ),
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import LAYERS, block_bytes
 from fixture_types import MakeEngine
+from watching import watch
 
 from d3engine import D3, SamplingParams
 from d3engine.engine import resolve
@@ -170,14 +171,7 @@ def test_an_answer_that_ends_in_a_run_ends_the_run(clock: Clock, make_engine: Ma
 def test_the_tokens_and_scores_of_a_step_come_in_one_copy(
     make_engine: MakeEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies: list[int] = []
-    copy = torch.Tensor.copy_
-
-    def counted(target: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-        copies.append(options.get("non_blocking", False))
-        return copy(target, *given, **options)
-
     engine = make_engine(max_num_seqs=3)
-    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    copies = watch(monkeypatch, torch.Tensor, "copy_", lambda *_, **options: options.get("non_blocking", False))
     list(engine.stream([1, 2], greedy(20)))
     assert sum(copies) == clock.num_launched == 19

@@ -1,10 +1,9 @@
 """An app that brings its own engine: nothing is loaded before its lifespan begins, and nothing is left after it."""
 
-import asyncio
-
 import httpx
 import pytest
 from contract import ANSWERED, BEHIND, OverOpenAI
+from loops import on_a_loop
 from serving import serving
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -28,21 +27,19 @@ def test_mounted_below_a_path_it_answers_and_knows_its_routes(wanted: list[Reque
             assert refused["type"] == "error"  # as Anthropic's clients expect it, who are told apart by their path
 
 
-def test_its_engine_comes_and_goes_with_its_lifespan() -> None:
+@on_a_loop
+async def test_its_engine_comes_and_goes_with_its_lifespan() -> None:
     from d3engine.integrations.asgi import asgi_app
 
-    async def main() -> None:
-        missing = asgi_app("/no/such/model")  # which is said when it is wanted
-        with pytest.raises(InvalidValueError, match="no/such/model"):
-            async with missing.router.lifespan_context(missing):
-                raise AssertionError("there is no model")
-        app = asgi_app("demo", **BEHIND)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d3") as http:
-            with pytest.raises(RuntimeError, match="lifespan has not begun"):
-                await http.get("/v1/models")
-            async with app.router.lifespan_context(app):
-                assert (await http.get("/health")).json() == {"status": "ok"}
-            with pytest.raises(RuntimeError, match="lifespan has not begun"):
-                await http.get("/v1/models")
-
-    asyncio.run(main())
+    missing = asgi_app("/no/such/model")  # which is said when it is wanted
+    with pytest.raises(InvalidValueError, match="no/such/model"):
+        async with missing.router.lifespan_context(missing):
+            raise AssertionError("there is no model")
+    app = asgi_app("demo", **BEHIND)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d3") as http:
+        with pytest.raises(RuntimeError, match="lifespan has not begun"):
+            await http.get("/v1/models")
+        async with app.router.lifespan_context(app):
+            assert (await http.get("/health")).json() == {"status": "ok"}
+        with pytest.raises(RuntimeError, match="lifespan has not begun"):
+            await http.get("/v1/models")

@@ -1,6 +1,5 @@
 """`LLM` and `chat` take vLLM's arguments, and refuse by name what has no counterpart."""
 
-import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 from bad_values import bad_values, refused
+from loops import on_a_loop
 
 from d3engine import LLM, AsyncEngine, Engine, InvalidValueError, PromptLookup, SamplingParams
 from d3engine.engine.model_directory import model_directory
@@ -158,19 +158,17 @@ def test_an_argument_of_a_call_that_asks_for_nothing_is_taken(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])
-def test_the_engine_for_many_callers_refuses_them_alike(transport: str) -> None:
-    async def ask() -> None:
-        async with AsyncEngine("demo", transport=transport, **SMALL) as engine:
-            for face in (engine, engine.sync()):
-                for argument, value in OTHERS:
-                    with pytest.raises(InvalidValueError, match=f"^{argument} must be"):
-                        face.generate("Tom", **{argument: value})
-                    with pytest.raises(InvalidValueError, match=f"^{argument} must be"):
-                        await all_of(face.chat(ASKED, **{argument: value}))
-            params = SamplingParams(temperature=0, max_tokens=2)
-            assert (await all_of(engine.generate("Tom", params, lora_request=None)))[-1].finished
-
-    asyncio.run(ask())
+@on_a_loop
+async def test_the_engine_for_many_callers_refuses_them_alike(transport: str) -> None:
+    async with AsyncEngine("demo", transport=transport, **SMALL) as engine:
+        for face in (engine, engine.sync()):
+            for argument, value in OTHERS:
+                with pytest.raises(InvalidValueError, match=f"^{argument} must be"):
+                    face.generate("Tom", **{argument: value})
+                with pytest.raises(InvalidValueError, match=f"^{argument} must be"):
+                    await all_of(face.chat(ASKED, **{argument: value}))
+        params = SamplingParams(temperature=0, max_tokens=2)
+        assert (await all_of(engine.generate("Tom", params, lora_request=None)))[-1].finished
 
 
 async def all_of(answer: Any) -> list[Any]:

@@ -60,12 +60,9 @@ def generation(prompt: str, target: str, until: list[str], tokens: int) -> dict[
 
 
 def choice(prompt: str, choices: str, target: str) -> dict[str, Any]:
-    return {
-        "output_type": "multiple_choice",
-        "doc_to_text": prompt,
-        "doc_to_choice": choices,
-        "doc_to_target": target,
-    } | {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
+    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    asked = {"doc_to_text": prompt, "doc_to_choice": choices, "doc_to_target": target}
+    return {"output_type": "multiple_choice", "metric_list": metrics, **asked}
 
 
 def evaluate(folder: Path, model: Any, tasks: list[str], **arguments: Any) -> dict[str, Any]:

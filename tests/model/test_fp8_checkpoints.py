@@ -240,17 +240,8 @@ def mutated(tensors: dict[str, torch.Tensor], draw: random.Random) -> dict[str, 
     name = draw.choice(sorted(tensors))
     kind = draw.choice(("shape", "shape", "dtype", "name"))
     if kind == "name":
-        ends = (
-            "weight",
-            "weight_scale",
-            "weight_scale_inv",
-            "input_scale",
-            "k_scale",
-            "qweight",
-            "scales",
-            "bias",
-            "x",
-        )
+        scales = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale")
+        ends = ("weight", *scales, "qweight", "scales", "bias", "x")
         return {f"{name.rpartition('.')[0]}.{draw.choice(ends)}": draw_tensor(draw, tensors[name].dtype)}
     if kind == "shape":
         return {name: draw_tensor(draw, tensors[name].dtype)}

@@ -13,6 +13,7 @@ from configs import llama_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from watching import watch
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import ModelFormatError
@@ -89,14 +90,7 @@ def id_of_storage(tensor: Tensor) -> int:
 def test_tensor_is_held_in_place_only_in_the_files_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is held where it is only in the dtype of the file."""
     write_model(tmp_path, tie_word_embeddings=False)
-    allocated: list[tuple[int, ...]] = []
-    empty = torch.empty
-
-    def counted(shape: tuple[int, ...], **options: Any) -> Tensor:
-        allocated.append(tuple(shape))
-        return empty(shape, **options)
-
-    monkeypatch.setattr(torch, "empty", counted)
+    allocated = watch(monkeypatch, torch, "empty", lambda shape, **options: tuple(shape))
     load(tmp_path)
     assert set(allocated) == {(64, 32), (96, 32)}  # query, key and value; gate and up
     allocated.clear()

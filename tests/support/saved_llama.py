@@ -13,13 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-} | {"num_key_value_heads": 2, "head_dim": 10, "attention_bias": True, "mlp_bias": True}
+SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "attention_bias": True, "mlp_bias": True}
 DOWN = "model.layers.1.mlp.down_proj.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"

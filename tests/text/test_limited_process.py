@@ -156,7 +156,7 @@ class TestProcess:
         children._idle[0]._process.wait()
         assert template.render([USER]) == "Hi"
 
-    def test_one_that_dies_at_work_is_told_as_such(self, children: _Children, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_dies_at_work_is_named_as_such(self, children: _Children, monkeypatch: pytest.MonkeyPatch) -> None:
         template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
         pid = process_of(children)
 

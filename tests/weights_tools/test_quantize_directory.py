@@ -14,11 +14,12 @@ from quantized_weights import LAYOUTS, QUERY, SCHEMES, QuantizedDirectory, all_t
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from watching import watch
 
 from d3engine import Engine
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, quantize_int8
-from d3engine.model.weights import quantize_matrix, quantize_weights
+from d3engine.kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, quantize_int8
+from d3engine.model.weights import quantize_weights
 from d3engine.weights_tools import quantize
 from d3engine.weights_tools.quantize import quantize_model
 
@@ -53,16 +54,10 @@ def test_quantize_writes_shards_in_turn_and_each_matrix_once(
     tiny_llama: MakeLlama, quantized_directory: QuantizedDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards are written one by one, and every matrix is quantized once."""
-    quantized_names: list[tuple[int, ...]] = []
-
-    def counted(matrix: Tensor, scheme: str) -> QuantizedWeight:
-        quantized_names.append(tuple(matrix.shape))
-        return quantize_matrix(matrix, scheme)
-
-    monkeypatch.setattr(quantize, "quantize_matrix", counted)
+    quantized = watch(monkeypatch, quantize, "quantize_matrix", lambda matrix, scheme: scheme)
     source = tiny_llama(max_shard_size="40KB").directory
     quantize_model(source, tmp_path / "out", "int8", shard_bytes=10_000, show_progress=False)
-    assert len(quantized_names) == 3 * 7 + 1
+    assert len(quantized) == 3 * 7 + 1
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 5
     assert all(len(load_file(s)) == 1 or sum(t.nbytes for t in load_file(s).values()) <= 10_000 for s in shards)

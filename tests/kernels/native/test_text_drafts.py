@@ -41,8 +41,8 @@ class Pair:
                 self.decoder.run(self._rows(np.full(stop, row), np.arange(stop)), 1)
         self.entries = self.target.pool.clone()
 
-    def _rows(self, slots: Any, positions: Any, generation: Any = None) -> Rows:
-        tokens = self.texts[slots, positions]
+    def _rows(self, slots: Any, positions: Any, generation: Any = None, texts: Any = None) -> Rows:
+        tokens = (self.texts if texts is None else texts)[slots, positions]
         generation = np.zeros(len(tokens), np.int64) if generation is None else generation
         return Rows(tokens, positions, generation, slots, np.full((len(tokens), 3), NEVER), self.target.rows.tables)
 
@@ -67,16 +67,8 @@ class Pair:
         live = np.arange(4)
         while live.size:
             some = np.minimum(MOST, rooms[live] - 1)
-            lengths = np.full(live.size, MOST)
-            numbers = {"begun": np.zeros((live.size, MOST)), "num_begun": 0 * some, "first_lengths": some}
-            drafts = Drafts(
-                **numbers,
-                lengths=lengths,
-                most_lengths=lengths,
-                adapts=0 * some,
-                rooms=rooms[live],
-                places=some * 0 - 1,
-            )
+            begun, lengths = np.zeros((live.size, MOST)), np.full(live.size, MOST)
+            drafts = Drafts(begun, 0 * some, some, lengths, lengths, 0 * some, rooms[live], 0 * some - 1)
             by_text = TextDrafts(
                 np.array(drafters)[live],
                 np.ascontiguousarray(texts[live]),
@@ -85,14 +77,7 @@ class Pair:
                 positions=np.minimum(computed, positions)[live],
                 **further,
             )
-            rows = Rows(
-                texts[live, positions[live]],
-                positions[live],
-                live + 1 + positions[live] - POSITIONS[live],
-                live,
-                np.full((live.size, 3), NEVER),
-                self.target.rows.tables,
-            )
+            rows = self._rows(live, positions[live], live + 1 + positions[live] - POSITIONS[live], texts)
             own = (
                 None
                 if draws is None
@@ -271,11 +256,8 @@ def test_a_text_longer_than_a_step_is_caught_up_with_in_parts() -> None:
 def loop_of(pair: Pair, decoder: Decoder | None = None, **changes: Any) -> Any:
     some = np.full(4, 3)
     drafts = Drafts(np.zeros((4, 3)), 0 * some, some, some, some, 0 * some, np.full(4, 9), 0 * some - 1)
-    given: dict[str, Any] = {
-        "drafters": np.full(4, MODEL),
-        "texts": np.ascontiguousarray(pair.texts),
-        "history": np.empty(0, np.int64),
-    } | {"tables": pair.draft.rows.tables, "positions": np.zeros(4, np.int64)}
+    given: dict[str, Any] = {"drafters": np.full(4, MODEL), "texts": np.ascontiguousarray(pair.texts)}
+    given |= {"history": np.empty(0, np.int64), "tables": pair.draft.rows.tables, "positions": np.zeros(4, np.int64)}
     rows = pair._rows(np.arange(4), POSITIONS, np.arange(1, 5))
     return pair.decoder.run_speculative_loop(
         rows,
