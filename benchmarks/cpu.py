@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.cpu_page import PARTS, show
-from benchmarks.report import Parser, option, settings_of, summary, tell, write_json
+from benchmarks.report import Parser, option, ratios, settings_of, summary, tell, write_json
 from benchmarks.systems import PROMPT_TOKENS, decay_for, model_at, prompts_for, rest, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
@@ -132,15 +132,11 @@ def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, ba
     return {system: {name: summary(values) for name, values in own.items()} for system, own in figures.items()}
 
 
-def ratio(over: dict[str, Any], under: dict[str, Any]) -> dict[str, Any]:
-    """Round by round."""
-    return summary([a / b for a, b in zip(over["rounds"], under["rounds"], strict=True)])
-
-
-def ratios(systems: dict[str, Any], figure: str) -> dict[str, Any]:
-    """How many times as fast as each peer we are."""
-    ours = systems["d3engine"][figure]
-    return {name: ratio(own[figure], ours) for name, own in systems.items() if name != "d3engine"}
+def over_peers(systems: dict[str, Any], figure: str) -> dict[str, Any]:
+    """How many times as fast as each peer we are, round by round."""
+    rounds = {name: own[figure]["rounds"] for name, own in systems.items()}
+    ours = rounds.pop("d3engine")
+    return {name: summary(ratios(theirs, ours)) for name, theirs in rounds.items()}
 
 
 def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any]) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def decode(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[An
         "batch": batch,
         "executor": executor,
         "systems": systems,
-        "over": ratios(systems, "seconds_per_step"),
+        "over": over_peers(systems, "seconds_per_step"),
     }
 
 
@@ -208,7 +204,8 @@ def depth(model: Model, kind: str, batch: int, settings: Settings, bar: tqdm[Any
     weights = model.weights[kind]
     layer_size = sum(tensor.nbytes for tensor in weights.layers[0].tensors())
     bound = layer_bound(realised, num_layers=layers, layer_size=layer_size, head_size=weights.lm_head.nbytes)
-    speedup = ratio(systems[str(layers)]["seconds_per_step"], systems["d3"]["seconds_per_step"])
+    full, skipping = (systems[name]["seconds_per_step"]["rounds"] for name in (str(layers), "d3"))
+    speedup = summary(ratios(full, skipping))
     return {
         "model": settings.model,
         "kind": kind,
@@ -258,7 +255,7 @@ def prompt(model: Model, kind: str, settings: Settings, bar: tqdm[Any]) -> list[
         for system in (engine, *peers.values()):
             system.close()
         found = {"model": settings.model, "kind": kind, "tokens": tokens, "systems": systems}
-        rows.append({**found, "over": ratios(systems, "seconds")})
+        rows.append({**found, "over": over_peers(systems, "seconds")})
     return rows
 
 

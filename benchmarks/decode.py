@@ -24,7 +24,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.children import checkout_environment
-from benchmarks.report import Parser, print_table, settings_of, summary
+from benchmarks.report import Parser, print_table, ratios, settings_of, summary
 from benchmarks.systems import (
     DECAY,
     FULL,
@@ -130,7 +130,7 @@ def evaluate(
             "weight_bytes_moved": moved,
             "gigabytes_per_second": summary([moved / s / 1e9 for s in seconds[system]]),
         }
-    speedup = _ratio(seconds[FULL], seconds[DECAY])
+    speedup = summary(ratios(seconds[FULL], seconds[DECAY]))
     bound = layer_bound(
         _depths_of_steps(answers[DECAY]),
         num_layers=config.num_layers,
@@ -140,19 +140,14 @@ def evaluate(
     ours_tokens, peer_tokens = answers[FULL].token_ids, answers[PEER].token_ids
     return {
         "systems": systems,
-        "full_depth_over_transformers": _ratio(seconds[PEER], seconds[FULL]),
-        "d3_over_transformers": _ratio(seconds[PEER], seconds[DECAY]),
+        "full_depth_over_transformers": summary(ratios(seconds[PEER], seconds[FULL])),
+        "d3_over_transformers": summary(ratios(seconds[PEER], seconds[DECAY])),
         "d3_over_full_depth": speedup,
         "layer_bound": bound,
         "realisation_ratio": speedup["median"] / bound,
         "tokens_equal": ours_tokens == peer_tokens,
         "first_difference": [_first_difference(*rows) for rows in zip(ours_tokens, peer_tokens, strict=True)],
     }
-
-
-def _ratio(slower: Sequence[float], faster: Sequence[float]) -> dict[str, Any]:
-    """How many times faster, round by round."""
-    return summary([a / b for a, b in zip(slower, faster, strict=True)])
 
 
 def _depths_of_steps(answers: Answers) -> list[int]:
@@ -280,13 +275,13 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
     columns = ("system", "tok/s", "min - max", "layers", "GB/s", "peak MiB")
     print_table(console, columns, rows, left=("system",), no_wrap=True)
-    ratios = Table("ratio", "median", "min - max")
+    table = Table("ratio", "median", "min - max")
     for name in ("full_depth_over_transformers", "d3_over_transformers", "d3_over_full_depth"):
         ratio = report[name]
-        ratios.add_row(name.replace("_", " "), f"{ratio['median']:.3f}", f"{ratio['min']:.3f} - {ratio['max']:.3f}")
-    ratios.add_row("layer bound of D3, head counted", f"{report['layer_bound']:.3f}", "")
-    ratios.add_row("realisation ratio", f"{report['realisation_ratio']:.3f}", "")
-    console.print(ratios)
+        table.add_row(name.replace("_", " "), f"{ratio['median']:.3f}", f"{ratio['min']:.3f} - {ratio['max']:.3f}")
+    table.add_row("layer bound of D3, head counted", f"{report['layer_bound']:.3f}", "")
+    table.add_row("realisation ratio", f"{report['realisation_ratio']:.3f}", "")
+    console.print(table)
     console.print("Timed: the whole call, prompt pass included, for every system alike. GB/s: weights read.")
     if report["tokens_equal"]:
         console.print("Full-depth tokens equal those of transformers.")

@@ -19,7 +19,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.gpu import absent
-from benchmarks.report import Parser, positive, print_table, spread, summary
+from benchmarks.report import Parser, positive, print_table, ratios, spread, summary
 
 HIDDEN, HEADS, CHANNELS = 64, 4, 16
 """A small model's sizes: what the host does depends on none."""
@@ -77,9 +77,8 @@ def measure(rows: int, answers: int, rounds: int) -> dict[str, Any]:
                 with patch.object(performing, "_recipe", nothing):
                     performing.forget()
                     anew.append(_microseconds(call))
-            ratios = [one / other for one, other in zip(anew, by_recipe, strict=True)]
-            times = {"by_recipe": summary(by_recipe), "anew": summary(anew), "ratio": summary(ratios)}
-            found[name] = {"launches": launches, **times}
+            times = {"by_recipe": by_recipe, "anew": anew, "ratio": ratios(anew, by_recipe)}
+            found[name] = {"launches": launches} | {kind: summary(values) for kind, values in times.items()}
     return {"rows": rows, "answers": answers, "operations": found}
 
 

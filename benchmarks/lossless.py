@@ -22,7 +22,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
-from benchmarks.report import Parser, option, settings_of, summary
+from benchmarks.report import Parser, option, ratios, settings_of, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine.engine import Engine
 from d3engine.errors import require
@@ -197,18 +197,13 @@ def _cell(
         return counts
     draft_tokens = sum(len(output.outputs[0].token_ids) for output in answers[draft.title])
     # What a shallow token costs: the draft by itself, whose answers may be of another length, over full depth.
-    cost = median(_ratios(seconds[draft.title], seconds["full"])) * count / draft_tokens
+    cost = median(ratios(seconds[draft.title], seconds["full"])) * count / draft_tokens
     return counts | {
         "tokens_per_second": summary([count / s for s in seconds[name]]),
-        "speedup": summary(_ratios(seconds["full"], seconds[name])),
+        "speedup": summary(ratios(seconds["full"], seconds[name])),
         "draft_cost": cost,
         "modelled_speedup": modelled_speedup(counts["acceptance"], cost, drafted / passes),
     }
-
-
-def _ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Of the times of two systems in each round."""
-    return [a / b for a, b in zip(one, other, strict=True)]
 
 
 def _name(draft: Draft, length: int) -> str:

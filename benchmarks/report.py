@@ -141,6 +141,11 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
 
 
+def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """One system's figures over another's, each of the same round."""
+    return [a / b for a, b in zip(one, other, strict=True)]
+
+
 def in_turns(
     systems: Mapping[str, Callable[[], float]], rounds: int, title: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -155,8 +160,7 @@ def in_turns(
         for name in list(systems)[:: 1 if turn % 2 else -1]:
             found[name].append(systems[name]())
     first, second = found.values()
-    ratio = summary([own / other for own, other in zip(second, first, strict=True)])
-    return {name: summary(values) for name, values in found.items()}, ratio
+    return {name: summary(values) for name, values in found.items()}, summary(ratios(second, first))
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:

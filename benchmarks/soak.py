@@ -263,7 +263,7 @@ def see_drain(server: Server) -> list[str]:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    while _metric(server.url, "num_requests_in_flight") == 0 and not answers:
+    while not answers and not server.metric("num_requests_in_flight"):
         pass
     psutil.Process(server.pid).send_signal(signal.SIGTERM)
     said = set()
@@ -281,14 +281,6 @@ def see_drain(server: Server) -> list[str]:
         [] if answers and json.loads(answers[0])["usage"]["completion_tokens"] == 500 else ["an answer was cut off"]
     )
     return faults + ([] if 503 in said or not said - {200} else [f"/health said {said} while draining"])
-
-
-def _metric(url: str, name: str) -> float:
-    import urllib.request
-
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"d3engine:{name} "))
 
 
 def show(report: dict[str, Any], console: Console) -> None:

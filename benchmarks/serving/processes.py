@@ -41,11 +41,11 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:
             return str(json.load(answer)["data"][0]["id"])
 
-    def num_steps(self) -> float | None:
-        """Steps of its engine so far; None of a server that does not tell."""
+    def metric(self, name: str) -> float | None:
+        """One of what `/metrics` counts, without "d3engine:"; None of a server that does not tell."""
         try:
-            with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-                found = re.search(rb"^d3engine:engine_steps_total (\S+)$", answer.read(), re.MULTILINE)
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+                found = re.search(rf"^d3engine:{name} (\S+)$", answer.read().decode(), re.MULTILINE)
         except urllib.error.HTTPError:
             return None
         return None if found is None else float(found[1])

@@ -106,13 +106,13 @@ class Measured:
 
     def _round(self, ask: Callable[[], list[Answered]]) -> dict[str, float]:
         """`tokens_per_step` is there where the server counts its steps."""
-        steps, before, own = self.server.num_steps(), self.server.cpu_seconds(), time.process_time()
+        steps, before, own = self.server.metric("engine_steps_total"), self.server.cpu_seconds(), time.process_time()
         found = figures(ask())
         tokens = found["tokens"]
         found["client_cpu_per_token"] = (time.process_time() - own) / tokens
         found["cpu_per_token"] = (self.server.cpu_seconds() - before) / tokens
         if steps is not None:
-            found["tokens_per_step"] = tokens / (self.server.num_steps() - steps)
+            found["tokens_per_step"] = tokens / (self.server.metric("engine_steps_total") - steps)
         return found
 
 
