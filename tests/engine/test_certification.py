@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from d3engine import D3, EarlyExit, Engine, FullDepth, Lossless, Nested, SamplingParams, SelfSpeculative
+from d3engine import (
+    D3,
+    Distilled,
+    EarlyExit,
+    Engine,
+    FullDepth,
+    Lossless,
+    Nested,
+    SamplingParams,
+    SelfSpeculative,
+    Width,
+)
 from d3engine.depth import DepthPolicy
 from d3engine.engine.depth import MOST_KNOWN, Certification
 from d3engine.engine.model_directory import model_directory
@@ -38,6 +49,9 @@ def a_copy(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (D3(alpha=1, start=0.5), True),  # skips nothing
         (D3(alpha=0.5, start=0.6, tail=7), True),  # 9 + 7 layers always run
         (Nested(alpha=0.9, windows=((3, 6),)), False),
+        (Distilled(), False),  # every layer runs, but of other weights
+        (Width(["a"], alpha=1, widths=[0.5]), True),  # no step runs the student
+        (Width(["a"], steps=[400]), False),
         (EarlyExit(threshold=0.9), False),
         (Lossless(OTHER), True),
         (SelfSpeculative(OTHER), True),

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from depth_oracle import DepthAnswer, greedy_at_depth
@@ -65,7 +66,7 @@ class Trained:
         return greedy_at_depth(self.teacher, prompt, num_tokens, lambda _: set(range(LAYERS)), student=model)
 
 
-def _changed(layer: nn.Module) -> dict[str, torch.Tensor]:
+def _changed(layer: Any) -> dict[str, torch.Tensor]:
     """Change all of a layer; its tensors as a student's file has them."""
     for parameter in layer.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -86,7 +87,7 @@ def _changed(layer: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _narrowed(mlp: nn.Module, width: int) -> dict[str, torch.Tensor]:
+def _narrowed(mlp: Any, width: int) -> dict[str, torch.Tensor]:
     """Leave so many neurons in an MLP, with another down matrix; its tensors as a student's file has them."""
     neurons = torch.randperm(48)[:width].sort().values
     down = torch.randn(SIZE, width) * 0.2

@@ -56,8 +56,9 @@ class Judgeable:
         """Layers' worth of matrices that a token does not run, on average over `steps`."""
         whole = shape_of(config).layer_parameters
         runs = self.schedule.num_layers - self.schedule.depths(steps + 1)[1:].mean()
-        narrower, levels = 0.0, [(1, self.layers), *self.later]
-        for (begin, layers), (end, _) in pairwise([*levels, (steps + 1, {})]):
+        levels: list[tuple[int, Layers]] = [(1, self.layers), *self.later, (steps + 1, {})]
+        narrower = 0.0
+        for (begin, layers), (end, _) in pairwise(levels):
             during = max(0, min(end, steps + 1) - begin) / steps
             narrower += during * sum(whole - _size(layer) for layer in layers.values()) / whole
         bridged = sum(bridge.num_parameters for bridge in (self.bridges or {}).values()) / whole

@@ -104,7 +104,8 @@ class AnswerPass:
         rows, prompt = text.rows, text.prompt_length
         crossings = {} if bridges is None else crossings_of(schedule, prompt, prompt + rows)
         rotations = self.rotations(prompt, prompt + rows)
-        levels = [(layers or {}, 0)] + [(own, step - 1) for step, own in later]  # with the row where each begins
+        levels: list[tuple[Layers, int]] = [(layers or {}, 0)]  # with the row where each begins
+        levels += [(own, step - 1) for step, own in later]
         for number in range(first, self.config.num_layers if stop is None else stop):
             for among, window in crossings.get(number, ()):
                 assert bridges is not None
@@ -112,10 +113,10 @@ class AnswerPass:
                 state = crossed_rows(state, own, bridges[window])
             live = min(rows, int(schedule.cutoffs[number]) - 1)
             parts, entries = [], text.entries[number]
-            for place, (own, begin) in enumerate(levels):
+            for place, (replacing, begin) in enumerate(levels):
                 part = slice(begin, min(live, levels[place + 1][1] if place + 1 < len(levels) else rows))
                 if part.start < part.stop:
-                    layer = own.get(number, self.weights.layers[number])
+                    layer = replacing.get(number, self.weights.layers[number])
                     ran, entries = self.layer(number, layer, state[part], rotations[number][part], entries)
                     parts.append(ran)
             if live:
