@@ -313,6 +313,8 @@ def test_answers_at_a_depth_are_trained_on_too(answers: Path, tmp_path: Path) ->
     """The same prompts answered at another depth make a second file to train on; full depth judges both."""
     student = tmp_path / "student.safetensors"
     first = report_of(["depth", "train", "demo", "--answers", str(answers), "--width", "0.3", "--out", str(student)])
+    held = read_student(student, ModelConfig.from_directory(model_directory("demo"))).layers
+    assert {name for own in held.values() for name in own} == {NEURONS, "down"}, "nothing else was changed"
     policy, other = f"distilled student={student}", tmp_path / "other.jsonl"
     words = ["depth", "answers", "demo", "--prompts-of", str(answers), "--depth", policy, "--out", str(other)]
     assert report_of([*words, "--texts", "9", "--held-out-texts", "4", "--max-tokens", "20"])["texts"] == 13

@@ -171,10 +171,12 @@ class Distillation:
             "held_out": found[0].as_dict(),
             "controls": {one.name: agreement.as_dict() for one, agreement in zip(wanted[1:], found[1:], strict=True)},
         }
-        held = {
-            layer: {name: t.to(torch.bfloat16) if name in MATRICES else t for name, t in named.items()}
-            for layer, named in self.tensors().items()
-        }
+        # What is still the model's own is left out: it would be rounded, and lie in memory twice.
+        held: dict[int, dict[str, Tensor]] = {}
+        for layer, named in self.tensors().items():
+            own = tensors_of_layer(self.run_pass.weights.layers[layer])
+            changed = {name: t for name, t in named.items() if name not in own or not _same(t, own[name])}
+            held[layer] = {name: t.to(torch.bfloat16) if name in MATRICES else t for name, t in changed.items()}
         about = {name: told[name] for name in ("held_out", "layers_saved")} | {"steps": self.curve.num_steps}
         return Student(fingerprint, config.num_layers, config.hidden_size, shape.skip_layers, held, about), told
 
@@ -394,6 +396,10 @@ def kept_shape(path: Path, key: str, make: Callable[[], Shape]) -> Shape:
 def shape_of(student: Student) -> Shape:
     """A student of a file, to be trained further."""
     return Shape(student.skip_layers, {layer: _floats(named) for layer, named in student.layers.items()})
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
 
 
 def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
