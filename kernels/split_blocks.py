@@ -133,14 +133,14 @@ class SplitBlockWeight(WeightFormat):
             return scales, -(words[:, :, 0] & 255) * scales
         numbers = words.contiguous().view(torch.uint8).view(rows, words.shape[1], -1)
         if name in ("Q4_K", "Q5_K"):  # six bits each: eight scales and eight minima in twelve bytes
-            first, second, last = numbers[:, :, 4:].unflatten(2, (3, 4)).unbind(2)
+            first, second, last = numbers[:, :, 4:].reshape(rows, -1, 3, 4).unbind(2)
             of_runs = [
                 torch.cat((low & 63, high | low >> 2 & 48), dim=2)
                 for low, high in ((first, last & 15), (second, last >> 4))
             ]
             halves = numbers[:, :, :4].contiguous().view(torch.float16).float()
             scales, minima = (
-                (half * of_run).view(rows, -1) for half, of_run in zip(halves.split(1, 2), of_runs, strict=True)
+                (half * of_run).view(rows, -1) for half, of_run in zip(torch.split(halves, 1, 2), of_runs, strict=True)
             )
             return scales, -minima
         if _PARTS[name].half is None:

@@ -199,7 +199,8 @@ def _captured_in_step(chunks: Chunks, table: RunningTable) -> int:
 def _steps_of_one_student(schedules: Iterable[Schedule], begun: IntArray, steps: IntArray) -> int:
     """For how many steps, from `steps` on, all rows keep the weights that they run at the steps `begun`."""
     rows = zip(schedules, begun.tolist(), steps.tolist(), strict=True)
-    return min(schedule.same_student_until(first) - step for schedule, first, step in rows)
+    left: list[int] = [schedule.same_student_until(first) - step for schedule, first, step in rows]
+    return min(left)
 
 
 def _may_open(chunks: Chunks, table: RunningTable, choice: SamplingMode) -> bool:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -245,7 +245,7 @@ class FurtherModels:
 
     async def _new(self, model: FurtherModel) -> AppState:
         client = await asyncio.to_thread(model.load)
-        own = {"model_names": (model.name,), "depth_aliases": {}, "otlp_traces_endpoint": None}
+        own: dict[str, Any] = {"model_names": (model.name,), "depth_aliases": {}, "otlp_traces_endpoint": None}
         served = AppState(client, replace(self._first.settings, **own))
         served.traffic = self._first.traffic
         return served

@@ -291,7 +291,7 @@ class Distillation:
         state = self.run_pass.run(full, self._schedule, first=self.shape.first, layers=layers)
         above, last = state.detach().requires_grad_(), self.run_pass.config.num_layers
         total = 0.0
-        for some in rows.split(HEAD_ROWS):
+        for some in torch.split(rows, HEAD_ROWS):
             logits = self.run_pass.logits(above[some])
             with torch.no_grad():
                 known = self.run_pass.logits(full.states[last][some]).log_softmax(-1)

@@ -158,7 +158,7 @@ def _narrow_layer(
     num_rows = sum(len(gated) for gated in behind)
     ridge = RIDGE * math.sqrt(RIDGE_ROWS / num_rows) if num_rows > RIDGE_ROWS else RIDGE
     products.diagonal().add_(ridge * products.diagonal().mean())
-    down = start + torch.linalg.solve(products, crossed).T
+    down: Tensor = start + torch.linalg.solve(products, crossed).T
     own = replaced(own, {"down": down}, run.weights.dtype)
     for stream, gated in zip(streams, behind, strict=True):
         stream.own = stream.own + run.down(own, gated)
