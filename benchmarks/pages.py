@@ -364,6 +364,16 @@ def students(name: str) -> Iterator[str]:
     yield from table(("generated tokens run", "layers saved", "KL, nats", "same likeliest token"), rows)
 
 
+def by_step(name: str) -> Iterator[str]:
+    """KL divergence of the same policies by generation step."""
+    rows = run(name)["measured"]["policies"]
+    cells = [
+        (f"`{row['policy']}`", *(_spread_of(one, "kl", 1, "{:.3f} ± {:.3f}") for one in row["by_position"].values()))
+        for row in rows
+    ]
+    yield from table(("KL, nats, at steps", *rows[0]["by_position"]), cells)
+
+
 def _agreement(of: Report) -> str:
     return _spread_of(of, "agreement", 100, "{:.1f} ± {:.1f} %")
 
@@ -467,6 +477,7 @@ TABLES = {
         tool_calls,
         left_out,
         students,
+        by_step,
         evaluation,
         by_task,
         certificates,
