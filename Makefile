@@ -81,23 +81,31 @@ docs: $(VENV)/.installed-dev
 	@echo "$(BIN)/python -m http.server --directory build/site, and then http://127.0.0.1:8000/"
 
 # Compiles every Triton kernel for a GPU that need not be there; fails where one spills registers, keeps too few loads in
-# flight, or reads what the kernel before it may not have written yet. The last two are for devices without programmatic launch, and AMD's.
-# Kernels that read blocks are bound by arithmetic: what they have in flight is not judged.
+# flight, or reads what the kernel before it may not have written yet. `no-pdl` is for devices without programmatic
+# launch, and `consumer` for those with 99 KiB of shared memory a program. Kernels that read blocks are bound by
+# arithmetic: what they have in flight is not judged.
 # Grouped heads have so few queries, keys and values that of int4 too few warps make floats of them, and of bytes at 16 rows.
-OF_BLOCKS := --shapes llama3-8b --spills-only --operations
-OTHER_BLOCKS := Q4_0,Q4_1,Q5_0,Q5_1,Q8_0,Q5_K,U4_32,U4_128,U8_32,U8_128
-GROUPED := int4:1,int4:8,int4:16,int8:16,fp8:16
-inspect: $(VENV)/.installed
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --weights all
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --may-starve $(GROUPED)
-	$(BIN)/python -m d3engine.kernels.inspect --shapes qwen3-8b --operations qkv --weights all --may-starve $(GROUPED)
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b --operations qkv,linear_residual,gate_up,lm_head --weights fp8_groups
-	$(BIN)/python -m d3engine.kernels.inspect --shapes small-heads --operations paged_attention --spills-only
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama2-7b,llama3-8b --operations qkv,linear_residual,gate_up,lm_head --weights all --rows 64 --batch-invariant
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --no-pdl --may-starve $(GROUPED)
-	$(BIN)/python -m d3engine.kernels.inspect --shapes llama3-8b --weights all --arch gfx942,gfx950
-	$(BIN)/python -m d3engine.kernels.inspect --arch 80,90,100,gfx942 --weights Q4_K,Q6_K $(OF_BLOCKS) qkv,linear_residual,gate_up,lm_head,unpack
-	$(BIN)/python -m d3engine.kernels.inspect --arch 80,90,100,gfx942 --weights $(OTHER_BLOCKS) $(OF_BLOCKS) gate_up,unpack
+# `make -k inspect` goes on behind a part that fails, `make inspect-amd` is one part, and INSPECT narrows each of them, as in
+# `make inspect-blocks INSPECT="--arch 80 --rows 64"`. What was compiled before a run was cut off is not compiled again.
+GROUPED := --may-starve int4:1,int4:8,int4:16,int8:16,fp8:16
+PRODUCTS := --operations qkv,linear_residual,gate_up,lm_head
+ARCHS := --arch 80,90,100,gfx942
+inspect-llama2 := --shapes llama2-7b --weights all
+inspect-llama3 := --shapes llama3-8b --weights all $(GROUPED)
+inspect-qwen3 := --shapes qwen3-8b --operations qkv --weights all $(GROUPED)
+inspect-fp8-groups := --shapes llama2-7b $(PRODUCTS) --weights fp8_groups
+inspect-small-heads := --shapes small-heads --operations paged_attention --spills-only
+inspect-invariant := --shapes llama2-7b,llama3-8b $(PRODUCTS) --weights all --rows 64 --batch-invariant
+inspect-no-pdl := --shapes llama3-8b --weights all --no-pdl $(GROUPED)
+inspect-amd := --shapes llama3-8b --weights all --arch gfx942,gfx950
+inspect-consumer := --shapes llama3-8b --weights all --arch 89,120 --spills-only
+inspect-k-quants := --shapes llama3-8b --weights Q4_K,Q6_K $(PRODUCTS),unpack $(ARCHS) --spills-only
+inspect-blocks := --shapes llama3-8b --operations gate_up,unpack $(ARCHS) --spills-only \
+	--weights Q4_0,Q4_1,Q5_0,Q5_1,Q8_0,Q5_K,U4_32,U4_128,U8_32,U8_128
+inspect: $(addprefix inspect-,llama2 llama3 qwen3 fp8-groups small-heads invariant no-pdl amd consumer k-quants blocks)
+
+inspect-%: $(VENV)/.installed
+	$(BIN)/python -m d3engine.kernels.inspect $(or $(inspect-$*),$(error there is no part $*)) $(INSPECT)
 
 # The native library by other compilers than an installation's, for Arm and Windows under emulators, and with sanitizers.
 ports: $(VENV)/.installed-test $(VENV)/.native

@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+import zlib
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,10 +173,19 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def _cuobjdump(option: str, cubin: bytes) -> str:
+    """What the tool says of `cubin`; kept in Triton's cache, as an inspection that was cut off goes on from there."""
+    from triton.runtime.cache import get_cache_manager
+
+    tool = _find_cuobjdump()
+    cache, name = get_cache_manager(sha256(tool.encode() + cubin).hexdigest()), f"cuobjdump{option}.z"
+    if (kept := cache.get_file(name)) is not None:
+        return zlib.decompress(Path(kept).read_bytes()).decode()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        return subprocess.run([_find_cuobjdump(), option, str(path)], capture_output=True, text=True, check=True).stdout
+        answer = subprocess.run([tool, option, str(path)], capture_output=True, text=True, check=True).stdout
+    cache.put(zlib.compress(answer.encode()), name)
+    return answer
 
 
 def _find_cuobjdump() -> str:

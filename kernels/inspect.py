@@ -6,14 +6,16 @@
     python -m d3engine.kernels.inspect --tiles
 
 Every launch that `kernels/triton/launches.py` knows is compiled to a cubin with the specializations that the launcher
-would get at run time. The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a
-kernel whose limit is memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a
-program may have; if one that streams weights or the cache keeps too little of them in flight (see `machine_code.py`);
-if the last program of a row waits at too many barriers until the parts of its splits are one; if attention waits too
-long before each split (the column `waits`: loads one behind another, and barriers); and if one loads more
-than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet unless `--no-pdl` says
-so. Of AMD's targets only shared memory is judged. It is 2 if something is asked for that is not known. The
-interpreter's flag must be off: the two cannot share a process.
+would get at run time. What was compiled stays in Triton's cache: a run that was cut off goes on from there.
+
+The exit code is 1 if a kernel uses local memory or a stack: then registers were spilled, and a kernel whose limit is
+memory bandwidth pays for that twice. It is 1 too if a kernel wants more shared memory than a program may have (the
+column `shared` has both, in KiB); if one that streams weights or the cache keeps too little of them in flight (see
+`machine_code.py`); if the last program of a row waits at too many barriers until the parts of its splits are one; if
+attention waits too long before each split (the column `waits`: loads one behind another, and barriers); and if one
+loads more than weights before it waits for the kernel in front of it, which from 9.0 on has not ended yet unless
+`--no-pdl` says so. Of AMD's targets only shared memory is judged. It is 2 if something is asked for that is not known.
+The interpreter's flag must be off: the two cannot share a process.
 """
 
 from __future__ import annotations
@@ -83,9 +85,14 @@ class Usage:
         return TARGETS[self.arch].is_cuda and (self.stack > 0 or self.local > 0)
 
     @property
+    def most_shared(self) -> int:
+        """Bytes of shared memory that one program may have there."""
+        return TARGETS[self.arch].shared_kib * 1024
+
+    @property
     def fits(self) -> bool:
         """Whether the shared memory of one program suffices."""
-        return self.shared <= TARGETS[self.arch].shared_kib * 1024
+        return self.shared <= self.most_shared
 
     @property
     def starves(self) -> bool:
@@ -125,7 +132,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.json:
         print(
-            json.dumps([asdict(u) | {"spills": u.spills, "fits": u.fits, "faults": u.faults} for u in usages], indent=1)
+            json.dumps(
+                [
+                    asdict(u) | {"most_shared": u.most_shared, "spills": u.spills, "fits": u.fits, "faults": u.faults}
+                    for u in usages
+                ],
+                indent=1,
+            )
         )
     else:
         print(_table(usages))
@@ -225,13 +238,21 @@ def _compile_all(works: list[tuple[Launch, int | str]], jobs: int) -> list[dict[
     """What each kernel needs, by `Usage`'s names. Processes are forked: a launch cannot be sent to another process."""
     _works[:] = works
     if jobs == 1:
-        return [_needs(number) for number in range(len(works))]
+        return list(_told(map(_needs, range(len(works)))))
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        return pool.map(_needs, range(len(works)), chunksize=1)
+        return list(_told(pool.imap(_needs, range(len(works)))))
 
 
 def _needs(number: int) -> dict[str, Any]:
     return needs(*_works[number])
+
+
+def _told(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same, each tenth of all on the standard error."""
+    for count, one in enumerate(found, start=1):
+        if 10 * count // len(_works) > 10 * (count - 1) // len(_works):
+            print(f"{count} of {len(_works)} kernels", file=sys.stderr, flush=True)
+        yield one
 
 
 def _table(usages: list[Usage]) -> str:
@@ -249,7 +270,7 @@ def _table(usages: list[Usage]) -> str:
             str(usage.registers),
             str(usage.stack),
             str(usage.local),
-            str(usage.shared),
+            f"{usage.shared / 1024:.1f} of {usage.most_shared // 1024}",
             f"{usage.widest_load} B",
             f"{usage.wide_loads:.0%}",
             f"{usage.instructions:.2f}" if usage.streams else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from benchmarks.gpu import torch_sampling
 from benchmarks.gpu.common import Round
+from d3engine.kernels.blocks import BLOCK_FORMATS, INTEGER_TYPES, BlockWeight
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import FP8
 from d3engine.kernels.low_rank import LowRankMap, RowMaps
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight
+from d3engine.kernels.split_blocks import SPLIT_TYPES, SplitBlockWeight, split_blocks
 
 EPS = 1e-5
 BLOCK_SIZE = 16
@@ -166,7 +168,7 @@ def _row_maps(downs: Tensor, ups: Tensor, rows: int) -> RowMaps:
 
 
 def quantized_cases(shape: Shape, rows: int, current: Round, scheme: str) -> Iterator[Case]:
-    """The operations that read a matrix, with it in one of QUANTIZATION_SCHEMES."""
+    """The operations that read a matrix, with it in one of QUANTIZATION_SCHEMES, or in blocks of this type."""
     return _products(shape, rows, Draw(current), scheme)
 
 
@@ -365,6 +367,8 @@ class Draw:
         deviation, device = columns**-0.5, self.current.device
         if scheme == "":
             return self.normal(outputs, columns, deviation=deviation)
+        if scheme in SPLIT_TYPES:
+            return _random_blocks(scheme, outputs, columns, deviation, device)
         if scheme == "int8":  # evenly spread over 255 values, which deviate by 73.6
             values = torch.randint(-127, 128, (outputs, columns), dtype=torch.int8, device=device)
             return Int8Weight(values, torch.full((outputs,), deviation / 73.6, device=device))
@@ -379,11 +383,36 @@ class Draw:
         return Int4Weight((low | high << 4).view(outputs, -1), scales, columns)
 
 
+_MIDDLE = 8
+"""The zero point of whole numbers of 4 bits."""
+_OF_RANDOM_BITS = {"Q4_0": 4.64, "U4_128": 4.64, "Q4_K": 299.7, "Q6_K": 1365.7}
+"""The root of the mean square of blocks of random bits, with scales and minima of blocks 1."""
+
+
+def _random_blocks(
+    type_name: str, outputs: int, columns: int, deviation: float, device: torch.device
+) -> SplitBlockWeight:
+    """Random codes, and scales within blocks; those of blocks make values deviate by `deviation`."""
+    layout = BLOCK_FORMATS[type_name]
+    size = (outputs, columns // layout.columns, layout.nbytes)
+    blocks = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+    is_whole = type_name in INTEGER_TYPES
+    scale = torch.tensor(deviation / _OF_RANDOM_BITS[type_name], dtype=torch.float32 if is_whole else torch.float16)
+    stored = scale.view(1).view(torch.uint8).clone()
+    if is_whole:
+        stored[0] = _MIDDLE  # in the place of the last bits of the scale
+    for first in layout.halves or (0,):
+        blocks[:, :, first : first + len(stored)] = stored.to(device)
+    return split_blocks(BlockWeight(type_name, blocks.flatten(1), columns), device)
+
+
 def copy_of(value: Weight) -> Weight:
     """The same in memory of its own."""
     if isinstance(value, Tensor):
         return value.clone()
     values, scales = (tensor.clone() for tensor in value.tensors)
+    if isinstance(value, SplitBlockWeight):
+        return replace(value, codes=values, scales=scales)
     return value.of(values, scales, value.shape[1])
 
 

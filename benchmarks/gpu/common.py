@@ -74,6 +74,11 @@ class Round:
         converts = not self.on_gpu or target_of(self.device).has(FP8_CAPABILITY)
         return tuple(scheme for scheme in QUANTIZATION_SCHEMES if converts or scheme != "fp8")
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Types of blocks whose products are measured: those of Q4_K_M files and of AWQ; a small one in a rehearsal."""
+        return ("Q4_K", "Q6_K", "U4_128") if self.on_gpu else ("Q4_0",)
+
     def left(self) -> float:
         """Seconds of the budget that are left, perhaps below zero."""
         return self.budget - (time.monotonic() - self.started)

@@ -80,11 +80,12 @@ def run(report: dict[str, Any], current: Round) -> None:
 
 def launches_of(current: Described, report: dict[str, Any]) -> Iterator[Any]:
     """What the cases of later parts launch, and what `inspect` compiles for the models of the round."""
-    from d3engine.kernels.triton import launches
+    from d3engine.kernels.triton import launches, operations
 
     shapes = SHAPES if current.on_gpu else TINY
     for shape in shapes:
-        for form in ("", *launches.QUANTIZED) if current.on_gpu else ("int4",):
+        blocks = current.blocks[:1] if shape is shapes[0] else ()  # of the engine that has such
+        for form in ("", *launches.QUANTIZED, *blocks) if current.on_gpu else ("int4",):
             names = launches.MODULES if form == "" else launches.PROJECTIONS
             for _, _, launch in launches.registered(launches.SHAPES[shape.name], current.dtype, form, names):
                 yield launch
@@ -95,6 +96,7 @@ def launches_of(current: Described, report: dict[str, Any]) -> Iterator[Any]:
                 stack.enter_context(
                     patch.object(launches.Launch, "run", lambda launch, found=found: found.append(launch))
                 )
+                stack.enter_context(patch.object(operations.TorchCall, "run", lambda call: None))
                 yield from _described(case, found)
         except Exception as error:
             report.setdefault("not_described", []).append(f"{case.operation}: {type(error).__name__}: {error}"[:300])
@@ -105,10 +107,12 @@ def _cases(current: Described) -> Iterator[tuple[Case, switches.Settings]]:
         for question in make():
             for settings in question.variants.values():
                 yield question.case, settings
-    for shape in SHAPES if current.on_gpu else TINY:
+    shapes = SHAPES if current.on_gpu else TINY
+    for shape in shapes:
+        blocks = current.blocks if shape is shapes[-1] else ()
         for rows in shape.rows:
             yield from ((case, ()) for case in cases(shape, rows, current))
-            for scheme in current.schemes if current.on_gpu else current.schemes[:1]:
+            for scheme in (*current.schemes, *blocks) if current.on_gpu else (*current.schemes[:1], *blocks):
                 yield from ((case, ()) for case in quantized_cases(shape, rows, current, scheme))
 
 

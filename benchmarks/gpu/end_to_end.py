@@ -19,6 +19,7 @@ from benchmarks.gpu.models import (
     Model,
     dequantized,
     graph_figures,
+    in_blocks,
     new_engine,
     params_for,
     prompts_for,
@@ -105,12 +106,14 @@ def _llama2(report: dict[str, Any], settings: Sequence[Setting], current: Round)
 
 
 def quantization(report: dict[str, Any], current: Round) -> None:
-    """Llama-2-7B in int8 and in int4 over depth, then full depth in 8-bit floats."""
+    """Llama-2-7B in int8 and in int4 over depth, then full depth in 8-bit floats and in blocks of four bits."""
     report["models"] = []
     with random_model("llama2-7b", current) as model:
         for scheme in current.schemes:
             settings = FULL_ONLY if scheme == "fp8" else FEWER
             measure_model(report, quantized(model, scheme), settings if current.on_gpu else SMOKE[:1], current)
+        of_blocks = in_blocks(model, current.blocks[0], current)
+        measure_model(report, of_blocks, FULL_ONLY if current.on_gpu else SMOKE[:1], current)
     judge(report)
 
 

@@ -28,7 +28,7 @@ def run(report: dict[str, Any], current: Round) -> None:
     report["triton"] = "skipped: not installed"
     if current.has_triton:
         report["triton"] = "measured" if current.on_gpu else "interpreted, not timed"
-    report["schemes"] = list(current.schemes)
+    report["schemes"], report["blocks"] = list(current.schemes), list(current.blocks)
     torch.manual_seed(0)
     with launched_as_in_engines(current) as programmatic:
         fill_rows(report, all_cases(current, programmatic), {"operation": "", "shape": "", "rows": 0}, current)
@@ -38,19 +38,23 @@ def run(report: dict[str, Any], current: Round) -> None:
 
 
 def all_cases(current: Round, programmatic: bool) -> Iterator[Callable[[], Iterator[tuple[Row, Fill]]]]:
-    """Makers of a row for every case; quantized matrices come after the others of a shape."""
+    """Makers of a row for every case; quantized matrices come after the others of a shape, and blocks last."""
 
     def begin(make: Callable[..., Iterable[Case]], shape: Shape, rows: int, *given: Any) -> Iterator[tuple[Row, Fill]]:
         for case in make(shape, rows, *given):
             row = {"shape": shape.name, "rows": rows, "operation": case.operation, "programmatic": programmatic}
             yield row, partial(measure, case=case, current=current)
 
-    for shape in SHAPES if current.on_gpu else TINY:
+    shapes = SHAPES if current.on_gpu else TINY
+    for shape in shapes:
         for rows in shape.rows:
             yield partial(begin, cases, shape, rows, current)
         for rows in shape.rows if current.on_gpu else shape.rows[-1:]:
             for scheme in current.schemes:
                 yield partial(begin, quantized_cases, shape, rows, current, scheme)
+    for type_name in current.blocks:
+        for rows in shapes[-1].rows if current.on_gpu else shapes[-1].rows[-1:]:
+            yield partial(begin, quantized_cases, shapes[-1], rows, current, type_name)
 
 
 def measure(row: dict[str, Any], case: Case, current: Round) -> None:

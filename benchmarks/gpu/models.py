@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.cases import Draw
 from benchmarks.gpu.common import Round
 from d3engine.cli.plan import KNOWN, sizes
 from d3engine.depth import DepthPolicy
@@ -25,7 +26,7 @@ from d3engine.kernels.kv_pool import block_bytes
 from d3engine.kernels.weight_format import WeightFormat
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import CONFIG_FILE
-from d3engine.model.weights import LlamaWeights, quantize_weights, random_weights
+from d3engine.model.weights import LlamaWeights, in_layout, quantize_weights, random_weights
 from d3engine.request.params import SamplingParams
 from d3engine.utils.environment import KERNELS, PROGRAMMATIC_LAUNCH
 
@@ -51,7 +52,7 @@ class Model:
     """A random model: its directory (nothing but a config.json), weights, its cache, and what of them a step reads."""
 
     name: str
-    scheme: str  # "bf16" (float32 in a rehearsal), or one of QUANTIZATION_SCHEMES
+    scheme: str  # "bf16" (float32 in a rehearsal), one of QUANTIZATION_SCHEMES, or a type of blocks
     directory: Path
     config: ModelConfig
     weights: LlamaWeights
@@ -102,6 +103,13 @@ def random_model(name: str, current: Round) -> Iterator[Model]:
 def quantized(model: Model, scheme: str) -> Model:
     """The same model with weights quantized by one of QUANTIZATION_SCHEMES."""
     return Model(model.name, scheme, model.directory, model.config, quantize_weights(model.weights, scheme))
+
+
+def in_blocks(model: Model, type_name: str, current: Round) -> Model:
+    """A model of the same sizes whose matrices are random blocks of a type."""
+    draw = Draw(current)
+    weights = in_layout(model.weights, lambda matrix: draw.matrix(matrix.shape[0], matrix.shape[1], type_name))
+    return replace(model, scheme=type_name, weights=weights)
 
 
 def dequantized(weights: LlamaWeights) -> LlamaWeights:

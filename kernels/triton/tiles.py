@@ -106,7 +106,7 @@ LIMITS = {
     "product of blocks, two warps": Limit(
         255, "four have room by shared memory; left less, Q6_K spills beside 16 rows"
     ),
-    "product of blocks, four warps": Limit(128, "four programs have room; left alone, ptxas saves for five on Ampere"),
+    "product of blocks, four warps": Limit(168, "three programs have room; left less, Ampere's spill, or left alone"),
     "one row, 8-bit floats": Limit(112, "four programs have room, or seven of half as many threads"),
     "one row, 8-bit floats with scales of groups": Limit(128, "as above, and the scales", 144),
     "attention of single rows, three programs": Limit(168, "three programs of four warps have room"),

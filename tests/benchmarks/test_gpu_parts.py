@@ -59,7 +59,7 @@ def test_torchs_own_draw_takes_tokens_that_ours_may_take(operation: str) -> None
 def every_case() -> list[Case]:
     return [
         *cases(TINY[0], 3, HERE),
-        *(case for s in QUANTIZATION_SCHEMES for case in quantized_cases(TINY[0], 3, HERE, s)),
+        *(case for s in (*QUANTIZATION_SCHEMES, "Q4_0") for case in quantized_cases(TINY[0], 3, HERE, s)),
     ]
 
 
@@ -75,10 +75,20 @@ def test_measuring_leaves_the_inputs_as_they_were(interpreter: None) -> None:
 @pytest.mark.parametrize("scheme", QUANTIZATION_SCHEMES)
 @pytest.mark.parametrize("columns", [128, 200])
 def test_a_random_quantized_matrix_is_of_the_size_of_a_float_one(scheme: str, columns: int) -> None:
+    assert_of_its_size(scheme, columns)
+
+
+def assert_of_its_size(scheme: str, columns: int) -> None:
     matrix = Draw(HERE).matrix(300, columns, scheme)
     assert tuple(matrix.shape) == (300, columns)
     values = matrix.dequantize(torch.float64)  # type: ignore[union-attr]
     assert float(values.square().mean().sqrt()) == pytest.approx(columns**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("type_name", [*HERE.blocks, *replace(HERE, device=torch.device("cuda")).blocks])
+def test_random_blocks_are_of_the_size_of_floats(type_name: str) -> None:
+    """Those of a rehearsal, and those of a GPU."""
+    assert_of_its_size(type_name, 4096)
 
 
 def test_a_wrong_kernel_is_far(monkeypatch: pytest.MonkeyPatch) -> None:

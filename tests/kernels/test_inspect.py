@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,41 @@ def test_kernels_compile_for_amd_without_ptx_and_fit() -> None:
     assert all(usage["registers"] > 0 and usage["fits"] for usage in found)
 
 
+AGAIN = """
+from unittest.mock import patch
+import torch
+from d3engine.kernels import ahead_of_time
+from d3engine.kernels.triton import launches
+
+found = launches.registered(launches.SHAPES["tiny"], torch.bfloat16, "", ["linear_residual"])
+launch = next(launch for _, label, launch in found if label == "down rows=1")
+first = ahead_of_time.needs(launch, 80)
+assert launch.streams and first["in_flight"] > 0
+with patch.object(ahead_of_time.subprocess, "run", None):
+    assert ahead_of_time.needs(launch, 80) == first
+"""
+
+
+@needs_triton
+def test_inspection_started_again_disassembles_nothing_anew(tmp_path: Path) -> None:
+    """What an inspection that was cut off has compiled and disassembled is in Triton's cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    result = subprocess.run([sys.executable, "-c", AGAIN], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_inspection_tells_each_tenth_of_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An inspection takes long: it says on the standard error how far it is."""
+    monkeypatch.setattr(inspect, "_works", [None] * 25)
+    assert len(list(inspect._told({} for _ in range(25)))) == 25
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 10
+    assert (told[0], told[-1]) == ("3 of 25 kernels", "25 of 25 kernels")
+
+
 def test_target_keeps_options_and_stages_of_its_back_end() -> None:
     """A target keeps the options and the stages that its back end has."""
     wanted = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
@@ -251,6 +287,7 @@ def test_kernel_wanting_too_much_shared_memory_does_not_fit(
     usage = replace(USAGE, shared=163 * 1024)
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
     assert inspect.main([]) == 0
+    assert "163.0 of 163" in capsys.readouterr().out
     monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([replace(usage, shared=usage.shared + 1)]))
     assert inspect.main([]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
