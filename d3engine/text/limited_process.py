@@ -96,7 +96,7 @@ class _Child:
                 bufsize=0,
                 start_new_session=True,
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-                env={name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)},
+                env=_environment(),
             )
         except OSError as error:
             raise LimitedProcessError(f"{_CANNOT_START}: {error}") from error
@@ -208,6 +208,10 @@ def _import_paths() -> list[str]:
         raise LimitedProcessError(f"{_CANNOT_START}: there is no package {missing[0]}")
     origins = (spec.origin for spec in specs.values() if spec is not None and spec.origin is not None)
     return list(dict.fromkeys(str(Path(origin).absolute().parent.parent) for origin in origins))
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
 
 
 class _Children:

@@ -4,6 +4,7 @@ import json
 import resource
 import struct
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -300,7 +301,7 @@ def test_any_quantization_config_is_read_or_refused(
             if not isinstance(holder[key], dict) or not holder[key] or data.draw(st.booleans()):
                 break
             holder = holder[key]
-        holder[key] = data.draw(VALUES)
+        holder[key] = deepcopy(data.draw(VALUES))  # a mapping within itself is no JSON
     is_same = json.loads((directory / "config.json").read_text()) == config
     (directory / "config.json").write_text(json.dumps(config))
     is_refused = read_or_refused(directory, "configured")

@@ -186,6 +186,9 @@ OPENED_ELSEWHERE = {
     "d3engine/server/routes/api.py: file.read_bytes",
     # What was fetched by its SHA-512, and what this installation has written beside it.
     *("d3engine/server/page_libraries.py: tarfile.open", "d3engine/server/page_libraries.py: note.read_text"),
+    # The sandbox's own folder, and what the system says of its child.
+    "d3engine/research/evaluation/sandbox_child.py: os.open",
+    "d3engine/research/evaluation/sandbox.py: Path(f'/proc/{pid}/stat').read_text",
     # What a request has written itself.
     "d3engine/request/hidden_states.py: safe_open",
     # What the training of the bundled model has written itself.
