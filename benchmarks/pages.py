@@ -364,6 +364,15 @@ def students(name: str) -> Iterator[str]:
     yield from table(("generated tokens run", "layers saved", "KL, nats", "same likeliest token"), rows)
 
 
+def held_out(name: str) -> Iterator[str]:
+    """What a student agrees in with full depth, by kind of text."""
+    found = run(name)
+    rows = [
+        (kind, _spread_of(one, "kl", 1, "{:.3f} ± {:.3f}"), _agreement(one)) for kind, one in found["held_out"].items()
+    ]
+    yield from table((f"held out, {found['layers_saved']:.2f} layers saved", "KL, nats", "same likeliest token"), rows)
+
+
 def by_step(name: str) -> Iterator[str]:
     """KL divergence of the same policies by generation step."""
     rows = run(name)["measured"]["policies"]
@@ -478,6 +487,7 @@ TABLES = {
         left_out,
         students,
         by_step,
+        held_out,
         evaluation,
         by_task,
         certificates,
