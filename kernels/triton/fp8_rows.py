@@ -18,6 +18,8 @@ from d3engine.kernels.triton.rms_norm import tuning
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST)
+_COLUMNS = 4096
+"""Of a row that are read at once."""
 _TRIED = (64, 256, 48)
 """Rows, columns and outputs of the trial."""
 _NEAR = 0.01
@@ -57,9 +59,10 @@ def fp8_rows_launch(x: Tensor, values: Tensor, scales: Tensor) -> Launch:
         "num_rows_ptr": None,
         "total_rows": rows,
         "K": columns,
-        "BLOCK_K": triton.next_power_of_2(columns),
+        "BLOCK_K": min(triton.next_power_of_2(columns), _COLUMNS),
     }
-    return Launch(_fp8_rows_kernel, (rows,), arguments, tuning(columns), least_capability=FP8_CAPABILITY)
+    tuned = tuning(min(columns, _COLUMNS))
+    return Launch(_fp8_rows_kernel, (rows,), arguments, tuned, least_capability=FP8_CAPABILITY)
 
 
 def fault(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -103,9 +106,14 @@ def _fp8_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
-    columns = tl.arange(0, BLOCK_K)
-    mask = columns < K
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST) / _LARGEST
+    largest = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+    scale = tl.maximum(tl.max(largest, 0), _SMALLEST) / _LARGEST
     tl.store(scales_ptr + row, scale)
-    tl.store(values_ptr + row * K + columns, (x / scale).to(values_ptr.dtype.element_ty), mask=mask)
+    for start in range(0, K, BLOCK_K):  # once more, from the cache: whole rows spill with Triton 3.6
+        columns = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
+        tl.store(values_ptr + row * K + columns, (x / scale).to(values_ptr.dtype.element_ty), mask=columns < K)

@@ -76,7 +76,7 @@ def test_fp8_rows_are_chosen_where_scales_and_card_allow(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [32, 208, 320])
+@pytest.mark.parametrize("columns", [32, 208, 320, 5000])
 def test_rows_are_rounded_as_the_cache_rounds_its_heads(
     dtype: torch.dtype, columns: int, randn: Randn, device: torch.device
 ) -> None:
