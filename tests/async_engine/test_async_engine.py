@@ -196,7 +196,7 @@ async def test_draining_takes_no_more_and_waits_for_the_last_reader(make_async: 
 
 
 @on_a_loop
-async def test_closing_ends_whoever_still_waits(make_async: Make, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_ends_all_that_still_wait(make_async: Make, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send, is_told = EngineThread.send, threading.Event()
 
     def tell(thread: EngineThread, message: Message) -> None:
@@ -220,7 +220,7 @@ async def test_closing_ends_whoever_still_waits(make_async: Make, gate: Any, mon
         await anext(engine.generate(PROMPT))
 
 
-def test_an_engine_that_nobody_holds_ends_its_thread(make_engine: MakeEngine) -> None:
+def test_an_engine_without_a_holder_ends_its_thread(make_engine: MakeEngine) -> None:
     engine = AsyncEngine.from_engine(make_engine())
     thread, gone = engine._transport._thread, weakref.ref(engine)
     del engine

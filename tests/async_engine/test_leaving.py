@@ -74,7 +74,7 @@ async def test_an_id_may_be_used_again_as_soon_as_its_reader_has_left(make_async
 
 
 @on_a_loop
-async def test_whoever_reads_while_another_task_closes_is_let_go(make_async: Make, gate: Any) -> None:
+async def test_a_reader_is_let_go_when_another_task_closes(make_async: Make, gate: Any) -> None:
     engine = make_async()
     gate.shut()
     stream = engine.generate(PROMPT, greedy(50))

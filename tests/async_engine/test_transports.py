@@ -95,7 +95,7 @@ def test_many_at_once_are_answered_as_each_alone(client: AsyncEngine, bare: Engi
 
 
 @on_a_loop
-async def test_whoever_leaves_and_whoever_is_aborted_holds_nothing(client: AsyncEngine) -> None:
+async def test_requests_left_or_aborted_hold_nothing(client: AsyncEngine) -> None:
     for _ in range(2):  # the id is free at once
         async for _ in client.generate(QUESTION, LONG, request_id="left"):
             break

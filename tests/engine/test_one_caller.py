@@ -285,7 +285,7 @@ def test_ctrl_c_pressed_twice_does_not_wait_for_the_step(make_engine: MakeEngine
         engine.generate(PROMPT, greedy(), use_tqdm=False)
 
 
-def test_whoever_handles_signals_himself_goes_on_doing_so(make_engine: MakeEngine) -> None:
+def test_signal_handlers_of_a_caller_stay(make_engine: MakeEngine) -> None:
     heard: list[int] = []
 
     def own(number: int, frame: Any) -> None:

@@ -75,7 +75,7 @@ def test_another_thread_prepares_in_the_middle_of_a_step(make_engine: MakeEngine
     assert finish(engine)["b"].outputs == want
 
 
-def test_a_request_without_an_id_gets_one_that_nobody_has(make_engine: MakeEngine) -> None:
+def test_a_request_without_an_id_gets_an_unused_one(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("request-1", PROMPT, greedy(3))
     given = engine.add(engine.prepare(OTHER, greedy(3)))
