@@ -147,7 +147,7 @@ def _even(budget: Budget) -> DepthPolicy:
 
 
 def save_lowest_layers(model: str, count: int, directory: Path) -> Path:
-    """Write the `count` lowest layers of `model` with its embedding, final norm and LM head as a model of its own.
+    """Write the `count` lowest layers of `model` with its embedding, final norm and LM head as a separate model.
 
     `model` has its weights in one file. Its tokenizer comes along, so that an engine can see that both have the same.
     """

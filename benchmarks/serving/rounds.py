@@ -41,7 +41,7 @@ class Settings:
     threads: int = option(1, "of each server")
     weight_dtype: str = option("auto", "of all of them (auto)", choices=["auto", "float32", "bfloat16"])
     peer: bool = True
-    engine_process: bool = option(False, "also with the engine in a process of its own")
+    engine_process: bool = option(False, "also with the engine in a separate process")
 
 
 class Running:

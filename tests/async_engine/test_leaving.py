@@ -1,4 +1,4 @@
-"""Whoever leaves, by whatever way, ends his own request with the step that is running, and nobody else's."""
+"""A request that is left, in whatever way, ends with the step that is running, and ends no other request."""
 
 import asyncio
 import gc
@@ -60,7 +60,7 @@ async def test_leaving_ends_the_request_with_the_step_that_is_running(
     gc.collect()  # an exception's traceback may hold the iterator
     gate.open()
     assert await nothing_runs(engine)
-    assert gate.num_steps <= 5  # the last computes nothing: it hands out the end, which nobody reads
+    assert gate.num_steps <= 5  # the last computes nothing: it hands out the end, which is not read
     assert (await last_of(engine.generate(PROMPT, greedy()))).outputs == answer_of(make_engine(), PROMPT)
 
 
@@ -94,7 +94,7 @@ async def test_an_aborted_request_has_a_last_output_that_says_so(make_async: Mak
     gate.shut(after=1)
     stream = engine.generate(PROMPT, greedy(50), request_id="a")
     await anext(stream)
-    await engine.abort("nobody")
+    await engine.abort("unknown")
     await engine.abort("a")
     gate.open()
     assert (await last_of(stream)).outputs[0].finish_reason == "abort"

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from bad_values import bad_values, refused
+from bad_values import assert_refused, bad_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import layers_run
@@ -193,7 +193,7 @@ def test_d3_tail_that_does_not_fit_is_refused_with_its_bound() -> None:
     ),
 )
 def test_d3_refuses_wrong_arguments_at_construction_by_name(arguments: dict, field: str) -> None:
-    with refused(field):
+    with assert_refused(field):
         D3(**{"alpha": 0.9, "start": 0.5} | arguments)
 
 
@@ -211,5 +211,5 @@ def test_d3_presets_are_the_settings_of_the_paper() -> None:
 )
 def test_presets_absent_from_the_paper_are_refused_by_name(task: object, layers: int, field: str) -> None:
     """Presets that the paper does not give are refused by name."""
-    with refused(field):
+    with assert_refused(field):
         preset(task, layers)

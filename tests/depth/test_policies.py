@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from bad_values import refused
+from bad_values import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import layers_run
@@ -107,7 +107,7 @@ def test_skip_decode_for_mean_out_of_reach_is_refused() -> None:
     ],
 )
 def test_skip_decode_refuses_wrong_arguments_by_name(arguments: dict, field: str) -> None:
-    with refused(field):
+    with assert_refused(field):
         SkipDecode(**arguments)
 
 
@@ -254,7 +254,7 @@ def test_a_nested_layer_table_becomes_cutoffs() -> None:
 )
 def test_layer_table_of_wrong_rows_is_refused_by_name(active: object, field: str) -> None:
     """A layer table refuses wrong rows at construction by name."""
-    with refused(field):
+    with assert_refused(field):
         LayerTable(active)  # type: ignore[arg-type]
 
 
@@ -264,7 +264,7 @@ def test_layer_table_of_wrong_rows_is_refused_by_name(active: object, field: str
 )
 def test_layer_table_unfit_for_the_model_is_refused_by_name(active: list, field: str) -> None:
     """A layer table refuses rows that do not fit the model by name."""
-    with refused(field):
+    with assert_refused(field):
         LayerTable(active).schedule(3)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from bad_values import refused
+from bad_values import assert_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,5 +133,5 @@ def test_kept_entries_save_nothing() -> None:
     ],
 )
 def test_figures_of_nothing_are_refused_by_name(call: object, field: str) -> None:
-    with refused(field):
+    with assert_refused(field):
         call()  # type: ignore[operator]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from bad_values import refused
+from bad_values import assert_refused
 from fixture_types import MakeEngine
 
 from d3engine import D3, DraftAndVerify, EarlyExit, Engine, InvalidValueError, SamplingParams
@@ -21,7 +21,7 @@ from d3engine.depth import DepthPolicy
 def test_policy_run_by_pytorch_is_refused(make_engine: MakeEngine, policy: DepthPolicy, allowed: str) -> None:
     """A policy that PyTorch would run is refused in a request and in an engine."""
     engine = make_engine(batch_invariant=True)
-    with refused("depth", "batch_invariant=True") as caught:
+    with assert_refused("depth", "batch_invariant=True") as caught:
         engine.generate([1, 2], SamplingParams(depth=policy), use_tqdm=False)
     assert allowed in caught.value.allowed
     with pytest.raises(InvalidValueError, match=r"batch_invariant=True"):

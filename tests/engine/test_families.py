@@ -46,7 +46,7 @@ TWO_ROPES = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("mistral", {"sliding_window": None}),
-    "Mistral with heads of its own width": ("mistral", {"sliding_window": None, "head_dim": 20}),
+    "Mistral with another width of heads": ("mistral", {"sliding_window": None, "head_dim": 20}),
     "Mistral within its window": ("mistral", {"sliding_window": 512}),
     "Mistral with a window": ("mistral", {"sliding_window": 20}),
     "Mistral that sees itself alone": ("mistral", {"sliding_window": 1}),
@@ -161,12 +161,12 @@ OWN_NAMES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("num_hidden_layers", "rms_norm_eps", "hidden_act"),
     ),
 }
-"""By family: a model of it, the fields of its own code, and those of transformers that these stand for."""
+"""By family: a model of it, the fields of its authors' code, and those of transformers that these stand for."""
 
 
 @pytest.mark.parametrize("family", OWN_NAMES)
 def test_family_under_the_names_of_its_code_is_the_same_model(family: str, tmp_path: Path) -> None:
-    """A family under the names of its own code is the same model."""
+    """A family under the names of its authors' code is the same model."""
     name, own, others = OWN_NAMES[family]
     directory, model = make(tmp_path, name)
     change_config(directory, own, leave=others)

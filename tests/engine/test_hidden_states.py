@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from bad_values import refused
+from bad_values import assert_refused
 from batches import assert_same
 from kinds_of_engine import same_bits
 from safetensors.numpy import load_file
@@ -389,7 +389,7 @@ def test_too_many_bytes_are_refused_with_their_product(tiny: TinyLlama, monkeypa
     ],
 )
 def test_values_out_of_bounds_are_refused_by_name(make: Callable[[], object], field: str) -> None:
-    with refused(field):
+    with assert_refused(field):
         make()
 
 

@@ -1,6 +1,6 @@
 """A model by its name on the Hugging Face hub: what is fetched, what is taken from the cache, and what is refused.
 The real huggingface_hub talks to a server of our own. It reads its settings when it is imported, so it runs in
-processes of its own, which say what became of each name."""
+separate processes, which say what became of each name."""
 
 import json
 import os

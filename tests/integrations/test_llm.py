@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_values import bad_values, refused
+from bad_values import assert_refused, bad_values
 from loops import on_a_loop
 
 from d3engine import LLM, AsyncEngine, Engine, InvalidValueError, PromptLookup, SamplingParams
@@ -116,7 +116,7 @@ def test_an_llm_is_an_engine_with_vllms_arguments() -> None:
 )
 def test_argument_without_a_counterpart_is_refused_by_name(given: dict[str, Any], named: str) -> None:
     """An argument without a counterpart is refused by its name."""
-    with refused(named):
+    with assert_refused(named):
         LLM("demo", **given)
 
 
@@ -143,7 +143,7 @@ def test_call_argument_without_a_counterpart_is_refused(llm: LLM, argument: str,
     if argument != "priority":
         calls.append(lambda given: llm.add_request("a", "Tom", **given))
     for call in calls:
-        with refused(argument, f"^{argument} must be"):
+        with assert_refused(argument, f"^{argument} must be"):
             call({argument: value})
         with pytest.raises(TypeError, match="unexpected keyword argument 'some_argument'"):
             call({"some_argument": None})

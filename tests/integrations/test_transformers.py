@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bad_values import bad_values, refused
+from bad_values import assert_refused, bad_values
 from tiny_models import TinyLlama
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def test_a_call_may_bring_its_own_depth(ours: D3ForCausalLM) -> None:
     ],
 )
 def test_what_it_cannot_honour_is_refused_by_name(ours: D3ForCausalLM, asked: dict[str, Any], named: str) -> None:
-    with refused(named):
+    with assert_refused(named):
         ours.generate(PROMPTS, **asked)
 
 

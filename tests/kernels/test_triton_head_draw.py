@@ -1,5 +1,5 @@
 """The draw that the LM head's kernels make of their own logits against the reference, token by token.
-Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows."""
+Memory from `torch.empty` is poisoned here, so that a value which was not written shows."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """The Triton kernels of norm, projections and copies against float64, on sizes that fit no tile.
-Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
+Memory from `torch.empty` is filled with NaN here, so that a value which was not written shows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

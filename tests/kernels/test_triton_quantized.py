@@ -1,5 +1,5 @@
 """The Triton projections on quantized weights against float64 on the values that the stored ones stand for.
-Memory from `torch.empty` is filled with NaN here, so that a value nobody wrote shows."""
+Memory from `torch.empty` is filled with NaN here, so that a value which was not written shows."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """Rows that do not live cost nothing: their programs write nothing, and read little more than how many rows live.
-Results cannot show it. What is computed in vain ends in a mask, or in scratch that nobody reads, and on a GPU it
+Results cannot show it. What is computed in vain ends in a mask, or in scratch that is not read, and on a GPU it
 would only be slow. So what every launch loads and stores is counted, which only the interpreter can."""
 
 import importlib

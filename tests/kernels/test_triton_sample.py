@@ -1,5 +1,5 @@
 """The choice of tokens in Triton kernels against the reference: random words bit for bit, cuts token by token.
-Memory from `torch.empty` is poisoned here, so that a value nobody wrote shows."""
+Memory from `torch.empty` is poisoned here, so that a value which was not written shows."""
 
 from __future__ import annotations
 

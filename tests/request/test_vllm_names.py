@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bad_values import refused
+from bad_values import assert_refused
 from batches import BLOCK, LAYERS, MAX_LENGTH, VOCABULARY, block_bytes
 from fixture_types import MakeEngine
 
@@ -105,7 +105,7 @@ def test_token_ids_of_logit_bias_may_be_written_as_strings(make_engine: MakeEngi
 
 @pytest.mark.parametrize("temperature", [0, 1e-6])
 def test_several_greedy_answers_are_refused(temperature: float) -> None:
-    with refused("n", "temperature"):
+    with assert_refused("n", "temperature"):
         SamplingParams(n=2, temperature=temperature)
     assert SamplingParams(n=2, temperature=0.1).n == 2
 
@@ -118,7 +118,7 @@ def test_a_clone_is_equal_and_another_object() -> None:
 
 
 def test_stop_strings_need_text() -> None:
-    with refused("stop", "detokenize"):
+    with assert_refused("stop", "detokenize"):
         SamplingParams(stop="a", detokenize=False)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bad_values import refused
+from bad_values import assert_refused
 from json_schemas import closed
 from tool_calls import accepts, read
 
@@ -300,7 +300,7 @@ def test_a_parser_is_named_as_in_vllm_and_others_are_refused() -> None:
     for name in ("qwen3", "deepseek_r1", "mistral", "granite", "none"):
         assert ServerSettings(model_names=("m",), reasoning_parser=name).reasoning_parser == name
     for field in ("tool_call_parser", "reasoning_parser"):
-        with refused(field, "auto, none, or one of"):
+        with assert_refused(field, "auto, none, or one of"):
             ServerSettings(model_names=("m",), **{field: "other"})  # type: ignore[arg-type]
 
 
@@ -428,5 +428,5 @@ def test_reasoning_is_switched_by_template_or_refused_by_name(
     if isinstance(found, dict):
         assert thinking_variables(enabled, effort, style) == found
         return
-    with refused(found):
+    with assert_refused(found):
         thinking_variables(enabled, effort, style)

@@ -15,7 +15,7 @@ def bad_values(**fields: list[Any]) -> list[tuple[dict[str, Any], str]]:
 
 
 @contextmanager
-def refused(field: str, words: str | None = None) -> Iterator[pytest.ExceptionInfo[InvalidValueError]]:
+def assert_refused(field: str, words: str | None = None) -> Iterator[pytest.ExceptionInfo[InvalidValueError]]:
     """What is done meanwhile must be refused for its `field`, in these words."""
     with pytest.raises(InvalidValueError, match=words) as caught:
         yield caught

@@ -109,7 +109,7 @@ def answers_wanted(engine: Engine) -> list[RequestOutput]:
 
 def check_contract(stack: Stack, wanted: Sequence[RequestOutput], *, hears_of_leaving: bool = True) -> None:
     """Ask 24 questions at once, of mixed depths: two are left alone, one is bad."""
-    # The others are answered as an engine of one's own answers them (`wanted`); the bad one hurts nobody; those that
+    # The others are answered as an engine of one's own answers them (`wanted`); the bad one hurts none; those that
     # were left end before their time, unless the stack does not hear of it; and no block is held afterwards.
     before = stack.figures()
     with ThreadPoolExecutor(len(ANSWERED) + len(LEFT) + 1) as threads:

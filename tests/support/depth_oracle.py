@@ -160,7 +160,7 @@ def greedy_with_exits(
     batch_min: bool = False,
 ) -> list[DepthAnswer]:
     """Greedy tokens of all prompts in step with one another, each token leaving by `rule` for itself."""
-    # With `batch_min` nobody leaves before the least confident of all may.
+    # With `batch_min` no row leaves before the least confident of all may.
     num_layers = len(model.model.layers)
     windows = [window_of(layer) for layer in model.model.layers]
     runs = [_Run(model, on_skip, [_Entries(window=window) for window in windows]) for _ in prompts]

@@ -1,7 +1,7 @@
 """Triton's interpreter without most of its work, for tests: kernels do and find exactly what they do without this.
 An operation of a kernel takes the interpreter a hundred times longer to check, to broadcast and to describe than to
 compute: types are made anew for each result, shapes are tuples of Triton's own that describe themselves, and each
-sum of integers is checked for an overflow that nobody is then told of. Here what depends on types alone is found
+sum of integers is checked for an overflow that is then not reported. Here what depends on types alone is found
 once, and what would change nothing is left out. Another version of Triton, without one of these places, is left as
 it is there."""
 

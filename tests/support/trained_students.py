@@ -21,7 +21,7 @@ BLOCK_LAYER, SKIPPED = 2, (3, 4)
 NARROW = {0: 40, 1: 24, 5: 33}
 """Layer -> neurons that stay of 48, one of them an odd number."""
 LADDER = (44, 33, 20)
-"""Neurons that stay in every layer of each student of the ladder; layer 2 of the second is a block of its own."""
+"""Neurons that stay in every layer of each student of the ladder; layer 2 of the second is a separate block."""
 WIDTHS = (44 / 48, (5 * 33 + 48) / 288, 20 / 48)
 
 
@@ -88,7 +88,7 @@ def _changed(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def _narrowed(mlp: Any, width: int) -> dict[str, torch.Tensor]:
-    """Leave so many neurons in an MLP, with another down matrix; its tensors as a student's file has them."""
+    """Leave `width` neurons of an MLP, with another down matrix; its tensors as a student's file has them."""
     neurons = torch.randperm(48)[:width].sort().values
     down = torch.randn(SIZE, width) * 0.2
     for name in ("gate_proj", "up_proj"):

@@ -82,7 +82,10 @@ _HEADERS: dict[str, dict[str, Any]] = {
         "description": "The client's own, or a new one.",
         "schema": {"type": "string", "pattern": f"^{CLIENT_ID.pattern.decode()}$"},
     },
-    IGNORED_FIELDS: {"description": "Fields of the request that nobody here knows.", "schema": {"type": "string"}},
+    IGNORED_FIELDS: {
+        "description": "Fields of the request that this server does not know.",
+        "schema": {"type": "string"},
+    },
     "Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
 }
 

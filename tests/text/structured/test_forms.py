@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bad_values import bad_values, refused
+from bad_values import assert_refused, bad_values
 from fixture_types import MakeEngine
 from small_tokenizers import save_word_level
 
@@ -188,7 +188,7 @@ class TestRefusals:
     ) -> None:
         """A grammar that cannot be compiled is refused by name before it runs."""
         monkeypatch.setattr(structured_forms, "LIMITS", ProcessLimits(seconds=0.3))
-        with refused(form, why) as caught:
+        with assert_refused(form, why) as caught:
             begin(forms, **{form: value})
         assert len(str(caught.value)) < 700
 
@@ -214,7 +214,7 @@ class TestRefusals:
         ids=lambda value: str(value)[:40],
     )
     def test_a_form_that_is_none_is_refused_where_it_is_written(self, given: dict[str, Any], field: str) -> None:
-        with refused(field):
+        with assert_refused(field):
             StructuredOutputsParams(**given)
 
     def test_a_self_containing_schema_is_no_json(self) -> None:
@@ -233,12 +233,12 @@ class TestRefusals:
     def test_params_say_where_they_contradict_a_form(self) -> None:
         form = StructuredOutputsParams(regex="a")
         for given, field in bad_values(min_tokens=[1], structured_outputs=["a"]):
-            with refused(field):
+            with assert_refused(field):
                 SamplingParams(**{"structured_outputs": form, **given})
 
     def test_an_engine_without_a_tokenizer_knows_no_forms(self, make_engine: MakeEngine) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-        with refused("structured_outputs", "no tokenizer"):
+        with assert_refused("structured_outputs", "no tokenizer"):
             make_engine().generate(PROMPT, params, use_tqdm=False)
 
     def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused(self, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from bad_values import refused
+from bad_values import assert_refused
 
 from d3engine.errors import InvalidValueError
 from d3engine.request.params import StructuredOutputsParams
@@ -164,7 +164,7 @@ def test_allowed_text_is_one_whose_value_fits_the_schema(schema: Any, allowed: l
     ids=lambda value: str(value)[:50],
 )
 def test_what_cannot_be_enforced_or_never_ends_is_refused(schema: Any) -> None:
-    with refused("json", "cannot be enforced|no answer that ends"):
+    with assert_refused("json", "cannot be enforced|no answer that ends"):
         grammar_of(StructuredOutputsParams(json=schema))
 
 
