@@ -52,7 +52,7 @@ BLOCK_FORMATS = {
     "U8_32": BlockFormat(32, 36, bits=8),
     "U8_128": BlockFormat(128, 132, bits=8),
 }
-"""By ggml's names of the types, then by our own; in the order of the native library's kinds (`abi.h`)."""
+"""By ggml's names of the types, then by our own; in the order of the native library's kinds (`types.h`)."""
 
 BLOCK_TYPES = tuple(BLOCK_FORMATS)
 _FIRST_KIND = 10

@@ -32,7 +32,7 @@ class WeightFormat(ABC):
     @property
     @abstractmethod
     def native_kind(self) -> int | None:
-        """Its number in `D3Kind` (`native/abi.h`); None for a matrix whose parts have theirs."""
+        """Its number in `D3Kind` (`native/types.h`); None for a matrix whose parts have theirs."""
 
     @property
     @abstractmethod

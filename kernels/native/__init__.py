@@ -1,4 +1,4 @@
 """Multi-step decoding on a CPU in C++, on the tensors that torch holds.
 
-`library.py` fills the structures of `abi.h`; `decoder.cpp` runs the steps; `build.py` compiles the library.
+`library.py` fills the structures of `types.h`; `decoder.cpp` runs the steps; `build.py` compiles the library.
 """

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "abi.h"
+#include "types.h"
 #include "isa/kernels.h"
 #include "matmul/matmul.h"
 #include "sampling/sampling.h"

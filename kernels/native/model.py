@@ -18,7 +18,7 @@ from d3engine.kernels.low_rank import LowRankMap, Maps
 from d3engine.kernels.matrices import Table, Weight
 
 _FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 9}
-"""Of `D3Kind` in `abi.h`; a format knows its own."""
+"""Of `D3Kind` in `types.h`; a format knows its own."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Of the gates, by their numbers in `D3Activation`."""
 

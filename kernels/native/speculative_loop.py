@@ -1,4 +1,4 @@
-"""Draft-and-verify iterations as the native library takes them: `D3SpeculativeLoop` of `abi.h`, made of arrays."""
+"""Draft-and-verify iterations as the native library takes them: `D3SpeculativeLoop` of `types.h`, made of arrays."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "abi.h"
+#include "types.h"
 #include "isa/kernels.h"
 
 inline int64_t bytes_of_row(const D3Matrix& matrix) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "abi.h"
+#include "types.h"
 
 // Whether the compiler knows AMX. Linux grants it to a process on request.
 #if defined(__x86_64__) && defined(__linux__) && !defined(D3_PORTABLE)

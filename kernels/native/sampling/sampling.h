@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "abi.h"
+#include "types.h"
 
 // How one row draws. A temperature of 0 takes the largest logit.
 struct DrawParams {

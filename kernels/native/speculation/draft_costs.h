@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "abi.h"
+#include "types.h"
 
 class DraftCosts {
 public:

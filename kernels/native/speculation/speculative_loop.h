@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "abi.h"
+#include "types.h"
 #include "speculation/draft_costs.h"
 #include "speculation/lookup.h"
 

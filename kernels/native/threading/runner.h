@@ -7,7 +7,7 @@ class Runner {
 public:
     struct Run {
         int steps;
-        int32_t* control;  // see abi.h
+        int32_t* control;  // see types.h
         std::function<void(int taken)> step;
     };
 
