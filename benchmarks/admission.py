@@ -21,8 +21,8 @@ from benchmarks.report import Parser, option, print_table, settings_of
 from d3engine.depth import D3, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.statistics import layer_bound
+from d3engine.request.admission import Admission, Immediate, IntervalAdmission
 from d3engine.research.plots import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION, new_figure, save_figure
-from d3engine.scheduling.waiting import Admission, Immediate, IntervalAdmission
 
 PROMPT_TOKENS = BLOCK_SIZE
 

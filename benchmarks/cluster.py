@@ -23,10 +23,10 @@ from benchmarks.report import Parser, option, print_table, settings_of, summary
 from d3engine.depth import D3, FullDepth, Schedule
 from d3engine.depth.labels import policy_in_words
 from d3engine.integrations.proxy import ROUTINGS, Busy, Routing, least_loaded
+from d3engine.request.admission import Immediate, IntervalAdmission
 from d3engine.scheduling.plan import Plan
 from d3engine.scheduling.running import Counters
 from d3engine.scheduling.sequence import Sequence as TokenSequence
-from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
 ARRIVALS = ("poisson", "bursts")
 

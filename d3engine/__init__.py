@@ -34,7 +34,7 @@ _PUBLIC = {
     "EngineConfig": "d3engine.engine.engine_config",
     "AsyncEngine": "d3engine.async_engine.async_engine",
     "LLM": "d3engine.integrations.llm",
-    "LoRARequest": "d3engine.executor.adapters",
+    "LoRARequest": "d3engine.request.params",
     "SamplingParams": "d3engine.request.params",
     "StructuredOutputsParams": "d3engine.request.params",
     "Capture": "d3engine.request.hidden_states",
@@ -60,8 +60,8 @@ _PUBLIC = {
     "DraftAndVerify": "d3engine.depth",
     "Speculative": "d3engine.depth",
     "PromptLookup": "d3engine.depth",
-    "Immediate": "d3engine.scheduling.waiting",
-    "IntervalAdmission": "d3engine.scheduling.waiting",
+    "Immediate": "d3engine.request.admission",
+    "IntervalAdmission": "d3engine.request.admission",
     "D3EngineError": "d3engine.errors",
     "InvalidValueError": "d3engine.errors",
     "ModelFormatError": "d3engine.errors",
@@ -101,18 +101,18 @@ if TYPE_CHECKING:
     from d3engine.errors import EngineDeadError as EngineDeadError
     from d3engine.errors import InvalidValueError as InvalidValueError
     from d3engine.errors import ModelFormatError as ModelFormatError
-    from d3engine.executor.adapters import LoRARequest as LoRARequest
     from d3engine.integrations.llm import LLM as LLM
+    from d3engine.request.admission import Immediate as Immediate
+    from d3engine.request.admission import IntervalAdmission as IntervalAdmission
     from d3engine.request.hidden_states import Capture as Capture
     from d3engine.request.hidden_states import HiddenStates as HiddenStates
     from d3engine.request.hidden_states import Steer as Steer
     from d3engine.request.outputs import CompletionOutput as CompletionOutput
     from d3engine.request.outputs import RequestOutput as RequestOutput
+    from d3engine.request.params import LoRARequest as LoRARequest
     from d3engine.request.params import RequestOutputKind as RequestOutputKind
     from d3engine.request.params import SamplingParams as SamplingParams
     from d3engine.request.params import StructuredOutputsParams as StructuredOutputsParams
-    from d3engine.scheduling.waiting import Immediate as Immediate
-    from d3engine.scheduling.waiting import IntervalAdmission as IntervalAdmission
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,8 @@ from benchmarks.gpu.end_to_end import BBH
 from benchmarks.gpu.models import graph_figures, new_engine, params_for, random_model
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
+from d3engine.request.admission import Admission, Immediate, IntervalAdmission
 from d3engine.request.outputs import RequestOutput
-from d3engine.scheduling.waiting import Admission, Immediate, IntervalAdmission
 
 LOADS = (0.7, 0.9, 0.4)
 """Arrival rates as parts of what the engine generates at full depth while it never idles."""

@@ -31,10 +31,10 @@ from d3engine.engine.model_directory import default_sampling_params
 from d3engine.engine.new_requests import NewRequests
 from d3engine.engine.settings import EngineProperties, settings_of_plain
 from d3engine.errors import EngineDeadError, require
+from d3engine.request.admission import Immediate, IntervalAdmission
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.scheduler import Scheduler
-from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt
 from d3engine.text.tokenizer import load_tokenizer

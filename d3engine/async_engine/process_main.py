@@ -25,8 +25,8 @@ from d3engine.depth import policy_from_dict
 from d3engine.engine import depth as certification
 from d3engine.engine.engine import Engine
 from d3engine.engine.settings import plain_settings
+from d3engine.request.admission import IntervalAdmission
 from d3engine.request.outputs import RequestOutput
-from d3engine.scheduling.waiting import IntervalAdmission
 from d3engine.utils.garbage import collect_seldom, freeze_loaded
 
 _LOOK_SECONDS = 1.0

@@ -286,7 +286,7 @@ def engine_arguments(model: str, options: Options, spare_cores: int = 0) -> Opti
     """
     directory = model_directory(model)
     from d3engine.model.config import ModelConfig
-    from d3engine.scheduling.waiting import IntervalAdmission
+    from d3engine.request.admission import IntervalAdmission
 
     arguments = dict(options)
     if "admission" in arguments:

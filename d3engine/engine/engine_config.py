@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from d3engine.depth import DepthPolicy
     from d3engine.model.weights import LlamaWeights
-    from d3engine.scheduling.waiting import Admission
+    from d3engine.request.admission import Admission
 
 MOST_THREADS = 1024
 MOST_RANKS = 1024

@@ -31,7 +31,7 @@ from d3engine.executor.tensor_parallel.worker_channel import first_value
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ARGUMENT, Part, Ranks, shard_of
 from d3engine.model.weights import LlamaWeights, load_weights
-from d3engine.scheduling.waiting import Immediate
+from d3engine.request.admission import Immediate
 from d3engine.utils.children import child_environment, main_command
 
 _ENGINES = itertools.count()

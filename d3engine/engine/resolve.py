@@ -41,7 +41,7 @@ from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
 from d3engine.model.shard import ARGUMENT, Part, shard_of
 from d3engine.model.source import files_of, open_checkpoint
-from d3engine.scheduling.waiting import Immediate
+from d3engine.request.admission import Immediate
 from d3engine.utils.environment import NATIVE_ISA
 from d3engine.utils.files import is_writable
 

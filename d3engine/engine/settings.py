@@ -19,9 +19,9 @@ from d3engine.errors import InvalidValueError
 from d3engine.kernels.kv_pool import block_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Part
+from d3engine.request.admission import Admission
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.scheduler import SchedulerConfig
-from d3engine.scheduling.waiting import Admission
 from d3engine.text.tokenizer import Tokenizer
 
 ExecutorKind: TypeAlias = Literal["graphs", "native", "eager"]

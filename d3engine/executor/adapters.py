@@ -6,7 +6,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,6 @@ from d3engine.model.config import ModelConfig
 from d3engine.scheduling.sequence import Sequence as EngineSequence
 
 _ABSENT = "None here: {why}"
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """The adapter that a request runs with, as vLLM names it.
-
-    Args:
-        lora_name: its name; requests of one name run with one adapter.
-        lora_int_id: a number of at least 1 that no other name has; None: none.
-        lora_path: the directory that PEFT has written; "" for an adapter that is loaded already.
-    """
-
-    lora_name: str
-    lora_int_id: int | None = None
-    lora_path: str = ""
-
-    def __post_init__(self) -> None:
-        require_name("lora_name", self.lora_name)
-        if self.lora_int_id is not None:
-            require_integer("lora_int_id", self.lora_int_id, 1)
-        require(isinstance(self.lora_path, str), "lora_path", self.lora_path, "a directory")
 
 
 class AdapterStore:

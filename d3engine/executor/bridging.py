@@ -27,9 +27,6 @@ from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.plan import BridgedRows
 from d3engine.utils.files import beside
 
-WIDTH_ERROR = 0.01
-"""What a policy may call a student wider or narrower than it is: its neurons are a multiple of some number."""
-
 
 class BridgeStore:
     """The bridges that the policies of one engine name, loaded when they are first asked for.
@@ -102,7 +99,8 @@ class BridgeStore:
         with self._lock:
             if name not in self._students:
                 self._students[name] = self._read_student(name)
-        check_made_for(self._students[name], level, schedule, self._config)
+        skipped = np.flatnonzero(~schedule.active(level.step)).tolist()
+        self._students[name].check_made_for(self._config, name, skipped, level.width)
 
     def student_path(self, name: str) -> Path:
         """The file of a student that a policy calls so, whether it is there or not."""
@@ -162,15 +160,6 @@ class BridgeStore:
         has_values = self._kind["device"].type != "meta"  # which scales are made of
         scheme = self._config.quantization if has_values else None
         return {window: held(bridge, quantization=scheme, **self._kind) for window, bridge in found.by_window.items()}
-
-
-def check_made_for(student: Student, level: Level, schedule: Schedule, config: ModelConfig) -> None:
-    """Refuse, by name, layers left out or a width that are not the student's."""
-    skipped, wanted = np.flatnonzero(~schedule.active(level.step)).tolist(), list(student.skip_layers)
-    require(skipped == wanted, "skip_layers", skipped, f"those that the student was trained without, {wanted}")
-    width = student.width(config)
-    is_so_wide = level.width is None or abs(level.width - width) <= WIDTH_ERROR
-    require(is_so_wide, "widths", level.width, f"the width of {level.student}, {width:.3f}")
 
 
 def crossings(store: BridgeStore | None, bridged: Sequence[BridgedRows], hidden: Tensor, kernels: Any) -> Iterator[Due]:

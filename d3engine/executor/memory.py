@@ -18,12 +18,12 @@ from d3engine.depth import FullDepth
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.sampler import Rows, best_of, scores_of, with_noise
+from d3engine.request.admission import Immediate
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.plan import Plan
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.sequence import Sequence
-from d3engine.scheduling.waiting import Immediate
 
 
 def workspace_bytes(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3engine.errors import ModelFormatError
+from d3engine.errors import ModelFormatError, require
 from d3engine.kernels.blocks import (
     ROUNDED_COLUMNS,
     BlockLanesWeight,
@@ -39,6 +39,9 @@ STUDENT_FILE = "student.safetensors"
 """In a model's directory, or next to its GGUF file: the student that a policy calls "auto"."""
 
 FORMAT = "d3engine-student-1"
+
+WIDTH_ERROR = 0.01
+"""What a policy may call a student wider or narrower than it is: its neurons are a multiple of some number."""
 
 NEURONS = "neurons"
 """int64 [k], ascending: the neurons of the MLP that stay, whose rows of gate and up are the model's own."""
@@ -71,6 +74,12 @@ class Student(MadeFor):
         """The part of the MLPs' neurons that it runs, on average over the layers that run."""
         running = config.num_layers - len(self.skip_layers)
         return 1 - self._fewer_neurons(config) / (config.intermediate_size * max(running, 1))
+
+    def check_made_for(self, config: ModelConfig, name: str, skipped: list[int], width: float | None) -> None:
+        """Refuse, by name, layers left out or a width that are not those of this student, called `name`."""
+        wanted, own = list(self.skip_layers), self.width(config)
+        require(skipped == wanted, "skip_layers", skipped, f"those that the student was trained without, {wanted}")
+        require(width is None or abs(width - own) <= WIDTH_ERROR, "widths", width, f"the width of {name}, {own:.3f}")
 
     def _fewer_neurons(self, config: ModelConfig) -> int:
         own = [tensors["down"].shape[1] for tensors in self.layers.values() if "down" in tensors]

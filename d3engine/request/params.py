@@ -11,7 +11,7 @@ from inspect import Parameter, signature
 from typing import Any, Never, TypeAlias, TypeVar
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.errors import InvalidValueError, cut, integer_in, require, require_integer, require_number
+from d3engine.errors import InvalidValueError, cut, integer_in, require, require_integer, require_name, require_number
 from d3engine.request.hidden_states import Capture, Steer
 from d3engine.utils.arguments import CHECK, Check, Integers, Numbers, Switch, argument, check_arguments
 
@@ -536,3 +536,24 @@ def _bias_by_id(bias: Mapping[int, float] | Mapping[str, float]) -> dict[int, fl
         require(token not in found, "logit_bias", key, "a mapping that names each token id once")
         found[token] = require_number("logit_bias", value, BIASES.low, BIASES.high)
     return found
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a request runs with, as vLLM names it.
+
+    Args:
+        lora_name: its name; requests of one name run with one adapter.
+        lora_int_id: a number of at least 1 that no other name has; None: none.
+        lora_path: the directory that PEFT has written; "" for an adapter that is loaded already.
+    """
+
+    lora_name: str
+    lora_int_id: int | None = None
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        require_name("lora_name", self.lora_name)
+        if self.lora_int_id is not None:
+            require_integer("lora_int_id", self.lora_int_id, 1)
+        require(isinstance(self.lora_path, str), "lora_path", self.lora_path, "a directory")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from d3engine.errors import require
+from d3engine.request.admission import Admission, Immediate
 from d3engine.request.outputs import FinishReason
 from d3engine.scheduling.allocator import Allocator, longest_that_fits, peak_blocks
 from d3engine.scheduling.draft_model import DraftModelBatch
@@ -37,7 +38,7 @@ from d3engine.scheduling.running import Chunks, Counters, NewTokens, RunningTabl
 from d3engine.scheduling.select_chunks import SharedPrompts, select_chunks
 from d3engine.scheduling.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.speculative import Drafting
-from d3engine.scheduling.waiting import Admission, Immediate, WaitingQueue, giving_way, in_turn
+from d3engine.scheduling.waiting import WaitingQueue, giving_way, in_turn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,8 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from d3engine.errors import require_integer
 from d3engine.request.engine_request import Flow
 from d3engine.scheduling.sequence import Sequence
 
@@ -54,34 +52,6 @@ def giving_way(running: AnySequence[Sequence], waiting: Sequence) -> list[Sequen
         is_behind = is_behind or sequence is waiting
         seen |= {sequence.flow, sequence.flow[0]}
     return found[::-1]
-
-
-class Admission(Protocol):
-    """Decides at which engine steps waiting requests may join."""
-
-    def admits(self, engine_step: int) -> bool:
-        """Whether requests may join at this step of the engine, counted from 0."""
-
-
-@dataclass(frozen=True)
-class Immediate:
-    """Requests join at the next step, as every engine does it."""
-
-    def admits(self, engine_step: int) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class IntervalAdmission:
-    """Requests join together every `steps` engine steps, after `steps / 2` of them on average."""
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        require_integer("steps", self.steps, 1)
-
-    def admits(self, engine_step: int) -> bool:
-        return engine_step % self.steps == 0
 
 
 _Rank: TypeAlias = tuple[int, int, int]

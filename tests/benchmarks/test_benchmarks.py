@@ -17,7 +17,7 @@ from benchmarks.report import environment
 from d3engine.depth import D3, EarlyExit
 from d3engine.engine.engine import Engine
 from d3engine.engine.model_directory import model_directory
-from d3engine.scheduling.waiting import Immediate
+from d3engine.request.admission import Immediate
 
 TINY = systems.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
 

@@ -24,13 +24,13 @@ from sequences import new_sequence
 
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
 from d3engine.errors import InvalidValueError
+from d3engine.request.admission import Immediate, IntervalAdmission
 from d3engine.request.outputs import FinishReason
 from d3engine.request.params import SamplingParams
 from d3engine.scheduling.kv_cache import KVCache
 from d3engine.scheduling.plan import ExecutorCapabilities, Plan, RunControl, Sampled
 from d3engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from d3engine.scheduling.sequence import Draft, Sequence, Status
-from d3engine.scheduling.waiting import Immediate, IntervalAdmission
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -14,7 +14,6 @@ import torch
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import require
-from d3engine.executor.bridging import check_made_for
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Window, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.students import STUDENT_FILE, read_student
@@ -147,7 +146,8 @@ def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPoli
     for level in schedule.students:
         student = read_student(path(level.student, STUDENT_FILE), run.config)
         require(student.fingerprint == fingerprint, "--depth", words, "with a student of these weights")
-        check_made_for(student, level, schedule, run.config)
+        skipped = np.flatnonzero(~schedule.active(level.step)).tolist()
+        student.check_made_for(run.config, level.student, skipped, level.width)
         levels.append((level.step, layers_of(student, run.weights)))
     bridges = None
     if schedule.bridges is not None:
