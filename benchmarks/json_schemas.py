@@ -20,7 +20,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.report import environment, tell
-from d3engine.errors import InvalidValueError
+from d3engine import InvalidValueError
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.text.structured.checker import MOST, in_words
 from d3engine.text.structured.source import grammar_of

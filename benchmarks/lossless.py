@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
 from benchmarks.report import Parser, option, ratios, settings_of, summary
+from d3engine import InvalidValueError
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine.engine import Engine
-from d3engine.errors import require
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
@@ -85,7 +85,8 @@ def drafts_of(settings: Settings, num_layers: int) -> list[Draft]:
 
 
 def _without(first: int, last: int, num_layers: int) -> Draft:
-    require(0 <= first <= last < num_layers, "--without", (first, last), f"two layers from 0 to {num_layers - 1}")
+    if not 0 <= first <= last < num_layers:
+        raise InvalidValueError("--without", (first, last), f"two layers from 0 to {num_layers - 1}")
     left = [layer for layer in range(num_layers) if not first <= layer <= last]
     return Draft({"without": [first, last]}, LayerTable([list(range(num_layers)), left], "none"), SelfSpeculative)
 

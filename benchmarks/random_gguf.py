@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
-from d3engine.errors import InvalidValueError
+from d3engine import InvalidValueError
 from d3engine.model.gguf_metadata import FREQ_FACTORS, llama3_divisors
 from d3engine.utils.files import free_bytes
 

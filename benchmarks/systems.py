@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from benchmarks.report import option
+from d3engine import InvalidValueError
 from d3engine.cli.plan import sizes
 from d3engine.depth import D3, DepthPolicy
 from d3engine.engine.engine import Engine
 from d3engine.engine.model_directory import model_directory
-from d3engine.errors import require
 from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
 from d3engine.model.family import NO_CAPS, Biases, LayerNorms, Multipliers
@@ -100,7 +100,8 @@ def need_llama(config: ModelConfig) -> None:
         "soft caps": config.soft_caps != NO_CAPS,
     }
     found = [name for name, has in others.items() if has]
-    require(not found, "model", f"one with {', '.join(found)}", "a plain Llama, which the peers are")
+    if found:
+        raise InvalidValueError("model", f"one with {', '.join(found)}", "a plain Llama, which the peers are")
 
 
 def prompts_for(config: ModelConfig, batch: int, tokens: int = PROMPT_TOKENS) -> list[list[int]]:

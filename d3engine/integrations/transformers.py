@@ -14,13 +14,13 @@ from torch import Tensor
 from d3engine.depth import DepthPolicy
 from d3engine.engine.engine import Engine
 from d3engine.errors import NOTHING, InvalidValueError, MissingExtraError, require, require_integer
-from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
 
 try:
     from transformers import AutoConfig, GenerationConfig
     from transformers.generation.utils import GenerateDecoderOnlyOutput
+    from transformers.utils import GENERATION_CONFIG_NAME
 except ImportError as error:
     raise MissingExtraError("transformers", "transformers", "d3engine.integrations.transformers") from error
 
@@ -212,7 +212,7 @@ class D3ForCausalLM:
 
 
 def _generation_config(directory: Path, config: Any) -> Any:
-    if (directory / GENERATION_CONFIG_FILE).is_file():
+    if (directory / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(directory)
     return GenerationConfig.from_model_config(config)
 

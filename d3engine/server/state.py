@@ -26,13 +26,14 @@ from d3engine.server.requests.refused import IgnoredFields
 from d3engine.server.requests.sampling import DepthPolicies
 from d3engine.server.requests.tools import ChatStyles
 from d3engine.server.settings import ServerSettings
-from d3engine.server.tracing import new_tracer
+from d3engine.server.tracing import require_tracing_packages
 from d3engine.text.detokenizer import TokenTexts
 from d3engine.text.infill import InfillFormat, infill_format
 from d3engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.server.tracing_export import SpanWriter
 
 
 class ModelExtra(TypedDict):
@@ -194,7 +195,7 @@ class AppState:
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)
         endpoint = settings.otlp_traces_endpoint
-        self.tracer = None if endpoint is None else new_tracer(endpoint)
+        self.tracer = None if endpoint is None else _tracer(endpoint)
 
     async def in_thread(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """What a function of the tokenizer's makes of what may be long."""
@@ -235,3 +236,11 @@ def _places(client: AsyncEngine, settings: ServerSettings) -> int:
     running = client.settings.max_num_seqs
     waiting = settings.guards.max_queue
     return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)
+
+
+def _tracer(endpoint: str) -> SpanWriter:
+    """What sends the spans of one app to `endpoint`. Raises `MissingExtraError` without the extra `otel`."""
+    require_tracing_packages("otlp_traces_endpoint")
+    from d3engine.server.tracing_export import SpanWriter
+
+    return SpanWriter(endpoint)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from starlette.types import Scope
 
 from d3engine.errors import MissingExtraError
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
-
-if TYPE_CHECKING:
-    from d3engine.server.tracing_export import SpanWriter
 
 Attributes: TypeAlias = dict[str, str | int | float | list[str]]
 
@@ -115,14 +112,6 @@ PACKAGES = {
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
 }
 """Of the extra: what is imported -> what is installed."""
-
-
-def new_tracer(endpoint: str) -> SpanWriter:
-    """What sends the spans of one app to `endpoint`. Raises `MissingExtraError` without the extra `otel`."""
-    require_tracing_packages("otlp_traces_endpoint")
-    from d3engine.server.tracing_export import SpanWriter
-
-    return SpanWriter(endpoint)
 
 
 def require_tracing_packages(what: str) -> None:
