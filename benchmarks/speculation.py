@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,7 @@ SLOWER = 0.97
 class Settings:
     """What is run: `limit` prompts of each kind, answers of at most `tokens` tokens, at each temperature and batch.
 
+    Of `repeats` runs of the same prompts by the same system the one of middle length counts.
     Log-probabilities are compared over `checked` prompts of each kind. The peer drafts each of `peer_lengths` tokens.
     """
 
@@ -71,6 +72,7 @@ class Settings:
     tokens: int = option(256, "of an answer at most")
     temperatures: tuple[float, ...] = option((0.0, 0.7))
     batches: tuple[int, ...] = option((1,), "prompts at once")
+    repeats: int = option(1, "runs of each prompt by each system, of which the middle one counts")
     checked: int = option(1, "prompts with log-probabilities, a kind", type=int)
     threads: int = option(2)
     max_model_len: int = option(1024)
@@ -236,7 +238,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     cells = [
         {"system": name, "base": systems[name].base, "temperature": temperature, "batch": batch, **cell}
         for (temperature, batch, name), found in runs.items()
-        for cell in cells_of(found, runs[temperature, batch, systems[name].base])
+        for cell in cells_of(middle_runs(found), middle_runs(runs[temperature, batch, systems[name].base]))
     ]
     return {
         "benchmark": "speculation",
@@ -273,6 +275,12 @@ def answered_by_all(runs: Runs) -> Runs:
     for (temperature, batch, _), found in runs.items():
         least[temperature, batch] = min(len(found), least.get((temperature, batch), len(found)))
     return {key: found[: least[key[:2]]] for key, found in runs.items() if least[key[:2]]}
+
+
+def middle_runs(found: list[tuple[Group, Run]]) -> list[tuple[Group, Run]]:
+    """For each group in turn, of its runs the one of middle length."""
+    of_groups = (list(runs) for _, runs in groupby(found, key=lambda pair: id(pair[0])))
+    return [sorted(runs, key=lambda pair: pair[1].seconds)[(len(runs) - 1) // 2] for runs in of_groups]
 
 
 def _equal_bits(
@@ -312,8 +320,9 @@ def _turns(settings: Settings, systems: dict[str, System], asked: dict[str, list
         names = [name for name, system in systems.items() if system.runs(temperature, batch)]
         # Kinds in turn, so that a run that is ended early has some of each.
         for nth, group in enumerate(sorted(groups_of(asked, batch), key=lambda group: group.first)):
-            begin = nth % len(names)
-            yield from ((temperature, batch, group, name) for name in [*names[begin:], *names[:begin]])
+            for begin in range(nth, nth + settings.repeats):
+                first = begin % len(names)
+                yield from ((temperature, batch, group, name) for name in [*names[first:], *names[:first]])
 
 
 def _checks(settings: Settings, asked: dict[str, list[list[int]]]) -> Iterator[tuple[Group, float]]:

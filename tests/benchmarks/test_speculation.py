@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import speculation
 from benchmarks.llama_cpp_drafts import answer
-from benchmarks.speculation import Group, Run, answered_by_all, cells_of, groups_of, is_equal, read_prompts
+from benchmarks.speculation import Group, Run, answered_by_all, cells_of, groups_of, is_equal, middle_runs, read_prompts
 from d3engine.engine.engine import Engine
 
 
@@ -66,6 +66,13 @@ def test_cell_has_ratios_of_its_prompts_and_counts_differences() -> None:
 def test_kinds_without_a_prompt_have_no_cell() -> None:
     one = [(Group("edits", 0, [[1]]), run(1.0, [[5]]))]
     assert [cell["kind"] for cell in cells_of(one, one)] == ["edits", "all"]
+
+
+def test_of_repeated_runs_the_middle_one_counts() -> None:
+    """A burst of the machine in one of three runs of a group is not in its figure."""
+    first, second = Group("code", 0, [[1]]), Group("code", 1, [[2]])
+    found = [(first, run(seconds, [[5]])) for seconds in (9.0, 1.0, 2.0)] + [(second, run(4.0, [[5]]))]
+    assert [(group, one.seconds) for group, one in middle_runs(found)] == [(first, 2.0), (second, 4.0)]
 
 
 def test_ctrl_c_leaves_groups_that_each_system_has_answered() -> None:
