@@ -87,12 +87,17 @@ def test_a_deleted_folders_conversations_stay(list_of_two: Any) -> None:
     page = list_of_two
     add_folder(page, "Work")
     move(page, "Two", "Work")
-    said = []
+    said: list[str] = []
+
+    def agree(asked: Any) -> None:
+        said.append(asked.message)
+        asked.accept()
+
     page.once("dialog", lambda asked: asked.dismiss())
     page.locator(".folder > .item").hover()
     page.click("[aria-label='Delete the folder Work']")
     assert folders(page) == {"Work": ["Two"], "": ["One"]}
-    page.once("dialog", lambda asked: (said.append(asked.message), asked.accept()))
+    page.once("dialog", agree)
     page.click("[aria-label='Delete the folder Work']")
     assert said == ["Delete the folder “Work”? Its conversations stay in the list."]
     assert folders(page) == {"": ["Two", "One"]}
