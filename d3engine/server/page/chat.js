@@ -402,10 +402,11 @@ function say(text) {
   $("status").textContent = text;
 }
 
-/** Something that has to be known once. */
+/** Something that has to be known once; returns the line. */
 function note(text) {
   const line = made("p", "hint", text, iconButton("close", "Dismiss", () => line.remove()));
   $("notes").append(line);
+  return line;
 }
 
 // -- controls ---------------------------------------------------------------------------------------------------------
@@ -568,7 +569,9 @@ isReady.then((isThere) => {
   if (!isThere) note("Answers are shown as plain text: the server was built without the page's Markdown libraries.");
   draw();
 });
-store.open(() => note("Another tab has an older page: close it to see your conversations.")).then((found) => {
+let waiting = null;
+store.open(() => (waiting = note("Another tab has an older page: close it to see your conversations."))).then((found) => {
+  waiting?.remove();
   if (found === null) note("This browser keeps no conversations: they are gone when the page is closed.");
   conversations.forEach(save); // what was made before
   folders.forEach((folder) => persist("folders", folder));

@@ -212,21 +212,27 @@ def test_folder_of_one_tab_is_shown_by_another(list_of_two: Any, scripted: Scrip
 
 
 def test_conversations_of_the_page_without_folders_are_kept(open_tab: Open, scripted: Scripted) -> None:
-    """What the page kept before it had folders is there, and can be moved into one."""
-    page = open_tab()
-    page.goto(f"{scripted[0]}/page/icon.svg")
-    page.evaluate("""() => new Promise((resolve) => {
+    """What the page kept before it had folders is there once no tab has that page, and can be moved into one."""
+    older = open_tab()
+    older.goto(f"{scripted[0]}/page/icon.svg")
+    older.evaluate("""() => new Promise((resolve) => {
         const request = indexedDB.open("d3engine", 1);
         request.onupgradeneeded = () => request.result.createObjectStore("conversations", { keyPath: "id" });
         request.onsuccess = () => {
             const old = { id: "a", title: "Old", system: "", created: 1, updated: 1, current: null, messages: [] };
             const put = request.result.transaction("conversations", "readwrite").objectStore("conversations").put(old);
-            put.transaction.oncomplete = () => { request.result.close(); resolve(); };
+            window.database = request.result;
+            put.transaction.oncomplete = () => resolve();
         };
     })""")
+    page = older.context.new_page()
     page.goto(scripted[0])
+    page.wait_for_selector("#notes:has-text('Another tab has an older page')")
+    assert titles(page) == []
+    older.evaluate("window.database.close()")
     page.wait_for_selector("#conversations .item")
     assert titles(page) == ["Old"]
+    assert not page.text_content("#notes")
     add_folder(page, "Work")
     move(page, "Old", "Work")
     reload(page)
