@@ -30,6 +30,7 @@ from d3engine.cli.engine_options import (
 )
 from d3engine.cli.streams import given_text, wrapped
 from d3engine.errors import FailedError, InvalidValueError, require
+from d3engine.request.params import CHECKS
 from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
@@ -55,11 +56,8 @@ A message of several lines begins and ends with three quotation marks: \"\"\""""
 
 QUOTES = '"""'
 """Around a message of several lines."""
-SETTABLE = (
-    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-"""What /set changes."""
+SETTABLE = tuple(name for name in CHECKS if name not in ("n", "detokenize", "logprobs", "prompt_logprobs"))
+"""What /set changes: all that makes a difference to one answer that is shown as text."""
 
 
 @app.command()
@@ -199,7 +197,8 @@ class Conversation:
 
     def _set(self, given: str) -> None:
         if not given:
-            shown = [f"{name:<20} {json.dumps(getattr(self._params, name))}" for name in SETTABLE]
+            width = max(map(len, SETTABLE))
+            shown = [f"{name:<{width}} {json.dumps(getattr(self._params, name))}" for name in SETTABLE]
             self._say("\n".join(shown))
             return
         name, _, value = given.partition(" ")

@@ -338,7 +338,7 @@ class SamplingParams:
         presence_penalty: Subtracted from the logit of every token already generated.
         frequency_penalty: Subtracted from a token's logit once for each time it was generated.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or the answer.
-        seed: The random numbers of a sequence depend on (seed, step) alone. None and -1: the engine gives one.
+        seed: The random numbers of a sequence depend on (seed, step) alone; None: the engine gives one, as for -1.
         stop: A string that ends the text, which then stops before it, or several.
         stop_token_ids: Token ids that end the sequence and are not shown.
         bad_words: Words that are never completed.

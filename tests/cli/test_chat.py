@@ -202,11 +202,16 @@ def test_a_conversation_is_saved_and_goes_on(model: Path, tmp_path: Path, monkey
 
 def test_sampling_is_set_and_shown(model: Path) -> None:
     lines = ["/set temperature 0", "/set max_tokens 2", QUESTION, "/set", '/set stop ["x", "y"]', "/set seed 7"]
-    result = chat(model, *lines, "/set top_p 2", "/set colour red", "/set top_k")
+    more = ("/set dry_multiplier 0.8", '/set logit_bias {"5": 2}', "/set n 2")
+    result = chat(model, *lines, *more, "/set top_p 2", "/set colour red", "/set top_k")
     assert "temperature: 0" in result.stderr
     assert 'stop: ["x", "y"]' in result.stderr
+    assert "dry_multiplier: 0.8" in result.stderr
+    assert 'logit_bias: {"5": 2.0}' in result.stderr
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert [error.split(" must ")[0] for error in errors] == ["error: top_p", "error: /set", "error: /set top_k"]
+    assert [error.split(" must ")[0] for error in errors] == [
+        *("error: /set", "error: top_p", "error: /set", "error: /set top_k")
+    ]
     assert len(result.stdout.split()) <= 2
 
 

@@ -139,6 +139,14 @@ def test_props_and_slots(http: httpx.Client) -> None:
     slots = http.get("/slots").json()
     assert props["total_slots"] == len(slots)
     assert props["default_generation_settings"]["n_ctx"] == slots[0]["n_ctx"]
+    params = props["default_generation_settings"]["params"]
+    assert (params["temperature"], params["n_predict"], params["dry_base"], params["repeat_penalty"]) == (
+        0,
+        -1,
+        1.75,
+        1,
+    )
+    assert None not in params.values()
     assert props["model_alias"] == "demo"
     assert props["d3ext"] == {"chat_defaults": {}}  # its generation_config.json says how to sample it
     assert not any(slot["is_processing"] for slot in slots)

@@ -201,34 +201,66 @@ def test_errors_are_what_it_says_by_their_status(
 
 
 LISTED = {"stop": 16, "stop_token_ids": 256, "bad_words": 256}
+MESSAGES = [{"role": "user", "content": "Tom"}]
+OLLAMA = {"model": "demo", "stream": False}
+FURTHER_LIMITS = ("maximum context length", "room for", "does not think", "unless echo is true")
+"""What refuses a value within its bounds: the model's length, the server's room, a model that does not reason, and an
+answer without a token that repeats no prompt."""
 
 
-def test_every_bound_that_it_tells_is_one_that_is_kept(described: Any, http: httpx.Client) -> None:
+@pytest.mark.parametrize(
+    ("shape", "path", "asked", "place"),
+    [
+        ("CompletionRequest", "/v1/completions", {"prompt": "Tom", "max_tokens": 2}, None),
+        ("ChatRequest", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}, None),
+        ("ResponsesRequest", "/v1/responses", {"input": "Tom", "max_output_tokens": 2}, None),
+        ("MessagesRequest", "/v1/messages", {"messages": MESSAGES, "max_tokens": 2}, None),
+        ("LlamaCompletionRequest", "/completion", {"prompt": "Tom", "max_tokens": 2}, None),
+        ("OllamaOptions", "/api/chat", {**OLLAMA, "messages": MESSAGES}, "options"),
+        ("OllamaOptions", "/api/generate", {**OLLAMA, "prompt": "Tom"}, "options"),
+        ("OllamaOptions", "/api/generate", {**OLLAMA, "prompt": "Tom", "raw": True}, "options"),
+    ],
+)
+def test_every_bound_that_it_tells_is_one_that_is_kept(
+    described: Any, http: httpx.Client, shape: str, path: str, asked: dict[str, Any], place: str | None
+) -> None:
     """What is just beyond a bound is refused by its field, and what is just within is not refused for that."""
-    schemas = described["components"]["schemas"]
+
+    def refusal(field: str, value: Any) -> str:
+        """What the server says against this value; "" where it takes it."""
+        own = {field: value} if place is None else {place: {"num_predict": 2, field: value}}
+        rest = {name: value for name, value in asked.items() if name != "max_tokens" or not field.startswith("max_")}
+        answer = http.post(path, json=rest | own)
+        assert answer.status_code in (200, 400), (field, value, answer.text)
+        return "" if answer.status_code == 200 else answer.text
+
     checked = set()
-    for path, shape, asked in (
-        ("/v1/completions", "CompletionRequest", {"prompt": "Tom"}),
-        ("/v1/chat/completions", "ChatRequest", {"messages": [{"role": "user", "content": "Tom"}]}),
-        ("/v1/responses", "ResponsesRequest", {"input": "Tom"}),
-        ("/v1/messages", "MessagesRequest", {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 2}),
-    ):
-        for field, schema in schemas[shape]["properties"].items():
-            for kind in schema.get("anyOf", [schema]):
-                for bound, step in (("minimum", -1), ("maximum", 1)):
-                    if bound not in kind:
-                        continue
-                    answer = http.post(path, json=asked | {field: kind[bound] + step})
-                    assert answer.status_code == 400, (path, field, kind)
-                    assert answer.json()["error"].get("param", field) in (field, "max_tokens")
+    for field, schema in described["components"]["schemas"][shape]["properties"].items():
+        for kind in schema.get("anyOf", [schema]):
+            for bound, step in (("minimum", -1), ("exclusiveMinimum", 0), ("maximum", 1)):
+                if bound in kind:
+                    assert f"{field} must be" in refusal(field, kind[bound] + step), (field, kind)
+                    within = refusal(field, kind[bound]) if step else ""
+                    assert field not in within or any(limit in within for limit in FURTHER_LIMITS), (within, kind)
                     checked.add(field)
-                if kind.get("type") == "array" and field in LISTED:
-                    item = "a" if field != "stop_token_ids" else 5
-                    assert kind["maxItems"] == LISTED[field]
-                    answer = http.post(path, json=asked | {field: [item] * (LISTED[field] + 1)})
-                    assert (answer.status_code, answer.json()["error"].get("param", field)) == (400, field)
-                    checked.add(field)
-    assert checked >= {*LISTED, "n", "temperature", "top_k", "seed", "priority", "logprobs", "prompt_logprobs"}
+            if kind.get("type") == "array" and field in LISTED:
+                item = "a" if field != "stop_token_ids" else 5
+                assert kind["maxItems"] == LISTED[field]
+                assert field in refusal(field, [item] * (LISTED[field] + 1))
+                checked.add(field)
+    assert checked >= {"temperature", "top_p", "top_k"}
+
+
+def test_infill_has_the_bounds_of_llama_cpps_completion(described: Any) -> None:
+    """The bundled model fills in no gap, so that its server refuses every infill; both routes share their sampling."""
+    infill, completion = (
+        described["components"]["schemas"][f"Llama{name}Request"] for name in ("Infill", "Completion")
+    )
+    shared = {
+        name: schema for name, schema in infill["properties"].items() if not name.startswith(("input_", "prompt"))
+    }
+    assert shared.items() <= completion["properties"].items()
+    assert "temperature" in shared
 
 
 def test_the_models_own_bounds_are_in_it(described: Any, client: AsyncEngine) -> None:

@@ -24,7 +24,7 @@ const LONGEST_PASTE = 2000; // characters that stay text; longer ones become a f
 
 const $ = (id) => document.getElementById(id);
 const store = new Store(changedElsewhere);
-const sidebar = new Sidebar(actOnConversation);
+const sidebar = new Sidebar(actOnConversation, actOnFolder);
 const settings = new Settings($("fields"));
 const scale = new DepthScale();
 const underlines = new Underlines();
@@ -32,6 +32,7 @@ const follower = new Follower($("messages"), (isAtEnd) => ($("to-end").hidden = 
 const runs = new Map(); // id of a conversation -> {message, controller, isDrawn, progress}
 let models = [];
 let conversations = [];
+let folders = [];
 let conversation = tree.newConversation(kept.get("system", ""));
 let views = [];
 const viewsOfMessages = new WeakMap(); // message -> its view
@@ -219,27 +220,52 @@ function begin() {
   open(tree.newConversation(kept.get("system", "")));
 }
 
-async function actOnConversation(name, one, value) {
+async function actOnConversation(name, one, fields) {
   if (name === "open") return open(one);
-  if (name === "rename" || name === "pin") {
-    Object.assign(one, name === "pin" ? { pinned: !one.pinned } : { title: value, named: true });
+  if (name === "change") {
+    Object.assign(one, fields);
     save(one);
     return drawList();
   }
   runs.get(one.id)?.controller.abort();
   conversations = conversations.filter((other) => other !== one);
-  await store.remove(one.id);
+  await store.remove("conversations", one.id);
   return one === conversation ? begin() : drawList();
 }
 
-function save(one) {
-  if (conversations.includes(one)) store.save(one).catch((error) => tell(`The browser cannot keep this conversation: ${error.message}`));
+/** Change a folder, which may be new, or delete it: its conversations stay. */
+function actOnFolder(name, folder, fields) {
+  folders = folders.filter(({ id }) => id !== folder.id);
+  if (name === "change") {
+    folders.push(Object.assign(folder, fields));
+    persist("folders", folder);
+  } else {
+    for (const one of conversations.filter((other) => other.folder === folder.id)) {
+      one.folder = null;
+      save(one);
+    }
+    store.remove("folders", folder.id);
+  }
+  drawList();
 }
 
-/** Another tab has changed a conversation, or deleted it. */
-async function changedElsewhere(id) {
+function save(one) {
+  if (conversations.includes(one)) persist("conversations", one);
+}
+
+function persist(kind, one) {
+  store.save(kind, one).catch((error) => tell(`The browser cannot keep these ${kind}: ${error.message}`));
+}
+
+/** Another tab has changed a conversation or a folder, or deleted it. */
+async function changedElsewhere(kind, id) {
   if (runs.has(id)) return;
-  const other = await store.get(id);
+  const other = await store.get(kind, id);
+  if (kind === "folders") {
+    folders = [...folders.filter((one) => one.id !== id), ...(other ? [other] : [])];
+    drawList();
+    return;
+  }
   conversations = conversations.filter((one) => one.id !== id);
   if (other) conversations.push(other);
   if (conversation.id !== id) return drawList();
@@ -250,10 +276,14 @@ async function changedElsewhere(id) {
 
 async function importFile(file) {
   try {
-    const added = tree.fromJson(await file.text(), conversations);
+    const { conversations: added, folders: newFolders } = tree.fromJson(await file.text(), conversations, folders);
+    for (const folder of newFolders) {
+      folders.push(folder);
+      await store.save("folders", folder);
+    }
     for (const one of added) {
       conversations = [...conversations.filter(({ id }) => id !== one.id), one];
-      await store.save(one);
+      await store.save("conversations", one);
     }
     say(`${added.length} imported.`);
     open(added[0] ?? conversation);
@@ -266,8 +296,11 @@ async function importFile(file) {
 /** The name of an exported file. */
 const fileName = () => conversation.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
 const exportMarkdown = () => download(`${fileName()}.md`, tree.toMarkdown(conversation), "text/markdown");
-const exportJson = () => download(`${fileName()}.json`, tree.toJson([conversation]), "application/json");
-const exportAll = () => download("conversations.json", tree.toJson(conversations), "application/json");
+const exportJson = () => {
+  const own = folders.filter(({ id }) => id === conversation.folder);
+  download(`${fileName()}.json`, tree.toJson([conversation], own), "application/json");
+};
+const exportAll = () => download("conversations.json", tree.toJson(conversations, folders), "application/json");
 
 // -- how it looks -----------------------------------------------------------------------------------------------------
 
@@ -308,7 +341,7 @@ function drawControls() {
   fit();
 }
 
-const drawList = () => sidebar.draw(conversations, conversation);
+const drawList = () => sidebar.draw(conversations, conversation, folders);
 
 /** How much of the model's length the conversation has, by its last answer. */
 function drawContext() {
@@ -369,10 +402,11 @@ function say(text) {
   $("status").textContent = text;
 }
 
-/** Something that has to be known once. */
+/** Something that has to be known once; returns the line. */
 function note(text) {
   const line = made("p", "hint", text, iconButton("close", "Dismiss", () => line.remove()));
   $("notes").append(line);
+  return line;
 }
 
 // -- controls ---------------------------------------------------------------------------------------------------------
@@ -460,10 +494,11 @@ for (const dialog of document.querySelectorAll("dialog")) {
 }
 $("reset").addEventListener("click", () => settings.reset());
 $("remove-all").addEventListener("click", async () => {
-  if (!confirm(`Delete all ${conversations.length} conversations?`)) return;
+  if (!confirm(`Delete all ${conversations.length} conversations and ${folders.length} folders?`)) return;
+  for (const { id } of folders.splice(0)) await store.remove("folders", id);
   for (const { id } of conversations.splice(0)) {
     runs.get(id)?.controller.abort();
-    await store.remove(id);
+    await store.remove("conversations", id);
   }
   $("settings").close();
   begin();
@@ -503,8 +538,9 @@ $("prompt").addEventListener("paste", paste);
 document.addEventListener("keydown", (event) => {
   const isPlain = !event.target.closest("input, textarea, select, dialog[open]");
   const name = `${event.ctrlKey || event.metaKey ? "Ctrl+" : ""}${event.shiftKey ? "Shift+" : ""}${event.key}`;
-  if (name === "Escape" && document.body.classList.contains("listing")) document.body.classList.remove("listing");
-  else if (name === "Escape" && run() && !event.target.closest("dialog")) run().controller.abort();
+  const isInDialog = Boolean(event.target.closest("dialog"));
+  if (name === "Escape" && document.body.classList.contains("listing") && !isInDialog) document.body.classList.remove("listing");
+  else if (name === "Escape" && run() && !isInDialog) run().controller.abort();
   else if (name === "Ctrl+Shift+O" || name === "Ctrl+Shift+o") begin();
   else if (name === "Ctrl+k") showSidebar();
   else if (event.key === "?" && isPlain) $("help").showModal();
@@ -533,8 +569,13 @@ isReady.then((isThere) => {
   if (!isThere) note("Answers are shown as plain text: the server was built without the page's Markdown libraries.");
   draw();
 });
-store.open().then((found) => {
+let waiting = null;
+store.open(() => (waiting = note("Another tab has an older page: close it to see your conversations."))).then((found) => {
+  waiting?.remove();
   if (found === null) note("This browser keeps no conversations: they are gone when the page is closed.");
-  conversations.push(...(found ?? []));
+  conversations.forEach(save); // what was made before
+  folders.forEach((folder) => persist("folders", folder));
+  conversations.push(...(found?.conversations ?? []));
+  folders.push(...(found?.folders ?? []));
   drawList();
 });

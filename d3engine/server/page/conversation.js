@@ -9,6 +9,8 @@ export function newConversation(system = "") {
   return { id: newId(), title: "", named: false, system, created: now, updated: now, current: null, messages: [] };
 }
 
+export const newFolder = (name) => ({ id: newId(), name, collapsed: false });
+
 /** Add a message behind `parent` (an id, or null for a first one) and show the path to it. */
 export function addMessage(conversation, parent, fields) {
   const message = { id: newId(), parent, created: Date.now(), ...fields };
@@ -82,10 +84,14 @@ export function toMarkdown(conversation) {
   return `${parts.filter(Boolean).join("\n\n")}\n`;
 }
 
-export const toJson = (conversations) => JSON.stringify({ format: "d3engine conversations", version: 1, conversations }, null, 1);
+/** An exported file of these conversations and folders. */
+export function toJson(conversations, folders) {
+  return JSON.stringify({ format: "d3engine conversations", version: 1, folders, conversations }, null, 1);
+}
 
-/** The conversations of an exported file. What has the id of one of `known` with other contents becomes a copy. */
-export function fromJson(text, known) {
+/** The conversations of an exported file, and the folders that are new. A conversation that has the id of one of `known`
+ * with other contents becomes a copy; a folder that has the id or the name of one of `knownFolders` is that one. */
+export function fromJson(text, known, knownFolders) {
   let file;
   try {
     file = JSON.parse(text);
@@ -95,12 +101,24 @@ export function fromJson(text, known) {
   if (file?.format !== "d3engine conversations" || file.version !== 1 || !Array.isArray(file.conversations)) {
     throw new Error("The file holds no conversations that this page has exported.");
   }
-  return file.conversations.map((given, number) => {
-    if (!isConversation(given)) throw new Error(`Conversation ${number + 1} of the file is damaged; none was imported.`);
-    const same = known.find(({ id }) => id === given.id);
-    const isOther = same && JSON.stringify(same) !== JSON.stringify(given);
-    return isOther ? { ...given, id: newId(), title: `${given.title} (imported)` } : given;
+  const { folders: given = [] } = file;
+  if (!areAll(given, isFolder)) throw new Error("A folder of the file is damaged; nothing was imported.");
+  const folders = []; // that are new
+  const places = new Map(); // id of a folder in the file -> its id here
+  for (const folder of given) {
+    const all = [...knownFolders, ...folders];
+    const same = all.find(({ id }) => id === folder.id) ?? all.find(({ name }) => name === folder.name);
+    if (!same) folders.push(folder);
+    places.set(folder.id, (same ?? folder).id);
+  }
+  const conversations = file.conversations.map((one, number) => {
+    if (!isConversation(one)) throw new Error(`Conversation ${number + 1} of the file is damaged; none was imported.`);
+    const placed = one.folder ? { ...one, folder: places.get(one.folder) ?? null } : one;
+    const same = known.find(({ id }) => id === placed.id);
+    const isOther = same && JSON.stringify(same) !== JSON.stringify(placed);
+    return isOther ? { ...placed, id: newId(), title: `${placed.title} (imported)` } : placed;
   });
+  return { conversations, folders };
 }
 
 const isText = (value) => typeof value === "string";
@@ -121,9 +139,12 @@ const OPTIONAL = {
   layers: ({ of, mean }) => isNumber(of) && (mean === null || isNumber(mean)),
 };
 
+const isFolder = (given) => isText(given?.id) && isText(given.name) && typeof given.collapsed === "boolean";
+
 function isConversation(given) {
-  const { id, title, system, created, updated, messages, current } = given ?? {};
+  const { id, title, system, created, updated, messages, current, folder = null } = given ?? {};
   if (![id, title, system].every(isText) || ![created, updated].every(isNumber) || !Array.isArray(messages)) return false;
+  if (folder !== null && !isText(folder)) return false;
   const seen = new Set([null]); // parents come first, so that no path is a circle
   for (const message of messages) {
     const { id: own, parent, role, content, ...others } = message ?? {};

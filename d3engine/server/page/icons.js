@@ -25,6 +25,9 @@ const LINES = {
   file: "M6 3h8l4 4v14H6zM14 3v4h4",
   expand: "M14 4h6v6M20 4l-7 7M10 20H4v-6M4 20l7-7",
   eye: "M2 12c3-5 6.5-7 10-7s7 2 10 7c-3 5-6.5 7-10 7s-7-2-10-7zM12 9a3 3 0 1 0 .01 0z",
+  folder: "M3 6h6l2 2h10v11H3z",
+  folderOpen: "M3 19V6h6l2 2h8v3M3 19l3-8h16l-3 8z",
+  folderPlus: "M3 6h6l2 2h10v11H3zM12 11v5M9.5 13.5h5",
   pin: "M9 4h6l-.5 6 3.5 4H6l3.5-4zM12 14v7",
 };
 

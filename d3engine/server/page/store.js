@@ -1,6 +1,8 @@
-// Where conversations are kept: this browser's IndexedDB, and nowhere else. Where a browser allows none, in memory.
+// Where conversations and their folders are kept: this browser's IndexedDB, and nowhere else. Where a browser allows none, in memory.
 
 const changes = new BroadcastChannel("d3engine-conversations");
+
+const KINDS = ["conversations", "folders"]; // each came with the database's next version
 
 function promised(request) {
   return new Promise((resolve, reject) => {
@@ -12,41 +14,48 @@ function promised(request) {
 export class Store {
   #database = null;
 
-  /** `changed` is called when another tab has changed a conversation. */
+  /** `changed(kind, id)` is called when another tab has changed one of "conversations" or "folders". */
   constructor(changed) {
-    changes.onmessage = ({ data }) => changed(data);
+    changes.onmessage = ({ data: { kind, id } }) => changed(kind, id);
   }
 
-  /** All conversations; null where the browser keeps none. */
-  async open() {
+  /** All {conversations, folders}; null where the browser keeps none. `blocked` is called while a tab with an older page
+   * holds them. */
+  async open(blocked) {
     try {
-      const request = indexedDB.open("d3engine", 1);
-      request.onupgradeneeded = () => request.result.createObjectStore("conversations", { keyPath: "id" });
-      this.#database = await promised(request);
-      return await promised(this.#conversations("readonly").getAll());
+      const request = indexedDB.open("d3engine", KINDS.length);
+      request.onblocked = blocked;
+      request.onupgradeneeded = ({ oldVersion }) => {
+        for (const kind of KINDS.slice(oldVersion)) request.result.createObjectStore(kind, { keyPath: "id" });
+      };
+      const database = await promised(request);
+      database.onversionchange = () => database.close(); // for a newer page
+      this.#database = database;
+      const [conversations, folders] = await Promise.all(KINDS.map((kind) => promised(this.#objects(kind, "readonly").getAll())));
+      return { conversations, folders };
     } catch {
       return null;
     }
   }
 
-  async get(id) {
-    return this.#database && promised(this.#conversations("readonly").get(id));
+  async get(kind, id) {
+    return this.#database && promised(this.#objects(kind, "readonly").get(id));
   }
 
-  async save(conversation) {
+  async save(kind, one) {
     if (!this.#database) return;
-    await promised(this.#conversations("readwrite").put(conversation));
-    changes.postMessage(conversation.id);
+    await promised(this.#objects(kind, "readwrite").put(one));
+    changes.postMessage({ kind, id: one.id });
   }
 
-  async remove(id) {
+  async remove(kind, id) {
     if (!this.#database) return;
-    await promised(this.#conversations("readwrite").delete(id));
-    changes.postMessage(id);
+    await promised(this.#objects(kind, "readwrite").delete(id));
+    changes.postMessage({ kind, id });
   }
 
-  #conversations(mode) {
-    return this.#database.transaction("conversations", mode).objectStore("conversations");
+  #objects(kind, mode) {
+    return this.#database.transaction(kind, mode).objectStore(kind);
   }
 }
 

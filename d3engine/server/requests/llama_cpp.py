@@ -41,7 +41,7 @@ async def llama_completion_job(request: Request) -> tuple[RequestContext[Any], d
     served = served_by(request)
     asked, content, headers = await _read(request, LlamaCompletionRequest)
     content["prompt"] = await served.in_thread(_joined, served, asked.prompt)
-    return await _job(request, content), headers
+    return await _job(request, asked, content), headers
 
 
 async def infill_job(request: Request) -> tuple[RequestContext[Any], dict[str, str]]:
@@ -58,7 +58,7 @@ async def infill_job(request: Request) -> tuple[RequestContext[Any], dict[str, s
     if asked.prompt:
         ids += await served.in_thread(served.tokenizer.encode, asked.prompt, add_special_tokens=False)
     content |= {"prompt": ids, "stop_token_ids": [*(content.get("stop_token_ids") or ()), *form.ends]}
-    return await _job(request, content), headers
+    return await _job(request, asked, content), headers
 
 
 async def _read(request: Request, shape: type[S]) -> tuple[S, dict[str, Any], dict[str, str]]:
@@ -133,8 +133,9 @@ def _joined(served: AppState, prompt: str | list[int | str]) -> str | list[int]:
     return ids
 
 
-async def _job(request: Request, content: Mapping[str, Any]) -> RequestContext[CompletionRequest]:
-    asked = read_as({name: value for name, value in content.items() if value is not None}, CompletionRequest)
-    own_form = {"structured_outputs": "json_schema" if "json" in (asked.structured_outputs or {}) else "grammar"}
-    with by_names(LLAMA_CPP.by_own | own_form):
-        return await completion_job_of(request, asked, id_prefix="llama-", ends_with_context=True)
+async def _job(request: Request, asked: LlamaSampling, content: Mapping[str, Any]) -> RequestContext[CompletionRequest]:
+    job = read_as({name: value for name, value in content.items() if value is not None}, CompletionRequest)
+    names = {own: name for name, own in LLAMA_CPP.others.items() if getattr(asked, name) is not None}
+    names["structured_outputs"] = "json_schema" if "json" in (job.structured_outputs or {}) else "grammar"
+    with by_names(names):
+        return await completion_job_of(request, job, id_prefix="llama-", ends_with_context=True)

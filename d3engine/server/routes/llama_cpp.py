@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.engine.model_directory import chat_defaults
+from d3engine.request.params import BOUNDS
 from d3engine.server.errors import RequestError
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_prompt
@@ -46,7 +47,8 @@ async def llama_props(request: Request) -> Response:
     """What the server does by default, as llama.cpp says it."""
     served = served_by(request)
     client, defaults, named = served.client, served.client.default_sampling_params, served.tokenizer.special_tokens
-    params = LLAMA_CPP.values(defaults, "temperature", "top_k", "top_p", "min_p", "repeat_penalty") | {"n_predict": -1}
+    known = LLAMA_CPP.values(defaults, *(LLAMA_CPP.by_own.get(name, name) for name in BOUNDS))
+    params = {name: value for name, value in known.items() if value is not None} | {"n_predict": -1}
     found: LlamaProps = {
         "default_generation_settings": {"n_ctx": client.max_model_len, "params": params},
         "total_slots": client.settings.max_num_seqs,

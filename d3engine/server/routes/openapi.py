@@ -133,15 +133,14 @@ def _schemas(routes: Sequence[Route], served: AppState) -> dict[str, Any]:
     shapes = [one for one in (*named, *REFERRED) if isinstance(one, type)]
     _, schemas = msgspec.json.schema_components(shapes, schema_hook=_schema, ref_template=REFERENCE)
     schemas["CompletionRequest"]["properties"]["prompt"] = prompt_schema(served)
-    for name in ("CompletionRequest", "ChatRequest"):
-        for one in ("logprobs", "top_logprobs", "prompt_logprobs"):
-            for kind in schemas[name]["properties"].get(one, {}).get("anyOf", ()):
-                if kind["type"] == "integer":
-                    kind |= logprob_bounds(served.settings).schema
+    logprobs, priorities = logprob_bounds(served.settings).schema, priority_bounds(served.settings).schema
+    names = ("logprobs", "top_logprobs", "prompt_logprobs", "n_probs")
+    bounds = dict.fromkeys(names, logprobs) | {"priority": priorities}
     for schema in schemas.values():
-        for kind in schema.get("properties", {}).get("priority", {}).get("anyOf", ()):
-            if kind["type"] == "integer":
-                kind |= priority_bounds(served.settings).schema
+        for name in schema.get("properties", {}).keys() & bounds:
+            for kind in schema["properties"][name].get("anyOf", ()):
+                if kind.get("type") == "integer":
+                    kind |= bounds[name]
     return schemas
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDic
 from msgspec import Struct
 
 from d3engine.server.schemas.answers import DepthSummary
-from d3engine.server.schemas.requests import LLAMA_CPP, Messages, OtherFile, Tools, bounded, described
+from d3engine.server.schemas.requests import LLAMA_CPP, NONE_OR_MORE, Messages, OtherFile, Tools, bounded, described
 
 Mixed = Annotated[list[int | str], described(items={"type": ["integer", "string"]})]
 
@@ -18,7 +18,7 @@ class LlamaSampling(Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None
-    temperature: Annotated[float, bounded("temperature")] | None = None
+    max_tokens: Annotated[int, bounded(NONE_OR_MORE)] | None = None
     n_probs: int | None = None
     repeat_last_n: int | None = None
     json_schema: dict[str, Any] | None = None

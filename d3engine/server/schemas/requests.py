@@ -21,7 +21,7 @@ from d3engine.request.params import (
     SamplingParams,
     Several,
 )
-from d3engine.utils.arguments import Check, Integers, Numbers
+from d3engine.utils.arguments import Check, Integers, Numbers, documented
 
 TEMPERATURES = Numbers(0.0, 2.0)
 """OpenAI's bound on the temperature, below the engine's own."""
@@ -94,7 +94,8 @@ class SamplingNames:
     def __call__(self, shape: type[S]) -> type[S]:
         """The shape with these fields; one that it declares stays as it is there."""
         names = {name: self.others.get(name, name) for name in (*self.same, *self.others)}
-        kinds = {name: _kind(API_BOUNDS.get(name, CHECKS[own])) for name, own in names.items()}
+        texts = documented(SamplingParams)
+        kinds = {name: _kind(API_BOUNDS.get(name, CHECKS[own]), description=texts[own]) for name, own in names.items()}
         added = [(name, kind | None, None) for name, kind in kinds.items() if name not in shape.__struct_fields__]
         about: Any = {"module": shape.__module__, "namespace": {"__doc__": shape.__doc__}}
         made: Any = defstruct(shape.__name__, added, bases=(shape,), kw_only=True, **about)
@@ -127,7 +128,8 @@ OLLAMA = SamplingNames(
 )
 """What is described; every field of a chat is taken."""
 LLAMA_CPP = SamplingNames(
-    ALL, {"n_predict": "max_tokens", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty"}
+    tuple(name for name in ALL if name != "n"),  # its routes give one answer
+    {"n_predict": "max_tokens", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty"},
 )
 SYNONYMS = {
     "repeat_penalty": "repetition_penalty",
@@ -138,14 +140,14 @@ SYNONYMS = {
 """Other servers' names of fields of completions and chats -> theirs; taken, and not described."""
 
 
-def _kind(check: Check) -> Any:
-    """What a field of a body may be."""
+def _kind(check: Check, **words: Any) -> Any:
+    """What a field of a body may be; `words` are said of it beyond its bounds."""
     if isinstance(check, Several):
         item = _kind(check.item)
-        several = Annotated[list[item], bounded(check)]  # type: ignore[valid-type]
+        several = Annotated[list[item], described(**check.schema, **words)]  # type: ignore[valid-type]
         return item | several if check.or_one else several
     kind = dict[str, _kind(BIASES)] if isinstance(check, Biases) else check.kind  # type: ignore[misc]
-    return Annotated[kind, bounded(check)]
+    return Annotated[kind, described(**check.schema, **words)]
 
 
 @COMMON

@@ -104,7 +104,10 @@ class _FreePlace:
         return 0.0 if self._place.rests else self._inner.token_seconds
 
     def allowed(self, drafted: Sequence[int] = ()) -> Allowed | None:
-        place, taken = self._behind(drafted)
+        behind = self._behind(drafted)
+        if behind is None:
+            return None
+        place, taken = behind
         if _is_too_long(self._free, place) and self._inner.fault is None:
             return self._free.only(self._free.closing_ids[place.num_closing])
         if not place.rests or place.pending:
@@ -127,13 +130,19 @@ class _FreePlace:
         return _FreePlace(self._inner.copy(), self._free, self._place, self._ends)
 
     def is_over(self, drafted: Sequence[int] = ()) -> bool:
-        place, taken = self._behind(drafted)
+        behind = self._behind(drafted)
+        if behind is None:
+            return True
+        place, taken = behind
         return self._inner.is_over([*taken, *place.pending])
 
-    def _behind(self, drafted: Sequence[int]) -> tuple[_Place, list[int]]:
-        """The place behind some tokens, and those of them that the grammar would have taken there."""
+    def _behind(self, drafted: Sequence[int]) -> tuple[_Place, list[int]] | None:
+        """The place behind some tokens, and those of them that the grammar would have taken there; None where one of
+        them is not the next token of an end of reasoning that is due."""
         place, taken = self._place, list[int]()
         for token in drafted:
+            if _is_too_long(self._free, place) and token != self._free.closing_ids[place.num_closing]:
+                return None
             place, more = _step(self._free, place, token)
             taken += more
         return place, taken

@@ -4,13 +4,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from browsed_page import Open, compare
 from demo_server import serving_demo
 from serving import serving
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from written_streams import Script, Scripted
 
@@ -91,6 +92,12 @@ def open_chat(open_tab: Open) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def scripted_address() -> Iterator[tuple[str, list[Script]]]:
     from d3engine.server.routes.api import PAGE_ROUTES
+    from d3engine.server.schemas.requests import REFERENCE, ChatRequest
+
+    _, schemas = msgspec.json.schema_components([ChatRequest], ref_template=REFERENCE)
+
+    async def describe(request: Request) -> Response:
+        return JSONResponse({"components": {"schemas": schemas}})
 
     holder = [Script()]
 
@@ -99,6 +106,7 @@ def scripted_address() -> Iterator[tuple[str, list[Script]]]:
 
     paths = {"/v1/models": "GET", "/tokenizer_info": "GET", "/v1/chat/completions": "POST"}
     routes = [Route(path, answer, methods=[method]) for path, method in paths.items()]
+    routes.append(Route("/openapi.json", describe))
     with serving(Starlette(routes=[*routes, *PAGE_ROUTES])) as address:
         yield address, holder
 

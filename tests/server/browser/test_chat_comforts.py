@@ -19,7 +19,7 @@ PASTE = """(text) => {
     return document.getElementById("prompt").dispatchEvent(event);
 }"""
 IS_NAMED = """() => new Promise((resolve) => {
-    indexedDB.open("d3engine", 1).onsuccess = ({ target }) => {
+    indexedDB.open("d3engine").onsuccess = ({ target }) => {
         const all = target.result.transaction("conversations").objectStore("conversations").getAll();
         all.onsuccess = () => resolve(all.result.some(({ named }) => named));
     };

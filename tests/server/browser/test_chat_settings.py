@@ -7,6 +7,9 @@ from browsed_chat import ask_whole, ended, questions, said
 from browsed_page import Open
 from written_streams import Script, Scripted, whole
 
+from d3engine import SamplingParams
+from d3engine.request.params import BOUNDS
+
 
 def test_a_request_has_what_was_chosen_and_no_more(chat: tuple[Any, Script]) -> None:
     page, script = chat
@@ -64,9 +67,23 @@ def test_chat_empty_fields_show_the_servers_defaults(open_chat: Open, url: str) 
     page.click("#open-settings")
     page.wait_for_selector("#sampling-temperature[max='2']")
     assert page.get_attribute("#sampling-temperature", "placeholder") == "0"  # the bundled model's generation_config
-    assert page.get_attribute("#sampling-max_tokens", "placeholder") == "no limit"
+    assert page.text_content("#sampling-max_tokens-help").startswith("Maximum tokens to generate; empty: as many as")
     assert page.input_value("#sampling-max_tokens") == ""
     assert page.get_attribute("#sampling-top_k", "step") == "1"
+
+
+def test_chat_has_a_field_for_every_number_of_sampling(open_chat: Open, url: str) -> None:
+    """Each number of `SamplingParams` has a field with the server's words, bounds and default."""
+    page = open_chat(url)
+    page.click("#open-settings")
+    page.wait_for_selector("#sampling-temperature[max='2']")
+    page.click("summary:has-text('Penalties')")
+    page.click("summary:has-text('Further')")
+    shown = page.locator("#fields input:visible").evaluate_all("inputs => inputs.map(({ name }) => name)")
+    assert shown[:6] == ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]
+    assert {*shown} == {*BOUNDS} - {"n", "logprobs", "prompt_logprobs"}
+    assert page.text_content("#sampling-min_p-help").startswith("Drop tokens less likely than this")
+    assert page.get_attribute("#sampling-dry_base", "placeholder") == str(SamplingParams.dry_base)
 
 
 @pytest.mark.parametrize("bad", ["[1]", "{", '{"n": 2}'])

@@ -40,6 +40,10 @@ RULES: dict[str, dict[str, Any]] = {
     "schema": {"json": SCHEMA, "temperature": 1.0},
     "schema, penalised": {"json": SCHEMA, "repetition_penalty": 1.2, "logit_bias": {41: 2.0}},
     "grammar": {"grammar": 'start: "(((" start ")))" | "xyzxyzxyz"', "frequency_penalty": 0.5},
+    "bounded reasoning": {
+        **{"choice": ["one", "two"], "reasoning": ("", "."), "reasoning_tokens": 4},
+        "logit_bias": {41: 100.0},  # lookups draft it beyond the reasoning's end
+    },
 }
 LENGTH = 28
 

@@ -152,6 +152,25 @@ def test_a_reasoning_is_ended_at_its_limit(forms: Forms, tokenizer: Tokenizer) -
     assert np.array_equal(early.allowed(), place.allowed())  # type: ignore[arg-type]
 
 
+def test_draft_that_leaves_a_due_end_of_reasoning_stops_there(forms: Forms, tokenizer: Tokenizer) -> None:
+    """Behind a drafted token that leaves the end of reasoning, which is due, nothing may come."""
+    params = StructuredOutputsParams(choice=["yes"], reasoning=("", "</think>"), reasoning_tokens=2)
+    place = forms.compile(params).begin(ENDS)
+    more = tokenizer.encode("Tom has 5 pens and 6 cups. Tom has 5 pens and 6 cups.", add_special_tokens=False)
+    closing = tokenizer.encode("</think>", add_special_tokens=False)
+    within, rest = more[:2], [token for token in more[2:] if token not in closing]
+    assert len(rest) > len(closing)
+    for num_closing in range(len(closing)):
+        due = [*within, *closing[:num_closing]]
+        assert np.flatnonzero(mask(place, due) or []).tolist() == [closing[num_closing]]
+        assert not place.is_over(due)
+        for size in range(1, len(rest) + 1):
+            assert place.allowed([*due, *rest[:size]]) is None
+            assert place.is_over([*due, *rest[:size]])
+    assert np.flatnonzero(mask(place, [*within, *closing]) or []).size > 1
+    assert place.fault is None
+
+
 POLICIES: list[DepthPolicy] = [FullDepth(), D3(0.9, 0.5), SelfSpeculative(UnifiedSkip(2), 3), Lossless(D3(0.5, 0.3), 4)]
 CALLS = 'start: TEXT | opening calls\nTEXT: /(?s:.*)/\nopening[lazy]: /(?s:.*)e/\ncalls: /[0-9]{2}/ ")"'
 
