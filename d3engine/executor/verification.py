@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from d3engine.executor.interface import Drafted
 from d3engine.executor.sampler import (
     Rows,
     Sampler,
@@ -38,7 +40,9 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 class VerifyingSampler(Sampler):
     """The sampler for steps in which some sequences draft or verify; it leaves all others to the plain one."""
 
-    def __call__(self, logits: Tensor | Chosen | Cycled, plan: Plan) -> Sampled:
+    def __call__(self, logits: Tensor | Chosen | Cycled | Drafted, plan: Plan) -> Sampled:
+        if isinstance(logits, Drafted):
+            return _with_drafts(logits, plan)
         if isinstance(logits, Cycled):
             return Sampled([], cycles=_cycles(logits, plan))
         if plan.drafts is None or isinstance(logits, Chosen):
@@ -104,6 +108,20 @@ def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
     return sampled
 
 
+def _with_drafts(computed: Drafted, plan: Plan) -> Sampled:
+    """The tokens of a plan, and those that its draft model has drafted without the host."""
+    drafts = plan.drafts
+    assert drafts is not None
+    assert drafts.lengths is not None
+    sampled = _choose(computed.logits, plan, replace(drafts, model=None))
+    tokens, are_sound = computed.tokens.token_ids.T.tolist(), np.isfinite(computed.tokens.scores).T.tolist()
+    found = zip(drafts.lengths.tolist(), tokens, are_sound, strict=True)
+    for place, (length, own, sound) in enumerate(found, start=len(plan.sampled)):
+        steps = zip(own[:length], sound[:length], strict=True)
+        sampled.proposals[place] = [Proposal(token if is_sound else None) for token, is_sound in steps]
+    return sampled
+
+
 def _sampled_sequences(plan: Plan | None) -> list[Sequence]:
     return [] if plan is None else [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
 
@@ -114,7 +132,7 @@ class _Step:
     def __init__(self, drafts: DraftWork, sequences: list[Sequence], raw: Tensor, *, plain: bool) -> None:
         self._raw = raw
         self._sequences = sequences
-        contexts: Rows = [_context(sequence) for sequence in sequences]
+        contexts: Rows = [after_draft(sequence) for sequence in sequences]
         self._rows: dict[int, list[int]] = {}  # the rows of a verification, the one that adds a token last
         for place in drafts.judging:
             drafted = _draft_of(sequences[place])
@@ -162,8 +180,8 @@ def _first_false(flags: Iterable[bool]) -> int:
     return sum(1 for _ in itertools.takewhile(bool, flags))
 
 
-def _context(sequence: Sequence) -> Sequence | Ahead:
-    """The sequence as the sampled row sees it: after all that it has drafted, if anything."""
+def after_draft(sequence: Sequence) -> Sequence | Ahead:
+    """The sequence as its sampled row sees it: after all that it has drafted, if anything."""
     return sequence if sequence.draft is None else Ahead(sequence, sequence.draft.token_ids)
 
 

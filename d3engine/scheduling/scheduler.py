@@ -30,7 +30,7 @@ from d3engine.scheduling.multi_step import (
     steps_of_forms,
 )
 from d3engine.scheduling.output_updater import OutputUpdater
-from d3engine.scheduling.plan import DraftWork, ExecutorCapabilities, MultiStep, Plan, Sampled
+from d3engine.scheduling.plan import ExecutorCapabilities, MultiStep, Plan, Sampled
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.prefix_cache import PrefixCache
 from d3engine.scheduling.running import Chunks, Counters, NewTokens, RunningTable
@@ -70,7 +70,8 @@ class SchedulerConfig:
 class Scheduler:
     """The waiting queue and the running sequences over one cache, and over `second_cache` of a model that drafts.
 
-    `reads_states`: that model drafts from hidden states of the first one.
+    `reads_states`: that model drafts from hidden states of the first one. `draft_rows`: rows of its step at most behind
+    which its executor drafts several tokens without the host.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Scheduler:
         second_cache: KVCache | None = None,
         *,
         reads_states: bool = False,
+        draft_rows: int = 0,
     ) -> None:
         self.config = config
         self.cache = cache
@@ -94,7 +96,7 @@ class Scheduler:
         self._under_way = ActiveRun()
         self._second = None
         if second_cache is not None:
-            self._second = DraftModelBatch(second_cache, self._table, reads_states=reads_states)
+            self._second = DraftModelBatch(second_cache, self._table, reads_states=reads_states, draft_rows=draft_rows)
         self._growing = OutputUpdater(self._table, self.counters, self._drafting, self._second, self.finish)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
@@ -227,9 +229,7 @@ class Scheduler:
         before, after = self._allocator.allocate(chunks, missing)
         plan = build_plan(chunks, self._table, self.cache.tables, before, after, multi_step)
         self._under_way.begin(plan)
-        if self._second is None or (nested := self._second.plan(self._second_chunks())) is None:
-            return plan
-        return replace(plan, drafts=replace(plan.drafts or DraftWork(frozenset(), {}), model=nested))
+        return plan if self._second is None else self._second.add_to(plan, self._second_chunks())
 
     def _prolong(self) -> None:
         """Plan the run under way further, as far as its rows stay in order and there is memory."""
