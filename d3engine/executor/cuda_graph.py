@@ -177,7 +177,6 @@ class GraphExecutor:
         others = (plan.prompt_rows, plan.exits, plan.captured, plan.steered, plan.bridged)
         return (
             first.layers == range(len(self._all_layers))
-            and first.num_rows == plan.num_rows
             and first.part == "layer"
             and (self._is_draft or bool((plan.starts >= plan.prompt_lengths).all()))
             and not any(others)

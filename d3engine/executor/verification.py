@@ -112,12 +112,10 @@ def _with_drafts(computed: Drafted, plan: Plan) -> Sampled:
     """The tokens of a plan, and those that its draft model has drafted without the host."""
     drafts = plan.drafts
     assert drafts is not None
-    assert drafts.lengths is not None
     sampled = _choose(computed.logits, plan, replace(drafts, model=None))
     tokens, are_sound = computed.tokens.token_ids.T.tolist(), np.isfinite(computed.tokens.scores).T.tolist()
-    found = zip(drafts.lengths.tolist(), tokens, are_sound, strict=True)
-    for place, (length, own, sound) in enumerate(found, start=len(plan.sampled)):
-        steps = zip(own[:length], sound[:length], strict=True)
+    # A draft takes in no more of these than it may have.
+    for place, steps in enumerate(map(zip, tokens, are_sound), start=len(plan.sampled)):
         sampled.proposals[place] = [Proposal(token if is_sound else None) for token, is_sound in steps]
     return sampled
 

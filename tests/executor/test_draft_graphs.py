@@ -1,6 +1,7 @@
 """A draft model and the verification of its drafts run in graphs, which are rehearsed here: steps are called again."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from d3engine import Engine, FullDepth, PromptLookup, RequestOutput, SamplingPar
 from d3engine.engine import resolve
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.draft_target import DraftTargetExecutor
+from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import Repeats, Step
 from d3engine.executor.memory import workspace_bytes
 from d3engine.scheduling.plan import Plan
@@ -52,7 +54,7 @@ def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:
 
 
 def lengths_of_their_own(params: SamplingParams) -> list[SamplingParams]:
-    return [replace(params, max_tokens=18 - 3 * nth) for nth in range(len(PROMPTS))]
+    return [replace(params, max_tokens=18 - 3 * nth, seed=nth) for nth in range(len(PROMPTS))]
 
 
 def assert_same(found: list[RequestOutput], wanted: list[RequestOutput], *, depths: bool = True) -> None:
@@ -103,7 +105,15 @@ def test_drafted_batch_in_graphs_answers_as_without(
 def test_draft_of_several_tokens_is_one_step(target: TinyLlama, draft: str) -> None:
     """A draft and its verification are two steps of the host, whatever the draft's length."""
     engine = new_engine(target, Speculative(draft, 5))
+    rows: set[int] = set()
+
+    def note(plan: Plan) -> None:
+        if plan.drafts is not None and plan.drafts.model is not None and plan.drafts.model.sampled.size:
+            rows.add(plan.drafts.model.num_rows)
+
+    see_steps(engine, before=note)
     engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    assert max(rows) == 2, "the last accepted token, and the last of a draft before that was accepted whole"
     stats = engine.stats()
     assert stats.num_steps <= 2 * stats.verifications + 2  # the prompt's, and a last token that needs no draft
     assert stats.drafted_tokens > 3 * stats.verifications
@@ -114,8 +124,10 @@ def test_a_preempted_batch_in_graphs_answers_as_without(target: TinyLlama, draft
     roomy, params = new_engine(target, FullDepth(), enforce_eager=True), replace(GREEDY, max_tokens=40)
     wanted = roomy.generate(PROMPTS, params, use_tqdm=False)
     memory = roomy.settings.block_bytes * 4 * 24
-    policy, given = Speculative(draft, LENGTH), {"kv_cache_memory_bytes": memory, "enable_prefix_caching": False}
-    engine, ahead = new_engine(target, policy, **given), set()
+    policy = Speculative(draft, LENGTH)
+    given: dict[str, Any] = {"kv_cache_memory_bytes": memory, "enable_prefix_caching": False}
+    engine = new_engine(target, policy, **given)
+    ahead: set[bool] = set()
 
     def note(plan: Plan) -> None:
         if plan.drafts is not None and plan.drafts.model is not None and plan.drafts.model.sampled.size:
@@ -142,7 +154,8 @@ def test_a_late_sequence_joins_drafts_in_graphs(target: TinyLlama, draft: str, k
     params = replace(KINDS[kind], max_tokens=30)
     alone = new_engine(target, FullDepth(), enforce_eager=True)
     wanted = [alone.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS[:3]]
-    engine, found = new_engine(target, Speculative(draft, LENGTH), max_num_batched_tokens=10), {}
+    engine = new_engine(target, Speculative(draft, LENGTH), max_num_batched_tokens=10)
+    found: dict[str, list[int]] = {}
     see_steps(engine, before=assert_in_phase)
     engine.add_request("0", PROMPTS[0], params)
     for nth in (1, 2):
@@ -178,6 +191,64 @@ def test_lookups_are_verified_in_graphs(target: TinyLlama) -> None:
     assert counts(engine)[0] > 0
     assert engine.stats().eager_steps == 1
     assert engine.stats().graph_steps == engine.stats().num_steps - 1
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn"])
+def test_answer_that_ends_within_a_draft_in_graphs_ends_there(target: TinyLlama, draft: str, kind: str) -> None:
+    """What a draft holds beyond a stop token is neither verified nor counted, as on the torch backend."""
+    policy = Speculative(draft, 8)
+    engine, eager = new_engine(target, policy), new_engine(target, policy, enforce_eager=True)
+    full = eager.generate(PROMPTS, KINDS[kind], use_tqdm=False)
+    before, stops = counts(eager), {token for one in full for token in one.outputs[0].token_ids[5:12:3]}
+    params = replace(KINDS[kind], stop_token_ids=sorted(stops))
+    found, wanted = (one.generate(PROMPTS, params, use_tqdm=False) for one in (engine, eager))
+    assert_same(found, wanted)
+    assert {one.outputs[0].finish_reason for one in found} == {"stop"}
+    of_eager = [after - first for after, first in zip(counts(eager)[:3], before[:3], strict=True)]
+    assert list(counts(engine)[:3]) == of_eager
+
+
+def test_draft_that_the_host_began_goes_on_in_graphs(target: TinyLlama) -> None:
+    """Penalties count the tokens that were drafted before: a target that drafts for itself is always right."""
+    params = [replace(KINDS["restricted"], max_tokens=2 + nth) for nth in range(3)]
+    params += [replace(GREEDY, presence_penalty=2, frequency_penalty=2)] * 3
+    engine, begun = new_engine(target, Speculative(str(target.directory), 6)), {0}
+
+    def note(plan: Plan) -> None:
+        if plan.drafts is not None and plan.drafts.model is not None and plan.drafts.lengths is not None:
+            begun.update(len(one.draft.token_ids) for one in plan.drafts.model.sequences if one.draft is not None)
+
+    see_steps(engine, before=note)
+    engine.generate(random_prompts([4] * len(params), vocab_size=40), params, use_tqdm=False)
+    assert max(begun) > 0, "drafts that only the host could go on with went on when its request had ended"
+    assert engine.stats().acceptance_rate == 1
+
+
+def test_drafts_of_more_rows_than_graphs_hold_run_eagerly(target: TinyLlama, draft: str) -> None:
+    """Of 20 drafts of 3 tokens all are verified in one eager step; the draft model runs in graphs all the same."""
+    prompts = random_prompts([5 + nth % 7 for nth in range(20)], vocab_size=40, seed=3)
+    engine = new_engine(target, Speculative(draft, LENGTH), max_num_seqs=20)
+    found = engine.generate(prompts, GREEDY, use_tqdm=False)
+    plain = new_engine(target, FullDepth(), max_num_seqs=20, enforce_eager=True)
+    assert_same(found, plain.generate(prompts, GREEDY, use_tqdm=False), depths=False)
+    first, second = graphs_of(engine)
+    assert first.logit_rows == second.logit_rows == 64
+    assert first.stats.eager_steps > 2
+    assert second.stats.eager_steps == 1, "the prompts'"
+
+
+def test_graphs_of_dynamic_rope_verify_alone(tiny_llama: MakeLlama, tmp_path: Path) -> None:
+    """A draft model whose rotations depend on the length of the prompt runs no graphs, its target's answers do."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    tiny = tiny_llama(**TARGET, rope_parameters=rope, max_position_embeddings=32)
+    policy = Speculative(save_without_layer(tiny, 1, tmp_path / "draft"), LENGTH)
+    engine, plain = (new_engine(tiny, depth, max_model_len=64) for depth in (policy, FullDepth()))
+    params = replace(GREEDY, max_tokens=30)
+    assert_same(*(one.generate(PROMPTS, params, use_tqdm=False) for one in (engine, plain)), depths=False)
+    assert isinstance(engine.executor, DraftTargetExecutor)
+    assert isinstance(engine.executor.second, EagerExecutor)
+    assert engine.stats().graph_steps > 5
+    assert engine.stats().eager_steps == 1
 
 
 # -- memory, and what is there before the first request --------------------------------------------------------------
