@@ -199,7 +199,8 @@ def graph_executor(settings: EngineSettings, eager: EagerExecutor, *, is_draft: 
         is_draft=is_draft,
     )
     depth, num_layers = settings.depth, settings.config.num_layers
-    decodes = is_draft or not (depth.drafts or depth.exit_rule(num_layers))
+    rule = depth.draft_rule(num_layers)
+    decodes = depth.exit_rule(num_layers) is None if rule is None else rule.model is not None
     graphs.expect(depth.schedule(num_layers) if decodes else None)
     return graphs
 

@@ -5,9 +5,9 @@ layers. Inside it, kernels read from device memory how many rows are young enoug
 every mixture of ages below its youngest row. Tokens, positions, steps and block tables stay on the device and are
 advanced there: the host starts a run of steps, and looks at the tokens when it is over, or while it goes on.
 
-Where drafts are verified, the host chooses the tokens: a graph computes the logits. Each of its rows is a row of
-decoding, and several belong to one sequence: a layer writes all their entries before any of them attends. Prompts and
-whatever else is neither go through the eager executor, on the same kernels and pool.
+The rows that verify a draft are rows of decoding too, several of one sequence: a layer writes all their entries before
+any of them attends. Where the host chooses their tokens, a graph ends with the logits. Prompts and whatever else is
+neither go through the eager executor, on the same kernels and pool.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -56,6 +57,21 @@ _log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 2048
 """Graphs to keep: several times what one policy needs (sizes times depths), but each request may bring its own."""
+
+
+@dataclass(frozen=True)
+class DraftOnDevice:
+    """Tokens that a device was told to choose: the first `lengths[n]` in the columns `columns[n]` of `rows.chosen`."""
+
+    rows: DecodeRows
+    columns: IntArray  # [N]
+    lengths: IntArray  # [N]
+
+    def chosen(self) -> Chosen:
+        """Wait for the device: [most of `lengths`, N]."""
+        yielded = tokens_and_scores(self.rows.yielded[: self.lengths.max()].cpu(), self.rows.tokens.shape[0])
+        tokens, scores = (found.numpy()[:, self.columns] for found in yielded)
+        return Chosen(tokens, scores)
 
 
 class GraphExecutor:
@@ -191,12 +207,12 @@ class GraphExecutor:
         self.stats.graph_steps += 1
         adapted = self._write_adapters([plan.sequences[chunk] for chunk in plan.row_chunks.tolist()])
         step = self._graph(GraphShape(self._size_for(plan.num_rows), self._all_layers, SamplingMode.HOST, (), adapted))
-        self._write_rows(plan, np.arange(plan.num_rows), plan.stops)
+        self._write_rows(plan, plan.row_chunks, plan.token_ids, plan.positions, plan.stops)
         step()
         return self._logits[to_device(plan.logit_rows, self._device)]
 
     @torch.inference_mode()
-    def draft(self, plan: Plan, lengths: IntArray) -> Chosen:
+    def draft(self, plan: Plan, lengths: IntArray) -> DraftOnDevice:
         """Draft `lengths` [n] tokens for a plan's n sampled chunks, the first of them behind all of the plan's rows."""
         sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
         choice = max(map(choice_of_token, sequences))
@@ -206,24 +222,50 @@ class GraphExecutor:
         others = np.delete(np.arange(plan.num_rows), plan.sample_rows)
         stops = plan.stops.copy()
         stops[plan.sampled] += lengths - 1
-        self._write_rows(plan, np.concatenate((plan.sample_rows[longest_first], others)), stops)
+        order = np.concatenate((plan.sample_rows[longest_first], others))
+        self._write_rows(plan, plan.row_chunks[order], plan.token_ids[order], plan.positions[order], stops)
         self._choice.write([after_draft(sequences[place]) for place in longest_first.tolist()], choice)
         for count, step in zip(counts, steps, strict=True):
             self._rows.num_rows.fill_(count)
             step()
-        yielded = tokens_and_scores(self._rows.yielded[: len(counts)].cpu(), self._rows.tokens.shape[0])
-        tokens, scores = (found.numpy()[:, longest_first.argsort()] for found in yielded)
-        return Chosen(tokens, scores)
+        return DraftOnDevice(self._rows, longest_first.argsort(), lengths)
 
-    def _write_rows(self, plan: Plan, order: IntArray, stops: IntArray) -> None:
-        """Put a plan's rows where graphs read them, in this order, with the blocks of its chunks up to `stops` [C]."""
-        rows, count = self._rows, plan.num_rows
+    @torch.inference_mode()
+    def verify(self, plan: Plan, multi_step: MultiStep, known: list[list[int]], draft: DraftOnDevice) -> DraftOnDevice:
+        """Choose what follows each drafted token, and the last one before it, of all chunks in turn: in one step.
+
+        A chunk's tokens are those `known` [C], then those of its column of `draft`.
+        """
+        num_known = np.array([len(tokens) for tokens in known])
+        counts = num_known + draft.lengths
+        chunks = np.arange(counts.size).repeat(counts)
+        nth = np.arange(chunks.size) - (np.cumsum(counts) - counts)[chunks]
+        drafted = (nth >= num_known[chunks]).nonzero()[0]
+        tokens = np.zeros(chunks.size, dtype=np.int64)
+        tokens[nth < num_known[chunks]] = np.concatenate(known)
+        sequences = [plan.sequences[chunk] for chunk in chunks.tolist()]
+        adapted = self._write_adapters(sequences)
+        shape = GraphShape(self._size_for(chunks.size), self._all_layers, multi_step.choice, (), adapted)
+        step = self._graph(shape)
+        self._write_rows(plan, chunks, tokens, plan.positions[chunks] + nth, plan.stops + counts - 1)
+        taken, columns = (nth - num_known[chunks])[drafted], draft.columns[chunks[drafted]]
+        to, at, of = to_device(np.stack((drafted, taken, columns)), self._device)
+        self._rows.tokens[to] = draft.rows.chosen[at, of]
+        self._choice.write(sequences, multi_step.choice)
+        self.stats.graph_steps += 1
+        step()
+        return DraftOnDevice(self._rows, np.arange(chunks.size), np.ones_like(chunks))
+
+    def _write_rows(
+        self, plan: Plan, chunks: IntArray, token_ids: IntArray, positions: IntArray, stops: IntArray
+    ) -> None:
+        """Put rows of a plan's `chunks` where graphs read them, with the blocks of each chunk up to `stops` [C]."""
+        rows, count = self._rows, chunks.size
         self._followed = None  # it is over: its rows give way
-        chunks, positions = plan.row_chunks[order], plan.positions[order]
         blocks = -(-stops // self._eager.block_size)
         self._tables.write_rows(plan, blocks, rows.block_tables, plan.slots[chunks])
         steps = np.maximum(positions + 1 - plan.prompt_lengths[chunks], 0)
-        numbers = np.stack((plan.token_ids[order], positions, steps)).astype(np.int64)
+        numbers = np.stack((token_ids, positions, steps)).astype(np.int64)
         rows.tokens[:count], rows.positions[:count], rows.steps[:count] = to_device(numbers, self._device)
         rows.cutoffs[:count] = NEVER
         rows.num_rows.fill_(count)

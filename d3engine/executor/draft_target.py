@@ -9,8 +9,10 @@ from torch import Tensor
 
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.interface import Computed, Drafted, Executor, ExecutorStats
+from d3engine.executor.verification import cycle_of
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.llama import Llama
+from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import ExecutorCapabilities, Plan
 
 
@@ -55,7 +57,8 @@ class DraftTargetExecutor:
     @property
     def draft_rows(self) -> int:
         """Rows at most of a nested plan behind which the second model drafts without the host; 0: behind none."""
-        return self.second.logit_rows if isinstance(self.second, GraphExecutor) else 0
+        has_graphs = isinstance(self.first, GraphExecutor) and isinstance(self.second, GraphExecutor)
+        return self.second.logit_rows if has_graphs else 0
 
     def take_largest(self) -> None:
         """As both executors do."""
@@ -77,7 +80,7 @@ class DraftTargetExecutor:
         if drafts is None or drafts.model is None:
             return self.first.run(plan)
         if drafts.lengths is not None:
-            return self._run_and_draft(plan)
+            return self._draft(plan, drafts.model, drafts.lengths)
         drafted = self.second.run(drafts.model)
         if not plan.num_rows:
             return drafted
@@ -86,17 +89,20 @@ class DraftTargetExecutor:
         assert isinstance(drafted.logits, Tensor)
         return replace(own, logits=torch.cat((own.logits, drafted.logits)))
 
-    def _run_and_draft(self, plan: Plan) -> Computed:
-        assert isinstance(self.second, GraphExecutor), "only graphs draft without the host"
-        assert plan.drafts is not None
-        assert plan.drafts.model is not None
-        assert plan.drafts.lengths is not None
-        model = self.model
-        own = Computed(torch.empty(0, model.config.vocab_size))
-        if plan.num_rows:
-            own = self.first.run(plan)  # first, since drafting waits for the device
+    def _draft(self, plan: Plan, model: Plan, lengths: IntArray) -> Computed:
+        """Draft without the host; the plan's own rows are others, or the last tokens before drafts of equal order that
+        this very step verifies."""
+        assert isinstance(self.first, GraphExecutor), "only graphs draft without the host"
+        assert isinstance(self.second, GraphExecutor)
+        draft = self.second.draft(model, lengths)
+        if plan.multi_step is not None:
+            given = [[] if one.draft is None else one.draft.token_ids for one in plan.sequences]
+            known = [[token, *tokens] for token, tokens in zip(plan.token_ids.tolist(), given, strict=True)]
+            verified = self.first.verify(plan, plan.multi_step, known, draft)
+            return Computed(cycle_of(plan, given, draft.chosen(), verified.chosen()))
+        own = self.first.run(plan) if plan.num_rows else Computed(torch.empty(0, self.model.config.vocab_size))
         assert isinstance(own.logits, Tensor), "a plan with drafts is run step by step"
-        return replace(own, logits=Drafted(own.logits, self.second.draft(plan.drafts.model, plan.drafts.lengths)))
+        return replace(own, logits=Drafted(own.logits, draft.chosen()))
 
 
 def executors_of(executor: Executor) -> tuple[Executor, ...]:

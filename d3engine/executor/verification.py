@@ -82,6 +82,35 @@ def _cycle(
     return Cycle(drafted[:count], tokens, (fault or fault_of(sequence)) if last < 0 else None, computed, logprobs)
 
 
+def cycle_of(plan: Plan, given: list[list[int]], drafted: Chosen, verified: Chosen) -> Cycled:
+    """What a draft of each of the plan's C chunks has come to, which was verified without the host.
+
+    It is the tokens `given`, then as many of `drafted` [S, C] as `plan.drafts.lengths` has. In `verified` [1, R] what
+    follows a chunk's tokens stands together.
+    """
+    assert plan.drafts is not None
+    assert plan.drafts.model is not None
+    assert plan.drafts.lengths is not None
+    lengths, stops = plan.drafts.lengths, plan.drafts.model.stops + plan.drafts.lengths - 1
+    count, last_row = len(given), 0
+    counts = np.zeros((1, count, 5), dtype=np.int64)
+    tokens = np.zeros((1, count, int(max(map(len, given)) + lengths.max())), dtype=np.int64)
+    for chunk, (sequence, before, length) in enumerate(zip(plan.sequences, given, lengths.tolist(), strict=True)):
+        sound = _first_false(np.isfinite(drafted.scores[:length, chunk]).tolist())
+        draft = [*before, *drafted.token_ids[:sound, chunk].tolist()]
+        goes_on = (not sequence.would_end(token, after=nth) for nth, token in enumerate(draft, start=1))
+        draft = draft[: _first_false(goes_on) + 1]
+        first_row, last_row = last_row, last_row + 1 + len(before) + length
+        own = verified.token_ids[0, first_row:last_row].tolist()
+        sound = _first_false(np.isfinite(verified.scores[0, first_row:last_row]).tolist())
+        accepted = _first_false(token == mine for token, mine in zip(draft, own, strict=False))
+        last = own[accepted] if accepted < sound else -1
+        tokens[0, chunk, : len(draft)] = draft
+        counts[0, chunk, :3] = len(draft), min(accepted, sound), last
+    counts[0, :, 4] = np.minimum(stops, plan.stops + counts[0, :, 1])
+    return Cycled(tokens, counts)
+
+
 def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
     """The tokens of a plan with drafts, from float32 `logits` [plan.logit_rows, V]."""
     nested = _sampled_sequences(drafts.model)

@@ -121,6 +121,19 @@ class DraftModelBatch:
             lengths[chunk] = draft.most - len(draft.token_ids)
         return lengths if self.has_room(_reaching(chunks, lengths)) else None
 
+    def verified_at_once(self, chunks: Chunks) -> Chunks | None:
+        """The first model's chunks that verify what all of these draft in the same step; None where the host must see
+        the drafts first: for rows that it chooses tokens for, or that are no drafts, or too many."""
+        lengths, slots, first = self._lengths(chunks), chunks.slots, self._first
+        if lengths is None or not lengths.all() or first.choice[slots].max() > SamplingMode.CUT:
+            return None
+        starts = np.array([first.sequence(slot).num_tokens - 1 for slot in slots.tolist()])
+        stops = first.num_tokens[slots] + lengths
+        if int((stops - starts).sum()) > self._draft_rows:
+            return None
+        everything = np.ones((slots.size, first.cutoffs.shape[1]), dtype=bool)
+        return Chunks(slots, starts, stops, first.steps(slots, starts), everything, traits=0)
+
     def _missing(self, chunks: Chunks) -> IntArray:
         return self.cache.missing(chunks.slots, chunks.stops, chunks.active)
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fixture_types import MakeLlama
-from stepping import see_steps
+from stepping import finish, see_steps
 from tiny_models import TinyLlama, random_prompts, save_without_layer
 
 from d3engine import Engine, FullDepth, PromptLookup, RequestOutput, SamplingParams, Speculative, UnifiedSkip
@@ -16,7 +18,8 @@ from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.graph_shapes import Repeats, Step
 from d3engine.executor.memory import workspace_bytes
-from d3engine.scheduling.plan import Plan
+from d3engine.executor.verification import cycle_of
+from d3engine.scheduling.plan import Chosen, Plan
 
 TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 LENGTH = 3
@@ -102,20 +105,21 @@ def test_drafted_batch_in_graphs_answers_as_without(
     assert stats.verifications > 5
 
 
-def test_draft_of_several_tokens_is_one_step(target: TinyLlama, draft: str) -> None:
-    """A draft and its verification are two steps of the host, whatever the draft's length."""
+@pytest.mark.parametrize(("kind", "steps"), [("greedy", 1), ("cut", 1), ("penalised", 2), ("reported", 2)])
+def test_host_steps_of_a_draft_in_graphs_are_few(target: TinyLlama, draft: str, kind: str, steps: int) -> None:
+    """Drafts of 5 tokens and their verification are one plan, or two where the host chooses what verifies."""
     engine = new_engine(target, Speculative(draft, 5))
-    rows: set[int] = set()
+    rows: list[int] = []
 
     def note(plan: Plan) -> None:
-        if plan.drafts is not None and plan.drafts.model is not None and plan.drafts.model.sampled.size:
-            rows.add(plan.drafts.model.num_rows)
+        drafts = plan.drafts is not None and plan.drafts.model is not None and plan.drafts.model.sampled.size
+        rows.append(plan.drafts.model.num_rows if drafts else 0)
 
     see_steps(engine, before=note)
-    engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    engine.generate(PROMPTS[:1], KINDS[kind], use_tqdm=False)
     assert max(rows) == 2, "the last accepted token, and the last of a draft before that was accepted whole"
     stats = engine.stats()
-    assert stats.num_steps <= 2 * stats.verifications + 2  # the prompt's, and a last token that needs no draft
+    assert len(rows) <= steps * stats.verifications + 2  # the prompt's, and a last token that needs no draft
     assert stats.drafted_tokens > 3 * stats.verifications
 
 
@@ -224,6 +228,51 @@ def test_draft_that_the_host_began_goes_on_in_graphs(target: TinyLlama) -> None:
     assert engine.stats().acceptance_rate == 1
 
 
+def test_cycle_of_numbers_that_are_no_tokens_ends_before_them() -> None:
+    """Of four drafts one is right, one and a verification meet logits that are not finite, and one holds an end."""
+    sequence = SimpleNamespace(would_end=lambda token, after: token == 6 and after == 3)
+    given: list[list[int]] = [[], [], [], [4]]
+    model = SimpleNamespace(stops=np.full(4, 11))
+    drafts = SimpleNamespace(lengths=np.full(4, 3), model=model)
+    plan: Any = SimpleNamespace(sequences=[sequence] * 4, stops=np.full(4, 11), drafts=drafts)
+    drafted = Chosen(np.array([[5] * 4, [6] * 4, [7] * 4]), np.zeros((3, 4), np.float32))
+    drafted.scores[1, 1] = np.nan
+    rows = [5, 6, 7, 8, 5, 9, 0, 0, 5, 6, 7, 8, 4, 5, 3, 0, 0]
+    verified = Chosen(np.array([rows]), np.zeros((1, len(rows)), np.float32))
+    verified.scores[0, 9] = -np.inf
+    found = cycle_of(plan, given, drafted, verified)
+    assert found.counts[0].tolist() == [[3, 3, 8, 0, 13], [1, 1, 9, 0, 12], [3, 1, -1, 0, 12], [3, 2, 3, 0, 13]]
+    assert [tokens[:count].tolist() for tokens, count in zip(found.drafted[0], found.counts[0, :, 0], strict=True)] == [
+        [5, 6, 7],
+        [5],
+        [5, 6, 7],
+        [4, 5, 6],
+    ]
+
+
+def test_a_draft_model_that_is_behind_catches_up(target: TinyLlama, draft: str) -> None:
+    """It knows no cached prompts, so while others draft it computes one in pieces, whose drafts wait."""
+    alone = new_engine(target, FullDepth(), enforce_eager=True)
+    wanted = [alone.generate([PROMPTS[nth]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for nth in (0, 3)]
+    engine = new_engine(target, Speculative(draft, LENGTH), max_num_batched_tokens=10)
+    engine.generate(PROMPTS[3], GREEDY, use_tqdm=False)
+    seen: list[bool] = []
+
+    def note(plan: Plan) -> None:
+        if plan.drafts is not None and plan.drafts.model is not None and plan.drafts.lengths is not None:
+            seen.append(plan.drafts.model.sampled.size < plan.drafts.model.slots.size)
+
+    see_steps(engine, before=note)
+    engine.add_request("0", PROMPTS[0], GREEDY)
+    engine.step()
+    engine.step()
+    engine.add_request("1", PROMPTS[3], GREEDY)
+    found = finish(engine)
+    assert found["1"].num_cached_tokens > 10
+    assert {True, False} == set(seen)
+    assert [found[name].outputs[0].token_ids for name in ("0", "1")] == wanted
+
+
 def test_drafts_of_more_rows_than_graphs_hold_run_eagerly(target: TinyLlama, draft: str) -> None:
     """Of 20 drafts of 3 tokens all are verified in one eager step; the draft model runs in graphs all the same."""
     prompts = random_prompts([5 + nth % 7 for nth in range(20)], vocab_size=40, seed=3)
@@ -270,8 +319,8 @@ def test_prepared_graphs_are_all_that_drafts_need(target: TinyLlama, draft: str)
     first, second = graphs_of(engine)
     captured = engine.stats().graphs_captured
     sizes = 4  # 1, 2, 4 and 8 rows
-    assert first.stats.graphs_captured == first.num_deepest == sizes
-    assert second.stats.graphs_captured == second.num_deepest == 4 * sizes
+    for one in (first, second):
+        assert one.stats.graphs_captured == one.num_deepest == 4 * sizes  # for three ways to choose, and for the host
     for kind in ("greedy", "drawn", "cut", "restricted", "reported"):
         for count in (1, 2):
             engine.generate(PROMPTS[:count], KINDS[kind], use_tqdm=False)
