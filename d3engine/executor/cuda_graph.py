@@ -61,7 +61,7 @@ MAX_GRAPHS = 2048
 
 @dataclass(frozen=True)
 class DraftOnDevice:
-    """Tokens that a device was told to choose: the first `lengths[n]` in the columns `columns[n]` of `rows.chosen`."""
+    """Tokens that a device chooses: the first `lengths[n]` in the columns `columns[n]` of `rows.chosen`."""
 
     rows: DecodeRows
     columns: IntArray  # [N]

@@ -57,8 +57,9 @@ class DraftTargetExecutor:
     @property
     def draft_rows(self) -> int:
         """Rows at most of a nested plan behind which the second model drafts without the host; 0: behind none."""
-        has_graphs = isinstance(self.first, GraphExecutor) and isinstance(self.second, GraphExecutor)
-        return self.second.logit_rows if has_graphs else 0
+        if isinstance(self.first, GraphExecutor) and isinstance(self.second, GraphExecutor):
+            return self.second.logit_rows
+        return 0
 
     def take_largest(self) -> None:
         """As both executors do."""

@@ -83,10 +83,10 @@ def _cycle(
 
 
 def cycle_of(plan: Plan, given: list[list[int]], drafted: Chosen, verified: Chosen) -> Cycled:
-    """What a draft of each of the plan's C chunks has come to, which was verified without the host.
+    """The cycle of each of the plan's C chunks, which was drafted and verified without the host.
 
-    It is the tokens `given`, then as many of `drafted` [S, C] as `plan.drafts.lengths` has. In `verified` [1, R] what
-    follows a chunk's tokens stands together.
+    Its draft is the tokens `given`, then as many of `drafted` [S, C] as `plan.drafts.lengths` has. What follows
+    a chunk's tokens stands together in `verified` [1, R].
     """
     assert plan.drafts is not None
     assert plan.drafts.model is not None
