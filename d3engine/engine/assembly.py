@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from d3engine.depth.labels import policy_in_words
-from d3engine.engine.draft_model import load_draft_weights, load_head, with_cache
+from d3engine.engine.draft_model import DraftWeights, load_draft_weights, load_head, with_cache
 from d3engine.engine.executors import build_executor, matrix_form, new_cache, room
 from d3engine.engine.ranks import is_under_torchrun, lead, meet_under_torchrun, start_ranks
 from d3engine.engine.settings import EngineSettings
@@ -23,7 +23,7 @@ from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.eagle3 import Eagle3Executor
 from d3engine.executor.interface import Executor
 from d3engine.executor.native import NativeExecutor
-from d3engine.model.config import ModelConfig
+from d3engine.model.eagle3 import Eagle3Head
 from d3engine.model.weights import LlamaWeights, in_layout, load_weights
 from d3engine.scheduling.scheduler import Scheduler
 from d3engine.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def assemble(
         head = load_head(rule.model, settings)
         draft = load_draft_weights(rule.model, settings, tokenizer) if head is None else None
     second_model = draft if head is None else head
-    executor, blocks = make(None if second_model is None else second_model.config)
+    executor, blocks = make(second_model)
     cache = new_cache(settings, config, blocks)
     _log_ready(settings, blocks, executor.stats.executor)
     # How far plans may run ahead is the executor's to say: it may be another than the settings hoped for.
@@ -76,15 +76,15 @@ def assemble(
             executor.draft_with(None)
         return Core(Scheduler(scheduler_config, cache), executor)
     second = with_cache(draft, blocks, settings, native=isinstance(executor, NativeExecutor))
-    scheduler = Scheduler(scheduler_config, cache, second.cache)
     if isinstance(executor, NativeExecutor) and isinstance(second.executor, NativeExecutor):
         executor.draft_with(second.executor)
-        return Core(scheduler, executor)
-    return Core(scheduler, DraftTargetExecutor(executor, second.executor))
+        return Core(Scheduler(scheduler_config, cache, second.cache), executor)
+    pair = DraftTargetExecutor(executor, second.executor)
+    return Core(Scheduler(scheduler_config, cache, second.cache, draft_rows=pair.draft_rows), pair)
 
 
-_Make: TypeAlias = Callable[[ModelConfig | None], tuple[Executor, int]]
-"""Makes the executor and says how many blocks it has, beside a second model of this config that drafts."""
+_Make: TypeAlias = Callable[[DraftWeights | Eagle3Head | None], tuple[Executor, int]]
+"""Makes the executor and says how many blocks it has, beside a second model that drafts."""
 
 
 def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridges: BridgeStore | None) -> _Make:
@@ -105,18 +105,24 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
     _check_weights(weights, settings)
     build = partial(build_executor, settings, weights, bridges=bridges)
 
-    def make(draft: ModelConfig | None) -> tuple[Executor, int]:
-        blocks = room(settings, build, draft)
+    def make(draft: DraftWeights | Eagle3Head | None) -> tuple[Executor, int]:
+        def build_both(num_blocks: int) -> Executor:
+            executor = build(num_blocks)
+            if not isinstance(draft, DraftWeights):
+                return executor
+            return DraftTargetExecutor(executor, with_cache(draft, num_blocks, settings, native=False).executor)
+
+        blocks = room(settings, build_both, None if draft is None else draft.config)
         return build(blocks), blocks
 
     return make
 
 
 def _on_ranks(settings: EngineSettings) -> _Make:
-    def make(draft: ModelConfig | None) -> tuple[Executor, int]:
+    def make(draft: DraftWeights | Eagle3Head | None) -> tuple[Executor, int]:
         """Under torchrun this is where other ranks than 0 stay."""
         meet = meet_under_torchrun if is_under_torchrun() else start_ranks
-        return lead(settings, *meet(settings.tensor_parallel_size), draft)
+        return lead(settings, *meet(settings.tensor_parallel_size), None if draft is None else draft.config)
 
     return make
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from d3engine.engine.executors import eager_executor, matrix_form, native_executor, new_cache
+from d3engine.engine.executors import (
+    draft_rows,
+    eager_executor,
+    graph_executor,
+    matrix_form,
+    native_executor,
+    new_cache,
+)
 from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
 from d3engine.engine.resolve import held_config, kept_by_default, multiplies_bytes, resolve_weight_dtype
 from d3engine.engine.settings import EngineSettings
@@ -156,6 +163,9 @@ def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *
     executor: Executor = eager
     if native:
         executor = native_executor(draft.settings, eager, head_tokens(own))
+    # Some rotations depend on the length of a prompt, which graphs do not know.
+    elif settings.executor == "graphs" and draft_rows(settings) and not eager.rope.depends_on_length:
+        executor = graph_executor(draft.settings, eager, is_draft=True)
     return DraftModel(draft.directory, executor, new_cache(draft.settings, own, blocks))
 
 

@@ -10,6 +10,7 @@ from functools import cache, partial, reduce
 import torch
 from torch import Tensor
 
+from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.engine.device import check_fp8_products, refuse_backend, settle_programmatic_launch
 from d3engine.engine.memory import num_blocks
@@ -155,7 +156,7 @@ def build_executor(
         graphs = partial(CudaGraphs, settings.device)
         new_recorder = graphs if settings.executor == "graphs" else Repeats
         begins_early = settle_programmatic_launch(settings.device, new_recorder)
-    executor: Executor = eager if settings.executor == "eager" else _graphs(settings, eager)
+    executor: Executor = eager if settings.executor == "eager" else graph_executor(settings, eager)
     executor.stats.executor += ", programmatic launch" if begins_early else ""
     return executor
 
@@ -175,15 +176,32 @@ def room(settings: EngineSettings, build: Callable[[int], Executor], draft: Mode
     return num_blocks(settings, workspace, draft)
 
 
-def _graphs(settings: EngineSettings, eager: EagerExecutor) -> GraphExecutor:
+VERIFIED_ROWS = 64
+"""Rows at most of a graph that leaves the choice of tokens to the host: products of more go to the matrix library."""
+
+
+def draft_rows(settings: EngineSettings) -> int:
+    """Rows of such a graph where the engine's policy drafts by the text; 0 where no graph runs steps of drafts."""
+    rule = settings.depth.draft_rule(settings.config.num_layers)
+    if rule is None or not rule.is_by_text or settings.tensor_parallel_size > 1:  # other ranks know of no drafts
+        return 0
+    return min(settings.max_num_seqs * (rule.length + 1), VERIFIED_ROWS)
+
+
+def graph_executor(settings: EngineSettings, eager: EagerExecutor, *, is_draft: bool = False) -> GraphExecutor:
+    """CUDA graphs over the model and the pool of `eager`, which may be those of a draft model."""
     graphs = GraphExecutor(
         eager,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
-        max_steps=settings.num_scheduler_steps,
+        max_steps=MAX_DRAFT_LENGTH if is_draft else settings.num_scheduler_steps,
+        logit_rows=draft_rows(settings),
+        is_draft=is_draft,
     )
-    if not settings.depth.drafts and settings.depth.exit_rule(settings.config.num_layers) is None:
-        graphs.expect(settings.depth.schedule(settings.config.num_layers))
+    depth, num_layers = settings.depth, settings.config.num_layers
+    rule = depth.draft_rule(num_layers)
+    decodes = depth.exit_rule(num_layers) is None if rule is None else rule.model is not None
+    graphs.expect(depth.schedule(num_layers) if decodes else None)
     return graphs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as AnySequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from d3engine.model.llama import Llama
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import Chosen, Plan
 from d3engine.scheduling.sampling_mode import SamplingMode, choice_of
-from d3engine.scheduling.sequence import Sequence
+from d3engine.scheduling.sequence import Ahead, Sequence
 
 
 def choice_of_step(plan: Plan) -> SamplingMode:
@@ -84,7 +85,7 @@ class DeviceChoice:
             self._kernels.count_tokens(given.penalties.output_counts, chosen[0], num_rows=num_rows)
         return chosen
 
-    def write(self, sequences: list[Sequence], kind: SamplingMode) -> None:
+    def write(self, sequences: AnySequence[Sequence | Ahead], kind: SamplingMode) -> None:
         """Put what the sequences ask for into the first rows."""
         if kind is SamplingMode.GREEDY:
             return
@@ -126,7 +127,7 @@ class DeviceChoice:
             self._tokens_seen = seen, torch.zeros(shape, dtype=torch.int32, device=device)
         return self._tokens_seen
 
-    def _write_tokens(self, sequences: list[Sequence]) -> None:
+    def _write_tokens(self, sequences: AnySequence[Sequence | Ahead]) -> None:
         seen, counts = self._seen_and_counts()
         count = len(sequences)
         seen[:count] = 0

@@ -5,7 +5,9 @@ layers. Inside it, kernels read from device memory how many rows are young enoug
 every mixture of ages below its youngest row. Tokens, positions, steps and block tables stay on the device and are
 advanced there: the host starts a run of steps, and looks at the tokens when it is over, or while it goes on.
 
-Prompts, replays and whatever else is not plain decoding go through the eager executor, on the same kernels and pool.
+The rows that verify a draft are rows of decoding too, several of one sequence: a layer writes all their entries before
+any of them attends. Where the host chooses their tokens, a graph ends with the logits. Prompts and whatever else is
+neither go through the eager executor, on the same kernels and pool.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from collections.abc import Sequence as AnySequence
 from contextlib import suppress
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from d3engine.depth.schedule import Schedule
+from d3engine.depth.schedule import NEVER, Schedule
 from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import DeviceChoice
 from d3engine.executor.eager import EagerExecutor
@@ -38,17 +43,35 @@ from d3engine.executor.graph_shapes import (
 )
 from d3engine.executor.interface import Computed, DeviceBlockTables, to_device
 from d3engine.executor.streaming import LAUNCHED_AHEAD, HostTokens, StreamingRun
+from d3engine.executor.verification import after_draft
 from d3engine.kernels.decode_rows import DecodeRows, tokens_and_scores
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.adapters import RowAdapters, matrices_of
 from d3engine.model.llama import Llama
+from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
-from d3engine.scheduling.sampling_mode import SamplingMode
+from d3engine.scheduling.sampling_mode import SamplingMode, choice_of_token
+from d3engine.scheduling.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 2048
 """Graphs to keep: several times what one policy needs (sizes times depths), but each request may bring its own."""
+
+
+@dataclass(frozen=True)
+class DraftOnDevice:
+    """Tokens that a device chooses: the first `lengths[n]` in the columns `columns[n]` of `rows.chosen`."""
+
+    rows: DecodeRows
+    columns: IntArray  # [N]
+    lengths: IntArray  # [N]
+
+    def chosen(self) -> Chosen:
+        """Wait for the device: [most of `lengths`, N]."""
+        yielded = tokens_and_scores(self.rows.yielded[: self.lengths.max()].cpu(), self.rows.tokens.shape[0])
+        tokens, scores = (found.numpy()[:, self.columns] for found in yielded)
+        return Chosen(tokens, scores)
 
 
 class GraphExecutor:
@@ -59,9 +82,20 @@ class GraphExecutor:
         max_num_seqs: rows of a decode step at most.
         max_model_len: entries of a sequence at most.
         max_steps: steps of a run at most.
+        logit_rows: rows at most of a graph that leaves the choice of tokens to the host; 0: there is none.
+        is_draft: whether the model drafts for another; such graphs hold rows of prompts too.
     """
 
-    def __init__(self, eager: EagerExecutor, *, max_num_seqs: int, max_model_len: int, max_steps: int) -> None:
+    def __init__(
+        self,
+        eager: EagerExecutor,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_steps: int,
+        logit_rows: int = 0,
+        is_draft: bool = False,
+    ) -> None:
         config = eager.model.config
         self._eager = eager
         self._model = eager.model
@@ -71,7 +105,9 @@ class GraphExecutor:
         self._recorder: Recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
         self._max_model_len = max_model_len
         blocks = -(-max_model_len // eager.block_size)
-        self._sizes = batch_sizes(max_num_seqs)
+        self.logit_rows = logit_rows
+        self._is_draft = is_draft
+        self._sizes = batch_sizes(logit_rows if is_draft else max(max_num_seqs, logit_rows))
         self._rows = DecodeRows.empty(
             self._sizes[-1], config.num_layers, blocks, 2 * eager.rope.table.shape[1], max_steps, eager.device
         )
@@ -82,9 +118,12 @@ class GraphExecutor:
         numbers = self._sizes[-1] * (3 + config.num_layers)
         self._from_host = torch.empty(numbers, dtype=torch.int64, pin_memory=eager.device.type == "cuda")
         self._choice = DeviceChoice(eager.model, self._sizes[-1], eager.device)
+        self._all_layers = tuple(range(config.num_layers))
+        held = self._size_for(logit_rows) if logit_rows else 0
+        self._logits = torch.empty(held, config.vocab_size, dtype=torch.float32, device=eager.device)
         self._graphs: OrderedDict[GraphShape, Step] = OrderedDict()  # the one used last stands last
         self._expected: Iterator[GraphShape] = iter(())
-        self._num_expected = 0
+        self._num_expected = self.num_deepest = 0
         self._has_told = False  # that there was no memory for a graph, not even in place of others
         self.max_steps = max_steps
         self._bridges = GraphBridges(eager.bridges, eager.kernels, self._sizes[-1], eager.device)
@@ -109,10 +148,12 @@ class GraphExecutor:
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens, where the device has chosen them itself, or logits as `eager` gives them."""
-        if plan.multi_step is None:
+        if plan.multi_step is not None:
+            self.stats.graph_steps += plan.num_steps
+            return Computed(self._run_ahead(plan, plan.multi_step))
+        if plan.num_rows > self.logit_rows or not self._runs_whole_rows(plan):
             return self._eager.run(plan)
-        self.stats.graph_steps += plan.num_steps
-        return Computed(self._run_ahead(plan, plan.multi_step))
+        return Computed(self._logits_of(plan))
 
     def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Chosen:
         control, run = multi_step.control, self._followed
@@ -121,7 +162,7 @@ class GraphExecutor:
             self._followed = run = None  # it is over, and holds its graphs
         num_given = 0 if run is None else run.num_steps
         if num_given < multi_step.num_steps:
-            shapes = self._shapes(multi_step, self._write_adapters(plan), num_given)
+            shapes = self._shapes(multi_step, self._write_adapters(plan.sequences), num_given)
             steps = [self._graph(shape) for shape in shapes]
             self._write_tables(plan, multi_step)  # all else of a run that becomes longer stands on the device
             if is_new:
@@ -136,13 +177,99 @@ class GraphExecutor:
         assert run is not None
         return run.next_step()
 
-    def _write_adapters(self, plan: Plan) -> tuple[str, ...]:
-        """Put the adapters of a plan's rows where graphs read them; the matrices that they have maps for."""
-        slots, own = self._eager.slots, adapters_of(plan.sequences)
+    def _write_adapters(self, sequences: AnySequence[Sequence]) -> tuple[str, ...]:
+        """Put the adapters of each row's sequence where graphs read them; the matrices that they have maps for."""
+        slots, own = self._eager.slots, adapters_of(sequences)
         if slots is None or own is None:
             return ()
         self._adapters[: len(own)] = to_device(np.array(slots.numbers_of(own), dtype=np.int32), self._device)
         return matrices_of(own)
+
+    # -- rows of drafts and verifications ------------------------------------------------------------------------
+
+    def _runs_whole_rows(self, plan: Plan) -> bool:
+        """Whether the rows of a plan are answers', or a draft's, through all layers, and nothing else is wanted."""
+        first, drafts = plan.spans[0], plan.drafts
+        others = (plan.prompt_rows, plan.exits, plan.captured, plan.steered, plan.bridged)
+        return (
+            first.layers == range(len(self._all_layers))
+            and first.part == "layer"
+            and (self._is_draft or bool((plan.starts >= plan.prompt_lengths).all()))
+            and not any(others)
+            and plan.copies_before is None
+            and plan.copies_after is None
+            and (drafts is None or not (drafts.kept or drafts.resumed))
+            and self._eager.students.named(plan) is None
+        )
+
+    def _logits_of(self, plan: Plan) -> Tensor:
+        """Float32 [plan.logit_rows, V]."""
+        self.stats.graph_steps += 1
+        adapted = self._write_adapters([plan.sequences[chunk] for chunk in plan.row_chunks.tolist()])
+        step = self._graph(GraphShape(self._size_for(plan.num_rows), self._all_layers, SamplingMode.HOST, (), adapted))
+        self._write_rows(plan, plan.row_chunks, plan.token_ids, plan.positions, plan.stops)
+        step()
+        return self._logits[to_device(plan.logit_rows, self._device)]
+
+    @torch.inference_mode()
+    def draft(self, plan: Plan, lengths: IntArray) -> DraftOnDevice:
+        """Draft `lengths` [n] tokens for a plan's n sampled chunks, the first of them behind all of the plan's rows."""
+        sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
+        choice = max(map(choice_of_token, sequences))
+        longest_first = (-lengths).argsort(kind="stable")
+        counts = [plan.num_rows, *(int((lengths > taken).sum()) for taken in range(1, int(lengths.max())))]
+        steps = [self._graph(GraphShape(self._size_for(count), self._all_layers, choice)) for count in counts]
+        others = np.delete(np.arange(plan.num_rows), plan.sample_rows)
+        stops = plan.stops.copy()
+        stops[plan.sampled] += lengths - 1
+        order = np.concatenate((plan.sample_rows[longest_first], others))
+        self._write_rows(plan, plan.row_chunks[order], plan.token_ids[order], plan.positions[order], stops)
+        self._choice.write([after_draft(sequences[place]) for place in longest_first.tolist()], choice)
+        for count, step in zip(counts, steps, strict=True):
+            self._rows.num_rows.fill_(count)
+            step()
+        return DraftOnDevice(self._rows, longest_first.argsort(), lengths)
+
+    @torch.inference_mode()
+    def verify(self, plan: Plan, multi_step: MultiStep, known: list[list[int]], draft: DraftOnDevice) -> DraftOnDevice:
+        """Choose what follows each drafted token, and the last one before it, of all chunks in turn: in one step.
+
+        A chunk's tokens are those `known` [C], then those of its column of `draft`.
+        """
+        num_known = np.array([len(tokens) for tokens in known])
+        counts = num_known + draft.lengths
+        chunks = np.arange(counts.size).repeat(counts)
+        nth = np.arange(chunks.size) - (np.cumsum(counts) - counts)[chunks]
+        drafted = (nth >= num_known[chunks]).nonzero()[0]
+        tokens = np.zeros(chunks.size, dtype=np.int64)
+        tokens[nth < num_known[chunks]] = np.concatenate(known)
+        sequences = [plan.sequences[chunk] for chunk in chunks.tolist()]
+        adapted = self._write_adapters(sequences)
+        shape = GraphShape(self._size_for(chunks.size), self._all_layers, multi_step.choice, (), adapted)
+        step = self._graph(shape)
+        self._write_rows(plan, chunks, tokens, plan.positions[chunks] + nth, plan.stops + counts - 1)
+        taken, columns = (nth - num_known[chunks])[drafted], draft.columns[chunks[drafted]]
+        to, at, of = to_device(np.stack((drafted, taken, columns)), self._device)
+        self._rows.tokens[to] = draft.rows.chosen[at, of]
+        self._choice.write(sequences, multi_step.choice)
+        self.stats.graph_steps += 1
+        step()
+        return DraftOnDevice(self._rows, np.arange(chunks.size), np.ones_like(chunks))
+
+    def _write_rows(
+        self, plan: Plan, chunks: IntArray, token_ids: IntArray, positions: IntArray, stops: IntArray
+    ) -> None:
+        """Put rows of a plan's `chunks` where graphs read them, with the blocks of each chunk up to `stops` [C]."""
+        rows, count = self._rows, chunks.size
+        self._followed = None  # it is over: its rows give way
+        blocks = -(-stops // self._eager.block_size)
+        self._tables.write_rows(plan, blocks, rows.block_tables, plan.slots[chunks])
+        steps = np.maximum(positions + 1 - plan.prompt_lengths[chunks], 0)
+        numbers = np.stack((token_ids, positions, steps)).astype(np.int64)
+        rows.tokens[:count], rows.positions[:count], rows.steps[:count] = to_device(numbers, self._device)
+        rows.cutoffs[:count] = NEVER
+        rows.num_rows.fill_(count)
+        rows.taken.zero_()
 
     def take_largest(self) -> None:
         """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits and more.
@@ -151,12 +278,17 @@ class GraphExecutor:
         """
         self._eager.take_largest()
         with torch.inference_mode():
-            self._graph(GraphShape(self._sizes[-1], tuple(range(self._model.config.num_layers)), SamplingMode.PENALISE))
+            self._graph(GraphShape(self._sizes[-1], self._all_layers, SamplingMode.PENALISE))
 
-    def expect(self, schedule: Schedule) -> None:
-        """Answers will have this schedule: `prepare_next` captures the graphs that they need, as many as are kept."""
-        shapes = list(islice(expected_shapes(schedule, self._sizes, self._max_model_len), MAX_GRAPHS))
+    def expect(self, schedule: Schedule | None) -> None:
+        """`prepare_next` captures the graphs that answers of this schedule need, as many as are kept, and before them
+        those that leave the choice of tokens to the host."""
+        sizes = [size for size in self._sizes if size <= len(self._logits)]
+        of_logits = (GraphShape(size, self._all_layers, SamplingMode.HOST) for size in reversed(sizes))
+        others = () if schedule is None else expected_shapes(schedule, self._sizes, self._max_model_len)
+        shapes = list(islice(chain(of_logits, others), MAX_GRAPHS))
         self._expected, self._num_expected = iter(shapes), len(shapes)
+        self.num_deepest = len({shape for shape in shapes if shape.layers == shapes[0].layers})
 
     def expected_bytes(self) -> int:
         """About what the driver will take for the graphs that are expected; after `take_largest`."""
@@ -176,9 +308,13 @@ class GraphExecutor:
 
     # -- graphs ------------------------------------------------------------------------------------------------
 
+    def _size_for(self, count: int) -> int:
+        """The rows of the smallest graph that holds `count`."""
+        return next(size for size in self._sizes if size >= count)
+
     def _shapes(self, multi_step: MultiStep, adapted: tuple[str, ...], first: int) -> list[GraphShape]:
         """Rows and layers of each step of a run from `first` on; its first row is the one that runs most."""
-        rows = next(size for size in self._sizes if size >= multi_step.steps.size)
+        rows = self._size_for(multi_step.steps.size)
         runs = (multi_step.steps[0] + np.arange(first, multi_step.num_steps))[:, None] < multi_step.cutoffs[0]
         layers = [tuple(active.nonzero()[0].tolist()) for active in runs]
         return [
@@ -264,6 +400,9 @@ class GraphExecutor:
             model.layer(layer, hidden, rotations[layer], self.pool, entries, attention[layer], active, adapters)
         if crossings is not None:
             crossings.up_to(model.config.num_layers, hidden)
+        if shape.choice is SamplingMode.HOST:
+            self._logits[: shape.rows] = model.logits(hidden, rows.num_rows, adapters)
+            return
         kernels.end_step(rows, *self._choice.choose(hidden, rows, shape.choice, adapters))
 
     # -- what goes to the device, and comes from it --------------------------------------------------------------
@@ -271,7 +410,7 @@ class GraphExecutor:
     def _write_tables(self, plan: Plan, multi_step: MultiStep) -> None:
         """Put the blocks for all steps of the run where the graphs read them; the device may be at some of these."""
         blocks = -(-(plan.stops + multi_step.num_steps - 1) // self._eager.block_size)
-        self._tables.write_rows(plan, blocks, self._rows.block_tables)
+        self._tables.write_rows(plan, blocks, self._rows.block_tables, plan.slots)
 
     def _upload(self, plan: Plan, multi_step: MultiStep) -> None:
         """Put the plan's rows where the graphs read them."""

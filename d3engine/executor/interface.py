@@ -16,6 +16,15 @@ from d3engine.scheduling.plan import Chosen, Cycled, ExecutorCapabilities, Plan
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """Float32 `logits` [plan.logit_rows, V], and the tokens that a draft model has drafted without the host: those of
+    `plan.drafts.lengths`, in the order of its plan's sampled chunks."""
+
+    logits: Tensor
+    tokens: Chosen
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """What a step gives for its sampled rows: `logits` float32 [plan.logit_rows, V], or the tokens where the device has
     chosen, or drafted and verified, them itself.
@@ -25,7 +34,7 @@ class Computed:
     steps, before which the host has had those of `num_before` steps of the same run.
     """
 
-    logits: Tensor | Chosen | Cycled
+    logits: Tensor | Chosen | Cycled | Drafted
     depths: IntArray | None = None
     captured: tuple[Tensor, ...] = ()
     num_before: int = 0
@@ -54,15 +63,17 @@ class DeviceBlockTables:
         self._columns = np.zeros(slots, dtype=np.int64)
         self._order: IntArray = np.empty(0, dtype=np.int64)
 
-    def write_rows(self, plan: Plan, columns: IntArray, rows: Tensor) -> None:
-        """Write the first `columns` [C] blocks of the plan's chunks to the first C rows of `rows` [L, B, max_blocks].
+    def write_rows(self, plan: Plan, columns: IntArray, rows: Tensor, slots: IntArray) -> None:
+        """Write the first `columns` [C] blocks of the plan's chunks to `rows` [L, B, max_blocks].
+
+        The first R rows are those of `slots` [R], in which a chunk may stand several times.
 
         `rows` is kept by the caller, and written by it alone: what has not changed since the last call is left.
         """
         changed = self._update(plan, columns)
-        if changed or not np.array_equal(self._order, plan.slots):
-            self._order = plan.slots
-            rows[:, : plan.slots.size] = self._tensor[to_device(plan.slots, rows.device)].transpose(0, 1)
+        if changed or not np.array_equal(self._order, slots):
+            self._order = slots
+            rows[:, : slots.size] = self._tensor[to_device(slots, rows.device)].transpose(0, 1)
 
     def _update(self, plan: Plan, columns: IntArray) -> bool:
         """Bring the slots up to date; whether anything had to be."""
@@ -106,7 +117,10 @@ class ExecutorStats:
 class Executor(Protocol):
     """Runs plans over a KV pool."""
 
-    stats: ExecutorStats
+    @property
+    def stats(self) -> ExecutorStats:
+        """What it is, and what it has done."""
+        ...
 
     @property
     def model(self) -> Llama:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from d3engine.depth import FullDepth
 from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.draft_target import executors_of
 from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.sampler import Rows, best_of, scores_of, with_noise
 from d3engine.request.admission import Immediate
@@ -36,8 +37,8 @@ def workspace_bytes(
 ) -> int:
     """Bytes that the executor needs beside weights and pool.
 
-    `build(num_blocks)` makes an executor over a pool of that many blocks; it is dropped again. `free_bytes()` is what
-    the device has free.
+    `build(num_blocks)` makes an executor over a pool of that many blocks, with that of a draft model perhaps; it is
+    dropped again. `free_bytes()` is what the device has free.
     """
     plan, num_blocks = largest_plan(config, num_layers, block_size)
     _give_back()  # what loading has left would serve the trial step, and then be counted as free
@@ -45,10 +46,12 @@ def workspace_bytes(
     executor = build(num_blocks)
     executor.take_largest()
     draw(executor.run(plan), plan, config)
-    needed = before - free_bytes() - executor.pool.nbytes
-    if isinstance(executor, GraphExecutor):
-        needed += executor.expected_bytes()  # one graph was measured, many are to come
-    del executor
+    needed = before - free_bytes()
+    for one in executors_of(executor):
+        needed -= one.pool.nbytes
+        if isinstance(one, GraphExecutor):
+            needed += one.expected_bytes()  # one graph was measured, many are to come
+    del executor, one
     _give_back()
     return max(0, needed)
 

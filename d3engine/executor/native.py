@@ -208,7 +208,7 @@ class NativeExecutor:
                 self._open(plan, plan.multi_step) if plan.multi_step.opens else self._run_ahead(plan, plan.multi_step)
             )
             found = computed.logits
-            assert not isinstance(found, Tensor)
+            assert isinstance(found, Chosen | Cycled)
             self.stats.native_steps += found.num_steps if isinstance(found, Chosen) else found.num_passes
             return computed
         self._end_course()

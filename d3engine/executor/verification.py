@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from d3engine.executor.interface import Drafted
 from d3engine.executor.sampler import (
     Rows,
     Sampler,
@@ -38,7 +40,9 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 class VerifyingSampler(Sampler):
     """The sampler for steps in which some sequences draft or verify; it leaves all others to the plain one."""
 
-    def __call__(self, logits: Tensor | Chosen | Cycled, plan: Plan) -> Sampled:
+    def __call__(self, logits: Tensor | Chosen | Cycled | Drafted, plan: Plan) -> Sampled:
+        if isinstance(logits, Drafted):
+            return _with_drafts(logits, plan)
         if isinstance(logits, Cycled):
             return Sampled([], cycles=_cycles(logits, plan))
         if plan.drafts is None or isinstance(logits, Chosen):
@@ -78,6 +82,35 @@ def _cycle(
     return Cycle(drafted[:count], tokens, (fault or fault_of(sequence)) if last < 0 else None, computed, logprobs)
 
 
+def cycle_of(plan: Plan, given: list[list[int]], drafted: Chosen, verified: Chosen) -> Cycled:
+    """The cycle of each of the plan's C chunks, which was drafted and verified without the host.
+
+    Its draft is the tokens `given`, then as many of `drafted` [S, C] as `plan.drafts.lengths` has. What follows
+    a chunk's tokens stands together in `verified` [1, R].
+    """
+    assert plan.drafts is not None
+    assert plan.drafts.model is not None
+    assert plan.drafts.lengths is not None
+    lengths, stops = plan.drafts.lengths, plan.drafts.model.stops + plan.drafts.lengths - 1
+    count, last_row = len(given), 0
+    counts = np.zeros((1, count, 5), dtype=np.int64)
+    tokens = np.zeros((1, count, int(max(map(len, given)) + lengths.max())), dtype=np.int64)
+    for chunk, (sequence, before, length) in enumerate(zip(plan.sequences, given, lengths.tolist(), strict=True)):
+        sound = _first_false(np.isfinite(drafted.scores[:length, chunk]).tolist())
+        draft = [*before, *drafted.token_ids[:sound, chunk].tolist()]
+        goes_on = (not sequence.would_end(token, after=nth) for nth, token in enumerate(draft, start=1))
+        draft = draft[: _first_false(goes_on) + 1]
+        first_row, last_row = last_row, last_row + 1 + len(before) + length
+        own = verified.token_ids[0, first_row:last_row].tolist()
+        sound = _first_false(np.isfinite(verified.scores[0, first_row:last_row]).tolist())
+        accepted = _first_false(token == mine for token, mine in zip(draft, own, strict=False))
+        last = own[accepted] if accepted < sound else -1
+        tokens[0, chunk, : len(draft)] = draft
+        counts[0, chunk, :3] = len(draft), min(accepted, sound), last
+    counts[0, :, 4] = np.minimum(stops, plan.stops + counts[0, :, 1])
+    return Cycled(tokens, counts)
+
+
 def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
     """The tokens of a plan with drafts, from float32 `logits` [plan.logit_rows, V]."""
     nested = _sampled_sequences(drafts.model)
@@ -104,6 +137,18 @@ def _choose(logits: Tensor, plan: Plan, drafts: DraftWork) -> Sampled:
     return sampled
 
 
+def _with_drafts(computed: Drafted, plan: Plan) -> Sampled:
+    """The tokens of a plan, and those that its draft model has drafted without the host."""
+    drafts = plan.drafts
+    assert drafts is not None
+    sampled = _choose(computed.logits, plan, replace(drafts, model=None))
+    tokens, are_sound = computed.tokens.token_ids.T.tolist(), np.isfinite(computed.tokens.scores).T.tolist()
+    # A draft takes in no more of these than it may have.
+    for place, steps in enumerate(map(zip, tokens, are_sound), start=len(plan.sampled)):
+        sampled.proposals[place] = [Proposal(token if is_sound else None) for token, is_sound in steps]
+    return sampled
+
+
 def _sampled_sequences(plan: Plan | None) -> list[Sequence]:
     return [] if plan is None else [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
 
@@ -114,7 +159,7 @@ class _Step:
     def __init__(self, drafts: DraftWork, sequences: list[Sequence], raw: Tensor, *, plain: bool) -> None:
         self._raw = raw
         self._sequences = sequences
-        contexts: Rows = [_context(sequence) for sequence in sequences]
+        contexts: Rows = [after_draft(sequence) for sequence in sequences]
         self._rows: dict[int, list[int]] = {}  # the rows of a verification, the one that adds a token last
         for place in drafts.judging:
             drafted = _draft_of(sequences[place])
@@ -162,8 +207,8 @@ def _first_false(flags: Iterable[bool]) -> int:
     return sum(1 for _ in itertools.takewhile(bool, flags))
 
 
-def _context(sequence: Sequence) -> Sequence | Ahead:
-    """The sequence as the sampled row sees it: after all that it has drafted, if anything."""
+def after_draft(sequence: Sequence) -> Sequence | Ahead:
+    """The sequence as its sampled row sees it: after all that it has drafted, if anything."""
     return sequence if sequence.draft is None else Ahead(sequence, sequence.draft.token_ids)
 
 

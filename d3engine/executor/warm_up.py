@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from d3engine.executor.graph_shapes import CHOICES, batch_sizes
+from d3engine.executor.cuda_graph import GraphExecutor
+from d3engine.executor.draft_target import executors_of
 from d3engine.executor.interface import Executor
 from d3engine.executor.memory import draw, largest_plan
 from d3engine.scheduling.scheduler import SchedulerConfig
@@ -27,11 +28,18 @@ def warm_up(executor: Executor, config: SchedulerConfig, *, block_size: int) -> 
     Graphs of fewer layers need no further kernel: they are captured while the engine waits. The pool's entries are
     overwritten, so this comes before the first of them is kept.
     """
+    begun = time.perf_counter()
+    for one in executors_of(executor):
+        _warm_up_one(one, config, block_size)
+    seconds = time.perf_counter() - begun
+    _log.info("kernels for prompts of any length and %d graphs in %.1f s", executor.stats.graphs_captured, seconds)
+
+
+def _warm_up_one(executor: Executor, config: SchedulerConfig, block_size: int) -> None:
     model, steps_before = executor.model.config, executor.stats.eager_steps
     most = min(config.max_num_batched_tokens, config.max_model_len - 1)
     rows = [count for count in row_classes(model.num_heads // model.num_kv_heads) if count <= most]
-    graphs = len(batch_sizes(config.max_num_seqs)) * len(CHOICES)
-    begun = time.perf_counter()
+    graphs = executor.num_deepest if isinstance(executor, GraphExecutor) else 0
     with tqdm(desc="Compiling", total=len(rows) + graphs, disable=hides_bars(), ncols=bar_columns()) as bar:
         for count in rows:
             alone = replace(config, max_num_seqs=1, max_num_batched_tokens=count)
@@ -43,8 +51,6 @@ def warm_up(executor: Executor, config: SchedulerConfig, *, block_size: int) -> 
             if not executor.prepare_next():
                 break
             bar.update()
-    seconds = time.perf_counter() - begun
-    _log.info("kernels for prompts of any length and %d graphs in %.1f s", executor.stats.graphs_captured, seconds)
 
 
 def row_classes(group: int) -> list[int]:

@@ -13,9 +13,10 @@ import numpy as np
 
 from d3engine.errors import require
 from d3engine.scheduling.kv_cache import EntryCopies, IntArray, KVCache
-from d3engine.scheduling.plan import BoolArray, DraftModelRows, Plan
+from d3engine.scheduling.plan import BoolArray, DraftModelRows, DraftWork, Plan
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
+from d3engine.scheduling.sampling_mode import SamplingMode, choice_of_token
 from d3engine.scheduling.sequence import Sequence
 from d3engine.scheduling.waiting import in_turn
 
@@ -24,11 +25,12 @@ class DraftModelBatch:
     """Which rows the second model runs for the sequences of the `first` one's table, and their blocks in `cache`.
 
     One that `reads_states` of the first model runs no row before a sequence drafts, and those of drafted tokens again
-    when the first model has verified them.
+    when the first model has verified them. Behind `draft_rows` rows of a step at most it drafts without the host.
     """
 
-    def __init__(self, cache: KVCache, first: RunningTable, *, reads_states: bool = False) -> None:
+    def __init__(self, cache: KVCache, first: RunningTable, *, reads_states: bool = False, draft_rows: int = 0) -> None:
         self.cache = cache
+        self._draft_rows = draft_rows
         self._reads_states = reads_states
         self._first = first
         self._table = first.of_second_model(cache.num_layers)
@@ -58,7 +60,10 @@ class DraftModelBatch:
         # A sequence that does not draft yet is followed up to its last token, which is the first to draft from.
         followed = starts if self._reads_states else first.num_tokens[slots] - 1
         stops = np.where(first.drafting[slots], first.num_tokens[slots], followed)
-        lengths = np.where(self._verifies(slots), 0, np.maximum(stops - starts, 0))
+        waits = self._verifies(slots)
+        if self._draft_rows and waits.any():  # then all draft together from the next step on
+            waits |= first.drafting[slots]
+        lengths = np.where(waits, 0, np.maximum(stops - starts, 0))
         before = np.cumsum(lengths) - lengths
         lengths = np.clip(budget - before, 0, lengths)
         chosen = lengths > 0
@@ -83,20 +88,62 @@ class DraftModelBatch:
         self.cache.grow(slots, missing)
         return DraftModelRows(self.cache.tables, positions)
 
-    def plan(self, chunks: Chunks) -> Plan | None:
-        """The plan of these chunks, their blocks allocated; None if there are none."""
+    def add_to(self, plan: Plan, chunks: Chunks) -> Plan:
+        """A step of the first model with the plan of these chunks, their blocks allocated."""
         if not chunks.slots.size:
+            return plan
+        lengths = self._lengths(chunks)
+        reach = chunks if lengths is None else _reaching(chunks, lengths)
+        self.cache.grow(chunks.slots, self._missing(reach))
+        own = build_plan(chunks, self._table, self.cache.tables, EntryCopies(), EntryCopies())
+        own = replace(own, prompt_rows=(), captured=())  # the first model's are asked for
+        drafts = plan.drafts or DraftWork(frozenset(), {})
+        return replace(
+            plan, drafts=replace(drafts, model=own, lengths=None if lengths is None else lengths[own.sampled])
+        )
+
+    def _lengths(self, chunks: Chunks) -> IntArray | None:
+        """Int [C]: the tokens that are left to draft behind each chunk, 0 where none is.
+
+        None where the host is to choose the first of them: it alone chooses so, may end a draft there, or has no room
+        for more.
+        """
+        drafts = chunks.stops == self._table.num_tokens[chunks.slots]
+        if not drafts.any() or int((chunks.stops - chunks.starts).sum()) > self._draft_rows:
             return None
-        self.cache.grow(chunks.slots, self._missing(chunks))
-        plan = build_plan(chunks, self._table, self.cache.tables, EntryCopies(), EntryCopies())
-        return replace(plan, prompt_rows=(), captured=())  # the first model's are asked for
+        lengths = np.zeros(chunks.slots.size, dtype=np.int64)
+        for chunk in drafts.nonzero()[0].tolist():
+            sequence = self._first.sequence(int(chunks.slots[chunk]))
+            draft = sequence.draft
+            assert draft is not None
+            if draft.stop_probability > 0 or choice_of_token(sequence) > SamplingMode.PENALISE:
+                return None
+            lengths[chunk] = draft.most - len(draft.token_ids)
+        return lengths if self.has_room(_reaching(chunks, lengths)) else None
+
+    def verified_at_once(self, chunks: Chunks) -> Chunks | None:
+        """The first model's chunks that verify what all of these draft in the same step; None where the host must see
+        the drafts first: for rows that it chooses tokens for, or that are no drafts, or too many."""
+        lengths, slots, first = self._lengths(chunks), chunks.slots, self._first
+        if lengths is None or not lengths.all() or first.choice[slots].max() > SamplingMode.CUT:
+            return None
+        starts = np.array([first.sequence(slot).num_tokens - 1 for slot in slots.tolist()])
+        stops = first.num_tokens[slots] + lengths
+        if int((stops - starts).sum()) > self._draft_rows:
+            return None
+        everything = np.ones((slots.size, first.cutoffs.shape[1]), dtype=bool)
+        return Chunks(slots, starts, stops, first.steps(slots, starts), everything, traits=0)
 
     def _missing(self, chunks: Chunks) -> IntArray:
         return self.cache.missing(chunks.slots, chunks.stops, chunks.active)
 
-    def computed(self, plan: Plan) -> None:
-        """Take in that a plan has run."""
+    def computed(self, drafts: DraftWork) -> None:
+        """Take in that the plan of this model has run, and what it has drafted without the host."""
+        plan = drafts.model
+        assert plan is not None
         self._table.num_computed[plan.slots] = plan.stops
+        if drafts.lengths is not None:
+            self._table.num_computed[plan.slots[plan.sampled]] += drafts.lengths - 1
 
     def computed_to(self, slot: int, position: int) -> None:
         """Take in how far an executor that drafts by itself has come with a slot."""
@@ -106,3 +153,8 @@ class DraftModelBatch:
         """Take in that a slot has grown from `num_before` to `num_tokens` tokens: forget what it computed of others."""
         length = num_before if self._reads_states else num_tokens - 1
         self._table.num_computed[slot] = min(int(self._table.num_computed[slot]), length)
+
+
+def _reaching(chunks: Chunks, lengths: IntArray) -> Chunks:
+    """The chunks with the drafted tokens that are fed behind them: all but the last."""
+    return replace(chunks, stops=chunks.stops + np.maximum(lengths - 1, 0))

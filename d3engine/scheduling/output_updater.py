@@ -9,7 +9,7 @@ from typing import Any
 from d3engine.request.outputs import FinishReason
 from d3engine.scheduling.draft_model import DraftModelBatch
 from d3engine.scheduling.kv_cache import IntArray
-from d3engine.scheduling.plan import Plan, Sampled
+from d3engine.scheduling.plan import DraftWork, Plan, Sampled
 from d3engine.scheduling.running import Counters, NewTokens, RunningTable
 from d3engine.scheduling.sequence import NO_SLOT, Cycle, Sequence, Status
 from d3engine.scheduling.speculative import Drafting
@@ -55,7 +55,7 @@ class OutputUpdater:
             if self._second is not None and sequence.status is Status.RUNNING:
                 self._second.verified(sequence.slot, known, sequence.num_tokens)
         if plan.drafts is not None and plan.drafts.model is not None:
-            self._take_from_second(plan.drafts.model, sampled, len(plan.sampled))
+            self._take_from_second(plan.drafts, sampled, len(plan.sampled))
 
     def _take_cycles(self, plan: Plan, of_sequences: list[list[Cycle]]) -> Iterator[NewTokens]:
         """The same for what a device has drafted and verified by itself."""
@@ -86,10 +86,12 @@ class OutputUpdater:
             self._finish(sequence, FinishReason.ABORT, sequence.own_fault(fault))
             yield NewTokens(sequence, [], [], None)
 
-    def _take_from_second(self, plan: Plan, sampled: Sampled, first_place: int) -> None:
+    def _take_from_second(self, drafts: DraftWork, sampled: Sampled, first_place: int) -> None:
         """Add what the second model has drafted to the drafts; its layers are not counted."""
+        plan = drafts.model
         assert self._second is not None
-        self._second.computed(plan)
+        assert plan is not None
+        self._second.computed(drafts)
         for place, chunk in enumerate(plan.sampled.tolist(), start=first_place):
             sequence = plan.sequences[chunk]
             if sequence.status is Status.RUNNING:

@@ -201,6 +201,7 @@ class DraftWork:
     sequences that verify one to the rows that judge its tokens, in order; the sampled row itself judges none, it yields
     what follows if all are accepted. `kept` and `resumed` are rows that leave hidden states behind or go on from them.
     `model` is the plan of a second model that drafts; its sampled chunks have the places after the plan's own.
+    `lengths` are the tokens that it drafts for each of these without the host; None: one each, which the host chooses.
     """
 
     proposing: frozenset[int]
@@ -208,6 +209,7 @@ class DraftWork:
     kept: tuple[HiddenRows, ...] = ()
     resumed: tuple[HiddenRows, ...] = ()
     model: Plan | None = None
+    lengths: IntArray | None = None
 
     @property
     def judging_rows(self) -> IntArray:

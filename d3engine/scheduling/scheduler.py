@@ -31,10 +31,11 @@ from d3engine.scheduling.multi_step import (
     steps_of_forms,
 )
 from d3engine.scheduling.output_updater import OutputUpdater
-from d3engine.scheduling.plan import DraftWork, ExecutorCapabilities, MultiStep, Plan, Sampled
+from d3engine.scheduling.plan import ExecutorCapabilities, MultiStep, Plan, Sampled
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.prefix_cache import PrefixCache
 from d3engine.scheduling.running import Chunks, Counters, NewTokens, RunningTable
+from d3engine.scheduling.sampling_mode import SamplingMode
 from d3engine.scheduling.select_chunks import SharedPrompts, select_chunks
 from d3engine.scheduling.sequence import NO_SLOT, Sequence, Status
 from d3engine.scheduling.speculative import Drafting
@@ -71,7 +72,8 @@ class SchedulerConfig:
 class Scheduler:
     """The waiting queue and the running sequences over one cache, and over `second_cache` of a model that drafts.
 
-    `reads_states`: that model drafts from hidden states of the first one.
+    `reads_states`: that model drafts from hidden states of the first one. `draft_rows`: rows of its step at most behind
+    which its executor drafts several tokens without the host.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Scheduler:
         second_cache: KVCache | None = None,
         *,
         reads_states: bool = False,
+        draft_rows: int = 0,
     ) -> None:
         self.config = config
         self.cache = cache
@@ -95,7 +98,7 @@ class Scheduler:
         self._under_way = ActiveRun()
         self._second = None
         if second_cache is not None:
-            self._second = DraftModelBatch(second_cache, self._table, reads_states=reads_states)
+            self._second = DraftModelBatch(second_cache, self._table, reads_states=reads_states, draft_rows=draft_rows)
         self._growing = OutputUpdater(self._table, self.counters, self._drafting, self._second, self.finish)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
@@ -224,13 +227,30 @@ class Scheduler:
         if not self._running:
             return None
         chunks = select_chunks(self._table, self._slots, self._drafting, self.config.max_num_batched_tokens)
+        if not chunks.slots.size and (plan := self._cycle()) is not None:
+            return plan
         chunks, missing, multi_step = self._make_room(chunks.deepest_first())
         before, after = self._allocator.allocate(chunks, missing)
         plan = build_plan(chunks, self._table, self.cache.tables, before, after, multi_step)
         self._under_way.begin(plan)
-        if self._second is None or (nested := self._second.plan(self._second_chunks())) is None:
-            return plan
-        return replace(plan, drafts=replace(plan.drafts or DraftWork(frozenset(), {}), model=nested))
+        return plan if self._second is None else self._second.add_to(plan, self._second_chunks())
+
+    def _cycle(self) -> Plan | None:
+        """The plan by which all running sequences draft, and verify their drafts, without the host between the two;
+        None where it must look, or there is no memory for it."""
+        assert self._second is not None, "without a second model every sequence has rows"
+        drafting = self._second_chunks()
+        chunks = self._second.verified_at_once(drafting)
+        if chunks is None or chunks.slots.size < len(self._running):
+            return None
+        missing, needed = self._allocator.missing(chunks)
+        if not self.prefix_cache.reserve(needed):
+            return None
+        before, after = self._allocator.allocate(chunks, missing)
+        choice = SamplingMode(int(self._table.choice[chunks.slots].max()))
+        multi_step = MultiStep(1, chunks.steps, self._table.cutoffs[chunks.slots], choice, cycles=True)
+        plan = build_plan(chunks, self._table, self.cache.tables, before, after, multi_step)
+        return self._second.add_to(plan, drafting)
 
     def _prolong(self) -> None:
         """Plan the run under way further, as far as its rows stay in order and there is memory."""

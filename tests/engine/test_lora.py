@@ -101,6 +101,22 @@ def test_graphs_serve_adapters(adapted: Adapted, alone: list[RequestOutput], mon
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in alone]
 
 
+@pytest.mark.parametrize("has_model", [False, True], ids=["lookups", "draft model"])
+def test_drafts_with_adapters_are_verified_in_graphs(
+    adapted: Adapted, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, has_model: bool
+) -> None:
+    """Each row of a draft runs with the adapter of its sequence."""
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
+    policy = Speculative(str(adapted.model), 3) if has_model else PromptLookup(4)
+    with engine_of(adapted, depth=policy) as engine:
+        found = together(engine, GREEDY)
+        stats = engine.stats()
+        assert stats.drafted_tokens > 0
+        assert stats.eager_steps == 1, "the prompts'"
+        assert stats.graph_steps > 5
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in alone]
+
+
 def test_prompt_blocks_are_shared_within_an_adapter_alone(native: Engine) -> None:
     native.reset_prefix_cache()
     prompt = random_prompts([40], seed=9)[0]

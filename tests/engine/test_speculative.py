@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 from fixture_types import MakeLlama
 from tiny_models import TinyLlama, random_prompts, save_without_layer
 
-from d3engine import Engine, FullDepth, SamplingParams, Speculative, UnifiedSkip
+from d3engine import Engine, FullDepth, SamplingParams, Speculative
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
-from d3engine.engine import resolve
 from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
 
@@ -45,29 +43,6 @@ def test_a_draft_model_that_is_the_target_itself_is_always_right(target: TinyLla
     stats = engine.stats()
     assert stats.acceptance_rate == 1
     assert stats.realised_mean_layers == 4  # every row that full depth ran yielded a token
-
-
-def test_second_model_with_graphs_drafts_step_by_step(
-    target: TinyLlama, draft: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an executor that decodes by itself a second model drafts step by step."""
-    # Rows that could run ahead wait for the draft model's; alone they do run ahead.
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
-    prompts = random_prompts([7, 12, 3], vocab_size=40)
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    engine = new_engine(target, Speculative(draft, 3))
-    drafted = engine.generate(prompts, params, use_tqdm=False)
-    assert engine.stats().graph_steps == 0
-    longer = replace(params, max_tokens=60)
-    asked = [params, replace(longer, depth=FullDepth()), replace(longer, depth=UnifiedSkip(2))]
-    mixed = engine.generate(prompts, asked, use_tqdm=False)
-    assert 10 < engine.stats().graph_steps < 59
-    eager = new_engine(target, FullDepth(), enforce_eager=True)
-    full = eager.generate(prompts, longer, use_tqdm=False)
-    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids[:9] for one in full]
-    wanted = [full[0].outputs[0].token_ids[:9], full[1].outputs[0].token_ids]
-    wanted.append(eager.generate(prompts[2], asked[2], use_tqdm=False)[0].outputs[0].token_ids)
-    assert [one.outputs[0].token_ids for one in mixed] == wanted
 
 
 def test_draft_model_that_does_not_fit_is_refused_by_name(

@@ -13,6 +13,8 @@ import pytest
 import torch
 from batches import CONFIG
 from fixture_types import MakeEngine
+from tiny_models import save_random
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +41,19 @@ def test_no_step_loads_a_kernel_after_the_warm_up(tmp_path: Path) -> None:
     assert not cold["start"]
     assert warm["steps"] == cold["steps"]
     assert min(warm["steps"]) > 80
+
+
+@needs_triton
+def test_no_step_of_a_draft_loads_a_kernel_after_the_warm_up(tmp_path: Path) -> None:
+    """The same with a draft model of other widths: its prompts, its drafts and their verifications."""
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    smaller = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 80}
+    save_random(tmp_path / "draft", LlamaForCausalLM(LlamaConfig(**(CONFIG | sizes | smaller))))
+    found = printed_by("compiled_once.py", str(tmp_path), "true", str(tmp_path / "draft"))
+    assert found["start"] > 40
+    assert not found["later"]
+    assert min(found["steps"]) > 80
 
 
 @needs_triton

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from depth_oracle import d3, greedy_at_depth
-from tiny_models import TinyLlama
+from tiny_models import TinyLlama, save_without_layer
 from transformers import LlamaForCausalLM
 from transformers_oracle import assert_same_tokens, greedy_after
 
-from d3engine import D3, Engine, FullDepth, RequestOutput, SamplingParams, SkipDecode
+from d3engine import D3, Engine, FullDepth, RequestOutput, SamplingParams, SkipDecode, Speculative
 from d3engine.depth import DepthPolicy
 from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -126,6 +126,26 @@ def test_graphs_give_the_tokens_of_eager_steps(device: str, tiny_llama: MakeMode
             stats = engine.stats()
         if device == "cuda":
             assert (stats.graphs_captured > 0) == (not enforce_eager)
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_drafts_in_graphs_give_the_tokens_of_no_drafts(
+    device: str, tiny_llama: MakeModel, make_prompts: MakePrompts, tmp_path: Path
+) -> None:
+    """A draft model and the verification of its drafts answer as eager steps without drafts."""
+    tiny = tiny_llama(**DEEP)
+    policy = Speculative(save_without_layer(tiny, 4, tmp_path / "draft"), 3)
+    prompts, answers = make_prompts([3, 20, 33, 9], seed=5), []
+    params = [greedily(tokens=8 + 6 * nth) for nth in range(len(prompts))]
+    for depth in (policy, FullDepth()):
+        with engine_of(tiny.directory, device, depth=depth, enforce_eager=depth is not policy) as engine:
+            for _ in range(2):  # what is captured by the first call is replayed by the second
+                answers.append(tokens_of(engine.generate(prompts, params, use_tqdm=False)))
+            stats = engine.stats()
+        assert (stats.verifications > 10) == (depth is policy)
+        if device == "cuda" and depth is policy:
+            assert stats.graphs_captured > 5
+            assert stats.eager_steps == 2, "the prompts'"
     assert all(answer == answers[0] for answer in answers)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import CONFIG, Request, assert_same
 from fixture_types import MakeEngine, MakeLlama
-from tiny_models import TINY, random_prompts, save_random
+from tiny_models import TINY, random_prompts, save_random, save_without_layer
 from trained_students import LAYERS as NUM_LAYERS
 from trained_students import SIZE, Trained
 from transformers import (
@@ -23,7 +23,7 @@ from transformers import (
 from transformers_oracle import assert_same_tokens
 
 import d3engine.kernels.triton as kernels
-from d3engine import D3, Engine, FullDepth, SamplingParams, UnifiedSkip, Width
+from d3engine import D3, Engine, FullDepth, SamplingParams, Speculative, UnifiedSkip, Width
 from d3engine.depth import DepthPolicy
 from d3engine.engine import resolve
 from d3engine.kernels import reference
@@ -97,6 +97,29 @@ def test_width_decay_answers_as_the_oracle(
     for prompt, steps, output in zip(prompts, tables, outputs, strict=True):
         levels = [None] * steps[0] + [0] * (steps[1] - steps[0]) + [1] * (steps[2] - steps[1]) + [2] * 7
         assert_same_tokens(output.outputs[0].token_ids, trained.on_ladder(prompt, levels.__getitem__, 7), tie=1e-3)
+
+
+def test_drafts_in_graphs_answer_as_on_the_reference(
+    tiny_llama: MakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A draft model and the verification of its drafts, in a batch with lengths of their own."""
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
+    tiny = tiny_llama(num_hidden_layers=3, hidden_size=SIZE, intermediate_size=48)
+    policy = Speculative(save_without_layer(tiny, 1, tmp_path / "draft"), 3)
+    prompts = random_prompts([5, 3, 9], seed=2)
+    drawn = SamplingParams(temperature=0.7, seed=3, max_tokens=6, ignore_eos=True)
+    params = [drawn, replace(drawn, temperature=0, max_tokens=8), replace(drawn, top_k=20)]
+    kind: dict[str, Any] = {"dtype": "float32", "device": device.type, "max_model_len": 64, "max_num_seqs": 3}
+    answers, counts = [], []
+    for given in ({"backend": "triton"}, {"backend": "torch", "enforce_eager": True}):
+        with Engine(tiny.directory, depth=policy, skip_tokenizer_init=True, **kind, **given) as engine:
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            answers.append([one.outputs[0].token_ids for one in outputs])
+            stats = engine.stats()
+            counts.append((stats.drafted_tokens, stats.accepted_tokens, stats.verifications))
+            assert (stats.graph_steps > 3) == (given["backend"] == "triton")
+    assert answers[0] == answers[1]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])

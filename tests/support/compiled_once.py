@@ -1,6 +1,6 @@
 """A program that prints how many kernels an engine's start loads, and which later steps load further ones.
 Kernels are compiled for a GPU that is not there, and a driver counts what it is given to load; nothing is computed.
-Arguments: the directory of a model, and what `warm_up` is."""
+Arguments: the directory of a model, what `warm_up` is, and the directory of a draft model, if any."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ torch.empty = torch.zeros  # logits that no kernel writes are finite
 
 from pathlib import Path  # noqa: E402 (the driver comes first)
 
-from d3engine import D3, Engine, SamplingParams  # noqa: E402
+from d3engine import D3, Engine, SamplingParams, Speculative  # noqa: E402
 from d3engine.engine import resolve  # noqa: E402
 from d3engine.engine.settings import EngineSettings  # noqa: E402
 from d3engine.kernels.target import TARGETS  # noqa: E402
@@ -29,18 +29,19 @@ resolve.resolve_backend = lambda *given: "triton"
 EngineSettings.warms_up = property(lambda settings: settings.warm_up)  # type: ignore[assignment]
 
 MOST = 80
-config = ModelConfig.from_directory(Path(sys.argv[1]))
+_, target, warm_up, *draft = sys.argv
+config = ModelConfig.from_directory(Path(target))
 engine = Engine(
-    sys.argv[1],
+    target,
     weights=random_weights(config, dtype=torch.bfloat16, device="cpu", seed=3),
-    depth=D3(0.5, 0.5),
+    depth=Speculative(draft[0], 3) if draft else D3(0.5, 0.5),
     dtype="bfloat16",
     max_num_seqs=4,
     max_num_batched_tokens=MOST,
     enable_prefix_caching=False,
     device="cpu",
     skip_tokenizer_init=True,
-    warm_up=json.loads(sys.argv[2]),
+    warm_up=json.loads(warm_up),
 )
 utils = absent._Driver.utils
 at_start = utils.loaded
