@@ -203,9 +203,9 @@ class LogitMask:
 
     `biases` float32 are added to the logits of the distinct tokens `biased`, int64 [n]. `allowed` uint8 [bytes] has one
     bit per token, from the lowest bit of its first byte on, and is None if all are allowed. `banned` int64 are excluded
-    before the generation step `banned_until`. `words` must never be completed: the tree of `types.h` (edges, first_edges,
-    bans, first_bans). `recent` are the last tokens of the answer, all or as many as the longest word has. With
-    `has_grammar` the run calls its grammar at each step.
+    before the generation step `banned_until`. `words` must never be completed: the tree of `types.h` (edges,
+    first_edges, bans, first_bans). `recent` are the last tokens of the answer, all or as many as the longest word has.
+    With `has_grammar` the run calls its grammar at each step.
     """
 
     biased: npt.NDArray[np.int64]
