@@ -218,7 +218,9 @@ def gguf_file(name: str) -> Iterator[str]:
 # -- speculative decoding --------------------------------------------------------------------------------------
 
 NO_DRAFTS, PEER = "none", "llama.cpp"
-DRAFTERS = {"auto": "draft model", "draft": "draft model", "lookup": "lookups", "lookup, auto": "lookups"}
+AGAIN = "none again"
+DRAFTERS = {AGAIN: "no drafts again", "auto": "draft model", "draft": "draft model", "lookup": "lookups"}
+DRAFTERS["lookup, auto"] = DRAFTERS["lookup"]
 
 
 def speculation() -> Iterator[str]:
@@ -285,6 +287,8 @@ def _drafter(system: str, found: Report) -> str:
         lengths = found["settings"]["peer_lengths"]
         tried = f", the best of {min(lengths)} to {max(lengths)}" if len(lengths) > 1 else ""
         return f"{PEER}, its own drafts of {system.rpartition(' ')[2]}{tried}"
+    if system == AGAIN:
+        return DRAFTERS[system]
     length = re.search(r"'num_speculative_tokens': (\d+)", found["arguments"][system])
     return f"{DRAFTERS[system]}, {f'{length[1]} tokens' if length else 'as long as pays'}"
 
