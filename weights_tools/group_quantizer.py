@@ -11,16 +11,14 @@ from torch import Tensor
 
 from d3engine.model.checkpoint import Checkpoint
 from d3engine.model.config import ModelConfig
-from d3engine.weights_tools.layerwise import LayerwiseModel
+from d3engine.weights_tools.layerwise import LayerwiseModel, weighted
 
 GROUP_SIZES = (32, 64, 128)
 _MOST = 15
 _COLUMNS_AT_ONCE = 128
 """Columns whose errors are spread over the columns behind them in one product."""
-_DAMPING = 0.05
-"""Of the mean of the diagonal, added to it: few tokens leave directions that no activation has."""
-_CAUGHT_UP = 1.0
-"""Share of what the layers before a matrix lost, as far as it can tell, that it makes up for."""
+_DAMPING = 0.2
+"""Of the mean of the diagonal, added to it: a text has chance correlations, which other texts do not share."""
 _SWEEPS = 2
 """Rounds in which each scale and code is chosen again; later ones gain little."""
 _SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
@@ -193,31 +191,28 @@ class LayerQuantizer:
         made: dict[str, Groups] = {}
         count = len(self._rounded)
 
-        def product(inputs: list[Tensor], modules: list[str]) -> Iterator[Tensor]:
-            matrices = self._model.matrices(modules)
-            moments = self._model.second_moments(inputs[:count], modules)
-            made.update(self._quantized(matrices, inputs[:count], inputs[count:], moments))
-            bias = self._model.bias(modules)
-            rounded = torch.cat([made[name].dequantize() for name in matrices])
-            yield from (F.linear(one, rounded, bias) for one in inputs[:count])
-            floats = torch.cat([*matrices.values()])
-            yield from (F.linear(one, floats, bias) for one in inputs[count:])
+        def product(inputs: list[Tensor], modules: list[str], added: list[Tensor]) -> Iterator[Tensor]:
+            matrices, bias = self._model.matrices(modules), self._model.bias(modules)
+            rounded, floats = inputs[:count], inputs[count:]
+            floating = torch.cat([*matrices.values()])
+            moments = self._model.second_moments(rounded, modules)
+            gaps = [wanted - one for one, wanted in zip(added[:count], added[count:], strict=True)]
+            wanted = _caught_up(floating, rounded, floats, gaps, moments)
+            sizes = [len(matrix) for matrix in matrices.values()]
+            made.update(self._quantized(dict(zip(matrices, torch.split(wanted, sizes), strict=True)), moments))
+            quantized = torch.cat([made[name].dequantize() for name in matrices])
+            yield from (F.linear(one, quantized, bias) for one in rounded)
+            yield from (F.linear(one, floating, bias) for one in floats)
 
         states = self._model.layer(index, [*self._rounded, *self._floats], product)
         self._rounded, self._floats = states[:count], states[count:]
         return made
 
-    def _quantized(
-        self, matrices: dict[str, Tensor], rounded: Sequence[Tensor], floats: Sequence[Tensor], moments: Tensor
-    ) -> dict[str, Groups]:
-        """Matrices of the same inputs: those of quantized layers, and of float ones."""
-        sizes = [len(matrix) for matrix in matrices.values()]
-        wanted = _caught_up(torch.cat([*matrices.values()]), rounded, floats, moments)
-        targets = dict(zip(matrices, torch.split(wanted, sizes), strict=True))
-        made = {name: round_rows(matrix) for name, matrix in targets.items() if name in self._of_8_bits}
-        return made | quantize_together(
-            {name: matrix for name, matrix in targets.items() if name not in made}, self.group_size, moments
-        )
+    def _quantized(self, matrices: dict[str, Tensor], moments: Tensor) -> dict[str, Groups]:
+        """Matrices of the same inputs, those of 4 bits fitted together."""
+        made = {name: round_rows(matrix) for name, matrix in matrices.items() if name in self._of_8_bits}
+        others = {name: matrix for name, matrix in matrices.items() if name not in made}
+        return made | quantize_together(others, self.group_size, moments)
 
 
 def quantize_together(matrices: dict[str, Tensor], group_size: int, moments: Tensor) -> dict[str, Groups]:
@@ -230,17 +225,27 @@ def quantize_together(matrices: dict[str, Tensor], group_size: int, moments: Ten
     return {name: Groups(*part) for name, part in zip(matrices, zip(*parts, strict=True), strict=True)}
 
 
-def _caught_up(matrix: Tensor, rounded: Sequence[Tensor], floats: Sequence[Tensor], moments: Tensor) -> Tensor:
-    """`matrix` [N, K] with the products of `rounded` nearer to its products of `floats`.
+def _caught_up(
+    matrix: Tensor, rounded: Sequence[Tensor], floats: Sequence[Tensor], gaps: Sequence[Tensor], moments: Tensor
+) -> Tensor:
+    """`matrix` [N, K] changed: its products of `rounded` come near those of `matrix` and `floats`, plus `gaps`, if any.
 
-    It makes up for what the layers before it lost, as far as their outputs show it (Arai and Ichikawa, QEP, 2025).
+    So it makes up for what the layers before it lost, as far as its inputs show that (Arai and Ichikawa, QEP, 2025).
+    Where its outputs are added to hidden states, `gaps` [S, L, N] are what these lack.
     """
     rows, columns = matrix.shape
-    is_narrow = 2 * rows < columns  # the cheaper of two orders of the same products
-    lost = torch.zeros(rows if is_narrow else columns, columns)
-    for one, wanted in zip(rounded, floats, strict=True):
-        change = (wanted - one).flatten(0, -2)
-        lost.addmm_((F.linear(change, matrix) if is_narrow else change).t(), one.flatten(0, -2))
-    lost = lost if is_narrow else matrix @ lost
+    inputs = [weighted(one.flatten(0, -2)) for one in rounded]
+    lost = torch.zeros(rows, columns)
+    changes = ((wanted - one).flatten(0, -2) for one, wanted in zip(rounded, floats, strict=True))
+    if 2 * rows < columns:  # the cheaper of two orders of the same products
+        for change, one in zip(changes, inputs, strict=True):
+            lost.addmm_(F.linear(change, matrix).t(), one)
+    else:
+        cross = torch.zeros(columns, columns)
+        for change, one in zip(changes, inputs, strict=True):
+            cross.addmm_(change.t(), one)
+        lost = matrix @ cross
+    for gap, one in zip(gaps, inputs, strict=False):
+        lost.addmm_(gap.flatten(0, -2).t(), one)
     factor = torch.linalg.cholesky(_damped(moments))
-    return matrix + _CAUGHT_UP * torch.cholesky_solve(lost.t(), factor).t()
+    return matrix + torch.cholesky_solve(lost.t(), factor).t()

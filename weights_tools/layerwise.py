@@ -17,11 +17,15 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import HEAD_NORMS, LM_HEAD
 from d3engine.model.llama import Rope, scaled_embedding_
 
-Product: TypeAlias = Callable[[list[Tensor], list[str]], Iterable[Tensor]]
-"""Inputs [S, L, K] of each part of a text, and modules whose matrices lie side by side -> outputs [S, L, N] of each."""
+Product: TypeAlias = Callable[[list[Tensor], list[str], list[Tensor]], Iterable[Tensor]]
+"""Of each part of a text: inputs [S, L, K], modules whose matrices lie side by side, and the hidden states [S, L, H]
+that the outputs are added to, or none -> outputs [S, L, N].
+"""
 
 _SEQUENCES_AT_ONCE = 8
 """In one product: the inputs of all are in memory, and the outputs of these."""
+_LONGEST = 5.0
+"""Lengths of a median row: one that is longer counts as if it had these."""
 _COLUMNS_AT_ONCE = 512
 """Of second moments, in one product."""
 
@@ -49,7 +53,7 @@ class LayerwiseModel:
         runs = [self._products(index, one) for one in states]
         outputs: Iterable[Tensor | None] = [None] * len(runs)
         while True:
-            asked: list[tuple[Tensor, list[str]]] = []
+            asked: list[tuple[Tensor, list[str], Tensor | None]] = []
             ended: list[Tensor] = []
             for run, output in zip(runs, outputs, strict=True):
                 try:
@@ -58,9 +62,10 @@ class LayerwiseModel:
                     ended.append(end.value)
             if ended:
                 return ended
-            outputs = (product or self.product)([inputs for inputs, _ in asked], asked[0][1])
+            inputs, (modules, *_), added = zip(*asked, strict=True)
+            outputs = (product or self.product)(list(inputs), modules, [one for one in added if one is not None])
 
-    def product(self, inputs: list[Tensor], modules: list[str]) -> Iterable[Tensor]:
+    def product(self, inputs: list[Tensor], modules: list[str], _: list[Tensor]) -> Iterable[Tensor]:
         """A `Product` of the float matrices."""
         matrix, bias = torch.cat([*self.matrices(modules).values()]), self.bias(modules)
         return (F.linear(one, matrix, bias) for one in inputs)
@@ -70,17 +75,20 @@ class LayerwiseModel:
         return {f"{module}.weight": self.read(f"{module}.weight") for module in modules}
 
     def second_moments(self, inputs: Sequence[Tensor], modules: Sequence[str]) -> Tensor:
-        """The sum [K, K] of x x' over all rows x of `inputs`, [..., K] each, which those modules meet.
+        """The sum [K, K] of w x x' over all rows x of `inputs`, [..., K] each, which those modules meet (`weighted`).
 
         Raises `ModelFormatError` where they are not finite.
         """
         columns = inputs[0].shape[-1]
         moments = torch.zeros(columns, columns)
-        for start in range(0, columns, _COLUMNS_AT_ONCE):  # the upper triangle alone is computed
-            stop = min(start + _COLUMNS_AT_ONCE, columns)
-            for rows in (one.flatten(0, -2) for one in inputs):
-                moments[:stop, start:stop].addmm_(rows[:, :stop].t(), rows[:, start:stop])
-            moments[start:stop, :start] = moments[:start, start:stop].t()
+        starts = range(0, columns, _COLUMNS_AT_ONCE)
+        for rows in (one.flatten(0, -2) for one in inputs):
+            with_weights = weighted(rows)
+            for start in starts:  # the upper triangle alone is computed
+                stop = min(start + _COLUMNS_AT_ONCE, columns)
+                moments[:stop, start:stop].addmm_(with_weights[:, :stop].t(), rows[:, start:stop])
+        for start in starts:
+            moments[start:, :start] = moments[:start, start:].t()
         if not torch.isfinite(moments).all():
             raise ModelFormatError(
                 f"{self.checkpoint.entries[modules[0] + '.weight'].file}: activations are not finite"
@@ -111,8 +119,10 @@ class LayerwiseModel:
             normed = self._normed(hidden, "", names.final_norm)
             yield soft_capped(F.linear(normed, head) / config.multipliers.logits, config.soft_caps.logits)
 
-    def _products(self, index: int, hidden: Tensor) -> Generator[tuple[Tensor, list[str]], Tensor | None, Tensor]:
-        """Yield the inputs and modules of each product of a layer, take its outputs; return the hidden states."""
+    def _products(
+        self, index: int, hidden: Tensor
+    ) -> Generator[tuple[Tensor, list[str], Tensor | None], Tensor | None, Tensor]:
+        """Yield what a `Product` takes for each product of a layer, take its outputs; return the hidden states."""
         # What is yielded has no name here: while all parts wait for a product, only its inputs are in memory.
         names = self.config.tensor_names
         prefix, norms = names.layer(index), names.norms
@@ -120,12 +130,13 @@ class LayerwiseModel:
         qkv_modules = [attention + name for name in names.qkv]
         gate_up_modules = [prefix + name for name in names.gate_up]
         heads = self._attended(
-            _sent((yield self._normed(hidden, prefix, norms.attention), qkv_modules)), attention, index
+            _sent((yield self._normed(hidden, prefix, norms.attention), qkv_modules, None)), attention, index
         )
-        output = _sent((yield heads, [attention + "o_proj"]))
+        added = hidden if norms.attention_post is None else None
+        output = _sent((yield heads, [attention + "o_proj"], added))
         hidden = hidden + self._normed(output, prefix, norms.attention_post)
-        gated = self._gated(_sent((yield self._normed(hidden, prefix, norms.mlp), gate_up_modules)))
-        down = _sent((yield gated, [prefix + names.down]))
+        gated = self._gated(_sent((yield self._normed(hidden, prefix, norms.mlp), gate_up_modules, None)))
+        down = _sent((yield gated, [prefix + names.down], hidden if norms.mlp_post is None else None))
         return hidden + self._normed(down, prefix, norms.mlp_post)
 
     def _normed(self, x: Tensor, prefix: str, name: str | None) -> Tensor:
@@ -162,6 +173,16 @@ class LayerwiseModel:
             mask = mask if window is None else mask.triu(1 - window)
             found = attended(query, key, value, mask, scale, cap, enable_gqa=True)
         return found.transpose(1, 2).flatten(2)
+
+
+def weighted(rows: Tensor) -> Tensor:
+    """Rows [T, K] times their weights: 1, or less where one is many times as long as most.
+
+    A model that parks attention at the first token has activations there that would outweigh all others.
+    """
+    lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    most = (_LONGEST * lengths.median()).clamp(min=1e-12)
+    return rows * (most / lengths.clamp(min=most)).square()
 
 
 def _sent(outputs: Tensor | None) -> Tensor:

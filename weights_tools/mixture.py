@@ -105,12 +105,17 @@ def _rounded_layers(model: LayerwiseModel, prompts: Tensor, group_size: int) -> 
 
 
 def _rounding(
-    model: LayerwiseModel, group_size: int, found: dict[str, Groups], inputs: list[Tensor], modules: list[str]
+    model: LayerwiseModel,
+    group_size: int,
+    found: dict[str, Groups],
+    inputs: list[Tensor],
+    modules: list[str],
+    added: list[Tensor],
 ) -> Iterator[Tensor]:
     """The products of the float matrices, which `found` gets in 4 bits."""
     moments = model.second_moments(inputs, modules)
     found |= quantize_together(model.matrices(modules), group_size, moments)
-    yield from model.product(inputs, modules)
+    yield from model.product(inputs, modules, added)
 
 
 def _costs_of_layers(
@@ -141,6 +146,7 @@ def _stepping(
     steps: Mapping[Unit, Tensor],
     inputs: list[Tensor],
     modules: list[str],
+    _: list[Tensor],
 ) -> Iterator[Tensor]:
     """The products of the float matrices, and `steps` times those of their rounding errors."""
     matrices, bias = model.matrices(modules), model.bias(modules)

@@ -213,14 +213,14 @@ def test_fitting_tokens_default_has_conversations() -> None:
     with Engine("demo", **OPTIONS) as engine:
         prompt = engine.chat_prompt([{"role": "user", "content": "Tom has 5 pens."}])["prompt_token_ids"]
     starts = [row[:2] == prompt[:2] for row in tokens.tolist()]
-    assert starts == [False] * 32 + [True] * 32
+    assert starts == [False] * 16 + [True] * 16
     assert len({tuple(row) for row in tokens.tolist()}) == len(tokens)
 
 
 def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
     """A model that knows no chats is fitted to documentation alone."""
     source = copytree(DEMO, tmp_path / "model", ignore=ignore_patterns("chat_template.jinja"))
-    assert len(fitting_tokens(source, None, show_progress=False)) == 32
+    assert len(fitting_tokens(source, None, show_progress=False)) == 16
 
 
 @pytest.mark.parametrize(
