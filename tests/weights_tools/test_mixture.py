@@ -16,10 +16,10 @@ from d3engine.kernels.blocks import StackedWeight
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import open_checkpoint
 from d3engine.model.weights import load_weights
-from d3engine.weights_tools import mixture, quantize
+from d3engine.weights_tools import group_quantizer, mixture, quantize
 from d3engine.weights_tools.fitting_text import fitting_tokens
-from d3engine.weights_tools.group_quantizer import Groups, stored_bits
-from d3engine.weights_tools.layerwise import LayerwiseModel
+from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, stored_bits
+from d3engine.weights_tools.layerwise import LayerwiseModel, weighted
 from d3engine.weights_tools.mixture import Unit, output_costs, units_of
 from d3engine.weights_tools.quantize import quantize_to_groups
 
@@ -104,14 +104,15 @@ def test_mixture_meets_the_budget(tmp_path: Path, bits: float) -> None:
 
 
 class PartlyRounded(LayerwiseModel):
-    """A float model of which some matrices go a tenth of the way to those in 4 bits."""
+    """A float model of which some matrices go a share of the way to quantized ones."""
 
     rounded: dict[str, Groups]
+    share = 0.1
 
     def matrices(self, modules: Iterable[str]) -> dict[str, Tensor]:
         floats = super().matrices(modules)
         return {
-            name: matrix.lerp(self.rounded[name].dequantize(), 0.1) if name in self.rounded else matrix
+            name: matrix.lerp(self.rounded[name].dequantize(), self.share) if name in self.rounded else matrix
             for name, matrix in floats.items()
         }
 
@@ -135,6 +136,33 @@ def test_output_costs_are_the_divergence_of_each_unit(monkeypatch: pytest.Monkey
                 measured[unit] = 100 * divergence(wanted, floats_of(model, prompts))
     ratios = [costs[unit] / measured[unit] for unit in measured]
     assert all(0.5 < ratio < 2 for ratio in ratios), ratios
+
+
+def test_layers_make_up_for_what_earlier_ones_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices that are fitted to the products of float layers leave less divergence than those fitted to their own."""
+    prompts = fitting_tokens(DEMO, TEXT, show_progress=False)
+    found = []
+    with open_checkpoint(DEMO) as checkpoint:
+        model = PartlyRounded(checkpoint, CONFIG, prompts.shape[1])
+        model.share, model.rounded = 1.0, {}
+        wanted = floats_of(model, prompts)
+        for makes_up in (True, False):
+            if not makes_up:
+                monkeypatch.setattr(group_quantizer, "_caught_up", lambda matrix, *_: matrix)
+            quantizer = LayerQuantizer(checkpoint, CONFIG, prompts, 32)
+            model.rounded = {}
+            for index in range(CONFIG.num_layers):
+                model.rounded |= quantizer.layer(index)
+            found.append(divergence(wanted, floats_of(model, prompts)))
+    assert found[0] < 0.9 * found[1]
+
+
+def test_weighted_long_row_counts_as_five_medians() -> None:
+    """A row hundreds of times as long as most weighs as one of five median lengths; others keep theirs."""
+    rows = torch.eye(4).repeat(3, 1)
+    rows[5] *= 300
+    moments = rows.t() @ weighted(rows)
+    assert moments.diagonal().tolist() == pytest.approx([3.0, 2.0 + 25.0, 3.0, 3.0])
 
 
 @pytest.fixture(scope="module")
