@@ -182,7 +182,8 @@ def weighted(rows: Tensor) -> Tensor:
     """
     lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     most = (_LONGEST * lengths.median()).clamp(min=1e-12)
-    return rows * (most / lengths.clamp(min=most)).square()
+    found: Tensor = rows * (most / lengths.clamp(min=most)).square()
+    return found
 
 
 def _sent(outputs: Tensor | None) -> Tensor:
