@@ -39,7 +39,7 @@ from d3engine.weights_tools.quantize import quantize_model, quantize_to_groups
 
 FORMS: dict[str, Callable[[Path, Path], None]] = {
     "int4": partial(quantize_to_groups, show_progress=False),
-    "int4 --like q4_k_m": partial(quantize_to_groups, like="q4_k_m", show_progress=False),
+    "int4 --bits 5.5": partial(quantize_to_groups, bits=5.5, show_progress=False),
     "int4 --rtn": partial(quantize_model, scheme="int4", show_progress=False),
     "int8": partial(quantize_model, scheme="int8", show_progress=False),
     "fp8": partial(quantize_model, scheme="fp8", show_progress=False),

@@ -17,7 +17,7 @@ from d3engine.text.chat_template import load_chat_template
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.utils.progress import shows_bars
 
-_SEQUENCES, _LENGTH = 32, 512
+_SEQUENCES, _LENGTH = 16, 512
 """Of each kind of text: the most that is read of it, in tokens."""
 _FEWEST_TOKENS = 1024
 _TEMPERATURE = 0.8

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d3engine.errors import ModelFormatError
-from d3engine.kernels import reference
-from d3engine.kernels.reference_attention import attended
 from d3engine.model.checkpoint import Checkpoint
 from d3engine.model.config import ModelConfig
-from d3engine.model.expected_tensors import HEAD_NORMS
-from d3engine.model.llama import Rope, scaled_embedding_
+from d3engine.weights_tools.layerwise import LayerwiseModel, weighted
 
 GROUP_SIZES = (32, 64, 128)
 _MOST = 15
 _COLUMNS_AT_ONCE = 128
 """Columns whose errors are spread over the columns behind them in one product."""
-_DAMPING = 0.05
-"""Of the mean of the diagonal, added to it: few tokens leave directions that no activation has."""
+_DAMPING = 0.2
+"""Of the mean of the diagonal, added to it: a text has chance correlations, which other texts do not share."""
 _SWEEPS = 2
 """Rounds in which each scale and code is chosen again; later ones gain little."""
 _SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
@@ -114,27 +110,21 @@ def _improved(
     return codes, scales
 
 
+def stored_bits(shape: Sequence[int], bits: int, group_size: int = 0) -> int:
+    """Bits of a matrix [N, K] in a file: 4 of a code, in groups, or 8, with a scale for each row."""
+    rows, columns = shape
+    of_shape = 2 * 64
+    if bits == 8:
+        return 8 * rows * columns + 16 * rows + of_shape
+    zero_points = 32 * -(-rows // 8)
+    return 4 * rows * columns + columns // group_size * (16 * rows + zero_points) + of_shape
+
+
 def round_rows(matrix: Tensor) -> Groups:
     """`matrix` [N, K] in 8 bits: one group a row, whose zero point is 128."""
     scales = (matrix.abs().amax(dim=1, keepdim=True) / 127).clamp_(min=1e-6).half()
     codes = (matrix / scales.float()).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
     return Groups(codes, torch.full_like(scales, 128, dtype=torch.uint8), scales)
-
-
-def matrices_of_8_bits(config: ModelConfig) -> frozenset[str]:
-    """The matrices of a mixture that get 8 bits: those to which a model is most sensitive, in about half its layers.
-
-    As llama.cpp's Q4_K_M has it, the value and the down projection, in the first and last eighth of the layers and in
-    every third between them. Of a fused matrix the values are no part.
-    """
-    names, eighth = config.tensor_names, config.num_layers // 8
-    modules = [names.down, *(f"self_attn.{name}" for name in names.qkv[2:])]
-    layers = [
-        layer
-        for layer in range(config.num_layers)
-        if layer < eighth or layer >= 7 * config.num_layers // 8 or (layer - eighth) % 3 == 2
-    ]
-    return frozenset(f"{names.layer(layer)}{module}.weight" for layer in layers for module in modules)
 
 
 def _damped(second_moments: Tensor) -> Tensor:
@@ -178,7 +168,10 @@ def _fit(part: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LayerQuantizer:
-    """Quantizes the layers of a model one after the other, each for the activations that the ones before it make."""
+    """Quantizes the layers of a model one after the other, each for the activations that the ones before it make.
+
+    Beside the text through quantized layers it runs through the float ones, whose products each matrix is fitted to.
+    """
 
     def __init__(
         self,
@@ -189,110 +182,70 @@ class LayerQuantizer:
         of_8_bits: Collection[str] = (),
     ) -> None:
         """`prompts` int64 [S, L]: the text. The matrices named in `of_8_bits` become rows of 8 bits."""
-        self._checkpoint, self._config, self.group_size = checkpoint, config, group_size
-        self._of_8_bits = of_8_bits
-        self._sequences, self._length = prompts.shape
-        embedding = checkpoint.read(config.tensor_names.embedding)
-        looked_up = embedding[prompts.flatten()].float() * config.multipliers.on_embedding
-        self.hidden = scaled_embedding_(looked_up, config)
-        rope = Rope(config, self._length, "cpu")
-        lengths = torch.full((self._length,), self._length)
-        self._rotations = rope.of_layers(rope.rotations(torch.arange(self._length), lengths))
+        self.group_size = group_size
+        self._model, self._of_8_bits = LayerwiseModel(checkpoint, config, prompts.shape[1]), of_8_bits
+        self._rounded = self._floats = self._model.embedded(prompts)
 
     def layer(self, index: int) -> dict[str, Groups]:
-        """The matrices of 4 bits of layer `index` by their names; layers are asked for in their order."""
-        return {name: groups for name, groups in self._layer(index) if name not in self._of_8_bits}
+        """The quantized matrices of layer `index` by their names; layers are asked for in their order."""
+        made: dict[str, Groups] = {}
+        count = len(self._rounded)
 
-    def _layer(self, index: int) -> Iterator[tuple[str, Groups]]:
-        config, names = self._config, self._config.tensor_names
-        prefix, norms = names.layer(index), names.norms
-        attention = prefix + "self_attn."
-        normed = self._normed(self.hidden, prefix, norms.attention)
-        qkv, made = self._product(normed, [attention + name for name in names.qkv])
-        yield from made.items()
-        heads = self._attended(qkv, attention, self._rotations[index], config.windows[index])
-        output, made = self._product(heads, [attention + "o_proj"])
-        yield from made.items()
-        self.hidden += self._normed(output, prefix, norms.attention_post)
-        normed = self._normed(self.hidden, prefix, norms.mlp)
-        gate_up, made = self._product(normed, [prefix + name for name in names.gate_up])
-        yield from made.items()
-        gate, up = gate_up.chunk(2, dim=1)
-        gated = reference.activated(gate, config.activation).mul_(up)
-        down, made = self._product(gated, [prefix + names.down])
-        yield from made.items()
-        self.hidden += self._normed(down, prefix, norms.mlp_post)
+        def product(inputs: list[Tensor], modules: list[str], added: list[Tensor]) -> Iterator[Tensor]:
+            matrices, bias = self._model.matrices(modules), self._model.bias(modules)
+            rounded, floats = inputs[:count], inputs[count:]
+            floating = torch.cat([*matrices.values()])
+            moments = self._model.second_moments(rounded, modules)
+            gaps = [wanted - one for one, wanted in zip(added[:count], added[count:], strict=True)]
+            wanted = _caught_up(floating, rounded, floats, gaps, moments)
+            sizes = [len(matrix) for matrix in matrices.values()]
+            made.update(self._quantized(dict(zip(matrices, torch.split(wanted, sizes), strict=True)), moments))
+            quantized = torch.cat([made[name].dequantize() for name in matrices])
+            yield from (F.linear(one, quantized, bias) for one in rounded)
+            yield from (F.linear(one, floating, bias) for one in floats)
 
-    def _normed(self, x: Tensor, prefix: str, name: str | None) -> Tensor:
-        """The norm of `x` by the weights of that name; None: `x` itself."""
-        if name is None:
-            return x
-        weight = self._read(f"{prefix}{name.removesuffix('.weight')}.weight") + self._config.norm_offset
-        return reference.rms_norm(x, weight, self._config.rms_norm_eps)
-
-    def _read(self, name: str) -> Tensor:
-        return self._checkpoint.read(name).float()
-
-    def _product(self, inputs: Tensor, modules: list[str]) -> tuple[Tensor, dict[str, Groups]]:
-        """`inputs` [T, K] times the quantized matrices of `modules`, side by side, and the matrices."""
-        matrices = [self._read(f"{module}.weight") for module in modules]
-        biases = [self._bias(module) for module in modules]
-        moments = inputs.t() @ inputs
-        if not torch.isfinite(moments).all():
-            raise ModelFormatError(
-                f"{self._checkpoint.entries[modules[0] + '.weight'].file}: activations are not finite"
-            )
-        names = [f"{module}.weight" for module in modules]
-        made = self._quantized(dict(zip(names, matrices, strict=True)), moments)
-        product = F.linear(inputs, torch.cat([made[name].dequantize() for name in names]))
-        if any(bias is not None for bias in biases):
-            rows = [torch.zeros(len(one)) if bias is None else bias for one, bias in zip(matrices, biases, strict=True)]
-            product += torch.cat(rows)
-        return product, made
+        states = self._model.layer(index, [*self._rounded, *self._floats], product)
+        self._rounded, self._floats = states[:count], states[count:]
+        return made
 
     def _quantized(self, matrices: dict[str, Tensor], moments: Tensor) -> dict[str, Groups]:
         """Matrices of the same inputs, those of 4 bits fitted together."""
         made = {name: round_rows(matrix) for name, matrix in matrices.items() if name in self._of_8_bits}
-        fitted = {name: matrix for name, matrix in matrices.items() if name not in made}
-        if fitted:
-            groups = quantize_groups(torch.cat([*fitted.values()]), self.group_size, moments)
-            sizes = [len(matrix) for matrix in fitted.values()]
-            parts = (torch.split(part, sizes) for part in (groups.codes, groups.zero_points, groups.scales))
-            made |= {name: Groups(*part) for name, part in zip(fitted, zip(*parts, strict=True), strict=True)}
-        return made
-
-    def _bias(self, module: str) -> Tensor | None:
-        name = f"{module}.bias"
-        return self._read(name) if name in self._checkpoint.entries else None
-
-    def _attended(self, qkv: Tensor, attention: str, rotations: Tensor, window: int | None) -> Tensor:
-        """What the heads make of `qkv` [T, Q + 2 K], with a sliding window at most: [T, Q]."""
-        config = self._config
-        if config.has_projection_norms:
-            parts = list(torch.split(qkv, [config.q_size, config.kv_size, config.kv_size], dim=1))
-            for nth, name in enumerate(HEAD_NORMS):
-                parts[nth] = self._normed(parts[nth], attention, name)
-            qkv = torch.cat(parts, dim=1)
-        heads = qkv.view(self._sequences, self._length, -1, config.head_dim).transpose(1, 2)
-        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if config.has_head_norms:
-            pairs = zip((query, key), HEAD_NORMS, strict=True)
-            query, key = (self._normed(heads, attention, name) for heads, name in pairs)
-        query, key = (_turned(part, rotations, config) for part in (query, key))
-        cap, scale = config.soft_caps.attention, config.attention_scale
-        if cap is None and (window or self._length) >= self._length:
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        else:
-            mask = torch.ones(self._length, self._length, dtype=torch.bool).tril()
-            mask = mask if window is None else mask.triu(1 - window)
-            found = attended(query, key, value, mask, scale, cap, enable_gqa=True)
-        return found.transpose(1, 2).reshape(len(qkv), -1)
+        others = {name: matrix for name, matrix in matrices.items() if name not in made}
+        return made | quantize_together(others, self.group_size, moments)
 
 
-def _turned(heads: Tensor, rotations: Tensor, config: ModelConfig) -> Tensor:
-    """Heads [..., L, D] in transformers' order of channels, turned by `rotations` [L, D / 2]."""
-    stop, axis = config.rotary_dim, -1 if config.has_interleaved_rope else -2
-    pairs = heads[..., :stop].reshape(*heads.shape[:-1], *((-1, 2) if axis == -1 else (2, -1)))
-    first, second = pairs.unbind(axis)
-    turned = torch.complex(first.contiguous(), second.contiguous()) * rotations[:, : stop // 2]
-    return torch.cat([torch.stack([turned.real, turned.imag], axis).flatten(-2), heads[..., stop:]], dim=-1)
+def quantize_together(matrices: dict[str, Tensor], group_size: int, moments: Tensor) -> dict[str, Groups]:
+    """`quantize_groups` of matrices with the same inputs."""
+    if not matrices:
+        return {}
+    groups = quantize_groups(torch.cat([*matrices.values()]), group_size, moments)
+    sizes = [len(matrix) for matrix in matrices.values()]
+    parts = (torch.split(part, sizes) for part in (groups.codes, groups.zero_points, groups.scales))
+    return {name: Groups(*part) for name, part in zip(matrices, zip(*parts, strict=True), strict=True)}
+
+
+def _caught_up(
+    matrix: Tensor, rounded: Sequence[Tensor], floats: Sequence[Tensor], gaps: Sequence[Tensor], moments: Tensor
+) -> Tensor:
+    """`matrix` [N, K] changed: its products of `rounded` come near those of `matrix` and `floats`, plus `gaps`, if any.
+
+    So it makes up for what the layers before it lost, as far as its inputs show that (Arai and Ichikawa, QEP, 2025).
+    Where its outputs are added to hidden states, `gaps` [S, L, N] are what these lack.
+    """
+    rows, columns = matrix.shape
+    inputs = [weighted(one.flatten(0, -2)) for one in rounded]
+    lost = torch.zeros(rows, columns)
+    changes = ((wanted - one).flatten(0, -2) for one, wanted in zip(rounded, floats, strict=True))
+    if 2 * rows < columns:  # the cheaper of two orders of the same products
+        for change, one in zip(changes, inputs, strict=True):
+            lost.addmm_(F.linear(change, matrix).t(), one)
+    else:
+        cross = torch.zeros(columns, columns)
+        for change, one in zip(changes, inputs, strict=True):
+            cross.addmm_(change.t(), one)
+        lost = matrix @ cross
+    for gap, one in zip(gaps, inputs, strict=False):
+        lost.addmm_(gap.flatten(0, -2).t(), one)
+    factor = torch.linalg.cholesky(_damped(moments))
+    return matrix + torch.cholesky_solve(lost.t(), factor).t()

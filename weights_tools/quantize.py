@@ -32,9 +32,9 @@ from d3engine.weights_tools.group_quantizer import (
     GROUP_SIZES,
     Groups,
     LayerQuantizer,
-    matrices_of_8_bits,
     round_rows,
 )
+from d3engine.weights_tools.mixture import check_bits, matrices_of_8_bits
 from d3engine.weights_tools.writing import (
     DEFAULT_SHARD_BYTES,
     PendingTensor,
@@ -46,8 +46,6 @@ from d3engine.weights_tools.writing import (
 )
 
 DEFAULT_GROUP_SIZE = 32
-MIXTURES = ("q4_k_m",)
-"""What files of 4 bits may be like, in that some matrices have more."""
 GROUPED_HEADS = ("int8", "float")
 """What an LM head and an embedding may be beside matrices in groups."""
 
@@ -139,7 +137,7 @@ def quantize_to_groups(
     *,
     lm_head: str = DEFAULT_HEAD_SCHEME,
     text: str | None = None,
-    like: str | None = None,
+    bits: float | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     show_progress: bool = True,
@@ -148,25 +146,29 @@ def quantize_to_groups(
 
     `group_size` input channels, one of `GROUP_SIZES`, share a scale and a zero point, which are fitted to the
     activations of `text`; None: the documentation that comes with Python, and conversations that the model samples, for
-    which all of it is in memory. Then one layer is, in float32. With `like`, one of `MIXTURES`, some matrices get 8
-    bits (`matrices_of_8_bits`). The LM head and the embedding become `lm_head`, one of `GROUPED_HEADS`: 8 bits with a
-    scale for each row, or floats, in float16 those that a GGUF file has quantized. The
-    directory is one of compressed-tensors (W4A16). Raises as `quantize_model`.
+    which all of it is in memory. Then one layer is, in float32. With `bits`, a mean for each weight of the layers,
+    those matrices get 8 bits whose rounding costs the outputs most; to find them all matrices in 4 bits are in memory.
+    The LM head and the embedding become `lm_head`, one of `GROUPED_HEADS`: 8 bits with a scale for each row, or floats,
+    in float16 those that a GGUF file has quantized. The directory is one of compressed-tensors (W4A16). Raises as
+    `quantize_model`, and `InvalidValueError` for `bits` that 4 and 8 bits do not allow.
     """
     require(group_size in GROUP_SIZES, "group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
     require(lm_head in GROUPED_HEADS, "lm_head", lm_head, f"one of {', '.join(GROUPED_HEADS)} with groups")
-    require(like is None or like in MIXTURES, "like", like, f"one of {', '.join(MIXTURES)}")
     config = ModelConfig.from_directory(source)
     require(config.quantization is None, "MODEL", str(source), "a model with float weights")
     for columns in (config.hidden_size, config.q_size, config.intermediate_size):
         allowed = f"a divisor of {columns}, the columns of a matrix (--rtn takes any)"
         require(columns % group_size == 0, "group_size", group_size, allowed)
+    if bits is not None:
+        check_bits(bits, config, group_size)
     _check_destination(source, destination)
     prompts = fitting_tokens(source, text, show_progress=show_progress)
     with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
-        of_8_bits = frozenset() if like is None else matrices_of_8_bits(config)
+        of_8_bits: frozenset[str] = frozenset()
+        if bits is not None:
+            of_8_bits = matrices_of_8_bits(checkpoint, config, prompts, group_size, bits, show_progress=show_progress)
         quantization = _of_groups(group_size, lm_head, config.tie_word_embeddings, of_8_bits)
         contents = files_of(source).read_json_object(CONFIG_FILE) | {"quantization_config": quantization}
         write_json(folder / CONFIG_FILE, contents)
@@ -208,45 +210,27 @@ def _of_groups(group_size: int, lm_head: str, is_tied: bool, of_8_bits: Collecti
 def _pending_groups(
     checkpoint: Checkpoint, config: ModelConfig, quantizer: LayerQuantizer, lm_head: str, of_8_bits: Collection[str]
 ) -> dict[str, PendingTensor]:
-    """The tensors to write, layer by layer: matrices in groups, then the embedding, the head and what stays float."""
-    expected = expected_tensors(config)
+    """The tensors to write: the embedding, the head and what stays float, then the matrices layer by layer."""
+    # What takes long comes last, so that a progress bar knows its pace.
     pending: dict[str, PendingTensor] = {}
-    for index in range(config.num_layers):
-        prefix, groups = config.tensor_names.layer(index), _Layer(quantizer, index)
-        for name, shape in expected.items():
-            if name in of_8_bits:
-                continue
-            if name.startswith(prefix) and is_layer_matrix(name):
-                pending |= _pending_matrix(checkpoint.entries[name], shape, groups)
-    for name in expected:
+    for name in expected_tensors(config):
         entry = checkpoint.entries[name]
-        is_end = name in (config.tensor_names.embedding, LM_HEAD) and lm_head != "float"
-        if is_end or name in of_8_bits:
-            pending |= _pending_rows(checkpoint, entry)
+        if name in (config.tensor_names.embedding, LM_HEAD) and lm_head != "float":
+            pending |= _pending_matrix(entry, None, partial(_rows_of, checkpoint, entry))
         elif not is_layer_matrix(name):
             dtype = dtype_of(entry.dtype) if entry.packed is None else torch.float16
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
+    for index in range(config.num_layers):
+        prefix, layer = config.tensor_names.layer(index), _Layer(quantizer, index)
+        for name in filter(is_layer_matrix, expected_tensors(config)):
+            if name.startswith(prefix):
+                group_size = None if name in of_8_bits else quantizer.group_size
+                pending |= _pending_matrix(checkpoint.entries[name], group_size, partial(layer.take, name))
     return pending
 
 
-def _pending_rows(checkpoint: Checkpoint, entry: TensorEntry) -> dict[str, PendingTensor]:
-    """A matrix in 8 bits with a scale for each row."""
-    rows, columns = entry.shape
-    quantized: list[Tensor] = []
-
-    def values() -> Tensor:
-        groups = round_rows(_read(checkpoint, entry, torch.float32))
-        quantized.append(groups.scales)
-        return groups.codes.view(torch.int32)
-
-    return {
-        entry.name.removesuffix("weight") + suffix: PendingTensor(entry.file, shape, dtype, read)
-        for suffix, shape, dtype, read in (
-            ("weight_packed", (rows, columns // 4), torch.int32, values),
-            ("weight_scale", (rows, 1), torch.float16, quantized.pop),
-            ("weight_shape", (2,), torch.int64, lambda: torch.tensor(entry.shape)),
-        )
-    }
+def _rows_of(checkpoint: Checkpoint, entry: TensorEntry) -> Groups:
+    return round_rows(_read(checkpoint, entry, torch.float32))
 
 
 class _Layer:
@@ -254,29 +238,38 @@ class _Layer:
 
     def __init__(self, quantizer: LayerQuantizer, index: int) -> None:
         self._quantizer, self._index = quantizer, index
-        self.group_size = quantizer.group_size
         self._found: dict[str, Groups] | None = None
 
-    def part(self, name: str, part: str) -> Tensor:
-        """One tensor of a matrix: `codes`, `zero_points` or `scales`; each is asked for once."""
+    def take(self, name: str) -> Groups:
+        """One matrix, which is asked for once."""
         if self._found is None:
             self._found = self._quantizer.layer(self._index)
-        groups = self._found[name]
-        if part == "scales":
-            del self._found[name]
-            return groups.scales
-        return _words(groups.codes) if part == "codes" else _words(groups.zero_points.t()).t()
+        return self._found.pop(name)
 
 
-def _pending_matrix(entry: TensorEntry, shape: tuple[int, ...], layer: _Layer) -> dict[str, PendingTensor]:
-    rows, columns = shape
-    groups = columns // layer.group_size
+def _pending_matrix(
+    entry: TensorEntry, group_size: int | None, quantized: Callable[[], Groups]
+) -> dict[str, PendingTensor]:
+    """The tensors of a matrix in 4-bit groups; None: in 8 bits with a scale for each row.
+
+    It is `quantized` when its codes are read, which come first.
+    """
+    rows, columns = entry.shape
+    made: list[Groups] = []
+
+    def codes() -> Tensor:
+        made.append(quantized())
+        return made[0].codes.view(torch.int32) if group_size is None else _words(made[0].codes)
+
     parts: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]] = {
-        "weight_packed": ((rows, columns // 8), torch.int32, partial(layer.part, entry.name, "codes")),
-        "weight_zero_point": ((-(-rows // 8), groups), torch.int32, partial(layer.part, entry.name, "zero_points")),
-        "weight_scale": ((rows, groups), torch.float16, partial(layer.part, entry.name, "scales")),
-        "weight_shape": ((2,), torch.int64, lambda: torch.tensor(shape)),
+        "weight_packed": ((rows, columns // (4 if group_size is None else 8)), torch.int32, codes)
     }
+    groups = 1 if group_size is None else columns // group_size
+    if group_size is not None:
+        shape = -(-rows // 8), groups
+        parts["weight_zero_point"] = (shape, torch.int32, lambda: _words(made[0].zero_points.t()).t())
+    parts["weight_scale"] = ((rows, groups), torch.float16, lambda: made.pop().scales)
+    parts["weight_shape"] = ((2,), torch.int64, lambda: torch.tensor(entry.shape))
     module = entry.name.removesuffix("weight")
     return {module + suffix: PendingTensor(entry.file, *part) for suffix, part in parts.items()}
 

@@ -135,12 +135,6 @@ class Scheme(StrEnum):
     fp8 = "fp8"
 
 
-class Mixture(StrEnum):
-    """What 4 bits may be like; `MIXTURES` as an option."""
-
-    q4_k_m = "q4_k_m"
-
-
 class HeadForm(StrEnum):
     """What the LM head becomes; `LM_HEAD_SCHEMES` as an option."""
 
@@ -203,14 +197,15 @@ def quantize_command(
             show_default=False,
         ),
     ] = None,
-    like: Annotated[
-        Mixture | None,
+    bits: Annotated[
+        float | None,
         typer.Option(
-            help="int4 alone: 8 bits for the matrices to which a model is most sensitive, values and down projections, "
-            "in about half the layers [default: 4 bits for all].",
+            help="int4 alone: bits for each weight of the layers, such as 5.5; matrices get 8 whose rounding costs the "
+            "outputs most [default: 4 bits for all, which take 4.63].",
             show_default=False,
         ),
     ] = None,
+    like: Annotated[str | None, typer.Option(hidden=True)] = None,
     rtn: Annotated[
         bool,
         typer.Option(
@@ -225,6 +220,10 @@ def quantize_command(
     """Quantize a model's matrices; norms and biases stay float, and an embedding that no option names."""
     from d3engine.weights_tools.quantize import DEFAULT_GROUP_SIZE, quantize_model, quantize_to_groups
 
+    if like is not None:
+        require(like == "q4_k_m" and bits is None, "--like", like, "--bits BITS")
+        note("--like q4_k_m is now --bits 5.1; the old name goes with the next release")
+        bits = 5.1
     source = model_directory(model)
     options: dict[str, Any] = {"shard_bytes": _shard_bytes(shard_size), "overwrite": overwrite}
     options["lm_head"] = lm_head.value
@@ -232,12 +231,12 @@ def quantize_command(
     if scheme is Scheme.int4 and not rtn:
         given = None if text is None else as_text(read_bytes(text, DATA_BYTES), text)
         size = DEFAULT_GROUP_SIZE if group_size is None else group_size
-        quantize_to_groups(source, destination, size, text=given, like=like, **options)
+        quantize_to_groups(source, destination, size, text=given, bits=bits, **options)
     else:
         allowed = "absent but for --scheme int4 without --rtn"
         require(text is None, "--text", str(text), allowed)
         require(group_size is None, "--group-size", group_size, allowed)
-        require(like is None, "--like", like, allowed)
+        require(bits is None, "--bits", bits, allowed)
         quantize_model(source, destination, scheme.value, **options)
     typer.echo(f"wrote {destination}")
     if is_there(beside(source, POLICY_FILE)):

@@ -17,12 +17,13 @@ from torch import Tensor
 from d3engine import Engine, SamplingParams
 from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
+from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.weights_tools import group_quantizer
 from d3engine.weights_tools.fitting_text import fitting_tokens
-from d3engine.weights_tools.group_quantizer import Groups, LayerQuantizer, matrices_of_8_bits, quantize_groups
+from d3engine.weights_tools.group_quantizer import Groups, quantize_groups
+from d3engine.weights_tools.layerwise import LayerwiseModel
 from d3engine.weights_tools.quantize import quantize_to_groups
 
 TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
@@ -80,16 +81,6 @@ def test_channels_that_no_activation_has_are_rounded_alone() -> None:
     assert float((found - matrix)[:, 30:90].abs().max()) < 1.0
 
 
-class Unchanged(LayerQuantizer):
-    """Leaves matrices as they are."""
-
-    def _product(self, inputs: Tensor, modules: list[str]) -> tuple[Tensor, dict[str, Groups]]:
-        biases = [self._bias(module) for module in modules]
-        matrix = torch.cat([self._read(f"{module}.weight") for module in modules])
-        bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
-        return F.linear(inputs, matrix, bias), {}
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.11, "residual_multiplier": 0.22}
 MODELS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
@@ -135,13 +126,16 @@ def test_layers_see_the_hidden_states_of_transformers(tmp_path: Path, name: str)
     save_random(tmp_path, made)
     config = ModelConfig.from_directory(tmp_path)
     prompts = torch.tensor(random_prompts([24, 24, 24]))
-    wanted = made(prompts, output_hidden_states=True).hidden_states
+    wanted = made(prompts, output_hidden_states=True)
     with open_checkpoint(tmp_path) as checkpoint:
-        quantizer = Unchanged(checkpoint, config, prompts, 32)
-        for layer in range(config.num_layers - 1):  # transformers has the last ones normed
-            quantizer.layer(layer)
-            found = quantizer.hidden * config.multipliers.residual
-            torch.testing.assert_close(found, wanted[layer + 1].flatten(0, 1), rtol=1e-4, atol=1e-3)
+        model = LayerwiseModel(checkpoint, config, prompts.shape[1])
+        states = model.embedded(prompts)
+        for layer in range(config.num_layers):
+            states = model.layer(layer, states)
+            if layer < config.num_layers - 1:  # transformers has the last ones normed
+                found = torch.cat(states) * config.multipliers.residual
+                torch.testing.assert_close(found, wanted.hidden_states[layer + 1], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(torch.cat([*model.logits(states)]), wanted.logits, rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -213,57 +207,20 @@ def test_quantize_to_groups_float_head_stays(tmp_path: Path) -> None:
     assert (list(found["config_groups"]), found["ignore"]) == (["group_0"], ["lm_head"])
 
 
-def test_mixture_has_8_bits_in_half_of_the_layers() -> None:
-    """The first and last eighth of 30 layers and every third between; of a fused matrix values are no part."""
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    fields = sizes | {"num_hidden_layers": 30}
-    layers = [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]
-    found = matrices_of_8_bits(ModelConfig.from_dict(fields | {"model_type": "llama"}))
-    names = ("self_attn.v_proj", "mlp.down_proj")
-    assert found == {f"model.layers.{layer}.{name}.weight" for layer in layers for name in names}
-    fused = matrices_of_8_bits(ModelConfig.from_dict(fields | {"model_type": "phi3"}))
-    assert fused == {f"model.layers.{layer}.mlp.down_proj.weight" for layer in layers}
-
-
-@pytest.mark.usefixtures("native_library")
-def test_quantize_like_q4_k_m_mixes_4_and_8_bits(tmp_path: Path) -> None:
-    """Matrices of 8 bits are within half a step of their floats; both backends read the mixture alike."""
-    quantize_to_groups(DEMO, tmp_path / "new", text=TEXT, like="q4_k_m", show_progress=False)
-    config = ModelConfig.from_directory(tmp_path / "new")
-    floats = load_file(DEMO / "model.safetensors")
-    mixed = matrices_of_8_bits(config)
-    assert 0 < len(mixed) < 2 * config.num_layers
-    with open_checkpoint(tmp_path / "new") as checkpoint:
-        bits = {name: entry.type_name[:2] for name, entry in checkpoint.entries.items() if "_proj" in name}
-        assert bits == {name: "U8" if name in mixed else "U4" for name in bits}
-        for name in mixed:
-            steps = floats[name].float().abs().amax(dim=1, keepdim=True) / 127
-            assert bool(((checkpoint.read(name) - floats[name].float()).abs() <= 0.51 * steps + 1e-6).all())
-    params = SamplingParams(temperature=0, max_tokens=24)
-    found = []
-    for backend in ("native", "torch"):
-        with Engine(tmp_path / "new", backend=backend, activations="float32", **OPTIONS) as engine:
-            layers = engine.executor.model.weights.layers
-            (output,) = engine.generate(["Tom has 5 pens. Tom finds 3."], params, use_tqdm=False)
-            found.append(output.outputs[0].token_ids)
-            assert isinstance(layers[0].qkv, StackedWeight) == (backend == "native")
-    assert found[0] == found[1]
-
-
 def test_fitting_tokens_default_has_conversations() -> None:
     """Half of the default text is the model's own: it begins as its chat template does."""
     tokens = fitting_tokens(DEMO, None, show_progress=False)
     with Engine("demo", **OPTIONS) as engine:
         prompt = engine.chat_prompt([{"role": "user", "content": "Tom has 5 pens."}])["prompt_token_ids"]
     starts = [row[:2] == prompt[:2] for row in tokens.tolist()]
-    assert starts == [False] * 32 + [True] * 32
+    assert starts == [False] * 16 + [True] * 16
     assert len({tuple(row) for row in tokens.tolist()}) == len(tokens)
 
 
 def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
     """A model that knows no chats is fitted to documentation alone."""
     source = copytree(DEMO, tmp_path / "model", ignore=ignore_patterns("chat_template.jinja"))
-    assert len(fitting_tokens(source, None, show_progress=False)) == 32
+    assert len(fitting_tokens(source, None, show_progress=False)) == 16
 
 
 @pytest.mark.parametrize(
@@ -271,8 +228,21 @@ def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
     [
         (("--scheme", "int8", "--group-size", "32"), "--group-size must be absent but for --scheme int4 without --rtn"),
         (("--scheme", "int4", "--rtn", "--group-size", "32"), "--group-size must be absent but for --scheme int4"),
-        (("--scheme", "int8", "--like", "q4_k_m"), "--like must be absent but for --scheme int4 without --rtn"),
-        (("--scheme", "int4", "--rtn", "--like", "q4_k_m"), "--like must be absent but for --scheme int4 without"),
+        (("--scheme", "int8", "--bits", "5.5"), "--bits must be absent but for --scheme int4 without --rtn; got 5.5"),
+        (("--scheme", "int4", "--rtn", "--bits", "5.5"), "--bits must be absent but for --scheme int4 without --rtn"),
+        (
+            ("--scheme", "int4", "--bits", "4.5"),
+            "--bits must be a number from 4.63 to 8.12, which all matrices take in",
+        ),
+        (
+            ("--scheme", "int4", "--bits", "8.2"),
+            "--bits must be a number from 4.63 to 8.12, which all matrices take in",
+        ),
+        (
+            ("--scheme", "int4", "--bits", "nan"),
+            "--bits must be a number from 4.63 to 8.12, which all matrices take in",
+        ),
+        (("--scheme", "int4", "--like", "q4_0"), "--like must be --bits BITS; got 'q4_0'"),
         (("--scheme", "int8", "--rtn"), "--rtn must be absent with another --scheme than int4"),
         (("--scheme", "int4", "--group-size", "48"), "--group-size must be one of 32, 64, 128; got 48"),
         (("--scheme", "int4", "--group-size", "64"), "--group-size must be a divisor of 352"),
