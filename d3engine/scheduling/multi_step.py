@@ -19,10 +19,7 @@ from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 from d3engine.scheduling.sampling_mode import SamplingMode, choice_of_token
-from d3engine.scheduling.sequence import NO_SLOT, Sequence
-
-USUAL_LENGTH = 3
-"""Tokens that a draft has as a rule whose length is left open: most it has seldom."""
+from d3engine.scheduling.sequence import NO_SLOT, USUAL_LENGTH, Draft, Sequence
 
 
 def cycles_ahead(
@@ -30,8 +27,9 @@ def cycles_ahead(
 ) -> MultiStep | None:
     """The cycles that the sequences of `chunks`, which all draft, can take on their own; None if not even one.
 
-    They are no more than yield `limit` tokens, but at least one. Samplers that no device has need the host, and so does
-    a draft by the model's own layers that stops where it is unsure, or runs parts of layers.
+    They are no more than yield `limit` tokens as a rule, but at least one: where nothing was drafted lately, as many as
+    plain steps, since each run costs the host a turn. Samplers that no device has need the host, and so does a draft by
+    the model's own layers that stops where it is unsure, or runs parts of layers.
     """
     slots = chunks.slots
     sequences = [table.sequence(slot) for slot in slots.tolist()]
@@ -40,9 +38,10 @@ def cycles_ahead(
     needs_host = is_beyond or any(choice_of_token(sequence) > capabilities.choice for sequence in sequences)
     if limit <= 1 or needs_host or not all(_draws_a_line(sequence, table) for sequence in sequences):
         return None
-    rules = [sequence.draft.rule for sequence in sequences if sequence.draft is not None]
+    drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
+    rules = [draft.rule for draft in drafts]
     longest = max(rule.length for rule in rules)
-    usual = max(min(rule.length, USUAL_LENGTH) if rule.by_cost else rule.length for rule in rules)
+    usual = max(_usual_length(draft) for draft in drafts)
     num_cycles = min(max(1, limit // (usual + 1)), max(sequence.room for sequence in sequences))
     if (table.choice[slots] == SamplingMode.REPORT).any():
         num_cycles = min(num_cycles, capabilities.logits // (slots.size * (longest + 1)))
@@ -62,6 +61,12 @@ def cycles_ahead(
     bridges = tuple(schedule.bridges for schedule in schedules) if chunks.traits & Trait.BRIDGED else ()
     choice = SamplingMode(int(table.choice[slots].max()))
     return MultiStep(num_cycles, steps, cutoffs, choice, control, bridges, cycles=True)
+
+
+def _usual_length(draft: Draft) -> int:
+    """Tokens that its next drafts have as a rule."""
+    rule = draft.rule
+    return min(rule.length, USUAL_LENGTH, round(draft.recent_length)) if rule.by_cost else rule.length
 
 
 def _draws_a_line(sequence: Sequence, table: RunningTable) -> bool:

@@ -31,6 +31,12 @@ STOP_CHANGE = 0.001
 FIRST_LENGTH = 4
 """Tokens of a first draft whose length is left open, where no executor finds a better one."""
 
+USUAL_LENGTH = 3
+"""Tokens that a draft has as a rule whose length is left open: most it has seldom."""
+
+NEW_WEIGHT = 0.1
+"""Of the newest draft in the mean length of drafts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -64,7 +70,8 @@ class Draft:
     `layers` are those of the draft now growing, `mlps` those whose MLP it runs, if these are others; of them follow
     `depth`, the layers that a drafted token runs, a part of one as a half (0 for a second model's), and `first_asleep`,
     the first of those that it leaves out. `stop_probability`
-    is the rule's at first, `recent_acceptance` a mean of the shares accepted in which later ones weigh more.
+    is the rule's at first, `recent_acceptance` a mean of the shares accepted in which later ones weigh more,
+    `recent_length` such a mean of the tokens drafted, empty drafts included.
     Verification may go on beyond the token that ends the answer: `num_discarded` tokens, `discarded_layers`.
     """
 
@@ -80,6 +87,7 @@ class Draft:
     work: float = 0
     stop_probability: float = 0.0
     recent_acceptance: float = 0.0
+    recent_length: float = USUAL_LENGTH
     num_drafted: int = 0
     num_accepted: int = 0
     num_verifications: int = 0
@@ -120,6 +128,7 @@ class Draft:
     def verified(self, num_accepted: int) -> None:
         """Count a verification, and adapt the length of the next draft, or where it stops, to it."""
         count = len(self.token_ids)
+        self.recent_length += NEW_WEIGHT * (count - self.recent_length)
         if count:
             self.num_drafted += count
             self.num_accepted += num_accepted
