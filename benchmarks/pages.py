@@ -20,9 +20,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import numpy as np
+
 from benchmarks.report import interval
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import policy_from_dict
+from d3engine.research.analysis.layers import EARLY, LATE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -395,6 +398,43 @@ def _spread_of(of: Report, key: str, scale: float, form: str) -> str:
     return form.format(scale * of[key], scale * of[f"{key}_95"])
 
 
+def by_generation_step(*names: str) -> Iterator[str]:
+    """A figure of `d3engine analyze` by generation step; a run is named after its model and its texts."""
+    found = {name: run(name) for name in names}
+    groups = [one["steps"] for one in max((one["by_step"] for one in found.values()), key=len)]
+    rows = []
+    for name, one in found.items():
+        _, model, texts = re.fullmatch(r"(\w+)-(.+)-(\w+)", name).groups()  # type: ignore[union-attr]
+        cells = [f"{group['mean']:.3g} ± {group['arm_95']:.2g}" for group in one["by_step"]]
+        late = one["late_less_early"]
+        change = f"{late['value']:+.2f} ± {late['arm_95']:.2f}"
+        rows.append((model, texts, *cells, *["-"] * (len(groups) - len(cells)), change))
+    yield from table(("model", "texts", *groups, f"from {LATE} less {EARLY.start}-{EARLY.stop - 1}"), rows)
+
+
+def windows(*names: str) -> Iterator[str]:
+    """The window of layers that costs least, D3's at a start of 0.8 and the median, from step 1 on."""
+    rows = []
+    for name in names:
+        found = run(name)
+        layers, model = found["num_layers"], name.removeprefix("layers-")
+        for width in sorted({one["layers_skipped"] for one in found["windows"]}):
+            of_width = [one for one in found["windows"] if (one["from_step"], one["layers_skipped"]) == (1, width)]
+            cheapest = min(of_width, key=lambda one: float(one["kl_nats"]))
+            (usual,) = [one for one in of_width if one["first_layer"] == layers * 4 // 5]
+            median = f"{np.median([one['kl_nats'] for one in of_width]):.2f}"
+            rows.append((model, f"{width} of {layers}", *_window(cheapest), median, *_window(usual)))
+    cells = ("KL, nats", "same likeliest token")
+    yield from table(("model", "skipped", "cheapest", *cells, "KL, median window", "D3's, start 0.8", *cells), rows)
+
+
+def _window(found: Report) -> tuple[str, str, str]:
+    first, width = found["first_layer"], found["layers_skipped"]
+    layers = f"{first}" if width == 1 else f"{first}-{first + width - 1}"
+    kl = f"{found['kl_nats']:.2f} ± {found['kl_nats_arm_95']:.2f}"
+    return layers, kl, f"{100 * found['same_first_choice']:.0f} %"
+
+
 def evaluation(name: str) -> Iterator[str]:
     """What `d3engine eval --json` has found, by policy."""
     (found,) = run(name)["benchmarks"]
@@ -492,6 +532,8 @@ TABLES = {
         students,
         by_step,
         held_out,
+        by_generation_step,
+        windows,
         evaluation,
         by_task,
         certificates,

@@ -284,6 +284,16 @@ def as_dict(texts: Sequence[FloatArray]) -> dict[str, Any]:
     return {"texts": count, "value": value, "arm_95": arm}
 
 
+def groups_as_dict(texts: Sequence[FloatArray]) -> list[dict[str, Any]]:
+    """The mean of every group of steps for machines; `arm_95` is None where one text reaches it."""
+    found = []
+    for group in step_groups(max(map(len, texts))):
+        mean = mean_at(texts, group)
+        arm = None if isnan(mean.arm) else mean.arm
+        found.append({"steps": steps_in_words(group), "mean": mean.value, "arm_95": arm})
+    return found
+
+
 def with_arm(mean: Mean, form: str) -> str:
     """ "25.42 +- 0.61", or the mean alone where there is one text."""
     return format(mean.value, form) + ("" if isnan(mean.arm) else f" +- {mean.arm:.2g}")

@@ -66,10 +66,11 @@ class Saturation:
         return [answer.layers.astype(np.float64) for answer in self.answers]
 
     def as_dict(self) -> dict[str, Any]:
-        """Every token, and late ones less early ones."""
+        """Every token, groups of steps, and late ones less early ones."""
         return {
             "num_layers": self.num_layers,
             "mean_layers": float(np.concatenate([answer.layers for answer in self.answers]).mean()),
+            "by_step": along.groups_as_dict(self._layers()),
             "settled_share_after_layers": self.settled_share().tolist(),
             "late_less_early": along.as_dict(self._layers()),
             "answers": [
@@ -174,6 +175,7 @@ class Perplexity:
         return {
             "answers": len(self.logprobs),
             "perplexity": float(np.exp(self.at(range(self.longest))[1])),
+            "by_step": along.groups_as_dict(self._surprises()),
             "late_less_early": along.as_dict(self._surprises()),
             "steps": [
                 {"step": step, "answers": int(count), "perplexity": float(np.exp(value)), "mean_negative_log_p": value}
