@@ -4,7 +4,7 @@
     python -m benchmarks.pages --check    # exit status 1 and a line for each page that differs, as in `make docs`
 
 A table stands between `<!-- figures: TABLE RUN ... -->` and `<!-- end of figures -->`: TABLE is a name of `TABLES`, RUN
-a file of `benchmarks/results` without its ending.
+a file of `benchmarks/results` without its ending, or `saturation-*`: all that begin so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -29,7 +29,7 @@ from d3engine.research.analysis.layers import EARLY, LATE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARK = re.compile(r"(<!-- figures: ([\w.\- ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- figures: ([\w.\-* ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 Report = Mapping[str, Any]
 
@@ -547,7 +547,9 @@ def written(text: str) -> str:
     """A page with its tables as the committed runs have them."""
 
     def filled(mark: re.Match[str]) -> str:
-        name, *names = mark[2].split()
+        name, *given = mark[2].split()
+        found = (sorted(path.stem for path in RESULTS.glob(f"{one}.json")) or [one] for one in given)
+        names = list(chain.from_iterable(found))
         lines = re.sub(r"\n{3,}", "\n\n", "\n".join(TABLES[name](*names)).strip("\n"))
         return f"{mark[1]}\n{lines}\n\n{mark[3]}"
 
