@@ -136,6 +136,22 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyLl
 
 
 @pytest.fixture(scope="session")
+def target(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
+    """A tiny Llama that `draft` drafts for."""
+    from tiny_models import TARGET
+
+    return tiny_llama(**TARGET)
+
+
+@pytest.fixture(scope="session")
+def draft(target: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of `target` without one layer, which often drafts right."""
+    from tiny_models import save_without_layer
+
+    return save_without_layer(target, 2, tmp_path_factory.mktemp("draft"))
+
+
+@pytest.fixture(scope="session")
 def make_prompts() -> Callable[..., list[list[int]]]:
     """`make_prompts([3, 17], seed=0, vocab_size=300)`: a prompt of random token ids for each length."""
     from tiny_models import random_prompts

@@ -133,7 +133,7 @@ class Decoder:
         """Run `steps` steps; returns the chosen tokens and their scores, both [steps, rows].
 
         `ends` [rows, n] are tokens that end an answer, padded with -1. The run stops early once every row has met one
-        of its own, the end of its grammar, or a score that is not finite. Without `draws` every row takes its likeliest
+        of its ends, that of its grammar, or a score that is not finite. Without `draws` every row takes its likeliest
         token. `logits` float32 [steps, rows, V] is written, or, with `logit_places` int64 [rows], [steps, places, V]
         for the rows that have a place; -1 means none. In a single step `yields` [rows] selects the rows that need
         these three; those of the others are undefined. What `hooks` capture is written. Raises `NativeError` for

@@ -204,7 +204,7 @@ struct D3Run {
     int64_t num_states;
     const int64_t *kept_layers, *kept_places, *resumed_places;
     // The tokens that end a row's answer, [rows, most_ends] padded with -1, or null. `d3_run` stops early once every
-    // row has met one of its own, the end of its grammar, or a score that is not finite.
+    // row has met one of its ends, the end of its grammar, or a score that is not finite.
     const int64_t* ends;
     int64_t most_ends;
     int32_t* taken;  // written by `d3_run`: the steps that it ran; or null

@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 from fixture_types import MakeLlama
-from tiny_models import TinyLlama, random_prompts, save_without_layer
+from tiny_models import TARGET, TinyLlama, random_prompts
 
 from d3engine import Engine, FullDepth, SamplingParams, Speculative
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
 from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError
-
-TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
-
-
-@pytest.fixture(scope="module")
-def target(tiny_llama: MakeLlama) -> TinyLlama:
-    return tiny_llama(**TARGET)
-
-
-@pytest.fixture(scope="module")
-def draft(target: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_without_layer(target, 2, tmp_path_factory.mktemp("draft"))
 
 
 def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fixture_types import MakeLlama
 from stepping import finish, see_steps
-from tiny_models import TinyLlama, random_prompts, save_without_layer
+from tiny_models import TARGET, TinyLlama, random_prompts, save_without_layer
 
 from d3engine import Engine, FullDepth, PromptLookup, RequestOutput, SamplingParams, Speculative, UnifiedSkip
 from d3engine.engine import resolve
@@ -21,7 +21,6 @@ from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.verification import cycle_of
 from d3engine.scheduling.plan import Chosen, Plan
 
-TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 LENGTH = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.7, seed=5, max_tokens=20, ignore_eos=True)
@@ -34,16 +33,6 @@ KINDS = {
     "reported": replace(GREEDY, logprobs=2),
 }
 PROMPTS = random_prompts([7, 12, 3, 20, 1], vocab_size=40)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_llama: MakeLlama) -> TinyLlama:
-    return tiny_llama(**TARGET)
-
-
-@pytest.fixture(scope="module")
-def draft(target: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_without_layer(target, 2, tmp_path_factory.mktemp("draft"))
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def refuses(
+def assert_refuses(
     message: str,
     convert: Callable[..., Any],
     *arguments: Path,

@@ -21,6 +21,10 @@ class TinyLlama(NamedTuple):
     model: LlamaForCausalLM
 
 
+TARGET: dict[str, Any] = {"vocab_size": 40, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
+"""What the model of the fixture `target` changes, for which that of `draft` drafts."""
+
+
 def save_tiny_llama(directory: Path, *, seed: int = 0, max_shard_size: str = "1GB", **config: Any) -> TinyLlama:
     """Make a random Llama of `TINY` with `config`'s changes and save it as transformers does, in float32."""
     torch.manual_seed(seed)

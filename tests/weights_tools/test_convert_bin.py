@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import logits, make_model, refuses, run, save_bin
+from conversion import assert_refuses, logits, make_model, run, save_bin
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -62,7 +62,9 @@ class Exploit:
 def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
     save_bin(tmp_path / "bin", make_model())
     torch.save({"weight": Exploit(tmp_path / "pwned")}, tmp_path / "bin" / "pytorch_model.bin")
-    refuses(r"pytorch_model\.bin cannot be read as a torch checkpoint", convert_bin, tmp_path / "bin", tmp_path / "out")
+    assert_refuses(
+        r"pytorch_model\.bin cannot be read as a torch checkpoint", convert_bin, tmp_path / "bin", tmp_path / "out"
+    )
     assert not (tmp_path / "pwned").exists()
     assert not (tmp_path / "out").exists()
 
@@ -79,7 +81,7 @@ def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any, message: str) -> None:
     save_bin(tmp_path / "bin", make_model())
     torch.save(content, tmp_path / "bin" / "pytorch_model.bin")
-    refuses(message, convert_bin, tmp_path / "bin", tmp_path / "out")
+    assert_refuses(message, convert_bin, tmp_path / "bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -95,7 +97,7 @@ def test_wrong_tensors_are_refused_before_writing(tmp_path: Path) -> None:
         ({"lm_head.weight": torch.ones(40, 32)}, r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"),
     ):
         torch.save(state | changes, file)
-        refuses(message, convert_bin, tmp_path / "bin", tmp_path / "out")
+        assert_refuses(message, convert_bin, tmp_path / "bin", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
 
@@ -107,17 +109,17 @@ def test_a_broken_set_of_pickled_shards_is_refused(tmp_path: Path) -> None:
     original = index.read_text()
 
     index.write_text(original.replace(second.name, "../other.bin"))
-    refuses(r"a shard must be a plain .*; got '\.\./other\.bin'", convert_bin, source, tmp_path / "out")
+    assert_refuses(r"a shard must be a plain .*; got '\.\./other\.bin'", convert_bin, source, tmp_path / "out")
     index.write_text('{"weight_map": {}}')
-    refuses("weight_map must be an object", convert_bin, source, tmp_path / "out")
+    assert_refuses("weight_map must be an object", convert_bin, source, tmp_path / "out")
     index.write_text(original)
     content = second.read_bytes()
     second.unlink()
-    refuses(f"{second.name} is missing", convert_bin, source, tmp_path / "out")
+    assert_refuses(f"{second.name} is missing", convert_bin, source, tmp_path / "out")
     second.write_bytes(content[: len(content) // 2])
-    refuses(f"{second.name} cannot be read as a torch checkpoint", convert_bin, source, tmp_path / "out")
+    assert_refuses(f"{second.name} cannot be read as a torch checkpoint", convert_bin, source, tmp_path / "out")
     second.write_bytes(first.read_bytes())
-    refuses(f"is in both .*{first.name} and .*{second.name}", convert_bin, source, tmp_path / "out")
+    assert_refuses(f"is in both .*{first.name} and .*{second.name}", convert_bin, source, tmp_path / "out")
     for file in (first, second, index):
         file.unlink()
-    refuses(r"has no pytorch_model\*\.bin", convert_bin, source, tmp_path / "out")
+    assert_refuses(r"has no pytorch_model\*\.bin", convert_bin, source, tmp_path / "out")

@@ -10,7 +10,7 @@ from configs import llama3_rope
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from conversion import refuses, run
+from conversion import assert_refuses, run
 from gguf_files import SIZES, SMALL, TEMPLATE, bpe_keys, write_gguf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -173,7 +173,7 @@ def test_unsupported_gguf_is_refused_by_name_and_unwritten(tmp_path: Path, bpe: 
     source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, changes=changes, leave=leave, **SMALL)
     if name == "architecture":
         source.write_bytes(source.read_bytes().replace(b"\x05" + bytes(7) + b"llama", b"\x05" + bytes(7) + b"mamba", 1))
-    refuses(message, convert_gguf, source, tmp_path / "model")
+    assert_refuses(message, convert_gguf, source, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
@@ -182,4 +182,4 @@ def test_gguf_unknown_freq_factors_and_tensors_are_refused(tmp_path: Path, bpe: 
     for name in ("rope_freqs.weight", "blk.0.attn_sinks.weight"):
         extra = {name: np.linspace(1, 9, SIZES["head_dim"] // 4, dtype=np.float32)}
         source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, extra=extra, **SMALL)
-        refuses(name, convert_gguf, source, tmp_path / "model")
+        assert_refuses(name, convert_gguf, source, tmp_path / "model")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion import STORIES, logits, make_model, refuses, run, write_llama2c
+from conversion import STORIES, assert_refuses, logits, make_model, run, write_llama2c
 from transformers import LlamaForCausalLM
 
 from d3engine.errors import InvalidValueError
@@ -53,7 +53,7 @@ def test_a_llama2c_file_becomes_the_model_it_was_made_from(tmp_path: Path, tied:
 )
 def test_a_wrong_llama2c_header_is_refused(tmp_path: Path, header: dict[str, int], message: str) -> None:
     write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True), header=header)
-    refuses(message, convert_llama2c, tmp_path / "model.bin", tmp_path / "out")
+    assert_refuses(message, convert_llama2c, tmp_path / "model.bin", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -70,11 +70,11 @@ def test_llama2c_file_of_another_size_is_refused(tmp_path: Path, edit: Callable[
     file = tmp_path / "model.bin"
     write_llama2c(file, make_model(tie_word_embeddings=True))
     file.write_bytes(edit(file.read_bytes()))
-    refuses(message, convert_llama2c, file, tmp_path / "out")
+    assert_refuses(message, convert_llama2c, file, tmp_path / "out")
 
 
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
-    refuses("absent is missing", convert_llama2c, tmp_path / "absent", tmp_path / "out")
+    assert_refuses("absent is missing", convert_llama2c, tmp_path / "absent", tmp_path / "out")
 
 
 def test_a_tokenizer_must_be_readable_and_fit_the_embedding(tmp_path: Path) -> None:
@@ -95,9 +95,11 @@ def test_a_tokenizer_must_be_readable_and_fit_the_embedding(tmp_path: Path) -> N
         (source, "must be a tokenizer.json or a .model file; got .*model.bin'"),
         (tmp_path / "absent.json", "must be a tokenizer.json or .*; got .*absent.json'"),
     ):
-        refuses(message, convert_llama2c, source, tmp_path / "no", tokenizer=tokenizer, error=InvalidValueError)
+        assert_refuses(message, convert_llama2c, source, tmp_path / "no", tokenizer=tokenizer, error=InvalidValueError)
     for name in ("broken.json", "broken.model"):
         (tmp_path / name).write_bytes(b"\x00 not a tokenizer")
         message = f"must be a readable tokenizer.json or .*; got .*{name}'"
-        refuses(message, convert_llama2c, source, tmp_path / "no", tokenizer=tmp_path / name, error=InvalidValueError)
+        assert_refuses(
+            message, convert_llama2c, source, tmp_path / "no", tokenizer=tmp_path / name, error=InvalidValueError
+        )
     assert not (tmp_path / "no").exists()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configs import llama3_rope
-from conversion import LLAMA2_TOKENIZER, logits, make_model, refuses, save_meta
+from conversion import LLAMA2_TOKENIZER, assert_refuses, logits, make_model, save_meta
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from d3engine.errors import InvalidValueError
@@ -43,7 +43,7 @@ def test_metas_scaled_rope_becomes_llama3_rope_by_its_factor(tmp_path: Path) -> 
     model = make_model(tie_word_embeddings=True, rope_parameters=rope, max_position_embeddings=131_072)
     save_meta(tmp_path / "meta", model, rope_theta=500_000.0, use_scaled_rope=True)
     given = r"rope_factor must be given, .*8 for Llama 3\.1"
-    refuses(given, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError)
+    assert_refuses(given, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError)
     convert_meta(tmp_path / "meta", tmp_path / "out", rope_factor=32.0, show_progress=False)
     config = ModelConfig.from_directory(tmp_path / "out")
     assert config.max_position_embeddings == 131_072
@@ -101,17 +101,17 @@ def test_a_tokenizer_of_another_kind_is_left_out_with_a_note(tmp_path: Path) -> 
 )
 def test_wrong_params_are_refused(tmp_path: Path, params: dict[str, Any], message: str) -> None:
     save_meta(tmp_path / "meta", make_model(), 2, **params)
-    refuses(message, convert_meta, tmp_path / "meta", tmp_path / "out", max_position_embeddings=64)
+    assert_refuses(message, convert_meta, tmp_path / "meta", tmp_path / "out", max_position_embeddings=64)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_params_json_does_not_say_must_be_given(tmp_path: Path) -> None:
     save_meta(tmp_path / "meta", make_model())
     given = r"max_position_embeddings must be given, .*2048 for Llama 1, 4096"
-    refuses(given, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError)
+    assert_refuses(given, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError)
     options = {"max_position_embeddings": 64, "rope_factor": 8.0}
     absent = r"rope_factor must be absent.*; got 8\.0"
-    refuses(absent, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError, **options)
+    assert_refuses(absent, convert_meta, tmp_path / "meta", tmp_path / "out", error=InvalidValueError, **options)
 
 
 def test_damaged_meta_shards_are_refused(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_damaged_meta_shards_are_refused(tmp_path: Path) -> None:
         ({"layers.x.attention.wq.weight": torch.ones(1)}, r"'layers\.x\.attention\.wq\.weight' is unexpected"),
     ):
         torch.save(original | changes, second)
-        refuses(message, convert_meta, source, tmp_path / "out", max_position_embeddings=64)
+        assert_refuses(message, convert_meta, source, tmp_path / "out", max_position_embeddings=64)
     torch.save({name: tensor for name, tensor in original.items() if name != down}, second)
     missing = rf"consolidated\.01\.pth: tensor '{down}' is missing"
-    refuses(missing, convert_meta, source, tmp_path / "out", max_position_embeddings=64)
+    assert_refuses(missing, convert_meta, source, tmp_path / "out", max_position_embeddings=64)
     for file in source.glob("*.pth"):
         file.unlink()
-    refuses(r"has no consolidated\.\*\.pth", convert_meta, source, tmp_path / "out", max_position_embeddings=64)
+    assert_refuses(r"has no consolidated\.\*\.pth", convert_meta, source, tmp_path / "out", max_position_embeddings=64)

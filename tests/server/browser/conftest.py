@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from browsed_chat import ask_whole
 from browsed_page import Open, compare
 from demo_server import serving_demo
 from serving import serving
@@ -13,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from written_streams import Script, Scripted
+from written_streams import Script, Scripted, whole
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +129,14 @@ def chat(open_chat: Open, scripted: Scripted) -> tuple[Any, Script]:
 def panes(open_page: Open, scripted: Scripted) -> tuple[Any, Script]:
     """The page of depths with two panes, and what its server says."""
     return open_page(scripted[0], compares=True), scripted[1]
+
+
+@pytest.fixture
+def list_of_two(chat: tuple[Any, Script]) -> Any:
+    """The chat with the conversations "Two" and "One"."""
+    page, script = chat
+    script.pieces = whole("Yes")
+    for question in ("One", "Two"):
+        page.click("#new")
+        ask_whole(page, question)
+    return page

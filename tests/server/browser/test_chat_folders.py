@@ -7,18 +7,7 @@ import pytest
 from axe import check_with_axe
 from browsed_chat import ask_whole, titles
 from browsed_page import Open
-from written_streams import Script, Scripted, whole
-
-
-@pytest.fixture
-def list_of_two(chat: tuple[Any, Script]) -> Any:
-    """The chat with the conversations "Two" and "One"."""
-    page, script = chat
-    script.pieces = whole("Yes")
-    for question in ("One", "Two"):
-        page.click("#new")
-        ask_whole(page, question)
-    return page
+from written_streams import Scripted, whole
 
 
 def add_folder(page: Any, name: str) -> None:
