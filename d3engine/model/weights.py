@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -136,7 +137,7 @@ def load_weights(
 
     safetensors files are memory-mapped. On a CPU a tensor that is held as stored stays in the file, so the file must
     not be written to while the weights are in use (a rename may replace it). Other tensors are copied to their place
-    and their pages released: the peak is the model and one tensor.
+    and their pages released: the peak is the model and one tensor for each of up to four threads.
 
     With `keeps_blocks`, for the native library, quantized matrices of a GGUF file stay in ggml's blocks; with
     `splits_blocks`, for Triton's kernels, those of `SPLIT_TYPES` do so on `device`, codes and scales apart.
@@ -244,10 +245,14 @@ class _Loader:
 
     def load(self) -> LlamaWeights:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
-        layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
-        embedding = self._embedding(names.embedding, multipliers.on_embedding)
-        is_tied = config.tie_word_embeddings
-        lm_head = self._held(embedding, [names.embedding]) if is_tied else self._matrix(_LM_HEAD, config.hidden_size)
+        # Reading, checking and laying out a matrix keeps one core busy; more threads would hold more tensors twice.
+        threads = min(torch.get_num_threads(), _LOADING_THREADS) if self.device.type == "cpu" else 1
+        with ThreadPoolExecutor(threads) as pool:
+            table = pool.submit(self._embedding, names.embedding, multipliers.on_embedding)
+            head = None if config.tie_word_embeddings else pool.submit(self._matrix, _LM_HEAD, config.hidden_size)
+            layers = tuple(pool.map(self._layer, map(names.layer, range(config.num_layers))))
+            embedding = table.result()
+            lm_head = self._held(embedding, [names.embedding]) if head is None else head.result()
         on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
         if on_norm == 1.0:
             final_norm = self._norm({names.final_norm: None})
@@ -435,6 +440,8 @@ class _Rows:
 
 _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
 """Modules or tensors to stack, from top to bottom; None: all rows as stored."""
+
+_LOADING_THREADS = 4
 
 _LM_HEAD: _Modules = {"lm_head": None}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
@@ -445,25 +444,18 @@ def read_block_rows(
 
 
 def interleave_blocks(parts: Sequence[BlockWeight]) -> torch.Tensor:
-    """The cells of a `BlockLanesWeight` of these matrices on top of each other, made by all of PyTorch's threads.
+    """The cells of a `BlockLanesWeight` of these matrices on top of each other.
 
     All are of one format; the rows of each are a multiple of 16.
     """
-    isa, threads = byte_isa(), torch.get_num_threads()
+    isa = byte_isa()
     assert isa is not None, "no instruction set reads such cells"
     nth, structures = _all_isas().index(isa), [Linear(part).structure() for part in parts]
     row_bytes = library().d3_interleaved_bytes(structures[0].kind, parts[0].num_columns)
-    rows = [part.shape[0] // LANES for part in parts]
-    made = torch.empty(sum(rows), LANES * row_bytes, dtype=torch.uint8)
-
-    def work(thread: int) -> None:
-        for structure, count, cells in zip(structures, rows, torch.split(made, rows), strict=True):
-            start, stop = count * thread // threads, count * (thread + 1) // threads
-            to = cells[start:stop].data_ptr()
-            library().d3_interleave_blocks(byref(structure), nth, start * LANES, stop * LANES, to)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, range(threads)))
+    rows = [part.shape[0] for part in parts]
+    made = torch.empty(sum(rows) // LANES, LANES * row_bytes, dtype=torch.uint8)
+    for structure, count, cells in zip(structures, rows, torch.split(made, [n // LANES for n in rows]), strict=True):
+        library().d3_interleave_blocks(byref(structure), nth, 0, count, cells.data_ptr())
     return made
 
 
