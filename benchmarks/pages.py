@@ -14,6 +14,7 @@ import ast
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product, zip_longest
 from pathlib import Path
@@ -221,84 +222,75 @@ def gguf_file(name: str) -> Iterator[str]:
 # -- speculative decoding --------------------------------------------------------------------------------------
 
 NO_DRAFTS, PEER = "none", "llama.cpp"
-AGAIN = "none again"
-DRAFTERS = {AGAIN: "no drafts again", "auto": "draft model", "draft": "draft model", "lookup": "lookups"}
-DRAFTERS["lookup, auto"] = DRAFTERS["lookup"]
+DRAFTERS = {"none again": "nothing, again", "auto": "", "draft": "", "lookup": "lookups", "lookup, auto": "lookups"}
+"""By system who drafts; the draft model where nothing stands."""
+
+TITLES = ("weights", "tokens", "drafts by", "tokens/s without")
+KINDS = ("code", "problems", "edits", "chats")
+TARGETS, UNNAMED = {"bf16": "bfloat16", "int8": "int8"}, "Q4_K_M"
+"""Weights by the end of a target's name."""
 
 
 def speculation() -> Iterator[str]:
-    """Every committed run of `benchmarks.speculation`: a paragraph and a table each."""
-    runs = {path.stem: run(path.stem) for path in RESULTS.glob("speculation-*.json")}
-    for name in sorted(
-        runs, key=lambda name: (runs[name]["settings"]["model"], max(runs[name]["settings"]["batches"]))
-    ):
-        yield from gains(name, runs[name])
+    """What drafts gain over none by kind of prompt: a row for each drafter of each committed run, and how many answers
+    were the same."""
+    runs = [run(path.stem) for path in RESULTS.glob("speculation-*.json")]
+    yield from gains(runs)
 
 
-def gains(name: str, found: Report) -> Iterator[str]:
-    """One run: the gain of each system over no drafts by kind of prompt, temperature and batch, and totals."""
-    settings = found["settings"]
-    cells = {(one["system"], one["temperature"], one["batch"], one["kind"]): one for one in found["cells"]}
-    peer = _best_peer(cells)
-    systems = [one for one in DRAFTERS if one in settings["systems"]] + ([peer] if peer else [])
+def gains(runs: Sequence[Report]) -> Iterator[str]:
+    """Those of some runs: one answer at once first, the fewest bits a weight first, greedy ones first."""
     rows: list[tuple[str, ...]] = []
-    worst: dict[str, float] = {}
-    equal = {system: [0, 0] for system in systems}
-    asked = 0
-    for temperature, batch in product(settings["temperatures"], settings["batches"]):
-        for kind in ("code", "problems", "edits", "chats", "all"):
-            if (plain := cells.get((NO_DRAFTS, temperature, batch, kind))) is None:
+    same, answers = Counter[str](), Counter[str]()  # by what is drafted for
+    for found in sorted(runs, key=_place_of):
+        settings = found["settings"]
+        cells = {(one["system"], one["temperature"], one["batch"], one["kind"]): one for one in found["cells"]}
+        systems = [*(one for one in DRAFTERS if one in settings["systems"]), *_best_peer(cells)]
+        for temperature, batch, system in product(settings["temperatures"], settings["batches"], systems):
+            if (whole := cells.get((system, temperature, batch, "all"))) is None:
                 continue
-            here = {system: cells.get((system, temperature, batch, kind)) for system in systems}
+            base = PEER if system.startswith(PEER) else NO_DRAFTS
+            same[base] += whole["equal"]
+            answers[base] += whole["answers"]
             how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-            title = f"{kind}, {how}" + (f", {batch} at once" if batch > 1 else "")
-            gained = [_gain(one) if one else "-" for one in here.values()]
-            rows.append((title, _number(plain["tokens_per_second"], ""), *gained))
-            asked = max(asked, plain["answers"])
-            for system, one in here.items():
-                if one and kind == "all":
-                    worst[system] = min(one["worst"]["ratio"], worst.get(system, 9.0))
-                    equal[system] = [equal[system][0] + one["equal"], equal[system][1] + one["answers"]]
-    ours = [equal[system] for system in systems if system != peer]
-    same, answers = (sum(one[nth] for one in ours) for nth in (0, 1))
-    yield from _prose(
-        f"`{settings['model']}` with drafts by `{settings['draft']}`: {found['environment']['cpu']},"
-        f" {settings['threads']} threads, {asked} prompts, answers of at most {settings['tokens']} tokens"
-        f" (`benchmarks/results/{name}.json`)."
-    )
-    titles = [_drafter(system, found) for system in systems]
-    yield from table(("prompts", "no drafts, tokens/s", *titles), rows)
-    least = ", ".join(f"{worst[system]:.2f} ({title})" for system, title in zip(systems, titles, strict=True))
-    said = f"Token for token as without drafts: {same} of {answers} answers"
-    if peer:
-        alone = cells[PEER, 0, 1, "all"]["tokens_per_second"]
-        said += (
-            f", of {PEER} {equal[peer][0]} of {equal[peer][1]}; it makes {_number(alone, '')} tokens/s without drafts"
-        )
-    yield from _prose(f"{said}. The worst prompt's gain: {least}.")
+            how += f", {batch} at once" if batch > 1 else ""
+            rate = _number(cells[base, temperature, batch, "all"]["tokens_per_second"], "")
+            by_kind = [cells.get((system, temperature, batch, kind)) for kind in KINDS]
+            gained = [spread(one["ratio"], ".2f") if one else "-" for one in by_kind]
+            asked = f"{whole['answers']}, {settings['tokens']}"
+            worst = f"{whole['worst']['ratio']:.2f}"
+            rows.append((_weights_of(settings), how, _drafter(system, found), rate, *gained, worst, asked))
+    yield ""
+    yield from table((*TITLES, *KINDS, "worst prompt", "prompts, tokens at most"), rows)
+    of_peer = f", of {PEER}'s {same[PEER]} of {answers[PEER]}" if answers[PEER] else ""
+    yield from _prose(f"Token for token as without drafts: {same[NO_DRAFTS]} of {answers[NO_DRAFTS]} answers{of_peer}.")
 
 
-def _best_peer(cells: Mapping[tuple[str, float, int, str], Report]) -> str | None:
-    """llama.cpp with the length of drafts by which it is fastest over all greedy prompts."""
+def _place_of(found: Report) -> tuple[Any, ...]:
+    settings = found["settings"]
+    weights = [*TARGETS.values(), UNNAMED].index(_weights_of(settings))
+    return max(settings["batches"]), -weights, min(settings["temperatures"]), -settings["tokens"]
+
+
+def _weights_of(settings: Report) -> str:
+    """Those of the target, which its name has at its end."""
+    return next((weights for end, weights in TARGETS.items() if settings["model"].endswith(end)), UNNAMED)
+
+
+def _best_peer(cells: Mapping[tuple[str, float, int, str], Report]) -> list[str]:
+    """llama.cpp with the length of drafts by which it is fastest over all greedy prompts, where it was measured."""
     rates = {key[0]: one["tokens_per_second"] for key, one in cells.items() if key[1:] == (0, 1, "all")}
     lengths = [system for system in rates if system.startswith(f"{PEER}, ")]
-    return max(lengths, key=lambda system: rates[system], default=None)
+    return [max(lengths, key=lambda system: rates[system])] if lengths else []
 
 
 def _drafter(system: str, found: Report) -> str:
     if system.startswith(PEER):
-        lengths = found["settings"]["peer_lengths"]
-        tried = f", the best of {min(lengths)} to {max(lengths)}" if len(lengths) > 1 else ""
-        return f"{PEER}, its own drafts of {system.rpartition(' ')[2]}{tried}"
-    if system == AGAIN:
-        return DRAFTERS[system]
-    length = re.search(r"'num_speculative_tokens': (\d+)", found["arguments"][system])
-    return f"{DRAFTERS[system]}, {f'{length[1]} tokens' if length else 'as long as pays'}"
-
-
-def _gain(cell: Report) -> str:
-    gain = spread(cell["ratio"], ".2f")
-    return f"{gain}; {_number(cell['tokens_per_second'], '')} tokens/s" if cell["kind"] == "all" else gain
+        return f"{PEER} itself, {system.rpartition(' ')[2]} tokens"
+    size = re.search(r"\d+(\.\d+)?[bm]\b", found["settings"]["draft"])
+    drafter = DRAFTERS[system] or (f"the {size[0].upper()}" if size else "a draft model")
+    length = re.search(r"'num_speculative_tokens': (\d+)", found["arguments"].get(system, ""))
+    return f"{drafter}, {length[1]} tokens" if length else drafter
 
 
 # -- quality ---------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def cell(system: str, temperature: float, batch: int, kind: str, rate: float, eq
 
 
 def test_drafts_of_any_target_make_a_table() -> None:
-    """Two temperatures and batches, the peer's best length, and kinds that an ended run has not reached."""
-    settings = {"model": "target.gguf", "draft": "small.gguf", "systems": ["none", "lookup, auto", "draft"]}
+    """Two temperatures and batches, the peer's best length, and kinds that the run did not have."""
+    settings = {"model": "target.gguf", "draft": "small-7b.gguf", "systems": ["none", "lookup, auto", "draft"]}
     settings |= {"temperatures": [0.0, 0.5], "batches": [1, 4], "threads": 3, "tokens": 99}
     cells = [
         cell(system, temperature, batch, kind, rate, equal)
@@ -86,17 +86,29 @@ def test_drafts_of_any_target_make_a_table() -> None:
     for system, rate in (("llama.cpp", 80.0), ("llama.cpp, 2", 60.0), ("llama.cpp, 5", 90.0)):
         cells += [cell(system, 0.0, 1, kind, rate) for kind in ("code", "all")]
     arguments = {"draft": "{'num_speculative_tokens': 6}", "lookup, auto": "{'method': 'ngram'}"}
-    report = {"settings": settings | {"peer_lengths": [2, 5]}, "arguments": arguments, "cells": cells}
-    report["environment"] = {"cpu": "A Processor"}
-    text = "\n".join(pages.gains("speculation-target", report))
-    assert "`target.gguf` with drafts by `small.gguf`: A Processor, 3 threads, 2 prompts" in text
-    header = "| prompts | no drafts, tokens/s | draft model, 6 tokens | lookups, as long as pays |"
-    assert f"{header} llama.cpp, its own drafts of 5, the best of 2 to 5 |" in text
-    assert "| code, greedy | 100 | 1.50 (0.75-3.00) | 1.10 (0.55-2.20) | 0.90 (0.45-1.80) |" in text
-    assert "| all, temperature 0.5, 4 at once | 100 | 1.50 (0.75-3.00); 150 tokens/s |" in text
-    assert text.count("| - |") == 6
-    assert "12 of 16 answers, of llama.cpp 2 of 2; it makes 80.0 tokens/s without drafts" in " ".join(text.split())
-    assert "chats" not in text
+    greedy = {"settings": settings, "arguments": arguments, "cells": cells}
+    batch = greedy | {"settings": settings | {"model": "target-int8", "batches": [8]}, "cells": []}
+    lines = list(pages.gains([batch, greedy]))
+    gain, lookup = "1.50 (0.75-3.00) | - | - | -", "1.10 (0.55-2.20) | - | - | -"
+    assert lines[3] == f"| Q4_K_M | greedy | the 7B, 6 tokens | 100 | {gain} | 0.38 | 2, 99 |"
+    assert lines[4] == f"| Q4_K_M | greedy | lookups | 100 | {lookup} | 0.28 | 2, 99 |"
+    assert lines[5].startswith("| Q4_K_M | greedy | llama.cpp itself, 5 tokens | 80.0 | 0.90 (0.45-1.80) |")
+    assert f"| Q4_K_M | temperature 0.5, 4 at once | the 7B, 6 tokens | 100 | {gain} | 0.38 | 2, 99 |" in lines
+    assert len(lines) == 3 + 4 * 2 + 1 + 3
+    assert lines[-2] == "Token for token as without drafts: 12 of 16 answers, of llama.cpp's 2 of 2."
+
+
+def test_speculation_has_weights_in_the_order_of_their_bits() -> None:
+    """One answer at once stands before several, whatever the weights."""
+    cells = [cell(system, 0.0, batch, "all", 100.0) for system in ("none", "auto") for batch in (1, 4)]
+    settings = {"draft": "small", "systems": ["none", "auto"], "temperatures": [0.0], "tokens": 9}
+    runs = [
+        {"settings": settings | {"model": f"target{end}", "batches": [batch]}, "arguments": {}, "cells": cells}
+        for end, batch in (("-bf16", 1), ("", 4), ("-int8", 1), ("", 1))
+    ]
+    lines = [line.split(" | ") for line in pages.gains(runs)][3:7]
+    assert [line[0] for line in lines] == ["| Q4_K_M", "| int8", "| bfloat16", "| Q4_K_M"]
+    assert [line[1:3] for line in lines[2:]] == [["greedy", "a draft model"], ["greedy, 4 at once", "a draft model"]]
 
 
 def test_a_number_keeps_three_digits() -> None:
