@@ -18,7 +18,7 @@ from d3engine.executor.bridging import BridgeStore, crossings
 from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.hidden_states import Due, HiddenStateCache, LayerHooks, StateHooks
-from d3engine.executor.interface import Computed, ExecutorStats
+from d3engine.executor.interface import Computed, Executor, ExecutorStats
 from d3engine.executor.students import StudentExecutors
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
 from d3engine.model.adapters import AdapterSlots, RowAdapters
@@ -27,7 +27,7 @@ from d3engine.model.llama import Llama, Rope
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
 from d3engine.scheduling.kv_cache import IntArray
-from d3engine.scheduling.plan import Chosen, ExecutorCapabilities, Plan, Span
+from d3engine.scheduling.plan import Chosen, Plan, Span
 from d3engine.scheduling.sampling_mode import SamplingMode
 
 
@@ -40,11 +40,8 @@ class _Inputs:
     block_tables: Tensor  # [L, C, blocks]
 
 
-class EagerExecutor:
+class EagerExecutor(Executor):
     """Owns the KV pool's tensor; `run(plan)` computes float32 logits for the plan's `logit_rows`."""
-
-    max_steps = 0
-    capabilities = ExecutorCapabilities()
 
     def __init__(
         self,
@@ -99,13 +96,6 @@ class EagerExecutor:
     def take_largest(self) -> None:
         """Load the student of the engine's policy; what else a step needs is gone after it."""
         self.students.make_known()
-
-    def prepare_next(self) -> bool:
-        """Nothing is made beforehand."""
-        return False
-
-    def close(self) -> None:
-        """Nothing: all that there is goes with this object."""
 
     def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""

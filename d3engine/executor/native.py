@@ -25,7 +25,7 @@ from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import choice_of_step
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.hidden_states import NativeStateHooks
-from d3engine.executor.interface import Computed
+from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.native_choices import (
     ChoicesOfStep,
     FormsOfRun,
@@ -40,13 +40,11 @@ from d3engine.executor.native_weights import native_bridges, native_model
 from d3engine.executor.shares import joined, share_of
 from d3engine.executor.streaming import GoingOn
 from d3engine.executor.students import StudentExecutors
-from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeBridges, NativeMaps
 from d3engine.kernels.native.runs import HiddenStates, Hooks, Rows
 from d3engine.kernels.native.speculative_loop import DraftCosts, LoopLogits
 from d3engine.model.adapters import Adapter
-from d3engine.model.llama import Llama
 from d3engine.model.weights import LlamaWeights
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
@@ -65,7 +63,7 @@ LOGITS_BYTES = 2**26
 """What a run may keep of the logits of rows that want log-probabilities, and of captured hidden states."""
 
 
-class NativeExecutor:
+class NativeExecutor(Executor):
     """Runs decode steps natively, and all others by `eager`.
 
     Args:
@@ -93,6 +91,7 @@ class NativeExecutor:
         head_tokens: Tensor | None = None,
     ) -> None:
         self._eager = eager
+        self.model, self.pool = eager.model, eager.pool
         given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_steps": max_steps}
         make = partial(self._of_student, **given, num_threads=num_threads, isa=isa)
         self._students: StudentExecutors[NativeExecutor] = StudentExecutors(
@@ -130,16 +129,6 @@ class NativeExecutor:
         self.stats.backend = "native"
         self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
 
-    @property
-    def model(self) -> Llama:
-        """The eager executor's model."""
-        return self._eager.model
-
-    @property
-    def pool(self) -> KVPool:
-        """The KV pool; see `EagerExecutor`."""
-        return self._eager.pool
-
     def draft_with(self, draft_model: NativeExecutor | None) -> None:
         """Let a second model, of the same vocabulary, draft in multi-step plans, and time the steps of both."""
         self._draft_model = draft_model
@@ -166,16 +155,6 @@ class NativeExecutor:
                 times.append(time.perf_counter() - begun)
             found[count] = min(times)
         return found
-
-    def take_largest(self) -> None:
-        """Nothing: the decoder has all its memory from the beginning."""
-
-    def prepare_next(self) -> bool:
-        """Nothing is made beforehand."""
-        return False
-
-    def close(self) -> None:
-        """Nothing: the library goes with this object."""
 
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
