@@ -34,7 +34,6 @@ from d3engine.executor.graph_shapes import (
     CudaGraphs,
     GraphBridges,
     GraphShape,
-    Recorder,
     Repeats,
     Step,
     batch_sizes,
@@ -100,7 +99,7 @@ class GraphExecutor(Executor):
         self._kernels = eager.kernels
         self._device = eager.device
         self._has_ranks = eager.model.ranks is not None
-        self._recorder: Recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
+        self._recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
         self._max_model_len = max_model_len
         blocks = -(-max_model_len // eager.block_size)
         self.logit_rows = logit_rows
