@@ -177,9 +177,10 @@ def ends_of(sequences: AnySequence[Sequence]) -> npt.NDArray[np.int64]:
     return np.array([tokens + [-1] * (most - len(tokens)) for tokens in ends], np.int64).reshape(len(ends), most)
 
 
-def all_may_end(sequences: AnySequence[Sequence]) -> bool:
-    """Whether every row's answer has a token or a form that ends it."""
-    return all(_ends(sequence) or sequence.constraint is not None for sequence in sequences)
+def ends_of_all(sequences: AnySequence[Sequence]) -> npt.NDArray[np.int64] | None:
+    """The same where every row's answer has a token or a form that ends it; None otherwise."""
+    all_may_end = all(_ends(sequence) or sequence.constraint is not None for sequence in sequences)
+    return ends_of(sequences) if all_may_end else None
 
 
 def _ends(sequence: Sequence) -> list[int]:
