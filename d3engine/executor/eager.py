@@ -26,7 +26,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama, Rope
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
-from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.kv_cache import FlatCopies, IntArray
 from d3engine.scheduling.plan import Chosen, Plan, Span
 from d3engine.scheduling.sampling_mode import SamplingMode
 
@@ -147,7 +147,7 @@ class EagerExecutor(Executor):
             return None
         return self.slots.of_rows(own, plan.row_chunks)
 
-    def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
+    def copy_entries(self, copies: FlatCopies) -> None:
         """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""
         if copies is not None:
             sources, targets = copies

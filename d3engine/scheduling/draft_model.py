@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from d3engine.errors import require
-from d3engine.scheduling.kv_cache import EntryCopies, IntArray, KVCache
+from d3engine.scheduling.kv_cache import IntArray, KVCache
 from d3engine.scheduling.plan import BoolArray, DraftModelRows, DraftWork, Plan
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
@@ -95,7 +95,7 @@ class DraftModelBatch:
         lengths = self._lengths(chunks)
         reach = chunks if lengths is None else _reaching(chunks, lengths)
         self.cache.grow(chunks.slots, self._missing(reach))
-        own = build_plan(chunks, self._table, self.cache.tables, EntryCopies(), EntryCopies())
+        own = build_plan(chunks, self._table, self.cache.tables)
         own = replace(own, prompt_rows=(), captured=())  # the first model's are asked for
         drafts = plan.drafts or DraftWork(frozenset(), {})
         return replace(
