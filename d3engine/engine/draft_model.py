@@ -52,19 +52,9 @@ take 256 columns: of Qwen2.5-Coder-0.5B, Q4_K_M, the layers become a fifth small
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
-    """A loaded draft model: what runs it, and the block tables of its cache."""
-
-    directory: str
-    executor: Executor
-    cache: KVCache
-
-
-@dataclass(frozen=True, slots=True)
 class DraftWeights:
     """A draft model that fits the model it drafts for, without a cache yet; `settings` are its own."""
 
-    directory: str
     config: ModelConfig
     weights: LlamaWeights
     settings: EngineSettings
@@ -114,7 +104,7 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         keeps_blocks=of_draft.keeps_blocks,
         splits_blocks=of_draft.splits_blocks,
     )
-    return DraftWeights(given, own, weights, of_draft)
+    return DraftWeights(own, weights, of_draft)
 
 
 def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) -> EngineSettings:
@@ -152,8 +142,10 @@ def _rounded(matrix: Weight) -> Weight:
     return quantize_blocks(matrix.dequantize(torch.float32), "Q4_0")
 
 
-def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *, native: bool) -> DraftModel:
-    """The draft model with a cache for as many entries as `num_blocks` blocks hold at full depth of the first model.
+def with_cache(
+    draft: DraftWeights, num_blocks: int, settings: EngineSettings, *, native: bool
+) -> tuple[Executor, KVCache]:
+    """What runs the draft model, and a cache for as many entries as `num_blocks` blocks hold at the first's full depth.
 
     `native`: by the library that runs the first model.
     """
@@ -166,7 +158,7 @@ def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *
     # Some rotations depend on the length of a prompt, which graphs do not know.
     elif settings.executor == "graphs" and draft_rows(settings) and not eager.rope.depends_on_length:
         executor = graph_executor(draft.settings, eager, is_draft=True)
-    return DraftModel(draft.directory, executor, new_cache(draft.settings, own, blocks))
+    return executor, new_cache(draft.settings, own, blocks)
 
 
 def head_tokens(config: ModelConfig) -> Tensor | None:

@@ -189,34 +189,18 @@ class EagerExecutor(Executor):
         if span.part == "mlp":
             self.model.mlp(span.layers.start, state, adapters=own)
         else:
-            lengths, prompts = plan.stops[which], plan.prompt_lengths[which]
-            self._run_layers(span, chunks, rows, starts, lengths, prompts, inputs, state, own)
+            layers = slice(span.layers.start, span.layers.stop)
+            run = self.model.layer if span.part == "layer" else self.model.attention
+            told = {"prompt_lengths": plan.prompt_lengths[which].tolist()} if self._tells_prompts else {}
+            attention = self.kernels.attention_inputs(
+                starts.tolist(), plan.stops[which].tolist(), inputs.block_tables[layers, chunks], **told
+            )
+            entries = inputs.entries[layers, rows].unbind()
+            rotations = self.rope.of_layers(inputs.rotations[rows])
+            for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
+                run(layer, state, rotations[layer], self.pool, own_entries, own_attention, adapters=own)
         if span.rows is not None:
             hidden[rows] = state
-
-    def _run_layers(
-        self,
-        span: Span,
-        chunks: slice | Tensor,
-        rows: slice | Tensor,
-        starts: IntArray,
-        lengths: IntArray,
-        prompt_lengths: IntArray,
-        inputs: _Inputs,
-        state: Tensor,
-        adapters: RowAdapters | None,
-    ) -> None:
-        """Run a span's layers, or the attention of its one, over `state`, its rows."""
-        layers = slice(span.layers.start, span.layers.stop)
-        run = self.model.layer if span.part == "layer" else self.model.attention
-        told = {"prompt_lengths": prompt_lengths.tolist()} if self._tells_prompts else {}
-        attention = self.kernels.attention_inputs(
-            starts.tolist(), lengths.tolist(), inputs.block_tables[layers, chunks], **told
-        )
-        entries = inputs.entries[layers, rows].unbind()
-        rotations = self.rope.of_layers(inputs.rotations[rows])
-        for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
-            run(layer, state, rotations[layer], self.pool, own_entries, own_attention, adapters=adapters)
 
     def _project(self, span: Span, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:
         assert span.projected_rows is not None
