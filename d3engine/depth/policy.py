@@ -401,6 +401,8 @@ def _plain(value: Any) -> Any:
     """An option as JSON has it."""
     if isinstance(value, DepthPolicy):
         return value.describe()
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
     return str(value) if isinstance(value, Fraction) else value
 
 

@@ -321,10 +321,6 @@ class FixedSkip(DepthPolicy):
         cutoffs = cutoffs_without("skip_layers", self.skip_layers, num_layers)
         return Schedule.nested(cutoffs, self.on_skip, self.bridges)
 
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "skip_layers": list(self.skip_layers)}
-
     @classmethod
     def preset(cls, method: str, num_layers: int) -> FixedSkip:
         """The layers that ShortGPT ("shortgpt") removes from Llama-2 of 32 or 40 layers, a quarter of them or more."""
@@ -362,10 +358,6 @@ class Distilled(DepthPolicy):
         require_integer("num_layers", num_layers, 1)
         cutoffs = cutoffs_without("skip_layers", list(self.skip_layers), num_layers)
         return Schedule.nested(cutoffs, self.on_skip, students=[Level(1, self.student)])
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "skip_layers": list(self.skip_layers)}
 
 
 @dataclass(frozen=True)
@@ -463,10 +455,6 @@ class Nested(DepthPolicy):
             wanted = num_layers - left_out + 1
             cutoffs[first:stop] = first_step_below(lambda step: num_layers * self.alpha**step, wanted)
         return Schedule.nested(cutoffs, self.on_skip, self.bridges)
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "windows": [list(window) for window in self.windows]}
 
 
 def _checked(windows: Any) -> tuple[tuple[int, int], ...]:
@@ -618,7 +606,3 @@ class LayerTable(DepthPolicy):
         rows = [_flags(f"active[{step}]", row, num_layers) for step, row in enumerate(self.active)]
         require(bool(rows[0].all()), "active[0]", self.active[0], "every layer, since the prompt pass yields step 0")
         return Schedule.from_table(np.stack(rows), self.on_skip, self.bridges)
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "active": [list(row) for row in self.active]}

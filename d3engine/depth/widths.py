@@ -116,11 +116,6 @@ class Width(DepthPolicy):
         first = levels[0].step if levels else NEVER
         return Schedule.nested(np.where(cutoffs == NEVER, NEVER, first), self.on_skip, students=levels)
 
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        lists = {name: list(getattr(self, name)) for name in ("students", "widths", "steps", "skip_layers")}
-        return {**super().describe(), **lists}
-
 
 def _listed(field: str, values: Any, allowed: str) -> tuple[Any, ...]:
     """The values as a tuple; a text is no list of them."""
