@@ -132,7 +132,7 @@ class Engine(Chats, EngineProperties):
                 interrupt.deliver()
             done: dict[str, RequestOutput] = {}
             try:
-                answers = self._in_flight.claim(ids)
+                answers = self._in_flight.delivery.claim(ids)
                 for request, request_id in zip(requests, ids, strict=True):
                     self._queue(request, request_id, RequestOutputKind.FINAL_ONLY, call=ids[0])
                 with tqdm(total=len(ids), desc="generate", unit="request") if use_tqdm else nullcontext() as bar:
@@ -188,7 +188,7 @@ class Engine(Chats, EngineProperties):
         try:
             with self._call():
                 self._life.check()
-                outputs = self._in_flight.claim([request_id])
+                outputs = self._in_flight.delivery.claim([request_id])
                 self._queue(request, request_id, request.params.output_kind)
             while True:
                 if not outputs:
