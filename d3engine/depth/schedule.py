@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -177,11 +178,8 @@ class Schedule:
             not projects, "on_skip", "project", "'none' or 'copy' beside bridges, which change what would be projected"
         )
         _set(self, "cutoffs", _checked_cutoffs(self.cutoffs))
-        _set(self, "_sorted_cutoffs", np.sort(self.cutoffs))
-        self.__dict__["_listed_cutoffs"] = self._cutoffs_in_order.tolist()
         if self.table is not None:
             _set(self, "table", _checked_table(self.table))
-            _set(self, "_depth_rows", self.table.sum(axis=1, dtype=np.int64))
             self._check_table_fields()
         if self.on_skip == "copy":
             layer_0_sleeps = self.cutoffs[0] != NEVER if self.table is None else not self.table[:, 0].all()
@@ -348,19 +346,19 @@ class Schedule:
         assert self.table is not None
         return min(max(step, 0), len(self.table) - 1)
 
-    @property
+    @cached_property
     def _cutoffs_in_order(self) -> Int32Array:
-        in_order: Int32Array = self.__dict__["_sorted_cutoffs"]
-        return in_order
+        return np.sort(self.cutoffs)
 
-    @property
+    @cached_property
     def _cutoffs_listed(self) -> list[int]:
-        listed: list[int] = self.__dict__["_listed_cutoffs"]
+        listed: list[int] = self._cutoffs_in_order.tolist()
         return listed
 
-    @property
+    @cached_property
     def _depth_of_row(self) -> npt.NDArray[np.int64]:
-        depths: npt.NDArray[np.int64] = self.__dict__["_depth_rows"]
+        assert self.table is not None
+        depths: npt.NDArray[np.int64] = self.table.sum(axis=1, dtype=np.int64)
         return depths
 
 

@@ -132,18 +132,15 @@ def _schema_text(schema: object) -> str:
 
 def _choices(choice: Sequence[str]) -> tuple[str, ...]:
     allowed = f"a list of 1 to {MAX_CHOICES} different texts, of {MAX_CHARACTERS} characters together at most"
-    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
-    require(is_list and 0 < len(choice) <= MAX_CHOICES, "choice", choice, allowed)
-    for text in choice:
-        _require_text("choice", text)
-    fits = len(set(choice)) == len(choice) and sum(map(len, choice)) <= MAX_CHARACTERS
+    found = _texts("choice", choice, allowed)
+    fits = len(set(found)) == len(found) and sum(map(len, found)) <= MAX_CHARACTERS
     require(fits, "choice", choice, allowed)
-    return tuple(choice)
+    return found
 
 
-def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
+def _texts(name: str, given: Sequence[str], allowed: str = f"a list of 1 to {MAX_CHOICES} texts") -> tuple[str, ...]:
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-    require(is_list and 0 < len(given) <= MAX_CHOICES, name, given, f"a list of 1 to {MAX_CHOICES} texts")
+    require(is_list and 0 < len(given) <= MAX_CHOICES, name, given, allowed)
     for text in given:
         _require_text(name, text)
     return tuple(given)
