@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -147,20 +147,13 @@ def kv_saved(schedule: Schedule, prompt_tokens: int, generated_tokens: int, byte
     )
 
 
-class Preset(NamedTuple):
-    """One setting of D3."""
-
-    alpha: float
-    start: float
-
-
-PRESETS: Mapping[str, Mapping[int, Preset]] = MappingProxyType(
+PRESETS: Mapping[str, Mapping[int, tuple[float, float]]] = MappingProxyType(
     {
-        "bbh": MappingProxyType({32: Preset(0.9, 0.6), 40: Preset(0.9, 0.5), 80: Preset(0.9, 0.6)}),
-        "gsm8k": MappingProxyType({32: Preset(0.9999, 0.8), 40: Preset(0.9999, 0.7)}),
+        "bbh": MappingProxyType({32: (0.9, 0.6), 40: (0.9, 0.5), 80: (0.9, 0.6)}),
+        "gsm8k": MappingProxyType({32: (0.9999, 0.8), 40: (0.9999, 0.7)}),
     }
 )
-"""Task -> layers -> setting; 32, 40 and 80 layers are Llama-2 7B, 13B and 70B."""
+"""Task -> layers -> alpha and start of D3; 32, 40 and 80 layers are Llama-2 7B, 13B and 70B."""
 
 
 SKIP_DECODE_MEANS: Mapping[str, Mapping[int, float]] = MappingProxyType(
@@ -189,8 +182,8 @@ SHORTGPT_ORDER: Mapping[str, Mapping[int, tuple[int, ...]]] = MappingProxyType(
 Setting = TypeVar("Setting")
 
 
-def preset(task: Any, num_layers: Any) -> Preset:
-    """D3's setting for a task and a number of layers; what the table lacks is refused by name."""
+def preset(task: Any, num_layers: Any) -> tuple[float, float]:
+    """D3's alpha and start for a task and a number of layers; what the table lacks is refused by name."""
     return of_layers(PRESETS, task, num_layers)
 
 

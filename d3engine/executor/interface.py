@@ -134,6 +134,10 @@ class Executor:
         """Run the steps of a plan: its entries are written, and logits or chosen tokens returned."""
         raise NotImplementedError
 
+    def run_share(self, plan: Plan) -> Computed:
+        """The logits of a single step, whose copies of entries are the caller's; of executors that have students."""
+        raise NotImplementedError
+
     def take_largest(self) -> None:
         """Take the memory that the largest step by itself will need, if that is not taken from the beginning."""
 
