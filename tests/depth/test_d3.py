@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from bad_values import assert_refused, bad_values
+from bad_values import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import layers_run
@@ -181,20 +181,6 @@ def test_d3_tail_that_does_not_fit_is_refused_with_its_bound() -> None:
     D3(alpha=0.9, start=0.6, tail=13).schedule(32)
     with pytest.raises(InvalidValueError, match=r"tail must be at most 13, since .* layer 19 of 32; got 14"):
         D3(alpha=0.9, start=0.6, tail=14).schedule(32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    bad_values(
-        alpha=[0, 1.01, math.nan, "0.9", True],
-        start=[0, 1, math.inf, math.nan, "half", "1/0", None, True],
-        tail=[-1, 1.0],
-        on_skip=["zero"],
-    ),
-)
-def test_d3_refuses_wrong_arguments_at_construction_by_name(arguments: dict, field: str) -> None:
-    with assert_refused(field):
-        D3(**{"alpha": 0.9, "start": 0.5} | arguments)
 
 
 def test_d3_presets_are_the_settings_of_the_paper() -> None:
