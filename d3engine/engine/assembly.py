@@ -44,7 +44,8 @@ def assemble(
     Raises `ModelFormatError` for files that cannot be loaded, `InvalidValueError` for what does not fit together.
     """
     config = settings.config
-    make = _on_one_device(settings, weights, bridges) if settings.tensor_parallel_size == 1 else _on_ranks(settings)
+    is_alone = settings.tensor_parallel_size == 1
+    make = _on_one_device(settings, weights, bridges) if is_alone else partial(_on_ranks, settings)
     rule = settings.depth.draft_rule(config.num_layers)
     draft = head = None
     if rule is not None and rule.model is not None:
@@ -112,13 +113,10 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
     return make
 
 
-def _on_ranks(settings: EngineSettings) -> _Make:
-    def make(draft: DraftWeights | Eagle3Head | None) -> tuple[Executor, int]:
-        """Under torchrun this is where other ranks than 0 stay."""
-        meet = meet_under_torchrun if is_under_torchrun() else start_ranks
-        return lead(settings, *meet(settings.tensor_parallel_size), None if draft is None else draft.config)
-
-    return make
+def _on_ranks(settings: EngineSettings, draft: DraftWeights | Eagle3Head | None) -> tuple[Executor, int]:
+    """Under torchrun this is where other ranks than 0 stay."""
+    meet = meet_under_torchrun if is_under_torchrun() else start_ranks
+    return lead(settings, *meet(settings.tensor_parallel_size), None if draft is None else draft.config)
 
 
 def _check_weights(weights: LlamaWeights, settings: EngineSettings) -> None:

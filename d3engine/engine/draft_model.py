@@ -88,9 +88,10 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         raise InvalidValueError("draft_model", given, f"a model for {max_model_len} tokens ({error})") from None
     same = f"a model with the vocabulary of its target, {config.vocab_size} tokens and not {own.vocab_size}"
     require(own.vocab_size == config.vocab_size, "draft_model", given, same)
-    if tokenizer is not None and _has_tokenizer(directory):
-        other = load_tokenizer(directory)
-        differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
+    files = files_of(directory)
+    if tokenizer is not None and any(files.has(name) for name in ("tokenizer.json", "tokenizer.model")):
+        mine, others = tokenizer.convert_id_to_token, load_tokenizer(directory).convert_id_to_token
+        differing = [token for token in range(own.vocab_size) if mine(token) != others(token)]
         allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
         require(not differing, "draft_model", given, allowed)
     of_draft = _settings_of(directory, own, settings)
@@ -170,12 +171,3 @@ def head_tokens(config: ModelConfig) -> Tensor | None:
     if len(groups) % 2:  # interleaved matrices have an even number of such groups
         groups.add(max(groups) - 1 if max(groups) - 1 not in groups else DRAFT_VOCABULARY // HEAD_ROWS)
     return (torch.tensor(sorted(groups))[:, None] * HEAD_ROWS + torch.arange(HEAD_ROWS)).flatten()
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    files = files_of(directory)
-    return any(files.has(name) for name in ("tokenizer.json", "tokenizer.model"))
-
-
-def _piece(tokenizer: Tokenizer, token: int) -> str | None:
-    return tokenizer.convert_id_to_token(token)

@@ -155,12 +155,9 @@ def _reasoning(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _require_text(name: str, value: object) -> None:
-    fits = isinstance(value, str) and 0 < len(value) <= MAX_CHARACTERS and _is_unicode(value)
+    fits = isinstance(value, str) and 0 < len(value) <= MAX_CHARACTERS
+    fits = fits and not any("\ud800" <= char <= "\udfff" for char in str(value))  # no half of a pair is a character
     require(fits, name, value, f"text of 1 to {MAX_CHARACTERS} characters")
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 MAX_N = 64

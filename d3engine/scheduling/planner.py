@@ -113,13 +113,15 @@ def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
     """The chunks that may leave early, by their rules; thresholds follow from each sequence's own max_tokens."""
     if not chunks.traits & Trait.EXITS:
         return ()
+    slots, steps = chunks.slots, chunks.steps
+    is_new = (steps > 0) & (steps == table.num_tokens[slots] - table.prompt_length[slots])
     found: dict[ExitRule, tuple[list[int], list[float]]] = {}
-    for chunk in table.may_exit(chunks.slots, chunks.steps).nonzero()[0].tolist():
-        sequence = table.sequence(int(chunks.slots[chunk]))
+    for chunk in (table.having(Trait.EXITS, slots) & is_new).nonzero()[0].tolist():
+        sequence = table.sequence(int(slots[chunk]))
         assert sequence.exit_rule is not None
         members, thresholds = found.setdefault(sequence.exit_rule, ([], []))
         members.append(chunk)
-        thresholds.append(sequence.exit_rule.threshold_at(int(chunks.steps[chunk]), sequence.max_tokens))
+        thresholds.append(sequence.exit_rule.threshold_at(int(steps[chunk]), sequence.max_tokens))
     return tuple(ExitingChunks(rule, np.array(members), np.array(at)) for rule, (members, at) in found.items())
 
 

@@ -78,10 +78,6 @@ class RunningTable:
         self.max_length[slot] = sequence.max_length
         self.drafting[slot] = False
 
-    def traits_among(self, slots: IntArray) -> int:
-        """All traits that any of these slots has."""
-        return int(np.bitwise_or.reduce(self.traits[slots]))
-
     def having(self, traits: int, slots: IntArray) -> BoolArray:
         """Bool [slots]: which have one of these traits."""
         having: BoolArray = (self.traits[slots] & traits) != 0
@@ -145,12 +141,6 @@ class RunningTable:
         mlps = active.copy()
         mlps[splits] = self.draft_mlps[slots[splits]]
         return mlps
-
-    def may_exit(self, slots: IntArray, steps: IntArray) -> BoolArray:
-        """Bool [C]: whether the chunks' tokens may leave early, which only new ones after step 0 do."""
-        new = steps == self.num_tokens[slots] - self.prompt_length[slots]
-        may: BoolArray = self.having(Trait.EXITS, slots) & new & (steps > 0)
-        return may
 
 
 def traits_of(sequence: Sequence) -> int:
