@@ -63,23 +63,6 @@ def test_skip_decode_rounds_halves_up() -> None:
     assert SkipDecode(max_tokens=5, min_layers=2).schedule(4).depths(6).tolist() == [4, 4, 3, 3, 2, 2]
 
 
-def test_skip_decode_skips_from_below_and_keeps_the_upper_layers() -> None:
-    schedule = SkipDecode(max_tokens=5, min_layers=4, warmup=2).schedule(8)
-    assert layers_run(schedule, 1) == [0, 1, 3, 4, 5, 6, 7]
-    assert layers_run(schedule, 4) == layers_run(schedule, 99) == [0, 1, 6, 7]
-
-
-def test_skip_decode_with_max_layers_still_runs_step_0_in_full() -> None:
-    assert SkipDecode(5, 2, max_layers=6).schedule(8).depths(6).tolist() == [8, 5, 4, 3, 2, 2]
-
-
-@pytest.mark.parametrize(("layers", "mean"), [(32, 24.68), (40, 30.99), (80, 62.48)])
-def test_skip_decode_for_mean_is_within_a_quarter_layer(layers: int, mean: float) -> None:
-    """Skip decode for mean comes within a quarter layer of the paper's means."""
-    policy = SkipDecode.for_mean(mean, num_layers=layers, max_tokens=200)
-    assert mean_depth(policy.schedule(layers), 200) == pytest.approx(mean, abs=0.26)
-
-
 @given(st.integers(2, 20), st.integers(2, 40), st.floats(0, 1))
 def test_skip_decode_for_mean_finds_the_closest_of_all(layers: int, steps: int, where: float) -> None:
     means = {lowest: mean_depth(SkipDecode(steps, lowest).schedule(layers), steps) for lowest in range(1, layers + 1)}
