@@ -113,21 +113,19 @@ AUTO_BRIDGES = "auto"
 """The bridges beside the weights."""
 
 
-def check_bridges(bridges: Any) -> None:
-    """Refuse anything but None, and text that names bridges."""
-    is_name = isinstance(bridges, str) and bridges != ""
-    require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
-
-
 def check_student(student: Any) -> None:
     """Refuse anything but text that names a student."""
     is_name = isinstance(student, str) and student != ""
     require(is_name, "student", student, f'a file of a student, or "{AUTO_BRIDGES}"')
 
 
-def check_on_skip(on_skip: Any) -> None:
-    """Refuse anything but the three rules for the entries of skipped layers."""
+def check_skips(of: Any) -> None:
+    """Refuse in a policy or a schedule another rule for the entries of skipped layers than our three, and bridges that
+    are neither None nor a name."""
+    on_skip, bridges = of.on_skip, getattr(of, "bridges", None)
     require(isinstance(on_skip, str) and on_skip in ON_SKIP, "on_skip", on_skip, f"one of {', '.join(ON_SKIP)}")
+    is_name = isinstance(bridges, str) and bridges != ""
+    require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
 
 
 class Level(NamedTuple):
@@ -167,8 +165,7 @@ class Schedule:
     students: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
         steps = [0, *(require_integer("step of a student", level.step, 1, NEVER - 1) for level in self.students)]
         require(all(a < b for a, b in pairwise(steps)), "students", self.students, "in the order of their steps")
         for level in self.students:
