@@ -194,7 +194,7 @@ class Text(Check):
     """A text of up to `longest` characters."""
 
     longest: int
-    allowed = "None, or a text"
+    allowed: str = "None, or a text"
 
     def check(self, field: str, value: object) -> None:
         fits = isinstance(value, str) and 0 < len(value) <= self.longest
@@ -203,12 +203,6 @@ class Text(Check):
     @property
     def schema(self) -> dict[str, Any]:
         return {"minLength": 1, "maxLength": self.longest}
-
-
-class Word(Text):
-    """One of several texts."""
-
-    allowed = "strings"
 
 
 @dataclass(frozen=True)
@@ -264,7 +258,7 @@ class Biases(Check):
         return {"maxProperties": MAX_BIASED_TOKENS, "propertyNames": {"pattern": "^[0-9]{1,19}$"}}
 
 
-WORD = Word(MAX_STOP_LENGTH)
+WORD = Text(MAX_STOP_LENGTH, "strings")
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would only overflow."""
