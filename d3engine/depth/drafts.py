@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from d3engine.depth.policy import MAX_DRAFT_LENGTH, MAX_HISTORY, DepthPolicy, DraftRule, option, policy_from_dict
@@ -141,7 +140,7 @@ class DraftAndVerify(Drafts, DepthPolicy):
         )
 
 
-PRESETS: Mapping[str, tuple[int, int]] = MappingProxyType({"layerskip": (8, 6)})
+PRESETS: Mapping[str, tuple[int, int]] = {"layerskip": (8, 6)}
 """Lowest layers that draft, all others left out, and tokens of a draft: LayerSkip's for Llama-2 7B (Elhoushi et al.
 2024, "LayerSkip"; its authors' own examples run so)."""
 
