@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from fixture_types import MakeEngine, MakeLlama, MakePrompts
-from rank_tests import PROMPT, asked, left_to_test_parallel
+from rank_tests import PROMPT, asked, engine_of, left_to_test_parallel
 from saved_llama import change
 from stepping import finish
 from tiny_models import save_without_layer
@@ -30,11 +30,6 @@ from d3engine.executor.tensor_parallel.worker import Leader
 from d3engine.executor.tensor_parallel.worker_channel import WorkerChannel
 
 HANG_GUARD_SECONDS = 300
-
-
-def engine_of(directory: Path, **options: Any) -> Engine:
-    given = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 64, "enforce_eager": True} | options
-    return Engine(directory, dtype="float32", skip_tokenizer_init=True, **given)
 
 
 def asked_of_each() -> list[SamplingParams]:
