@@ -206,3 +206,12 @@ def solo(make_engine: Callable[..., Engine]) -> Callable[[Request], RequestOutpu
         return known[repr(request)]
 
     return answer
+
+
+@pytest.fixture
+def graphs(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """`make_engine` with graphs, rehearsed on a CPU: a step is called again. All engines of the test have them."""
+    from d3engine.engine import resolve
+
+    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
+    return make_engine

@@ -25,7 +25,6 @@ from d3engine.async_engine import wire
 from d3engine.async_engine.dispatcher import Dispatcher
 from d3engine.async_engine.engine_loop import Reply
 from d3engine.engine.chats import WritesChatPrompts
-from d3engine.engine.depth import Certification
 from d3engine.engine.executors import NOWHERE, adapter_store, bridge_store, new_cache
 from d3engine.engine.model_directory import default_sampling_params
 from d3engine.engine.new_requests import NewRequests
@@ -73,16 +72,7 @@ class ProcessFront(EngineProperties, WritesChatPrompts):
         self.tokenizer = None if arguments.get("skip_tokenizer_init") else load_tokenizer(tokenizer)
         self.bridges = bridge_store(self.settings, device=NOWHERE)
         self.adapters = adapter_store(self.settings, device=NOWHERE)
-        self._requests = NewRequests(
-            self.config,
-            self.tokenizer,
-            self.depth,
-            self.max_model_len,
-            seed=0,
-            bridges=self.bridges,
-            adapters=self.adapters,
-            log=Certification(self.directory, self.config.num_layers).log,
-        )
+        self._requests = NewRequests(self.settings, self.tokenizer, self.bridges, self.adapters)
         cache = new_cache(self.settings, self.config, ready.num_blocks)
         self._scheduler = Scheduler(self.settings.scheduler_config, cache)
         self._chat_prompts = ChatPrompts(self.directory, self.tokenizer)

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from d3engine.depth.policy import MAX_DRAFT_LENGTH, MAX_HISTORY, DepthPolicy, DraftRule, option, policy_from_dict
 from d3engine.depth.schedule import Schedule, checked_layers, cutoffs_without
@@ -21,44 +20,20 @@ ADAPTIVE = option("true lets each answer adapt the length of its drafts [default
 
 
 def check_options(policy: Any) -> None:
-    """Check and normalise `draft_length`, `stop_probability` and `adaptive` of a frozen policy that drafts."""
-    check_draft_length(policy)
-    check_stop_probability(policy)
-    require(isinstance(policy.adaptive, bool), "adaptive", policy.adaptive, "True or False")
-
-
-def check_draft_length(policy: Any) -> None:
-    """Check and normalise `draft_length` of a frozen policy."""
-    length = require_integer("draft_length", policy.draft_length, 1, MAX_DRAFT_LENGTH)
-    object.__setattr__(policy, "draft_length", length)
-
-
-def check_stop_probability(policy: Any) -> None:
-    """The same of `stop_probability`."""
-    stop = require_number("stop_probability", policy.stop_probability, 0.0, 1.0)
-    object.__setattr__(policy, "stop_probability", stop)
+    """Check and normalise `draft_length`, which may be open where that is the default, and what a frozen policy has of
+    `stop_probability` and `adaptive`."""
+    if policy.draft_length is not None or type(policy).draft_length is not None:
+        length = require_integer("draft_length", policy.draft_length, 1, MAX_DRAFT_LENGTH)
+        object.__setattr__(policy, "draft_length", length)
+    if hasattr(policy, "stop_probability"):
+        stop = require_number("stop_probability", policy.stop_probability, 0.0, 1.0)
+        object.__setattr__(policy, "stop_probability", stop)
+    adaptive = getattr(policy, "adaptive", False)
+    require(isinstance(adaptive, bool), "adaptive", adaptive, "True or False")
 
 
 AUTO_LENGTH = 12
 """Tokens of a draft at most where its length is left open."""
-
-
-def check_open_length(policy: Any) -> None:
-    """Check and normalise `draft_length` of a frozen policy that may leave it open."""
-    if policy.draft_length is not None:
-        check_draft_length(policy)
-
-
-def check_draft(draft: DepthPolicy, num_layers: int) -> Schedule:
-    """The schedule of a policy that is to draft; raises `InvalidValueError` where that makes no sense.
-
-    Verification writes the entries of all layers, so there are none to fill in. A table whose layers wake up again
-    cannot be written without `on_skip`; there it stands for nothing, because a draft keeps one set of layers.
-    """
-    schedule = draft.schedule(num_layers)
-    fills = schedule.is_nested and schedule.on_skip != "none"
-    require(not fills, "on_skip", schedule.on_skip, "'none' in a draft, since verification writes all layers' entries")
-    return schedule
 
 
 class Drafts:
@@ -105,8 +80,14 @@ class SelfSpeculative(Drafts, DepthPolicy):
         check_options(self)
 
     def draft_rule(self, num_layers: int) -> DraftRule:
-        """How it drafts; raises `InvalidValueError` if the draft does not fit the model, or fills entries."""
-        schedule = check_draft(self.draft, num_layers)
+        """How it drafts; raises `InvalidValueError` if the draft does not fit the model, or fills entries.
+
+        Verification writes the entries of all layers, so there are none to fill in. A table whose layers wake up again
+        cannot be written without `on_skip`; there it stands for nothing, because a draft keeps one set of layers.
+        """
+        schedule = self.draft.schedule(num_layers)
+        fills, allowed = schedule.on_skip, "'none' in a draft, since verification writes all layers' entries"
+        require(fills == "none" or not schedule.is_nested, "on_skip", fills, allowed)
         return DraftRule(self.draft_length, self.stop_probability, self.adaptive, schedule)
 
 
@@ -143,8 +124,7 @@ class DraftAndVerify(Drafts, DepthPolicy):
             object.__setattr__(self, name, checked_layers(name, getattr(self, name)))
         some = bool(self.skip_attention or self.skip_mlp)
         require(some, "skip_attention", [], "layer ids, unless skip_mlp has some: a draft leaves out something")
-        check_draft_length(self)
-        check_stop_probability(self)
+        check_options(self)
         if self.target_acceptance is not None:
             target = require_number("target_acceptance", self.target_acceptance, 0.0, 1.0)
             object.__setattr__(self, "target_acceptance", target)
@@ -159,21 +139,10 @@ class DraftAndVerify(Drafts, DepthPolicy):
             target_acceptance=self.target_acceptance,
         )
 
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        layers = {"skip_attention": list(self.skip_attention), "skip_mlp": list(self.skip_mlp)}
-        return {**super().describe(), **layers}
 
-
-class ExitAndLength(NamedTuple):
-    """Lowest layers that draft, all others left out, and tokens of a draft."""
-
-    exit_layer: int
-    draft_length: int
-
-
-PRESETS: Mapping[str, ExitAndLength] = MappingProxyType({"layerskip": ExitAndLength(8, 6)})
-"""LayerSkip's for Llama-2 7B (Elhoushi et al. 2024, "LayerSkip"; its authors' own examples run so)."""
+PRESETS: Mapping[str, tuple[int, int]] = {"layerskip": (8, 6)}
+"""Lowest layers that draft, all others left out, and tokens of a draft: LayerSkip's for Llama-2 7B (Elhoushi et al.
+2024, "LayerSkip"; its authors' own examples run so)."""
 
 AT_ONCE = 0.001
 """An alpha at which D3's window is whole at step 1, unless a model has a thousand layers for each that stays."""
@@ -240,13 +209,10 @@ class Speculative(Drafts, DepthPolicy):
         is_path = isinstance(self.draft_model, str | os.PathLike) and os.fspath(self.draft_model) != ""
         require(is_path, "draft_model", self.draft_model, "a Llama model, named as the engine's is")
         object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
-        check_open_length(self)
-        check_stop_probability(self)
-        require(isinstance(self.adaptive, bool), "adaptive", self.adaptive, "True or False")
+        check_options(self)
 
     def draft_rule(self, num_layers: int) -> DraftRule:
-        is_open = self.draft_length is None
-        length = AUTO_LENGTH if self.draft_length is None else self.draft_length
+        length, is_open = self.draft_length or AUTO_LENGTH, self.draft_length is None
         return DraftRule(
             length, self.stop_probability, self.adaptive, model=self.draft_model, lookup=is_open, by_cost=is_open
         )
@@ -275,10 +241,9 @@ class PromptLookup(Drafts, DepthPolicy):
     label: ClassVar[str] = "Prompt lookup"
 
     def __post_init__(self) -> None:
-        check_open_length(self)
+        check_options(self)
         object.__setattr__(self, "history", require_integer("history", self.history, 0, MAX_HISTORY))
 
     def draft_rule(self, num_layers: int) -> DraftRule:
-        is_open = self.draft_length is None
-        length = AUTO_LENGTH if self.draft_length is None else self.draft_length
+        length, is_open = self.draft_length or AUTO_LENGTH, self.draft_length is None
         return DraftRule(length, lookup=True, history=self.history, by_cost=is_open)

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -302,7 +302,8 @@ def policy_options(name: str) -> tuple[str, ...]:
 
 def required_options(name: str) -> tuple[str, ...]:
     """The options without which there is no policy of that name."""
-    return tuple(field.name for field in fields(cast(Any, policy_class(name))) if _has_no_default(field))
+    known = fields(cast(Any, policy_class(name)))
+    return tuple(one.name for one in known if one.default is MISSING and one.default_factory is MISSING)
 
 
 def policy_from_name(name: str, **options: Any) -> DepthPolicy:
@@ -401,8 +402,6 @@ def _plain(value: Any) -> Any:
     """An option as JSON has it."""
     if isinstance(value, DepthPolicy):
         return value.describe()
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
     return str(value) if isinstance(value, Fraction) else value
-
-
-def _has_no_default(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING

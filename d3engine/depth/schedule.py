@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -112,21 +113,19 @@ AUTO_BRIDGES = "auto"
 """The bridges beside the weights."""
 
 
-def check_bridges(bridges: Any) -> None:
-    """Refuse anything but None, and text that names bridges."""
-    is_name = isinstance(bridges, str) and bridges != ""
-    require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
-
-
 def check_student(student: Any) -> None:
     """Refuse anything but text that names a student."""
     is_name = isinstance(student, str) and student != ""
     require(is_name, "student", student, f'a file of a student, or "{AUTO_BRIDGES}"')
 
 
-def check_on_skip(on_skip: Any) -> None:
-    """Refuse anything but the three rules for the entries of skipped layers."""
+def check_skips(of: Any) -> None:
+    """Refuse in a policy or a schedule another rule for the entries of skipped layers than our three, and bridges that
+    are neither None nor a name."""
+    on_skip, bridges = of.on_skip, getattr(of, "bridges", None)
     require(isinstance(on_skip, str) and on_skip in ON_SKIP, "on_skip", on_skip, f"one of {', '.join(ON_SKIP)}")
+    is_name = isinstance(bridges, str) and bridges != ""
+    require(bridges is None or is_name, "bridges", bridges, f'a file of bridges, "{AUTO_BRIDGES}", or None')
 
 
 class Level(NamedTuple):
@@ -166,8 +165,7 @@ class Schedule:
     students: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
         steps = [0, *(require_integer("step of a student", level.step, 1, NEVER - 1) for level in self.students)]
         require(all(a < b for a, b in pairwise(steps)), "students", self.students, "in the order of their steps")
         for level in self.students:
@@ -177,11 +175,8 @@ class Schedule:
             not projects, "on_skip", "project", "'none' or 'copy' beside bridges, which change what would be projected"
         )
         _set(self, "cutoffs", _checked_cutoffs(self.cutoffs))
-        _set(self, "_sorted_cutoffs", np.sort(self.cutoffs))
-        self.__dict__["_listed_cutoffs"] = self._cutoffs_in_order.tolist()
         if self.table is not None:
             _set(self, "table", _checked_table(self.table))
-            _set(self, "_depth_rows", self.table.sum(axis=1, dtype=np.int64))
             self._check_table_fields()
         if self.on_skip == "copy":
             layer_0_sleeps = self.cutoffs[0] != NEVER if self.table is None else not self.table[:, 0].all()
@@ -348,19 +343,19 @@ class Schedule:
         assert self.table is not None
         return min(max(step, 0), len(self.table) - 1)
 
-    @property
+    @cached_property
     def _cutoffs_in_order(self) -> Int32Array:
-        in_order: Int32Array = self.__dict__["_sorted_cutoffs"]
-        return in_order
+        return np.sort(self.cutoffs)
 
-    @property
+    @cached_property
     def _cutoffs_listed(self) -> list[int]:
-        listed: list[int] = self.__dict__["_listed_cutoffs"]
+        listed: list[int] = self._cutoffs_in_order.tolist()
         return listed
 
-    @property
+    @cached_property
     def _depth_of_row(self) -> npt.NDArray[np.int64]:
-        depths: npt.NDArray[np.int64] = self.__dict__["_depth_rows"]
+        assert self.table is not None
+        depths: npt.NDArray[np.int64] = self.table.sum(axis=1, dtype=np.int64)
         return depths
 
 

@@ -20,8 +20,7 @@ from d3engine.depth.schedule import (
     Level,
     OnSkip,
     Schedule,
-    check_bridges,
-    check_on_skip,
+    check_skips,
     check_student,
     checked_layers,
     cutoffs_without,
@@ -95,8 +94,7 @@ class D3(DepthPolicy):
         object.__setattr__(self, "alpha", alpha)
         object.__setattr__(self, "start", plain_number(start))
         object.__setattr__(self, "tail", require_integer("tail", self.tail, 0))
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
 
     def first_layer(self, num_layers: int) -> int:
         """The lowest layer that is ever skipped, `floor(start * L)` in exact arithmetic."""
@@ -172,8 +170,7 @@ class SkipDecode(DepthPolicy):
             object.__setattr__(self, "min_layers", require_integer("min_layers", self.min_layers, max(1, self.warmup)))
         if self.max_layers is not None:
             object.__setattr__(self, "max_layers", require_integer("max_layers", self.max_layers, self.min_layers or 1))
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
 
     def layers_at(self, step: int, num_layers: int) -> int:
         """`n_i` of the class's formula, for any step."""
@@ -247,8 +244,7 @@ class UnifiedSkip(DepthPolicy):
         speedup = exact_fraction("speedup", self.speedup)
         require(speedup >= 1, "speedup", self.speedup, "a finite number of at least 1")
         object.__setattr__(self, "speedup", plain_number(speedup))
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
 
     def kept_layers(self, num_layers: int) -> list[int]:
         """The layers that run at every step >= 1, ascending."""
@@ -312,18 +308,13 @@ class FixedSkip(DepthPolicy):
         layers = checked_layers("skip_layers", self.skip_layers)
         require(len(layers) > 0, "skip_layers", [], "at least one layer id")
         object.__setattr__(self, "skip_layers", layers)
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
 
     def schedule(self, num_layers: int) -> Schedule:
         """The nested schedule: cutoff 1 for the layers left out; refuses a layer that the model has not."""
         require_integer("num_layers", num_layers, 1)
         cutoffs = cutoffs_without("skip_layers", self.skip_layers, num_layers)
         return Schedule.nested(cutoffs, self.on_skip, self.bridges)
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "skip_layers": list(self.skip_layers)}
 
     @classmethod
     def preset(cls, method: str, num_layers: int) -> FixedSkip:
@@ -355,17 +346,13 @@ class Distilled(DepthPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip_layers", checked_layers("skip_layers", self.skip_layers))
         check_student(self.student)
-        check_on_skip(self.on_skip)
+        check_skips(self)
 
     def schedule(self, num_layers: int) -> Schedule:
         """The nested schedule: cutoff 1 for the layers left out; refuses a layer that the model has not."""
         require_integer("num_layers", num_layers, 1)
         cutoffs = cutoffs_without("skip_layers", list(self.skip_layers), num_layers)
         return Schedule.nested(cutoffs, self.on_skip, students=[Level(1, self.student)])
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "skip_layers": list(self.skip_layers)}
 
 
 @dataclass(frozen=True)
@@ -397,8 +384,7 @@ class TailSkip(DepthPolicy):
         require(mean > 0, "mean_layers", self.mean_layers, "a finite number above 0")
         object.__setattr__(self, "mean_layers", plain_number(mean))
         object.__setattr__(self, "max_tokens", require_integer("max_tokens", self.max_tokens, 2))
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
 
     def schedule(self, num_layers: int) -> Schedule:
         """The nested schedule; raises `InvalidValueError` for a mean that 1 to `num_layers` layers do not reach."""
@@ -449,8 +435,7 @@ class Nested(DepthPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "alpha", require_number("alpha", self.alpha, 0, 1, open_low=True))
         object.__setattr__(self, "windows", _checked(self.windows))
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
 
     def schedule(self, num_layers: int) -> Schedule:
         """The nested schedule; raises `InvalidValueError` for a window that the model does not have."""
@@ -463,10 +448,6 @@ class Nested(DepthPolicy):
             wanted = num_layers - left_out + 1
             cutoffs[first:stop] = first_step_below(lambda step: num_layers * self.alpha**step, wanted)
         return Schedule.nested(cutoffs, self.on_skip, self.bridges)
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "windows": [list(window) for window in self.windows]}
 
 
 def _checked(windows: Any) -> tuple[tuple[int, int], ...]:
@@ -605,8 +586,7 @@ class LayerTable(DepthPolicy):
     label: ClassVar[str] = "Layer table"
 
     def __post_init__(self) -> None:
-        check_on_skip(self.on_skip)
-        check_bridges(self.bridges)
+        check_skips(self)
         given: Any = self.active
         require(_is_sequence(given) and len(given) > 0, "active", given, "a sequence of rows, one for each step")
         rows = tuple(_checked_row(f"active[{step}]", row) for step, row in enumerate(given))
@@ -618,7 +598,3 @@ class LayerTable(DepthPolicy):
         rows = [_flags(f"active[{step}]", row, num_layers) for step, row in enumerate(self.active)]
         require(bool(rows[0].all()), "active[0]", self.active[0], "every layer, since the prompt pass yields step 0")
         return Schedule.from_table(np.stack(rows), self.on_skip, self.bridges)
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        return {**super().describe(), "active": [list(row) for row in self.active]}

@@ -15,7 +15,7 @@ from d3engine.depth.schedule import (
     Level,
     OnSkip,
     Schedule,
-    check_on_skip,
+    check_skips,
     check_student,
     checked_layers,
     cutoffs_without,
@@ -93,7 +93,7 @@ class Width(DepthPolicy):
         object.__setattr__(self, "widths", widths)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "skip_layers", checked_layers("skip_layers", self.skip_layers))
-        check_on_skip(self.on_skip)
+        check_skips(self)
 
     def levels(self) -> list[Level]:
         """Each student with the step at which it begins; those that no step runs are left out."""
@@ -115,11 +115,6 @@ class Width(DepthPolicy):
         cutoffs, levels = cutoffs_without("skip_layers", list(self.skip_layers), num_layers), self.levels()
         first = levels[0].step if levels else NEVER
         return Schedule.nested(np.where(cutoffs == NEVER, NEVER, first), self.on_skip, students=levels)
-
-    def describe(self) -> dict[str, Any]:
-        """The policy as JSON-ready values."""
-        lists = {name: list(getattr(self, name)) for name in ("students", "widths", "steps", "skip_layers")}
-        return {**super().describe(), **lists}
 
 
 def _listed(field: str, values: Any, allowed: str) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -31,26 +31,21 @@ from d3engine.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-class Core(NamedTuple):
-    """What plans and what computes; `executor` runs the plans of `scheduler`, whose cache tables name its blocks."""
-
-    scheduler: Scheduler
-    executor: Executor
-
-
 def assemble(
     settings: EngineSettings,
     tokenizer: Tokenizer | None,
     weights: LlamaWeights | None = None,
     bridges: BridgeStore | None = None,
-) -> Core:
-    """Load the weights that are not given, and put the core together; `bridges` has those that requests will name.
+) -> tuple[Scheduler, Executor]:
+    """Load the weights that are not given, and put together what plans and what runs these plans; `bridges` has those
+    that requests will name.
 
     A second model is loaded where the policy of the settings drafts with one; its tokenizer must be `tokenizer`'s like.
     Raises `ModelFormatError` for files that cannot be loaded, `InvalidValueError` for what does not fit together.
     """
     config = settings.config
-    make = _on_one_device(settings, weights, bridges) if settings.tensor_parallel_size == 1 else _on_ranks(settings)
+    is_alone = settings.tensor_parallel_size == 1
+    make = _on_one_device(settings, weights, bridges) if is_alone else partial(_on_ranks, settings)
     rule = settings.depth.draft_rule(config.num_layers)
     draft = head = None
     if rule is not None and rule.model is not None:
@@ -70,17 +65,17 @@ def assemble(
         scheduler_config = replace(scheduler_config, enable_prefix_caching=False)
         second_cache = new_cache(settings, head.config, max(blocks // settings.config.num_layers, 1))
         scheduler = Scheduler(scheduler_config, cache, second_cache, reads_states=True)
-        return Core(scheduler, DraftTargetExecutor(executor, Eagle3Executor(head, executor)))
+        return scheduler, DraftTargetExecutor(executor, Eagle3Executor(head, executor))
     if draft is None:
         if rule is not None and rule.by_cost and isinstance(executor, NativeExecutor):
             executor.draft_with(None)
-        return Core(Scheduler(scheduler_config, cache), executor)
-    second = with_cache(draft, blocks, settings, native=isinstance(executor, NativeExecutor))
-    if isinstance(executor, NativeExecutor) and isinstance(second.executor, NativeExecutor):
-        executor.draft_with(second.executor)
-        return Core(Scheduler(scheduler_config, cache, second.cache), executor)
-    pair = DraftTargetExecutor(executor, second.executor)
-    return Core(Scheduler(scheduler_config, cache, second.cache, draft_rows=pair.draft_rows), pair)
+        return Scheduler(scheduler_config, cache), executor
+    drafting, second_cache = with_cache(draft, blocks, settings, native=isinstance(executor, NativeExecutor))
+    if isinstance(executor, NativeExecutor) and isinstance(drafting, NativeExecutor):
+        executor.draft_with(drafting)
+        return Scheduler(scheduler_config, cache, second_cache), executor
+    pair = DraftTargetExecutor(executor, drafting)
+    return Scheduler(scheduler_config, cache, second_cache, draft_rows=pair.draft_rows), pair
 
 
 _Make: TypeAlias = Callable[[DraftWeights | Eagle3Head | None], tuple[Executor, int]]
@@ -110,7 +105,7 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
             executor = build(num_blocks)
             if not isinstance(draft, DraftWeights):
                 return executor
-            return DraftTargetExecutor(executor, with_cache(draft, num_blocks, settings, native=False).executor)
+            return DraftTargetExecutor(executor, with_cache(draft, num_blocks, settings, native=False)[0])
 
         blocks = room(settings, build_both, None if draft is None else draft.config)
         return build(blocks), blocks
@@ -118,13 +113,10 @@ def _on_one_device(settings: EngineSettings, weights: LlamaWeights | None, bridg
     return make
 
 
-def _on_ranks(settings: EngineSettings) -> _Make:
-    def make(draft: DraftWeights | Eagle3Head | None) -> tuple[Executor, int]:
-        """Under torchrun this is where other ranks than 0 stay."""
-        meet = meet_under_torchrun if is_under_torchrun() else start_ranks
-        return lead(settings, *meet(settings.tensor_parallel_size), None if draft is None else draft.config)
-
-    return make
+def _on_ranks(settings: EngineSettings, draft: DraftWeights | Eagle3Head | None) -> tuple[Executor, int]:
+    """Under torchrun this is where other ranks than 0 stay."""
+    meet = meet_under_torchrun if is_under_torchrun() else start_ranks
+    return lead(settings, *meet(settings.tensor_parallel_size), None if draft is None else draft.config)
 
 
 def _check_weights(weights: LlamaWeights, settings: EngineSettings) -> None:

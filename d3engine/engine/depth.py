@@ -79,8 +79,8 @@ class Certification:
             return None
         try:
             found = policy_from_directory(self._directory)
-            check_bridges(self._directory)
-            check_student(self._directory)
+            check_calibrated_with(self._directory, BRIDGES)
+            check_calibrated_with(self._directory, STUDENT)
             return found if calibrated_for(self._directory) == fingerprint(self._directory) else None
         except ModelFormatError:  # `depth="auto"` reports what is wrong with the file
             return None
@@ -111,44 +111,37 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
         if students != {AUTO_BRIDGES}:
             path = beside(directory, POLICY_FILE)
             raise ModelFormatError(f'{path}: student must be "{AUTO_BRIDGES}" there; got {policy.describe()}')
-        check_student(directory)
+        check_calibrated_with(directory, STUDENT)
     if AUTO_BRIDGES in own:
-        check_bridges(directory)
+        check_calibrated_with(directory, BRIDGES)
     if (found := own_setting(policy, directory)) is not None:
         _log.info(found)
     return policy
-
-
-def check_bridges(directory: Path) -> None:
-    """That the bridges beside the weights are those that the setting was found with, where `d3.json` names them."""
-    path, expected = beside(directory, BRIDGES_FILE), calibrated_file(directory, BRIDGES)
-    if expected is None or not is_there(path):  # loading them reports that they are missing
-        return
-    config = ModelConfig.from_directory(directory)
-    with of_a_model():
-        found = sha256_of(path, most_bytes(config.num_layers, config.hidden_size))
-    if found != expected:
-        raise ModelFormatError(
-            f"{beside(directory, POLICY_FILE)} was calibrated with other bridges than those in {path}; run d3engine "
-            "calibrate with these, put those back, or name a depth"
-        )
 
 
 STUDENT_BYTES = 64 * 2**30
 """Of a student's file at most."""
 
 
-def check_student(directory: Path) -> None:
-    """That the student beside the weights is the one that the setting was found with, where `d3.json` names it."""
-    path, expected = beside(directory, STUDENT_FILE), calibrated_file(directory, STUDENT)
-    if expected is None or not is_there(path):  # loading it reports that it is missing
+def check_calibrated_with(directory: Path, name: str) -> None:
+    """That the `BRIDGES` or the `STUDENT` beside the weights are those that the setting was found with, where `d3.json`
+    names them."""
+    path = beside(directory, BRIDGES_FILE if name == BRIDGES else STUDENT_FILE)
+    expected = calibrated_file(directory, name)
+    if expected is None or not is_there(path):  # loading them reports that they are missing
         return
+    most, words = STUDENT_BYTES, ("another student than that", "this one", "that")
+    if name == BRIDGES:
+        config = ModelConfig.from_directory(directory)
+        most = most_bytes(config.num_layers, config.hidden_size)
+        words = ("other bridges than those", "these", "those")
     with of_a_model():
-        found = sha256_of(path, STUDENT_BYTES)
+        found = sha256_of(path, most)
     if found != expected:
+        others, here, there = words
         raise ModelFormatError(
-            f"{beside(directory, POLICY_FILE)} was calibrated with another student than that in {path}; run d3engine "
-            "calibrate with this one, put that back, or name a depth"
+            f"{beside(directory, POLICY_FILE)} was calibrated with {others} in {path}; run d3engine calibrate with "
+            f"{here}, put {there} back, or name a depth"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from d3engine.engine.host import usable_cpus
 from d3engine.errors import InvalidValueError, require
-from d3engine.executor.graph_shapes import Recorder
+from d3engine.executor.graph_shapes import Repeats
 from d3engine.kernels.target import target_of
 from d3engine.model.config import ModelConfig
 from d3engine.utils.environment import KERNELS, PROGRAMMATIC_LAUNCH
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _faults: dict[torch.device, str | None] = {}
 
 
-def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], Recorder]) -> bool:
+def settle_programmatic_launch(device: torch.device, new_recorder: Callable[[], Repeats]) -> bool:
     """Turn such launches on or off, as D3ENGINE_PROGRAMMATIC_LAUNCH and `device` say; returns whether they are on.
 
     Each device is tried once, by launches that a `new_recorder()` repeats as the engine's steps will be. One that has

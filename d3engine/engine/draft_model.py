@@ -52,19 +52,9 @@ take 256 columns: of Qwen2.5-Coder-0.5B, Q4_K_M, the layers become a fifth small
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
-    """A loaded draft model: what runs it, and the block tables of its cache."""
-
-    directory: str
-    executor: Executor
-    cache: KVCache
-
-
-@dataclass(frozen=True, slots=True)
 class DraftWeights:
     """A draft model that fits the model it drafts for, without a cache yet; `settings` are its own."""
 
-    directory: str
     config: ModelConfig
     weights: LlamaWeights
     settings: EngineSettings
@@ -98,9 +88,10 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         raise InvalidValueError("draft_model", given, f"a model for {max_model_len} tokens ({error})") from None
     same = f"a model with the vocabulary of its target, {config.vocab_size} tokens and not {own.vocab_size}"
     require(own.vocab_size == config.vocab_size, "draft_model", given, same)
-    if tokenizer is not None and _has_tokenizer(directory):
-        other = load_tokenizer(directory)
-        differing = [token for token in range(own.vocab_size) if _piece(tokenizer, token) != _piece(other, token)]
+    files = files_of(directory)
+    if tokenizer is not None and any(files.has(name) for name in ("tokenizer.json", "tokenizer.model")):
+        mine, others = tokenizer.convert_id_to_token, load_tokenizer(directory).convert_id_to_token
+        differing = [token for token in range(own.vocab_size) if mine(token) != others(token)]
         allowed = f"a model whose tokenizer is its target's ({len(differing)} tokens differ)"
         require(not differing, "draft_model", given, allowed)
     of_draft = _settings_of(directory, own, settings)
@@ -114,7 +105,7 @@ def load_draft_weights(given: str, settings: EngineSettings, tokenizer: Tokenize
         keeps_blocks=of_draft.keeps_blocks,
         splits_blocks=of_draft.splits_blocks,
     )
-    return DraftWeights(given, own, weights, of_draft)
+    return DraftWeights(own, weights, of_draft)
 
 
 def _settings_of(directory: Path, own: ModelConfig, settings: EngineSettings) -> EngineSettings:
@@ -152,8 +143,10 @@ def _rounded(matrix: Weight) -> Weight:
     return quantize_blocks(matrix.dequantize(torch.float32), "Q4_0")
 
 
-def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *, native: bool) -> DraftModel:
-    """The draft model with a cache for as many entries as `num_blocks` blocks hold at full depth of the first model.
+def with_cache(
+    draft: DraftWeights, num_blocks: int, settings: EngineSettings, *, native: bool
+) -> tuple[Executor, KVCache]:
+    """What runs the draft model, and a cache for as many entries as `num_blocks` blocks hold at the first's full depth.
 
     `native`: by the library that runs the first model.
     """
@@ -166,7 +159,7 @@ def with_cache(draft: DraftWeights, num_blocks: int, settings: EngineSettings, *
     # Some rotations depend on the length of a prompt, which graphs do not know.
     elif settings.executor == "graphs" and draft_rows(settings) and not eager.rope.depends_on_length:
         executor = graph_executor(draft.settings, eager, is_draft=True)
-    return DraftModel(draft.directory, executor, new_cache(draft.settings, own, blocks))
+    return executor, new_cache(draft.settings, own, blocks)
 
 
 def head_tokens(config: ModelConfig) -> Tensor | None:
@@ -178,12 +171,3 @@ def head_tokens(config: ModelConfig) -> Tensor | None:
     if len(groups) % 2:  # interleaved matrices have an even number of such groups
         groups.add(max(groups) - 1 if max(groups) - 1 not in groups else DRAFT_VOCABULARY // HEAD_ROWS)
     return (torch.tensor(sorted(groups))[:, None] * HEAD_ROWS + torch.arange(HEAD_ROWS)).flatten()
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    files = files_of(directory)
-    return any(files.has(name) for name in ("tokenizer.json", "tokenizer.model"))
-
-
-def _piece(tokenizer: Tokenizer, token: int) -> str | None:
-    return tokenizer.convert_id_to_token(token)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +17,6 @@ from tqdm import tqdm
 from d3engine.engine.assembly import assemble
 from d3engine.engine.call_lock import CallLock, EngineState, Interrupt
 from d3engine.engine.chats import Chats
-from d3engine.engine.depth import Certification
 from d3engine.engine.engine_config import RENAMED, EngineConfig
 from d3engine.engine.executors import adapter_store, bridge_store
 from d3engine.engine.host import pytorch_threads, pytorch_threads_for
@@ -26,7 +24,7 @@ from d3engine.engine.model_directory import default_sampling_params
 from d3engine.engine.new_requests import NewRequests, adapters_of_each, params_of_each, refuse_others, with_hooks
 from d3engine.engine.prefix_file import PrefixFile
 from d3engine.engine.request_registry import RequestRegistry
-from d3engine.engine.resolve import check_policy, resolve_settings
+from d3engine.engine.resolve import resolve_settings
 from d3engine.engine.settings import EngineProperties
 from d3engine.engine.stats import EngineStats, engine_stats
 from d3engine.errors import EngineDeadError, require
@@ -71,18 +69,8 @@ class Engine(Chats, EngineProperties):
         with pytorch_threads(settings.num_threads):
             self.bridges = bridge_store(settings)
             self.adapters = adapter_store(settings)
-            self._requests = NewRequests(  # what does not fit the model is refused before the weights are loaded
-                settings.config,
-                self.tokenizer,
-                settings.depth,
-                settings.max_model_len,
-                seed=config.seed,
-                bridges=self.bridges,
-                adapters=self.adapters,
-                check=partial(check_policy, settings),
-                log=Certification(settings.directory, settings.config.num_layers).log,
-                has_ranks=settings.tensor_parallel_size > 1,
-            )
+            # What does not fit the model is refused before the weights are loaded.
+            self._requests = NewRequests(settings, self.tokenizer, self.bridges, self.adapters)
             self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
             if settings.warms_up:
                 warm_up(self.executor, settings.scheduler_config, block_size=settings.block_size)
@@ -132,7 +120,7 @@ class Engine(Chats, EngineProperties):
                 interrupt.deliver()
             done: dict[str, RequestOutput] = {}
             try:
-                answers = self._in_flight.claim(ids)
+                answers = self._in_flight.delivery.claim(ids)
                 for request, request_id in zip(requests, ids, strict=True):
                     self._queue(request, request_id, RequestOutputKind.FINAL_ONLY, call=ids[0])
                 with tqdm(total=len(ids), desc="generate", unit="request") if use_tqdm else nullcontext() as bar:
@@ -188,7 +176,7 @@ class Engine(Chats, EngineProperties):
         try:
             with self._call():
                 self._life.check()
-                outputs = self._in_flight.claim([request_id])
+                outputs = self._in_flight.delivery.claim([request_id])
                 self._queue(request, request_id, request.params.output_kind)
             while True:
                 if not outputs:

@@ -10,10 +10,12 @@ from typing import Any
 
 from d3engine.depth import NEVER, DepthPolicy, Schedule
 from d3engine.depth.policy import DraftRule
+from d3engine.engine.depth import Certification
+from d3engine.engine.resolve import check_policy
+from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require
 from d3engine.executor.adapters import AdapterStore
 from d3engine.executor.bridging import BridgeStore
-from d3engine.model.config import ModelConfig
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.hidden_states import Capture, Steer, path_of
 from d3engine.request.params import PRIORITIES, SamplingParams
@@ -63,41 +65,24 @@ NUM_KEPT = 64
 
 
 class NewRequests:
-    """Makes the sequences of requests, and knows how many there were.
+    """Makes the sequences of an engine's requests, and knows how many there were.
 
-    `depth` is the policy of requests that bring none; one that does not fit the model is refused at once. Requests
-    without a seed get `seed` and their place in the order of arrival. `bridges` has those that policies may name,
-    `adapters` those that requests may.
-    `check` raises for a policy that the engine has not; `log` gets each policy that was accepted. `has_ranks`: whether
-    the model is spread over several devices.
+    A policy of the engine that does not fit the model is refused at once. Requests without a seed get the engine's and
+    their place in the order of arrival. `bridges` has those that policies may name, `adapters` those that requests may.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tokenizer: Tokenizer | None,
-        depth: DepthPolicy,
-        max_model_len: int,
-        *,
-        seed: int,
-        bridges: BridgeStore | None = None,
-        adapters: AdapterStore | None = None,
-        check: Callable[[DepthPolicy], None] | None = None,
-        log: Callable[[DepthPolicy], None] | None = None,
-        has_ranks: bool = False,
+        self, settings: EngineSettings, tokenizer: Tokenizer | None, bridges: BridgeStore, adapters: AdapterStore
     ) -> None:
-        self._adapters = adapters
+        config = settings.config
+        self._settings, self._adapters = settings, adapters
         self._num_layers, self._hidden_size = config.num_layers, config.hidden_size
-        self._has_ranks = has_ranks
-        self._prompts = PromptReader(config, tokenizer, max_model_len)
+        self._prompts = PromptReader(config, tokenizer, settings.max_model_len)
         self._forms = Forms(tokenizer, config.vocab_size)
-        self._depth = depth
-        self._max_model_len = max_model_len
-        self._seed = seed
         self._num_sequences = 0
-        fit = partial(_fit, num_layers=config.num_layers, own=depth, bridges=bridges, check=check, log=log)
-        self._fit = lru_cache(NUM_KEPT)(fit)
-        self._fit(depth)
+        log = Certification(settings.directory, config.num_layers).log
+        self._fit = lru_cache(NUM_KEPT)(partial(_fit, settings=settings, bridges=bridges, log=log))
+        self._fit(settings.depth)
 
     def prepare(
         self,
@@ -117,11 +102,9 @@ class NewRequests:
         PRIORITIES.check("priority", priority)
         text, token_ids = self._prompts.read(prompt, params)
         self._prompts.check_params(params)
-        schedule, draft_rule = self._fit(params.depth or self._depth)
+        schedule, draft_rule = self._fit(params.depth or self._settings.depth)
         adapter = None
         if lora_request is not None:
-            require(self._adapters is not None, "lora_request", lora_request, "None, since no adapters are loaded")
-            assert self._adapters is not None
             adapter = self._adapters.of_request(lora_request)
             without = "None beside a student, whose layers an adapter was not trained for"
             require(not schedule.students, "lora_request", lora_request, without)
@@ -149,12 +132,14 @@ class NewRequests:
             require(path is None or is_writable(path), "capture", str(path), "of a path that can be written")
         if steer is not None:
             steer.check(self._num_layers, self._hidden_size)
-            exits = (params.depth or self._depth).exit_rule(self._num_layers) is not None
+            exits = (params.depth or self._settings.depth).exit_rule(self._num_layers) is not None
             require(not exits, "steer", steer, "None with a depth policy whose tokens leave early")
-            require(not self._has_ranks, "steer", steer, "None where tensor_parallel_size is above 1")
+            is_alone = self._settings.tensor_parallel_size == 1
+            require(is_alone, "steer", steer, "None where tensor_parallel_size is above 1")
 
     def _max_length(self, params: SamplingParams, prompt_length: int) -> int:
-        return min(prompt_length + (params.max_tokens or self._max_model_len), self._max_model_len)
+        most = self._settings.max_model_len
+        return min(prompt_length + (params.max_tokens or most), most)
 
     def probe(self, prepared: EngineRequest) -> Sequence:
         """A sequence like the request's own, to check whether they would fit; it must not be queued."""
@@ -181,7 +166,7 @@ class NewRequests:
         """One sequence of a request, the `number`-th of all."""
         params, token_ids, rule = prepared.params, prepared.prompt_token_ids, prepared.draft_rule
         own = params if index == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-        seed = params.seed if params.seed is not None else self._seed + number - index
+        seed = params.seed if params.seed is not None else self._settings.seed + number - index
         return Sequence(
             request_id=request_id,
             index=index,
@@ -197,33 +182,28 @@ class NewRequests:
             shares_prompt=own.prompt_logprobs is None
             and own.pooling in (None, "last")
             and self._prompts.may_share(token_ids),
-            exit_rule=(params.depth or self._depth).exit_rule(self._num_layers),
+            exit_rule=(params.depth or self._settings.depth).exit_rule(self._num_layers),
             draft=None if rule is None or params.is_hooked else Draft(rule),
             adapter=prepared.adapter,
         )
 
 
 def _fit(
-    policy: DepthPolicy,
-    num_layers: int,
-    own: DepthPolicy,
-    bridges: BridgeStore | None,
-    check: Callable[[DepthPolicy], None] | None,
-    log: Callable[[DepthPolicy], None] | None,
+    policy: DepthPolicy, settings: EngineSettings, bridges: BridgeStore, log: Callable[[DepthPolicy], None]
 ) -> tuple[Schedule, DraftRule | None]:
-    """The schedule of a policy for a model of `num_layers`, and how it drafts, where `own` is the engine's policy.
+    """The schedule of a policy for the engine's model, and how it drafts.
 
     Raises `InvalidValueError` for a policy that does not fit the model, drafts with a model that is not loaded, or
     names bridges that cannot be had.
     """
-    if check is not None:
-        check(policy)
+    check_policy(settings, policy)
+    num_layers = settings.config.num_layers
     schedule = policy.schedule(num_layers)
     require(schedule.num_layers == num_layers, "depth", policy, f"a schedule of the model's {num_layers} layers")
     if policy.exit_rule(num_layers) is not None:
         fits = schedule.first_skipping_step == NEVER and schedule.on_skip != "none"
         require(fits, "depth", policy, "of full depth beside its exit rule, with on_skip 'copy' or 'project'")
-    rule, own_rule = policy.draft_rule(num_layers), own.draft_rule(num_layers)
+    rule, own_rule = policy.draft_rule(num_layers), settings.depth.draft_rule(num_layers)
     model = None if own_rule is None else own_rule.model
     loaded = f"the engine's own draft model, {model!r} (Engine(depth=Speculative(draft_model)) loads it)"
     require(rule is None or rule.model in (None, model), "draft_model", rule and rule.model, loaded)
@@ -237,11 +217,8 @@ def _fit(
         )
     for skipping in (schedule, None if rule is None else rule.schedule):
         if skipping is not None and (skipping.bridges is not None or skipping.students):
-            require(bridges is not None, "bridges", skipping.bridges, "absent, since no bridges are loaded")
-            assert bridges is not None
             bridges.check(skipping)
-    if log is not None:
-        log(policy)
+    log(policy)
     return schedule, rule
 
 

@@ -25,9 +25,9 @@ from d3engine.engine.settings import EngineSettings, plain_settings, settings_of
 from d3engine.errors import EngineDeadError, InvalidValueError
 from d3engine.executor.interface import Executor
 from d3engine.executor.tensor_parallel.executor import TensorParallelExecutor
-from d3engine.executor.tensor_parallel.group import GroupCollectives, Store, Team, dist, join_group
+from d3engine.executor.tensor_parallel.group import GroupCollectives, Store, dist, join_group
 from d3engine.executor.tensor_parallel.worker import Leader
-from d3engine.executor.tensor_parallel.worker_channel import first_value
+from d3engine.executor.tensor_parallel.worker_channel import WorkerChannel, first_value
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ARGUMENT, Part, Ranks, shard_of
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -38,7 +38,7 @@ _ENGINES = itertools.count()
 """Under torchrun every rank makes the same engines in the same order: by its number they find each other."""
 
 
-def start_ranks(size: int) -> tuple[Team, Place]:
+def start_ranks(size: int) -> tuple[WorkerChannel, Place]:
     """Rank 0 of `size`, with processes for the others; in sessions of their own, so that Ctrl-C is for this one."""
     folder = TemporaryDirectory(prefix="d3engine-")
     store = str(Path(folder.name) / "store")
@@ -60,9 +60,10 @@ def start_ranks(size: int) -> tuple[Team, Place]:
                 )
                 links.append(Connection(ours.detach()))
     except OSError as error:
-        Team(links, processes, cleanup=folder.cleanup).close()
+        WorkerChannel(links, processes, cleanup=folder.cleanup).close()
         raise EngineDeadError(f"rank {len(processes) + 1} of {size} cannot be started: {error}") from error
-    return Team(links, processes, cleanup=folder.cleanup), Place(0, size, 0, dist.FileStore(store, size), is_local=True)
+    place = Place(0, size, 0, dist.FileStore(store, size), is_local=True)
+    return WorkerChannel(links, processes, cleanup=folder.cleanup), place
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def own_index() -> int:
     return int(os.environ.get("LOCAL_RANK", 0)) if is_under_torchrun() else 0
 
 
-def meet_under_torchrun(size: int) -> tuple[Team, Place]:
+def meet_under_torchrun(size: int) -> tuple[WorkerChannel, Place]:
     """Rank 0 of a world that torchrun has started. On every other rank it serves rank 0's engine, and does not return.
 
     Raises `SystemExit` there once that engine is closed, `EngineDeadError` if it has ended by a fault;
@@ -104,7 +105,7 @@ def meet_under_torchrun(size: int) -> tuple[Team, Place]:
     place = Place(rank, size, own_index(), store, is_local=is_local)
     host = "127.0.0.1" if is_local else os.environ["MASTER_ADDR"]
     if rank == 0:
-        return Team(_accept(store, host, size)), place
+        return WorkerChannel(_accept(store, host, size)), place
     key = bytes.fromhex(store.get("key").decode())
     link = Client((host, int(store.get("port"))), authkey=key)
     leader = Leader(link)
@@ -145,7 +146,9 @@ def rank_device(device: torch.device, index: int) -> torch.device:
     return torch.device("cuda", index) if device.type == "cuda" else device
 
 
-def lead(settings: EngineSettings, team: Team, place: Place, draft: ModelConfig | None) -> tuple[Executor, int]:
+def lead(
+    settings: EngineSettings, workers: WorkerChannel, place: Place, draft: ModelConfig | None
+) -> tuple[Executor, int]:
     """Rank 0: what runs plans on all ranks, and how many blocks each has; `draft` lies on this rank beside it.
 
     Raises `EngineDeadError` for a rank that ends over it, `ModelFormatError` for files that one cannot load.
@@ -153,19 +156,19 @@ def lead(settings: EngineSettings, team: Team, place: Place, draft: ModelConfig 
     try:
         # Other ranks never ask for a policy, and might not know it.
         told = plain_settings(replace(settings, depth=FullDepth()))
-        team.tell({"settings": told, "threads": pytorch_threads_for(settings.config, torch.get_num_threads())})
+        workers.tell({"settings": told, "threads": pytorch_threads_for(settings.config, torch.get_num_threads())})
         own, part, weights = _load(settings, place, show_progress=True)
-        team.hearing.hear()
-        team.tell("all have loaded")
-        collectives = team.hearing.call(partial(place.join, own.device))
-        team.hearing.free_by(collectives.abort)
+        workers.hear()
+        workers.tell("all have loaded")
+        collectives = workers.call(partial(place.join, own.device))
+        workers.free_by(collectives.abort)
         build = partial(build_executor, own, weights, ranks=Ranks(part, collectives))
-        blocks: int = min(room(own, build, draft), *team.hearing.hear())
-        team.tell(blocks)
-        executor = TensorParallelExecutor(build(blocks), team, settings.block_size)
+        blocks: int = min(room(own, build, draft), *workers.hear())
+        workers.tell(blocks)
+        executor = TensorParallelExecutor(build(blocks), workers, settings.block_size)
     except BaseException as fault:
-        cause = team.hearing.explain(fault)
-        team.close(str(cause) or repr(cause))
+        cause = workers.explain(fault)
+        workers.close(str(cause) or repr(cause))
         if cause is fault:
             raise
         raise cause from fault

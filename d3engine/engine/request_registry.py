@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from functools import lru_cache
 
-from d3engine.depth import Schedule
 from d3engine.engine.call_lock import EngineState
 from d3engine.errors import require
 from d3engine.executor.interface import Computed
@@ -68,7 +67,7 @@ class NominalDepth:
     def __init__(self) -> None:
         self._layers = 0
         self._tokens = 0
-        self._layers_of = lru_cache(NUM_KEPT)(_layers_of)
+        self._layers_of = lru_cache(NUM_KEPT)(lambda schedule, tokens: int(schedule.depths(tokens).sum()))
 
     def count(self, sequence: Sequence) -> None:
         tokens = sequence.max_length - len(sequence.prompt_token_ids)
@@ -78,11 +77,6 @@ class NominalDepth:
     def mean(self) -> float | None:
         """Layers per token over all sequences so far; None before the first."""
         return self._layers / self._tokens if self._tokens else None
-
-
-def _layers_of(schedule: Schedule, tokens: int) -> int:
-    """Layers that a schedule runs for its first `tokens` generated tokens."""
-    return int(schedule.depths(tokens).sum())
 
 
 class RequestRegistry:
@@ -154,10 +148,6 @@ class RequestRegistry:
             if output.finished:
                 self.timings.count_request(output.metrics)
         self.delivery.put(outputs)
-
-    def claim(self, ids: list[str]) -> list[RequestOutput]:
-        """The list in which the outputs of these requests will wait for the caller, and not for `step()`."""
-        return self.delivery.claim(ids)
 
     def drop(self, ids: list[str]) -> None:
         """End requests whose outputs no caller will take; finished ones stay."""

@@ -35,7 +35,7 @@ from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import reads_interleaved_blocks
 from d3engine.kernels.quantized import has_fp8_products
 from d3engine.kernels.target import target_of
-from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
+from d3engine.model.checkpoint import FLOAT_DTYPES, dtype_of
 from d3engine.model.config import FP8_GROUPS, ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
@@ -112,7 +112,8 @@ def resolve_weight_dtype(
     so. Raises `InvalidValueError` for a
     dtype that cannot be multiplied with `dtype` here.
     """
-    allowed = (dtype, *_narrower(dtype, device, widens))
+    is_wide = widens and device.type == "cpu" and dtype == torch.float32
+    allowed = (dtype, torch.bfloat16, torch.float16) if is_wide else (dtype,)
     if weight_dtype == "auto":
         return kept if kept in allowed and kept is not None else dtype
     resolved = DTYPES.get(weight_dtype) if isinstance(weight_dtype, str) else weight_dtype
@@ -213,7 +214,7 @@ def dtype_in_files(directory: Path, config: ModelConfig, *, reads_blocks: bool) 
     with open_checkpoint(directory) as checkpoint:
         entries = [checkpoint.entries.get(name) for name in float_matrices(config)]
     types = {
-        _held_in_file(entry)
+        entry.type_name if entry.type_name in GGUF_TYPES else entry.dtype
         for entry in entries
         if entry is not None and not (reads_blocks and entry.type_name in INTEGER_TYPES)
     }
@@ -221,17 +222,6 @@ def dtype_in_files(directory: Path, config: ModelConfig, *, reads_blocks: bool) 
         return torch.bfloat16
     found = {dtype_of(name) for name in types}
     return found.pop() if len(found) == 1 else None
-
-
-def _held_in_file(entry: TensorEntry) -> str:
-    """In what type a file holds a tensor: of a GGUF file ggml's own, and else the dtype that is read."""
-    return entry.type_name if entry.type_name in GGUF_TYPES else entry.dtype
-
-
-def _narrower(dtype: torch.dtype, device: torch.device, widens: bool) -> tuple[torch.dtype, ...]:
-    """The dtypes of weights that operations widen to `dtype`."""
-    is_wide = device.type == "cpu" and dtype == torch.float32
-    return (torch.bfloat16, torch.float16) if widens and is_wide else ()
 
 
 def _speculation(given: EngineConfig) -> DepthPolicy | None:
@@ -326,14 +316,10 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
     if given.max_model_len is None:
         fits = fitting_length(of_rank, part or shard_of(config, 0, 1))
-        settings, of_rank = (_at_most(fits, one) for one in (settings, of_rank))
+        settings, of_rank = (replace(one, max_model_len=min(fits, one.max_model_len)) for one in (settings, of_rank))
         _tell_length(settings)
     check_memory(of_rank)
     return settings
-
-
-def _at_most(length: int, settings: EngineSettings) -> EngineSettings:
-    return replace(settings, max_model_len=min(length, settings.max_model_len))
 
 
 def _tell_length(settings: EngineSettings) -> None:

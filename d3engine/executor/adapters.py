@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from d3engine.errors import InvalidValueError, ModelFormatError, require, requir
 from d3engine.model.adapters import Adapter, read_adapter
 from d3engine.model.config import ModelConfig
 from d3engine.scheduling.sequence import Sequence as EngineSequence
-
-_ABSENT = "None here: {why}"
 
 
 class AdapterStore:
@@ -113,7 +112,7 @@ class AdapterStore:
 
     def _load(self, name: str, path: Path) -> Adapter:
         if self._absent is not None:
-            raise InvalidValueError("lora_request", name, _ABSENT.format(why=self._absent))
+            raise InvalidValueError("lora_request", name, f"None here: {self._absent}")
         if len(self._by_name) >= self._most:
             oldest = next((one for one in self._by_name if one in self._passing), None)
             allowed = f"absent: {self._most} adapters are loaded, max_loras at once (unload one)"
@@ -148,13 +147,9 @@ def _read_request(asked: object) -> tuple[str, int | None, str | None]:
     if isinstance(asked, str):
         require_name("lora_request", asked)
         return asked, None, None
-    named = asked if isinstance(asked, Mapping) else None
     allowed = "None, the name of an adapter, a path, or LoRARequest(lora_name, lora_int_id, lora_path)"
-    values: list[Any] = []
-    for field, otherwise in (("lora_name", None), ("lora_int_id", None), ("lora_path", "")):
-        value = named.get(field, otherwise) if named is not None else getattr(asked, field, otherwise)
-        values.append(value)
-    name, number, path = values
+    get: Callable[..., Any] = asked.get if isinstance(asked, Mapping) else partial(getattr, asked)
+    name, number, path = get("lora_name", None), get("lora_int_id", None), get("lora_path", "")
     require(isinstance(name, str) and isinstance(path, str | None), "lora_request", asked, allowed)
     require_name("lora_name", name)
     if number is not None:

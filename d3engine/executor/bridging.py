@@ -74,9 +74,7 @@ class BridgeStore:
         name = schedule.bridges
         if name is None:
             return
-        require(bool(self._allowed), "bridges", name, "absent beside a tensor_parallel_size above 1")
-        allowed = f'"{AUTO_BRIDGES}", or what the engine\'s own policy names'
-        require(name in self._allowed, "bridges", name, allowed)
+        self._check_allowed("bridges", name)
         with self._lock:
             if name not in self._loaded:
                 found = self._load(name)
@@ -93,14 +91,16 @@ class BridgeStore:
         """Read a student of a schedule. Raises `InvalidValueError` that names `student` where it cannot be had, or what
         of the schedule the file is not made for."""
         name = level.student
-        require(bool(self._allowed), "student", name, "absent beside a tensor_parallel_size above 1")
-        allowed = f'"{AUTO_BRIDGES}", or what the engine\'s own policy names'
-        require(name in self._allowed, "student", name, allowed)
+        self._check_allowed("student", name)
         with self._lock:
             if name not in self._students:
                 self._students[name] = self._read_student(name)
         skipped = np.flatnonzero(~schedule.active(level.step)).tolist()
         self._students[name].check_made_for(self._config, name, skipped, level.width)
+
+    def _check_allowed(self, field: str, name: str) -> None:
+        require(bool(self._allowed), field, name, "absent beside a tensor_parallel_size above 1")
+        require(name in self._allowed, field, name, f'"{AUTO_BRIDGES}", or what the engine\'s own policy names')
 
     def student_path(self, name: str) -> Path:
         """The file of a student that a policy calls so, whether it is there or not."""

@@ -34,20 +34,17 @@ from d3engine.executor.graph_shapes import (
     CudaGraphs,
     GraphBridges,
     GraphShape,
-    Recorder,
     Repeats,
     Step,
     batch_sizes,
     crossed_at,
     expected_shapes,
 )
-from d3engine.executor.interface import Computed, DeviceBlockTables, to_device
+from d3engine.executor.interface import Computed, DeviceBlockTables, Executor, to_device
 from d3engine.executor.streaming import LAUNCHED_AHEAD, HostTokens, StreamingRun
 from d3engine.executor.verification import after_draft
 from d3engine.kernels.decode_rows import DecodeRows, tokens_and_scores
-from d3engine.kernels.kv_pool import KVPool
 from d3engine.model.adapters import RowAdapters, matrices_of
-from d3engine.model.llama import Llama
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import Chosen, ExecutorCapabilities, MultiStep, Plan
 from d3engine.scheduling.sampling_mode import SamplingMode, choice_of_token
@@ -74,7 +71,7 @@ class DraftOnDevice:
         return Chosen(tokens, scores)
 
 
-class GraphExecutor:
+class GraphExecutor(Executor):
     """Runs plans that a device can carry out by itself as graphs, and all others by `eager`.
 
     Args:
@@ -98,11 +95,11 @@ class GraphExecutor:
     ) -> None:
         config = eager.model.config
         self._eager = eager
-        self._model = eager.model
+        self.model, self.pool = eager.model, eager.pool
         self._kernels = eager.kernels
         self._device = eager.device
         self._has_ranks = eager.model.ranks is not None
-        self._recorder: Recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
+        self._recorder = CudaGraphs(eager.device) if eager.device.type == "cuda" else Repeats()
         self._max_model_len = max_model_len
         blocks = -(-max_model_len // eager.block_size)
         self.logit_rows = logit_rows
@@ -131,19 +128,6 @@ class GraphExecutor:
         self.capabilities = ExecutorCapabilities(bridges=True, launched_ahead=LAUNCHED_AHEAD)
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
-
-    @property
-    def model(self) -> Llama:
-        """The eager executor's model."""
-        return self._eager.model
-
-    @property
-    def pool(self) -> KVPool:
-        """The KV pool; see `EagerExecutor`."""
-        return self._eager.pool
-
-    def close(self) -> None:
-        """Nothing: the graphs go with this object."""
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
@@ -381,7 +365,7 @@ class GraphExecutor:
 
     def _step(self, rows: DecodeRows, shape: GraphShape) -> None:
         """What a graph holds: from the tokens that stand in `rows` to the next ones."""
-        kernels, model, rope = self._kernels, self._model, self._eager.rope
+        kernels, model, rope = self._kernels, self.model, self._eager.rope
         kernels.begin_step(rows, rope.generated_table, self._eager.block_size)
         hidden = model.embed(rows.tokens)
         attention = kernels.decode_attention_inputs(

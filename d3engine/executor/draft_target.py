@@ -10,21 +10,21 @@ from torch import Tensor
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.interface import Computed, Drafted, Executor, ExecutorStats
 from d3engine.executor.verification import cycle_of
-from d3engine.kernels.kv_pool import KVPool
-from d3engine.model.llama import Llama
 from d3engine.scheduling.kv_cache import IntArray
-from d3engine.scheduling.plan import ExecutorCapabilities, Plan
+from d3engine.scheduling.plan import Plan
 
 
-class DraftTargetExecutor:
+class DraftTargetExecutor(Executor):
     """`run(plan)` computes the logits of the plan's `logit_rows`, then of the nested plan's, or drafts by these."""
 
     def __init__(self, first: Executor, second: Executor) -> None:
         self.first = first
         self.second = second
+        self.model, self.pool = first.model, first.pool
+        self.max_steps, self.capabilities = first.max_steps, first.capabilities  # of plans without a nested one
 
     @property
-    def stats(self) -> ExecutorStats:
+    def stats(self) -> ExecutorStats:  # type: ignore[override]
         """Those of the first model, with the graphs of both."""
         first, second = self.first.stats, self.second.stats
         return replace(
@@ -33,26 +33,6 @@ class DraftTargetExecutor:
             graph_capture_seconds=first.graph_capture_seconds + second.graph_capture_seconds,
             graph_memory_bytes=first.graph_memory_bytes + second.graph_memory_bytes,
         )
-
-    @property
-    def model(self) -> Llama:
-        """The first model."""
-        return self.first.model
-
-    @property
-    def pool(self) -> KVPool:
-        """The KV pool of the first model."""
-        return self.first.pool
-
-    @property
-    def max_steps(self) -> int:
-        """Steps that a plan without a nested one may stand for."""
-        return self.first.max_steps
-
-    @property
-    def capabilities(self) -> ExecutorCapabilities:
-        """That of the first model."""
-        return self.first.capabilities
 
     @property
     def draft_rows(self) -> int:

@@ -18,7 +18,7 @@ from d3engine.executor.bridging import BridgeStore, crossings
 from d3engine.executor.choosing import choice_of_step, choose_across_ranks
 from d3engine.executor.early_exit import EarlyExits
 from d3engine.executor.hidden_states import Due, HiddenStateCache, LayerHooks, StateHooks
-from d3engine.executor.interface import Computed, ExecutorStats
+from d3engine.executor.interface import Computed, Executor, ExecutorStats
 from d3engine.executor.students import StudentExecutors
 from d3engine.kernels.kv_pool import FP8, Fp8Pool, KVPool
 from d3engine.model.adapters import AdapterSlots, RowAdapters
@@ -26,8 +26,8 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.llama import Llama, Rope
 from d3engine.model.shard import Ranks
 from d3engine.model.weights import LlamaWeights
-from d3engine.scheduling.kv_cache import IntArray
-from d3engine.scheduling.plan import Chosen, ExecutorCapabilities, Plan, Span
+from d3engine.scheduling.kv_cache import FlatCopies, IntArray
+from d3engine.scheduling.plan import Chosen, Plan, Span
 from d3engine.scheduling.sampling_mode import SamplingMode
 
 
@@ -40,11 +40,8 @@ class _Inputs:
     block_tables: Tensor  # [L, C, blocks]
 
 
-class EagerExecutor:
+class EagerExecutor(Executor):
     """Owns the KV pool's tensor; `run(plan)` computes float32 logits for the plan's `logit_rows`."""
-
-    max_steps = 0
-    capabilities = ExecutorCapabilities()
 
     def __init__(
         self,
@@ -100,13 +97,6 @@ class EagerExecutor:
         """Load the student of the engine's policy; what else a step needs is gone after it."""
         self.students.make_known()
 
-    def prepare_next(self) -> bool:
-        """Nothing is made beforehand."""
-        return False
-
-    def close(self) -> None:
-        """Nothing: all that there is goes with this object."""
-
     def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""
         if (names := self.students.named(plan)) is not None:
@@ -157,7 +147,7 @@ class EagerExecutor:
             return None
         return self.slots.of_rows(own, plan.row_chunks)
 
-    def copy_entries(self, copies: tuple[IntArray, IntArray] | None) -> None:
+    def copy_entries(self, copies: FlatCopies) -> None:
         """Copy entries of the pool, flat (sources, targets), as a plan has them before or after a step."""
         if copies is not None:
             sources, targets = copies
@@ -199,34 +189,18 @@ class EagerExecutor:
         if span.part == "mlp":
             self.model.mlp(span.layers.start, state, adapters=own)
         else:
-            lengths, prompts = plan.stops[which], plan.prompt_lengths[which]
-            self._run_layers(span, chunks, rows, starts, lengths, prompts, inputs, state, own)
+            layers = slice(span.layers.start, span.layers.stop)
+            run = self.model.layer if span.part == "layer" else self.model.attention
+            told = {"prompt_lengths": plan.prompt_lengths[which].tolist()} if self._tells_prompts else {}
+            attention = self.kernels.attention_inputs(
+                starts.tolist(), plan.stops[which].tolist(), inputs.block_tables[layers, chunks], **told
+            )
+            entries = inputs.entries[layers, rows].unbind()
+            rotations = self.rope.of_layers(inputs.rotations[rows])
+            for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
+                run(layer, state, rotations[layer], self.pool, own_entries, own_attention, adapters=own)
         if span.rows is not None:
             hidden[rows] = state
-
-    def _run_layers(
-        self,
-        span: Span,
-        chunks: slice | Tensor,
-        rows: slice | Tensor,
-        starts: IntArray,
-        lengths: IntArray,
-        prompt_lengths: IntArray,
-        inputs: _Inputs,
-        state: Tensor,
-        adapters: RowAdapters | None,
-    ) -> None:
-        """Run a span's layers, or the attention of its one, over `state`, its rows."""
-        layers = slice(span.layers.start, span.layers.stop)
-        run = self.model.layer if span.part == "layer" else self.model.attention
-        told = {"prompt_lengths": prompt_lengths.tolist()} if self._tells_prompts else {}
-        attention = self.kernels.attention_inputs(
-            starts.tolist(), lengths.tolist(), inputs.block_tables[layers, chunks], **told
-        )
-        entries = inputs.entries[layers, rows].unbind()
-        rotations = self.rope.of_layers(inputs.rotations[rows])
-        for layer, own_entries, own_attention in zip(span.layers, entries, attention, strict=True):
-            run(layer, state, rotations[layer], self.pool, own_entries, own_attention, adapters=adapters)
 
     def _project(self, span: Span, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:
         assert span.projected_rows is not None

@@ -13,52 +13,29 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.hidden_states import Due
-from d3engine.executor.interface import Computed, ExecutorStats
-from d3engine.kernels.kv_pool import KVPool
+from d3engine.executor.interface import Computed, Executor, ExecutorStats
 from d3engine.model.eagle3 import LAYER, Eagle3Head
-from d3engine.model.llama import Llama, inverse_frequencies
-from d3engine.scheduling.plan import ExecutorCapabilities, Plan
+from d3engine.model.llama import inverse_frequencies
+from d3engine.scheduling.plan import Plan
 from d3engine.scheduling.sequence import Sequence
 
 
-class Eagle3Executor:
+class Eagle3Executor(Executor):
     """Drafts for `target`, whose hidden states it watches.
 
     Its row of position p has the embedding of token p and the state of position p - 1, and yields token p + 1: the
     target's state, or behind the answer's last token its own of the row before. There is no row 0.
     """
 
-    max_steps = 0
-    capabilities = ExecutorCapabilities()
-
     def __init__(self, head: Eagle3Head, target: EagerExecutor) -> None:
         self._head = head
         self._target = target
         self.stats = ExecutorStats()
+        self.model, self.pool = target.model, target.pool  # a head is no whole model, its entries stand with states
         self._texts: defaultdict[int, _Text] = defaultdict(lambda: defaultdict(_KeptRows))  # by slot
         frequencies, self._attention_scaling = inverse_frequencies(head.config, len(target.rope.table))
         self._frequencies = frequencies.to(target.device)
         target.watch = self._watch
-
-    @property
-    def model(self) -> Llama:
-        """The target: a head is no whole model."""
-        return self._target.model
-
-    @property
-    def pool(self) -> KVPool:
-        """The target's; the head's entries stand with its states."""
-        return self._target.pool
-
-    def take_largest(self) -> None:
-        """Nothing: its steps are small."""
-
-    def prepare_next(self) -> bool:
-        """Nothing is made beforehand."""
-        return False
-
-    def close(self) -> None:
-        """Nothing: all that there is goes with this object."""
 
     # -- what the target leaves behind -------------------------------------------------------------------------
 

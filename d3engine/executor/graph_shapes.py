@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -122,30 +122,31 @@ class CaptureMemoryError(torch.OutOfMemoryError):
     """There is no memory for a graph, of a step that has run."""
 
 
-class Recorder(Protocol):
-    """Turns a step's launches into something that repeats them."""
+class Repeats:
+    """Turns a step's launches into something that repeats them: where there are no graphs, a step is called again."""
 
     def record(self, step: Step) -> Step:
         """Raises `torch.OutOfMemoryError` where there is no memory, `CaptureMemoryError` if the step has run before."""
-        ...
+        step()
+        return step
 
     def forget(self, step: Step) -> None:
         """Count the memory of what `record` has returned no more: it is dropped."""
-        ...
 
-    def memory_bytes(self) -> int: ...
+    def memory_bytes(self) -> int:
+        return 0
 
     def bytes_for(self, count: int) -> int:
         """About what the driver will take for `count` more graphs, by the largest one yet."""
-        ...
+        return 0
 
     def is_full(self) -> bool:
         """Whether the driver has taken more for graphs than it may."""
-        ...
+        return False
 
     def has_reserve(self) -> bool:
         """Whether there is memory for a graph that nothing needs yet."""
-        ...
+        return True
 
 
 ERROR_MODE = "thread_local"
@@ -153,7 +154,7 @@ ERROR_MODE = "thread_local"
 bridge."""
 
 
-class CudaGraphs:
+class CudaGraphs(Repeats):
     """Captures steps as CUDA graphs that share one memory pool: they run one after another."""
 
     def __init__(self, device: torch.device) -> None:
@@ -244,29 +245,6 @@ class CudaGraphs:
             torch.cuda.empty_cache()
         has_free = torch.cuda.mem_get_info(self._device)[0] >= wanted
         return has_free and sum(self._driver_bytes.values()) + self.bytes_for(1) <= self._most_bytes
-
-
-class Repeats:
-    """Where there are no graphs, a step is simply called again: the same launches on the same memory."""
-
-    def record(self, step: Step) -> Step:
-        step()
-        return step
-
-    def forget(self, step: Step) -> None:
-        """Nothing is counted."""
-
-    def memory_bytes(self) -> int:
-        return 0
-
-    def bytes_for(self, count: int) -> int:
-        return 0
-
-    def is_full(self) -> bool:
-        return False
-
-    def has_reserve(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -114,49 +113,40 @@ class ExecutorStats:
     student_bytes: int = 0
 
 
-class Executor(Protocol):
-    """Runs plans over a KV pool."""
+class Executor:
+    """Runs plans over a KV pool.
 
-    @property
-    def stats(self) -> ExecutorStats:
-        """What it is, and what it has done."""
-        ...
+    Attributes:
+        stats: what it is, and what it has done.
+        model: the weights that it runs, and the operations for what it runs step by step.
+        pool: the pool [blocks, 2, block_size, kv heads, head_dim]; block 0 is never handed out.
+        max_steps: steps that a plan may stand for (`plan.multi_step`); 0 where the host tells of every step.
+        capabilities: what these steps may hold.
+    """
 
-    @property
-    def model(self) -> Llama:
-        """The weights that it runs, and the operations for what it runs step by step."""
-        ...
-
-    @property
-    def pool(self) -> KVPool:
-        """The pool [blocks, 2, block_size, kv heads, head_dim]; block 0 is never handed out."""
-        ...
-
-    @property
-    def max_steps(self) -> int:
-        """Steps that a plan may stand for (`plan.multi_step`); 0 where the host tells of every step."""
-        ...
-
-    @property
-    def capabilities(self) -> ExecutorCapabilities:
-        """What these steps may hold."""
-        ...
+    stats: ExecutorStats
+    model: Llama
+    pool: KVPool
+    max_steps: int = 0
+    capabilities: ExecutorCapabilities = ExecutorCapabilities()
 
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: its entries are written, and logits or chosen tokens returned."""
-        ...
+        raise NotImplementedError
+
+    def run_share(self, plan: Plan) -> Computed:
+        """The logits of a single step, whose copies of entries are the caller's; of executors that have students."""
+        raise NotImplementedError
 
     def take_largest(self) -> None:
         """Take the memory that the largest step by itself will need, if that is not taken from the beginning."""
-        ...
 
     def prepare_next(self) -> bool:
         """While there is nothing to run, do one piece of what would else be done when it is first needed.
 
         False where no piece was left.
         """
-        ...
+        return False
 
     def close(self) -> None:
         """Let go of what lives beside this object; calling it again does nothing."""
-        ...

@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,14 @@ from d3engine.executor.adapters import adapters_of
 from d3engine.executor.choosing import choice_of_step
 from d3engine.executor.eager import EagerExecutor
 from d3engine.executor.hidden_states import NativeStateHooks
-from d3engine.executor.interface import Computed
+from d3engine.executor.interface import Computed, Executor
 from d3engine.executor.native_choices import (
     ChoicesOfStep,
     FormsOfRun,
-    all_may_end,
     drafts_of,
     draws_of,
     ends_of,
+    ends_of_all,
     reporting_chunks,
     text_drafts_of,
 )
@@ -40,14 +39,11 @@ from d3engine.executor.native_weights import native_bridges, native_model
 from d3engine.executor.shares import joined, share_of
 from d3engine.executor.streaming import GoingOn
 from d3engine.executor.students import StudentExecutors
-from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeBridges, NativeMaps
 from d3engine.kernels.native.runs import HiddenStates, Hooks, Rows
 from d3engine.kernels.native.speculative_loop import DraftCosts, LoopLogits
 from d3engine.model.adapters import Adapter
-from d3engine.model.llama import Llama
-from d3engine.model.weights import LlamaWeights
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import BoolArray, Chosen, Cycled, ExecutorCapabilities, MultiStep, Plan, RunControl
 from d3engine.scheduling.sampling_mode import SamplingMode
@@ -65,7 +61,7 @@ LOGITS_BYTES = 2**26
 """What a run may keep of the logits of rows that want log-probabilities, and of captured hidden states."""
 
 
-class NativeExecutor:
+class NativeExecutor(Executor):
     """Runs decode steps natively, and all others by `eager`.
 
     Args:
@@ -93,10 +89,14 @@ class NativeExecutor:
         head_tokens: Tensor | None = None,
     ) -> None:
         self._eager = eager
+        self.model, self.pool = eager.model, eager.pool
         given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_steps": max_steps}
-        make = partial(self._of_student, **given, num_threads=num_threads, isa=isa)
-        self._students: StudentExecutors[NativeExecutor] = StudentExecutors(
-            eager.students.store, eager.model.weights, make, eager.stats
+        given |= {"num_threads": num_threads, "isa": isa}
+        self._students: StudentExecutors[NativeExecutor] = StudentExecutors(  # over the same pool
+            eager.students.store,
+            eager.model.weights,
+            lambda weights: NativeExecutor(eager.with_weights(weights), **given),
+            eager.stats,
         )
         self.max_steps = max_steps
         self._max_rows = max(max_num_seqs, MAX_ROWS)
@@ -125,20 +125,10 @@ class NativeExecutor:
         self._bridges: dict[str, NativeBridges] = {}
         self._maps: weakref.WeakKeyDictionary[Adapter, NativeMaps] = weakref.WeakKeyDictionary()
         self._hooks = NativeStateHooks(eager.model)
-        self._followed: _Followed | None = None
+        self._followed: _Run | None = None
         self.stats = eager.stats
         self.stats.backend = "native"
         self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
-
-    @property
-    def model(self) -> Llama:
-        """The eager executor's model."""
-        return self._eager.model
-
-    @property
-    def pool(self) -> KVPool:
-        """The KV pool; see `EagerExecutor`."""
-        return self._eager.pool
 
     def draft_with(self, draft_model: NativeExecutor | None) -> None:
         """Let a second model, of the same vocabulary, draft in multi-step plans, and time the steps of both."""
@@ -167,16 +157,6 @@ class NativeExecutor:
             found[count] = min(times)
         return found
 
-    def take_largest(self) -> None:
-        """Nothing: the decoder has all its memory from the beginning."""
-
-    def prepare_next(self) -> bool:
-        """Nothing is made beforehand."""
-        return False
-
-    def close(self) -> None:
-        """Nothing: the library goes with this object."""
-
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: their tokens, or logits of a single step that is the host's to choose from."""
         names = self._students.named(plan)
@@ -198,10 +178,6 @@ class NativeExecutor:
         self.stats.native_steps += 1
         return self._logits_of_step(plan)
 
-    def _of_student(self, weights: LlamaWeights, **given: Any) -> NativeExecutor:
-        """An executor of a student's weights over the same pool."""
-        return NativeExecutor(self._eager.with_weights(weights), **given)
-
     def _run(self, plan: Plan) -> Computed:
         if plan.multi_step is not None:
             computed = (
@@ -216,34 +192,52 @@ class NativeExecutor:
         if left.all():  # also of a step without a row
             return self._eager.run(plan)
         self._eager.copy_entries(plan.copies_before)
-        computed = self._shared(plan, left) if left.any() else self._alone(plan)
+        if left.any():
+            computed = self._shared(plan, left)
+        else:
+            self.stats.native_steps += 1
+            computed = self._single(plan)
         self._eager.copy_entries(plan.copies_after)
         return computed
 
     # -- runs --------------------------------------------------------------------------------------------------
 
     def _run_ahead(self, plan: Plan, multi_step: MultiStep) -> Computed:
-        if multi_step.control is not None:
-            return self._follow(plan, multi_step, multi_step.control)
-        self._end_course()
+        """A run, or the next step of one that goes on by itself; the first one begins it."""
+        control, run = multi_step.control, self._followed
+        if control is None or run is None or run.control is not control:
+            self._end_course()
+            run = self._begin(plan, multi_step)
+        if control is not None:
+            self._followed = run
+            run.found = self._decoder.take(all_done=control.takes_all)
         if multi_step.cycles:
-            forms = FormsOfRun.of_loop(plan.sequences)
+            return Computed(run.cycled())
+        first, chosen = run.num_taken, run.chosen()
+        captured = self._hooks.captured(plan, run.hooks, slice(first, run.num_taken))
+        return Computed(chosen, captured=captured, num_before=first)
+
+    def _begin(self, plan: Plan, multi_step: MultiStep) -> _Run:
+        """Begin a run; one whose steps the host does not take one by one is over by then."""
+        sequences, steps, control = plan.sequences, multi_step.num_steps, multi_step.control
+        rows = self._rows(plan, multi_step)
+        if multi_step.cycles:
+            forms = FormsOfRun.of_loop(sequences)
             loop = self._loop(plan, multi_step, forms)
-            rows = self._rows(plan, multi_step)
-            cycled = self._decoder.run_speculative_loop(rows, multi_step.num_steps, **loop)
-            return Computed(_cycled(cycled, loop["logits"], forms))
-        forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
-        hooks = self._hooks.of(plan, multi_step.num_steps)
-        found = self._decoder.run(
-            self._rows(plan, multi_step),
-            multi_step.num_steps,
-            draws=draws_of(plan.sequences, multi_step.choice, forms, self._vocab),
-            ends=ends_of(plan.sequences) if all_may_end(plan.sequences) else None,
-            hooks=hooks,
-            **logits,
-        )
-        chosen = Chosen(*found, logits=logits.get("logits"), faults=forms.faults)
-        return Computed(chosen, captured=self._hooks.captured(plan, hooks, slice(chosen.num_steps)))
+            run = _Run(control, forms, loop["logits"] and loop["logits"].logits)
+            if control is None:
+                run.found = self._decoder.run_speculative_loop(rows, steps, **loop)
+            else:
+                self._decoder.begin_speculative_loop(rows, steps, control.words, **loop)
+            return run
+        forms, hooks, asked = FormsOfRun.of(sequences), self._hooks.of(plan, steps), self._logits(plan, multi_step)
+        run = _Run(control, forms, asked.get("logits"), hooks)
+        asked |= {"draws": draws_of(sequences, multi_step.choice, forms, self._vocab), "hooks": hooks}
+        if control is None:
+            run.found = self._decoder.run(rows, steps, ends=ends_of_all(sequences), **asked)
+        else:
+            self._decoder.begin(rows, steps, control.words, **asked)
+        return run
 
     def _open(self, plan: Plan, multi_step: MultiStep) -> Computed:
         """The plan's own step, and the run behind it."""
@@ -254,55 +248,14 @@ class NativeExecutor:
         if not going_on.chunks.size:
             return Computed(opening)
         found = self._decoder.run(
-            self._rows_behind(plan, multi_step, going_on),
+            self._rows(plan, multi_step, going_on),
             multi_step.num_steps - 1,
             draws=draws_of(going_on.sequences, multi_step.choice, FormsOfRun({}), self._vocab),
-            ends=ends_of(going_on.sequences) if all_may_end(going_on.sequences) else None,
+            ends=ends_of_all(going_on.sequences),
         )
         token_ids, scores = going_on.spread(*found)
         tokens, all_scores = np.concatenate((opening.token_ids, token_ids)), np.concatenate((opening.scores, scores))
         return Computed(Chosen(tokens, all_scores, opened=opened))
-
-    def _rows_behind(self, plan: Plan, multi_step: MultiStep, going_on: GoingOn) -> Rows:
-        chunks = going_on.chunks
-        own = [self._native(multi_step.bridges[chunk]) for chunk in chunks.tolist()] if multi_step.bridges else None
-        return Rows(
-            going_on.token_ids,
-            plan.stops[chunks],
-            multi_step.steps[chunks],
-            plan.slots[chunks],
-            multi_step.cutoffs[chunks],
-            plan.tables,
-            own,
-            self._maps_of(going_on.sequences),
-        )
-
-    def _follow(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> Computed:
-        """The next step of a run that goes on by itself; the first one begins it."""
-        if self._followed is None or self._followed.control is not control:
-            self._end_course()
-            self._followed = self._begin(plan, multi_step, control)
-        found = self._decoder.take(all_done=control.takes_all)
-        if multi_step.cycles:
-            return Computed(self._followed.cycled(*found))
-        first = self._followed.num_taken
-        chosen = self._followed.chosen(*found)
-        steps = slice(first, first + chosen.num_steps)
-        captured = self._hooks.captured(plan, self._followed.hooks, steps)
-        return Computed(chosen, captured=captured, num_before=first)
-
-    def _begin(self, plan: Plan, multi_step: MultiStep, control: RunControl) -> _Followed:
-        rows = self._rows(plan, multi_step)
-        if multi_step.cycles:
-            forms = FormsOfRun.of_loop(plan.sequences)
-            loop = self._loop(plan, multi_step, forms)
-            self._decoder.begin_speculative_loop(rows, multi_step.num_steps, control.words, **loop)
-            return _Followed(control, forms, loop["logits"] and loop["logits"].logits)
-        forms, logits = FormsOfRun.of(plan.sequences), self._logits(plan, multi_step)
-        draws = draws_of(plan.sequences, multi_step.choice, forms, self._vocab)
-        hooks = self._hooks.of(plan, multi_step.num_steps)
-        self._decoder.begin(rows, multi_step.num_steps, control.words, draws=draws, hooks=hooks, **logits)
-        return _Followed(control, forms, logits.get("logits"), hooks)
 
     def _loop(self, plan: Plan, multi_step: MultiStep, forms: FormsOfRun) -> dict[str, Any]:
         """What the library gets of the drafts of a plan, and of its choices."""
@@ -327,17 +280,23 @@ class NativeExecutor:
             "logits": logits,
         }
 
-    def _rows(self, plan: Plan, multi_step: MultiStep) -> Rows:
-        own = [self._native(name) for name in multi_step.bridges] or None
+    def _rows(self, plan: Plan, multi_step: MultiStep, going_on: GoingOn | None = None) -> Rows:
+        """The rows with which a run begins; behind an opening, of what goes on."""
+        sequences, token_ids, positions, bridges = plan.sequences, plan.token_ids, plan.positions, multi_step.bridges
+        chunks: IntArray | slice = slice(None)
+        if going_on is not None:
+            sequences, token_ids, chunks = going_on.sequences, going_on.token_ids, going_on.chunks
+            positions = plan.stops[chunks]
+            bridges = bridges and tuple(bridges[chunk] for chunk in going_on.chunks.tolist())
         return Rows(
-            plan.token_ids,
-            plan.positions,
-            multi_step.steps,
-            plan.slots,
-            multi_step.cutoffs,
+            token_ids,
+            positions,
+            multi_step.steps[chunks],
+            plan.slots[chunks],
+            multi_step.cutoffs[chunks],
             plan.tables,
-            own,
-            self._maps_of(plan.sequences),
+            [self._native(name) for name in bridges] or None,
+            self._maps_of(sequences),
         )
 
     def _maps_of(self, sequences: list[Sequence]) -> list[NativeMaps | None] | None:
@@ -388,10 +347,6 @@ class NativeExecutor:
             left |= plan.steps < 0
         return np.isin(plan.slots, plan.slots[left]) if left.any() else left
 
-    def _alone(self, plan: Plan) -> Computed:
-        self.stats.native_steps += 1
-        return self._single(plan)
-
     def _shared(self, plan: Plan, left: BoolArray) -> Computed:
         """A step of which some chunks are left to the eager executor, which counts it."""
         own, others = share_of(plan, (~left).nonzero()[0]), share_of(plan, left.nonzero()[0])
@@ -409,7 +364,8 @@ class NativeExecutor:
         return Computed(choices.chosen(), captured=self._hooks.captured(plan, hooks))
 
     def _logits_of_step(self, plan: Plan) -> Computed:
-        wanted, logits = _mask(plan), np.empty((plan.num_rows, self._vocab), np.float32)
+        wanted, logits = np.zeros(plan.num_rows, np.bool_), np.empty((plan.num_rows, self._vocab), np.float32)
+        wanted[plan.logit_rows] = True
         hooks = self._hooks.of(plan, 1)
         for part, rows, given in self._parts(plan, np.zeros(plan.num_rows, np.int64), hooks):
             self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], **given)
@@ -473,30 +429,30 @@ class NativeExecutor:
 
 
 @dataclass
-class _Followed:
-    """A run whose steps the host takes one by one: its forms, and the logits [S, places, V] of who wants them."""
+class _Run:
+    """A run, with a `control` where the host takes its steps one by one: its forms, and the logits [S, places, V] of
+    who wants them. `found` is what the library has given last."""
 
-    control: RunControl
+    control: RunControl | None
     forms: FormsOfRun
     logits: npt.NDArray[np.float32] | None
     hooks: Hooks | None = None
     num_taken: int = 0
+    found: tuple[npt.NDArray[np.int64], npt.NDArray[Any]] = field(init=False)
 
-    def chosen(self, token_ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> Chosen:
+    def chosen(self) -> Chosen:
         """The steps that were waited for."""
-        return Chosen(token_ids, scores, logits=self._next_logits(len(token_ids)), faults=self.forms.faults)
+        token_ids, scores = self.found
+        return Chosen(token_ids, scores, logits=self._next_logits(), faults=self.forms.faults)
 
-    def cycled(self, drafted: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Cycled:
+    def cycled(self) -> Cycled:
         """The same of drafts and their verifications."""
-        return Cycled(drafted, counts, self._next_logits(len(counts)), self.forms.faults)
+        drafted, counts = self.found
+        return Cycled(drafted, counts, self._next_logits(), self.forms.faults)
 
-    def _next_logits(self, count: int) -> npt.NDArray[np.float32] | None:
-        first, self.num_taken = self.num_taken, self.num_taken + count
+    def _next_logits(self) -> npt.NDArray[np.float32] | None:
+        first, self.num_taken = self.num_taken, self.num_taken + len(self.found[1])
         return None if self.logits is None else self.logits[first : self.num_taken]
-
-
-def _cycled(found: tuple[IntArray, IntArray], logits: LoopLogits | None, forms: FormsOfRun) -> Cycled:
-    return Cycled(*found, None if logits is None else logits.logits[: len(found[1])], forms.faults)
 
 
 def _keeps_states(plan: Plan) -> bool:
@@ -515,10 +471,3 @@ def _run_half_layers(plan: Plan) -> BoolArray:
     for runs in halves.values():
         found |= runs
     return found
-
-
-def _mask(plan: Plan) -> npt.NDArray[np.bool_]:
-    """Which rows of a plan yield logits."""
-    mask = np.zeros(plan.num_rows, np.bool_)
-    mask[plan.logit_rows] = True
-    return mask

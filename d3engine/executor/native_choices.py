@@ -16,7 +16,7 @@ import torch
 
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.executor.choosing import sampled_steps
-from d3engine.kernels.native.runs import Draws, GrammarMask, LogitMask, Mask, RowSampling, TokenCounts
+from d3engine.kernels.native.runs import Draws, LogitMask, Mask, RowSampling, TokenCounts
 from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts, TextDrafts
 from d3engine.request.constraint import Constraint
 from d3engine.request.token_rules import TokenRules
@@ -156,13 +156,9 @@ def _spread(draws: Draws, inside: slice, rows: IntArray, count: int) -> Draws:
         for row, own in zip(rows.tolist(), draws.asked[inside], strict=True):
             asked[row] = own
     draw_of = dict(zip(rows.tolist(), range(inside.start, inside.stop), strict=True))
-    form = None if draws.form is None else _of_other_rows(draws.form, draw_of)
+    own_form = draws.form  # asked by other numbers of its rows
+    form = None if own_form is None else lambda row, taken, token: own_form(draw_of[row], taken, token)
     return Draws(numbers(draws.temperatures), numbers(draws.seeds), numbers(draws.indices), asked, form)
-
-
-def _of_other_rows(form: GrammarMask, own: dict[int, int]) -> GrammarMask:
-    """A form that is asked by other numbers of its rows."""
-    return lambda row, taken, token: form(own[row], taken, token)
 
 
 def reporting_chunks(sequences: AnySequence[Sequence]) -> list[int]:
@@ -177,9 +173,10 @@ def ends_of(sequences: AnySequence[Sequence]) -> npt.NDArray[np.int64]:
     return np.array([tokens + [-1] * (most - len(tokens)) for tokens in ends], np.int64).reshape(len(ends), most)
 
 
-def all_may_end(sequences: AnySequence[Sequence]) -> bool:
-    """Whether every row's answer has a token or a form that ends it."""
-    return all(_ends(sequence) or sequence.constraint is not None for sequence in sequences)
+def ends_of_all(sequences: AnySequence[Sequence]) -> npt.NDArray[np.int64] | None:
+    """The same where every row's answer has a token or a form that ends it; None otherwise."""
+    all_may_end = all(_ends(sequence) or sequence.constraint is not None for sequence in sequences)
+    return ends_of(sequences) if all_may_end else None
 
 
 def _ends(sequence: Sequence) -> list[int]:

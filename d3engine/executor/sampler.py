@@ -135,18 +135,13 @@ def scores_of(logits: Tensor, sequences: Rows) -> Tensor:
 
     In rows that sample, the softmax of the scores is the distribution that they draw from; greedy rows take the best.
     """
-    return _scaled_(_adjusted(logits, sequences), sequences)
-
-
-def _adjusted(logits: Tensor, sequences: Rows) -> Tensor:
-    """Apply bias, exclusions and penalties: a copy."""
     logits = logits.clone()
     for row, sequence in zip(logits, sequences, strict=True):
         _process_(row, sequence)
         _restrict_(row, sequence)
         _penalise_(row, sequence)
     _keep_to_form_(logits, sequences)
-    return logits
+    return _scaled_(logits, sequences)
 
 
 def _keep_to_form_(logits: Tensor, sequences: Rows) -> None:

@@ -4,30 +4,19 @@ weights, over one pool and one KV cache."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from d3engine.executor.bridging import BridgeStore
-from d3engine.executor.interface import Computed, ExecutorStats
+from d3engine.executor.interface import Computed, Executor, ExecutorStats
 from d3engine.executor.shares import Share, joined, share_of
 from d3engine.model.students import bytes_beyond
 from d3engine.model.weights import LlamaWeights
-from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.kv_cache import FlatCopies
 from d3engine.scheduling.plan import Plan
 
-
-class RunsShares(Protocol):
-    """What an executor must be able to do for a student of its model."""
-
-    def run(self, plan: Plan) -> Computed: ...
-
-    def run_share(self, plan: Plan) -> Computed:
-        """The logits of a single step, whose copies of entries are the caller's."""
-
-
-_Executor = TypeVar("_Executor", bound=RunsShares)
-_Copies: TypeAlias = tuple[IntArray, IntArray] | None
+_Executor = TypeVar("_Executor", bound=Executor)
 
 
 class StudentExecutors(Generic[_Executor]):
@@ -71,7 +60,7 @@ class StudentExecutors(Generic[_Executor]):
         for name in () if self.store is None else self.store.students:
             self.of(name)
 
-    def run(self, plan: Plan, names: list[str | None], main: _Executor, copy: Callable[[_Copies], None]) -> Computed:
+    def run(self, plan: Plan, names: list[str | None], main: _Executor, copy: Callable[[FlatCopies], None]) -> Computed:
         """Run a plan of which some chunks are students'; `copy` copies entries of the pool."""
         one = set(names)
         if len(one) == 1:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from d3engine.request.hidden_states import HiddenStates
 
@@ -79,6 +79,10 @@ class Timings:
         ):
             if seconds is not None:
                 tally.add(seconds)
+
+    def now(self) -> dict[str, Any]:
+        """All of these by name, as values that stay as they are."""
+        return {name: one.histogram() if isinstance(one, HistogramCounter) else one for name, one in vars(self).items()}
 
 
 Bytes: TypeAlias = bytes

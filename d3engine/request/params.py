@@ -132,18 +132,15 @@ def _schema_text(schema: object) -> str:
 
 def _choices(choice: Sequence[str]) -> tuple[str, ...]:
     allowed = f"a list of 1 to {MAX_CHOICES} different texts, of {MAX_CHARACTERS} characters together at most"
-    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
-    require(is_list and 0 < len(choice) <= MAX_CHOICES, "choice", choice, allowed)
-    for text in choice:
-        _require_text("choice", text)
-    fits = len(set(choice)) == len(choice) and sum(map(len, choice)) <= MAX_CHARACTERS
+    found = _texts("choice", choice, allowed)
+    fits = len(set(found)) == len(found) and sum(map(len, found)) <= MAX_CHARACTERS
     require(fits, "choice", choice, allowed)
-    return tuple(choice)
+    return found
 
 
-def _texts(name: str, given: Sequence[str]) -> tuple[str, ...]:
+def _texts(name: str, given: Sequence[str], allowed: str = f"a list of 1 to {MAX_CHOICES} texts") -> tuple[str, ...]:
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-    require(is_list and 0 < len(given) <= MAX_CHOICES, name, given, f"a list of 1 to {MAX_CHOICES} texts")
+    require(is_list and 0 < len(given) <= MAX_CHOICES, name, given, allowed)
     for text in given:
         _require_text(name, text)
     return tuple(given)
@@ -158,12 +155,9 @@ def _reasoning(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _require_text(name: str, value: object) -> None:
-    fits = isinstance(value, str) and 0 < len(value) <= MAX_CHARACTERS and _is_unicode(value)
+    fits = isinstance(value, str) and 0 < len(value) <= MAX_CHARACTERS
+    fits = fits and not any("\ud800" <= char <= "\udfff" for char in str(value))  # no half of a pair is a character
     require(fits, name, value, f"text of 1 to {MAX_CHARACTERS} characters")
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 MAX_N = 64
@@ -200,7 +194,7 @@ class Text(Check):
     """A text of up to `longest` characters."""
 
     longest: int
-    allowed = "None, or a text"
+    allowed: str = "None, or a text"
 
     def check(self, field: str, value: object) -> None:
         fits = isinstance(value, str) and 0 < len(value) <= self.longest
@@ -209,12 +203,6 @@ class Text(Check):
     @property
     def schema(self) -> dict[str, Any]:
         return {"minLength": 1, "maxLength": self.longest}
-
-
-class Word(Text):
-    """One of several texts."""
-
-    allowed = "strings"
 
 
 @dataclass(frozen=True)
@@ -270,7 +258,7 @@ class Biases(Check):
         return {"maxProperties": MAX_BIASED_TOKENS, "propertyNames": {"pattern": "^[0-9]{1,19}$"}}
 
 
-WORD = Word(MAX_STOP_LENGTH)
+WORD = Text(MAX_STOP_LENGTH, "strings")
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would only overflow."""

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from d3engine.depth import NEVER, Schedule
-from d3engine.scheduling.kv_cache import NO_BLOCK, EntryCopies, IntArray, KVCache, fill, most_blocks_needed
+from d3engine.scheduling.kv_cache import NO_BLOCK, EntryCopies, FlatCopies, IntArray, KVCache, fill, most_blocks_needed
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 
 
@@ -31,13 +31,13 @@ class Allocator:
             most_to_fill += most_blocks_needed(self._cache, slot, start, stop)
         return missing, int(missing.sum()) + most_to_fill
 
-    def allocate(self, chunks: Chunks, missing: IntArray) -> tuple[EntryCopies, EntryCopies]:
+    def allocate(self, chunks: Chunks, missing: IntArray) -> tuple[FlatCopies, FlatCopies]:
         """Give every chunk its blocks; returns the entries to copy before and after the step."""
         self._cache.grow(chunks.slots, missing)
         before, after = EntryCopies(), EntryCopies()
         for chunk in self._filled(chunks):
             self._fill(chunks, chunk, before, after)
-        return before, after
+        return before.arrays(), after.arrays()
 
     def _filled(self, chunks: Chunks) -> list[int]:
         """The chunks whose skipped layers get entries."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from d3engine.errors import require
-from d3engine.scheduling.kv_cache import EntryCopies, IntArray, KVCache
+from d3engine.scheduling.kv_cache import IntArray, KVCache
 from d3engine.scheduling.plan import BoolArray, DraftModelRows, DraftWork, Plan
 from d3engine.scheduling.planner import build_plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
@@ -60,7 +60,8 @@ class DraftModelBatch:
         # A sequence that does not draft yet is followed up to its last token, which is the first to draft from.
         followed = starts if self._reads_states else first.num_tokens[slots] - 1
         stops = np.where(first.drafting[slots], first.num_tokens[slots], followed)
-        waits = self._verifies(slots)
+        drafts = (first.sequence(slot).draft for slot in slots.tolist())
+        waits: BoolArray = np.array([draft is not None and draft.ended for draft in drafts], dtype=bool)
         if self._draft_rows and waits.any():  # then all draft together from the next step on
             waits |= first.drafting[slots]
         lengths = np.where(waits, 0, np.maximum(stops - starts, 0))
@@ -70,10 +71,6 @@ class DraftModelBatch:
         slots, starts, lengths = slots[chosen], starts[chosen], lengths[chosen]
         everything = np.ones((slots.size, self.cache.num_layers), dtype=bool)
         return Chunks(slots, starts, starts + lengths, table.steps(slots, starts), everything, traits=0)
-
-    def _verifies(self, slots: IntArray) -> BoolArray:
-        drafts = [self._first.sequence(slot).draft for slot in slots.tolist()]
-        return np.array([draft is not None and draft.ended for draft in drafts], dtype=bool)
 
     def has_room(self, chunks: Chunks) -> bool:
         return int(self._missing(chunks).sum()) <= self.cache.pool.num_free
@@ -95,7 +92,7 @@ class DraftModelBatch:
         lengths = self._lengths(chunks)
         reach = chunks if lengths is None else _reaching(chunks, lengths)
         self.cache.grow(chunks.slots, self._missing(reach))
-        own = build_plan(chunks, self._table, self.cache.tables, EntryCopies(), EntryCopies())
+        own = build_plan(chunks, self._table, self.cache.tables)
         own = replace(own, prompt_rows=(), captured=())  # the first model's are asked for
         drafts = plan.drafts or DraftWork(frozenset(), {})
         return replace(

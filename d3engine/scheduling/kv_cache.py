@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -165,9 +166,7 @@ class KVCache:
         self.num_behind[slot, layers] = 0
 
     def free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Give back the blocks that no row of `slots` [C] from `positions` [C] on attends to."""
-        if not self.has_windows:
-            return
+        """Give back the blocks of windows that no row of `slots` [C] from `positions` [C] on attends to."""
         behind = np.minimum((positions[:, None] + 1 - self.windows) // self.block_size, self.num_blocks[slots])
         for chunk, layer in np.argwhere(behind > self.num_behind[slots]).tolist():
             slot, stop = int(slots[chunk]), int(behind[chunk, layer])
@@ -193,6 +192,10 @@ class KVCache:
         assert not self.num_blocks[self._free_slots].any(), "a closed slot still holds blocks"
 
 
+FlatCopies: TypeAlias = tuple[IntArray, IntArray] | None
+"""Flat sources and targets of entries to copy, int64; None when there is nothing to copy."""
+
+
 @dataclass(slots=True)
 class EntryCopies:
     """Ranges of entries to copy, as flat key entries: [n] sources and targets; values follow at + block_size."""
@@ -207,8 +210,7 @@ class EntryCopies:
         self.sources.append(source * 2 * cache.block_size + offsets)
         self.targets.append(target * 2 * cache.block_size + offsets)
 
-    def arrays(self) -> tuple[IntArray, IntArray] | None:
-        """All sources and targets as int64, or None when there is nothing to copy."""
+    def arrays(self) -> FlatCopies:
         if not self.sources:
             return None
         return np.concatenate(self.sources), np.concatenate(self.targets)

@@ -175,8 +175,10 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
         limit = min(
             limit, max(1, capabilities.logits // int(np.count_nonzero(table.choice[slots] == SamplingMode.REPORT)))
         )
-    if hooked and (num_captured := _captured_in_step(chunks, table)):
-        limit = min(limit, max(1, capabilities.states // num_captured))
+    if hooked:
+        captures = (table.sequence(slot).params.captured for slot in slots.tolist())
+        most = sum(len(capture.numbers) for capture in captures if capture is not None)  # states of a step
+        limit = min(limit, max(1, capabilities.states // most)) if most else limit
     cutoffs = table.cutoffs[slots]
     steps = table.steps(slots, chunks.stops) if opens else chunks.steps
     if chunks.traits & Trait.STUDENT:
@@ -193,12 +195,6 @@ def run_ahead(chunks: Chunks, table: RunningTable, limit: int, capabilities: Exe
     control = RunControl() if num_steps > 1 and is_taken_by_steps else None
     bridges = tuple(map(table.bridges, slots.tolist())) if bridged else ()
     return MultiStep(num_steps, steps, cutoffs, choice, control, bridges, opens=opens)
-
-
-def _captured_in_step(chunks: Chunks, table: RunningTable) -> int:
-    """Hidden states of a step in which all rows are captured that may be."""
-    captures = (table.sequence(slot).params.captured for slot in chunks.slots.tolist())
-    return sum(len(capture.numbers) for capture in captures if capture is not None)
 
 
 def _steps_of_one_student(schedules: Iterable[Schedule], begun: IntArray, steps: IntArray) -> int:

@@ -38,9 +38,8 @@ class OutputUpdater:
         if sampled.cycles is not None:
             yield from self._take_cycles(plan, sampled.cycles)
             return
-        depths = sampled.depths or (
-            [[]] * len(plan.sampled) if plan.multi_step else [[d] for d in ran[plan.sampled].tolist()]
-        )
+        by_schedule: list[list[int]] = [[]] * len(plan.sampled)
+        depths = by_schedule if plan.multi_step else [[depth] for depth in ran[plan.sampled].tolist()]
         for row, chunk in enumerate(plan.sampled.tolist()):
             sequence = plan.sequences[chunk]
             if sequence.slot == NO_SLOT:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from d3engine.depth import ExitRule
 from d3engine.request.hidden_states import Positions, Steer
 from d3engine.request.outputs import Logprob
-from d3engine.scheduling.kv_cache import IntArray
+from d3engine.scheduling.kv_cache import FlatCopies, IntArray
 from d3engine.scheduling.sampling_mode import SamplingMode
 from d3engine.scheduling.sequence import Cycle, Proposal, Sequence
 
@@ -245,8 +245,8 @@ class Plan:
     sample_rows: IntArray  # those rows
     greedy: bool  # every sampled row takes the likeliest token and wants nothing else
     prompt_rows: tuple[PromptRows, ...]
-    copies_before: tuple[IntArray, IntArray] | None
-    copies_after: tuple[IntArray, IntArray] | None
+    copies_before: FlatCopies
+    copies_after: FlatCopies
     exits: tuple[ExitingChunks, ...] = ()
     drafts: DraftWork | None = None
     bridged: tuple[BridgedRows, ...] = ()
@@ -344,18 +344,17 @@ class Cycled:
 class Sampled:
     """The new tokens of each of the plan's sampled chunks, in order: one, or several where a step yields more.
 
-    `logprobs[row]` holds one entry for each token, or None for rows that did not ask. `depths[row]` are the layers that
-    each token took, where they are not those of its schedule. `prompt_logprobs[k]` belongs to the plan's k-th prompt
-    rows. `faults` maps rows that end after their tokens (if any) to what went wrong. `proposals` are the drafted tokens
-    of rows that have none to give yet. Where the device has drafted and verified by itself, `cycles[row]` is all there
-    is. `opened` is when the first tokens were there, by the monotonic clock, where that was before the others.
+    `logprobs[row]` holds one entry for each token, or None for rows that did not ask. `prompt_logprobs[k]` belongs to
+    the plan's k-th prompt rows. `faults` maps rows that end after their tokens (if any) to what went wrong. `proposals`
+    are the drafted tokens of rows that have none to give yet. Where the device has drafted and verified by itself,
+    `cycles[row]` is all there is. `opened` is when the first tokens were there, by the monotonic clock, where that was
+    before the others.
     """
 
     token_ids: list[list[int]]
     logprobs: list[list[dict[int, Logprob]] | None] | None = None
     prompt_logprobs: list[list[dict[int, Logprob]]] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
-    depths: list[list[int]] | None = None
     proposals: dict[int, list[Proposal]] = field(default_factory=dict)
     cycles: list[list[Cycle]] | None = None
     opened: float | None = None

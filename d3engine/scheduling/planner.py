@@ -7,7 +7,7 @@ import numpy as np
 from d3engine.depth import ExitRule
 from d3engine.depth.schedule import windows_of
 from d3engine.request.hidden_states import Positions, Steer
-from d3engine.scheduling.kv_cache import EntryCopies, IntArray
+from d3engine.scheduling.kv_cache import FlatCopies, IntArray
 from d3engine.scheduling.multi_step import at_last_tokens
 from d3engine.scheduling.plan import (
     BoolArray,
@@ -17,7 +17,6 @@ from d3engine.scheduling.plan import (
     MultiStep,
     Plan,
     PromptRows,
-    Span,
     SteeredRows,
     rows_of,
     spans_of,
@@ -33,11 +32,13 @@ def build_plan(
     chunks: Chunks,
     table: RunningTable,
     block_tables: IntArray,
-    before: EntryCopies,
-    after: EntryCopies,
     multi_step: MultiStep | None = None,
+    copies: tuple[FlatCopies, FlatCopies] = (None, None),
 ) -> Plan:
-    """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks]."""
+    """The plan of `chunks`, deepest first, whose blocks stand in `block_tables` [slots, L, max_blocks].
+
+    `copies` are those before and after its step.
+    """
     drafts = bool(chunks.traits & Trait.DRAFTS)
     if multi_step is not None and multi_step.cycles:
         chunks, drafts = at_last_tokens(chunks, table), False  # the device knows what is drafted
@@ -48,6 +49,12 @@ def build_plan(
     sampled = (chunks.stops == table.num_tokens[slots]).nonzero()[0]
     sequences = [table.sequence(slot) for slot in slots.tolist()]
     mlps = table.mlps(slots, chunks.active) if chunks.traits & Trait.SPLITS_LAYERS else None
+    depths, projected = chunks.active.sum(axis=1), _projected(chunks, table)
+    if mlps is None:
+        spans = spans_of(chunks.active, projected, query_starts)
+    else:
+        depths = (depths + mlps.sum(axis=1) + 1) // 2  # half a layer counts as one
+        spans = spans_of_parts(chunks.active, mlps, projected, query_starts)
     prompt_rows = _prompt_rows(sequences, chunks, query_starts) if (chunks.steps < 0).any() else ()
     greedy = not prompt_rows and bool((table.choice[slots] == SamplingMode.GREEDY).all())
     num_steps = 1 if multi_step is None else multi_step.num_steps
@@ -62,36 +69,22 @@ def build_plan(
         positions=positions,
         row_chunks=row_chunks,
         prompt_lengths=table.prompt_length[slots],
-        depths=_depths(chunks, mlps),
+        depths=depths,
         tables=block_tables,
-        spans=_spans(chunks, mlps, _projected(chunks, table), query_starts),
+        spans=spans,
         sampled=sampled,
         sample_rows=query_starts[sampled + 1] - 1,
         greedy=greedy,
         prompt_rows=prompt_rows,
         captured=_captured_rows(sequences, chunks, query_starts, num_steps),
         steered=_steered_rows(sequences, chunks, query_starts, num_steps),
-        copies_before=before.arrays(),
-        copies_after=after.arrays(),
+        copies_before=copies[0],
+        copies_after=copies[1],
         multi_step=multi_step,
         exits=_exits(chunks, table),
         bridged=_bridged(chunks, table, query_starts),
         drafts=draft_work(chunks, table, query_starts, sampled) if drafts else None,
     )
-
-
-def _depths(chunks: Chunks, mlps: BoolArray | None) -> IntArray:
-    """Int [C]: the layers that each chunk runs; half a layer counts as one."""
-    attentions: IntArray = chunks.active.sum(axis=1)
-    return attentions if mlps is None else (attentions + mlps.sum(axis=1) + 1) // 2
-
-
-def _spans(
-    chunks: Chunks, mlps: BoolArray | None, projected: BoolArray | None, query_starts: IntArray
-) -> tuple[Span, ...]:
-    if mlps is None:
-        return spans_of(chunks.active, projected, query_starts)
-    return spans_of_parts(chunks.active, mlps, projected, query_starts)
 
 
 def _rows(chunks: Chunks) -> tuple[IntArray, IntArray, IntArray]:
@@ -120,13 +113,15 @@ def _exits(chunks: Chunks, table: RunningTable) -> tuple[ExitingChunks, ...]:
     """The chunks that may leave early, by their rules; thresholds follow from each sequence's own max_tokens."""
     if not chunks.traits & Trait.EXITS:
         return ()
+    slots, steps = chunks.slots, chunks.steps
+    is_new = (steps > 0) & (steps == table.num_tokens[slots] - table.prompt_length[slots])
     found: dict[ExitRule, tuple[list[int], list[float]]] = {}
-    for chunk in table.may_exit(chunks.slots, chunks.steps).nonzero()[0].tolist():
-        sequence = table.sequence(int(chunks.slots[chunk]))
+    for chunk in (table.having(Trait.EXITS, slots) & is_new).nonzero()[0].tolist():
+        sequence = table.sequence(int(slots[chunk]))
         assert sequence.exit_rule is not None
         members, thresholds = found.setdefault(sequence.exit_rule, ([], []))
         members.append(chunk)
-        thresholds.append(sequence.exit_rule.threshold_at(int(chunks.steps[chunk]), sequence.max_tokens))
+        thresholds.append(sequence.exit_rule.threshold_at(int(steps[chunk]), sequence.max_tokens))
     return tuple(ExitingChunks(rule, np.array(members), np.array(at)) for rule, (members, at) in found.items())
 
 

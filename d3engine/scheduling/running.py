@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from d3engine.depth import NEVER
-from d3engine.depth.policy import MAX_DRAFT_LENGTH, DraftRule
+from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.request.outputs import Logprob
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import BoolArray
@@ -78,10 +78,6 @@ class RunningTable:
         self.max_length[slot] = sequence.max_length
         self.drafting[slot] = False
 
-    def traits_among(self, slots: IntArray) -> int:
-        """All traits that any of these slots has."""
-        return int(np.bitwise_or.reduce(self.traits[slots]))
-
     def having(self, traits: int, slots: IntArray) -> BoolArray:
         """Bool [slots]: which have one of these traits."""
         having: BoolArray = (self.traits[slots] & traits) != 0
@@ -146,43 +142,26 @@ class RunningTable:
         mlps[splits] = self.draft_mlps[slots[splits]]
         return mlps
 
-    def may_exit(self, slots: IntArray, steps: IntArray) -> BoolArray:
-        """Bool [C]: whether the chunks' tokens may leave early, which only new ones after step 0 do."""
-        new = steps == self.num_tokens[slots] - self.prompt_length[slots]
-        may: BoolArray = self.having(Trait.EXITS, slots) & new & (steps > 0)
-        return may
-
 
 def traits_of(sequence: Sequence) -> int:
     """What a sequence is."""
-    schedule, rule = sequence.schedule, None if sequence.draft is None else sequence.draft.rule
-    traits = Trait.STREAMS * sequence.streams | Trait.GUIDED * (sequence.constraint is not None)
-    if schedule.on_skip != "none":
-        traits |= Trait.FILLS
-    if not schedule.is_nested:
-        traits |= Trait.TABLED
-    if sequence.exit_rule is not None:
-        traits |= Trait.EXITS
-    if sequence.params.is_hooked:
-        traits |= Trait.HOOKED
-    if schedule.bridges is not None:
-        traits |= Trait.BRIDGED
-    if schedule.students:
-        traits |= Trait.STUDENT
-    return traits if rule is None else traits | _traits_of_drafts(rule)
-
-
-def _traits_of_drafts(rule: DraftRule) -> int:
-    traits = int(Trait.DRAFTS)
-    if rule.mlp_schedule is not None:
-        traits |= Trait.SPLITS_LAYERS
-    if rule.model is not None:
-        traits |= Trait.SECOND_MODEL
-    if rule.lookup:
-        traits |= Trait.LOOKUP
-    if rule.schedule is not None and rule.schedule.bridges is not None:
-        traits |= Trait.BRIDGED
-    return traits
+    schedule, draft = sequence.schedule, sequence.draft
+    its = {
+        Trait.FILLS: schedule.on_skip != "none",
+        Trait.TABLED: not schedule.is_nested,
+        Trait.EXITS: sequence.exit_rule is not None,
+        Trait.STREAMS: sequence.streams,
+        Trait.BRIDGED: schedule.bridges is not None,
+        Trait.GUIDED: sequence.constraint is not None,
+        Trait.STUDENT: bool(schedule.students),
+        Trait.HOOKED: sequence.params.is_hooked,
+    }
+    if draft is not None:
+        drafts = draft.rule.schedule
+        its |= {Trait.DRAFTS: True, Trait.SPLITS_LAYERS: draft.rule.mlp_schedule is not None}
+        its |= {Trait.SECOND_MODEL: draft.rule.model is not None, Trait.LOOKUP: draft.rule.lookup}
+        its[Trait.BRIDGED] |= drafts is not None and drafts.bridges is not None
+    return sum(trait for trait, has in its.items() if has)
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,8 +230,8 @@ class Scheduler:
         if not chunks.slots.size and (plan := self._cycle()) is not None:
             return plan
         chunks, missing, multi_step = self._make_room(chunks.deepest_first())
-        before, after = self._allocator.allocate(chunks, missing)
-        plan = build_plan(chunks, self._table, self.cache.tables, before, after, multi_step)
+        copies = self._allocator.allocate(chunks, missing)
+        plan = build_plan(chunks, self._table, self.cache.tables, multi_step, copies)
         self._under_way.begin(plan)
         return plan if self._second is None else self._second.add_to(plan, self._second_chunks())
 
@@ -246,10 +246,10 @@ class Scheduler:
         missing, needed = self._allocator.missing(chunks)
         if not self.prefix_cache.reserve(needed):
             return None
-        before, after = self._allocator.allocate(chunks, missing)
+        copies = self._allocator.allocate(chunks, missing)
         choice = SamplingMode(int(self._table.choice[chunks.slots].max()))
         multi_step = MultiStep(1, chunks.steps, self._table.cutoffs[chunks.slots], choice, cycles=True)
-        plan = build_plan(chunks, self._table, self.cache.tables, before, after, multi_step)
+        plan = build_plan(chunks, self._table, self.cache.tables, multi_step, copies)
         return self._second.add_to(plan, drafting)
 
     def _prolong(self) -> None:

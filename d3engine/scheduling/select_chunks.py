@@ -55,7 +55,7 @@ PARTS = 4
 
 def select_chunks(table: RunningTable, slots: IntArray, drafting: Drafting, max_rows: int) -> Chunks:
     """One chunk for every sequence in `slots` that `max_rows` reach; single tokens come first."""
-    traits = table.traits_among(slots)
+    traits = int(np.bitwise_or.reduce(table.traits[slots]))
     if traits & Trait.DRAFTS:
         drafting.begin(slots)
         slots = slots[~(table.drafting[slots] & table.having(Trait.SECOND_MODEL, slots))]

@@ -331,20 +331,15 @@ class Sequence:
                 return FinishReason.STOP, None
             if may_stop and params.stop_token_ids and token in params.stop_token_ids:
                 return FinishReason.STOP, token
-            if self.constraint is not None and (end := self.end_of_form(token)) is not None:
-                return end
+            if self.constraint is not None:
+                self.constraint.take(token)
+                if self.constraint.fault is not None:
+                    return FinishReason.ABORT, self.constraint.fault
+                if self.constraint.is_over():
+                    return FinishReason.STOP, None
             if len(self.token_ids) - first >= room:
                 return FinishReason.LENGTH, None
         return None
-
-    def end_of_form(self, token: int) -> tuple[FinishReason, str | None] | None:
-        """How the sequence ends with its new `token`, by its form: complete, or at fault; None where it goes on."""
-        if self.constraint is None:
-            return None
-        self.constraint.take(token)
-        if self.constraint.fault is not None:
-            return FinishReason.ABORT, self.constraint.fault
-        return (FinishReason.STOP, None) if self.constraint.is_over() else None
 
     def own_fault(self, fault: str) -> str:
         """A fault of its step, named as the request's where what it excludes may leave no token of its form."""

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from bad_values import assert_refused, bad_values
+from bad_values import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import layers_run
 
-from d3engine.depth import D3, NEVER, FullDepth, UnifiedSkip, policy_from_dict
+from d3engine.depth import D3, NEVER, UnifiedSkip, policy_from_dict
 from d3engine.depth.statistics import PRESETS, mean_depth, preset
 from d3engine.errors import InvalidValueError
 
@@ -86,39 +86,7 @@ def test_d3_cutoffs_are_the_brute_force_table_of_the_formula(case: tuple[int, fl
     assert all(layers_run(schedule, step) == d3_layers(layers, alpha, first, tail, max(step, 0)) for step in steps)
 
 
-@settings(max_examples=60)
-@given(policies)
-def test_d3_starts_full_never_grows_and_stays_within_its_bounds(case: tuple[int, float, int, int]) -> None:
-    layers, alpha, percent, tail = case
-    first = layers * percent // 100
-    if first + tail > layers:
-        return
-    schedule = D3(alpha=alpha, start=percent / 100, tail=tail).schedule(layers)
-    depths = schedule.depths(300)
-    assert depths[0] == layers
-    assert (np.diff(depths) <= 0).all()
-    assert depths.min() >= first + tail
-    assert (schedule.cutoffs >= 1).all()
-    kept_always = [*range(first), *range(layers - tail, layers)]
-    assert (schedule.cutoffs[kept_always] == NEVER).all()
-    window = schedule.cutoffs[first : layers - tail].astype(np.int64)
-    assert (np.diff(window) >= 0).all()
-
-
-def brute_force_cutoff(layers: int, alpha: float, left: int, limit: int) -> int:
-    return next((step for step in range(1, limit) if math.floor(layers * alpha**step) < left), NEVER)
-
-
-def test_d3_binary_search_finds_what_a_walk_over_all_steps_finds() -> None:
-    for layers, alpha in ((7, 0.99997), (32, 0.99995), (40, 0.9999)):
-        cutoffs = D3(alpha=alpha, start=0.5).schedule(layers).cutoffs
-        for offset in (0, 1, 3):
-            expected = brute_force_cutoff(layers, alpha, layers - offset, 100_000)
-            assert expected != NEVER
-            assert cutoffs[math.floor(layers / 2) + offset] == expected
-
-
-@pytest.mark.parametrize("alpha", [0.9999999, 0.999999999, 1 - 2**-40])
+@pytest.mark.parametrize("alpha", [0.9999, 0.99997, 0.9999999, 0.999999999, 1 - 2**-40])
 def test_d3_cutoffs_near_alpha_1_are_first_steps_below(alpha: float) -> None:
     """D3 cutoffs near alpha 1 are the first step below the line."""
     layers, first = 32, 16
@@ -130,30 +98,10 @@ def test_d3_cutoffs_near_alpha_1_are_first_steps_below(alpha: float) -> None:
     assert cutoffs[first] == 1
 
 
-def test_d3_cutoffs_beyond_an_int32_are_never() -> None:
-    cutoffs = D3(alpha=1 - 2**-40, start=0.5).schedule(32).cutoffs
-    assert cutoffs[16] == 1
-    assert (cutoffs[17:] == NEVER).all()  # one layer more would take about 3e10 steps
-
-
-def test_d3_at_alpha_1_never_skips() -> None:
-    assert D3(alpha=1, start=0.5).schedule(32) == FullDepth().schedule(32)
-
-
-@pytest.mark.parametrize(
-    ("start", "layers", "first"),
-    [(0.7, 10, 7), (0.58, 50, 29), (0.29, 100, 29), (0.57, 100, 57), (0.6, 32, 19), (0.07, 100, 7)],
-)
-def test_d3_start_is_the_number_as_written(start: float, layers: int, first: int) -> None:
-    """D3 start is the number as written not its binary neighbour."""
-    policy = D3(alpha=0.5, start=start)
-    assert policy.first_layer(layers) == first
-    assert layers_run(policy.schedule(layers), 10_000) == list(range(first))
-
-
-@given(st.integers(1, 99), st.integers(1, 200))
-def test_d3_start_in_hundredths_is_exact_for_every_depth(percent: int, layers: int) -> None:
-    assert D3(alpha=0.9, start=percent / 100).first_layer(layers) == layers * percent // 100
+def test_d3_start_in_hundredths_is_exact_for_every_depth() -> None:
+    for percent in range(1, 100):
+        policy, layers = D3(alpha=0.9, start=percent / 100), range(1, 201)
+        assert [policy.first_layer(count) for count in layers] == [count * percent // 100 for count in layers]
 
 
 def test_d3_takes_start_as_any_exact_number() -> None:
@@ -171,30 +119,10 @@ def test_number_too_long_to_be_exact_is_refused(text: str) -> None:
         UnifiedSkip(text)  # type: ignore[arg-type]
 
 
-def test_d3_tail_keeps_the_last_layers() -> None:
-    schedule = D3(alpha=0.9, start=0.6, tail=2).schedule(32)
-    assert schedule.depths(7).tolist() == [32, 28, 25, 23, 21, 21, 21]
-    assert layers_run(schedule, 100) == [*range(19), 30, 31]
-
-
 def test_d3_tail_that_does_not_fit_is_refused_with_its_bound() -> None:
     D3(alpha=0.9, start=0.6, tail=13).schedule(32)
     with pytest.raises(InvalidValueError, match=r"tail must be at most 13, since .* layer 19 of 32; got 14"):
         D3(alpha=0.9, start=0.6, tail=14).schedule(32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    bad_values(
-        alpha=[0, 1.01, math.nan, "0.9", True],
-        start=[0, 1, math.inf, math.nan, "half", "1/0", None, True],
-        tail=[-1, 1.0],
-        on_skip=["zero"],
-    ),
-)
-def test_d3_refuses_wrong_arguments_at_construction_by_name(arguments: dict, field: str) -> None:
-    with assert_refused(field):
-        D3(**{"alpha": 0.9, "start": 0.5} | arguments)
 
 
 def test_d3_presets_are_the_settings_of_the_paper() -> None:

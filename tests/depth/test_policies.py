@@ -3,10 +3,11 @@
 import json
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
-from bad_values import assert_refused
+from bad_values import assert_refused, bad_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import layers_run
@@ -62,23 +63,6 @@ def test_skip_decode_rounds_halves_up() -> None:
     assert SkipDecode(max_tokens=5, min_layers=2).schedule(4).depths(6).tolist() == [4, 4, 3, 3, 2, 2]
 
 
-def test_skip_decode_skips_from_below_and_keeps_the_upper_layers() -> None:
-    schedule = SkipDecode(max_tokens=5, min_layers=4, warmup=2).schedule(8)
-    assert layers_run(schedule, 1) == [0, 1, 3, 4, 5, 6, 7]
-    assert layers_run(schedule, 4) == layers_run(schedule, 99) == [0, 1, 6, 7]
-
-
-def test_skip_decode_with_max_layers_still_runs_step_0_in_full() -> None:
-    assert SkipDecode(5, 2, max_layers=6).schedule(8).depths(6).tolist() == [8, 5, 4, 3, 2, 2]
-
-
-@pytest.mark.parametrize(("layers", "mean"), [(32, 24.68), (40, 30.99), (80, 62.48)])
-def test_skip_decode_for_mean_is_within_a_quarter_layer(layers: int, mean: float) -> None:
-    """Skip decode for mean comes within a quarter layer of the paper's means."""
-    policy = SkipDecode.for_mean(mean, num_layers=layers, max_tokens=200)
-    assert mean_depth(policy.schedule(layers), 200) == pytest.approx(mean, abs=0.26)
-
-
 @given(st.integers(2, 20), st.integers(2, 40), st.floats(0, 1))
 def test_skip_decode_for_mean_finds_the_closest_of_all(layers: int, steps: int, where: float) -> None:
     means = {lowest: mean_depth(SkipDecode(steps, lowest).schedule(layers), steps) for lowest in range(1, layers + 1)}
@@ -92,23 +76,6 @@ def test_skip_decode_for_mean_out_of_reach_is_refused() -> None:
     for mean in (10.0, 33.0, math.nan):
         with pytest.raises(InvalidValueError, match="mean_layers"):
             SkipDecode.for_mean(mean, num_layers=32, max_tokens=200)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({"max_tokens": 1, "min_layers": 4}, "max_tokens"),
-        ({"max_tokens": 9, "min_layers": 0}, "min_layers"),
-        ({"max_tokens": 9, "min_layers": 2, "warmup": 3}, "min_layers"),
-        ({"max_tokens": 9, "min_layers": 4, "max_layers": 3}, "max_layers"),
-        ({"max_tokens": 9, "min_layers": 4, "warmup": -1}, "warmup"),
-        ({"max_tokens": 9, "min_layers": 4, "on_skip": "x"}, "on_skip"),
-        ({"max_tokens": 9.0, "min_layers": 4}, "max_tokens"),
-    ],
-)
-def test_skip_decode_refuses_wrong_arguments_by_name(arguments: dict, field: str) -> None:
-    with assert_refused(field):
-        SkipDecode(**arguments)
 
 
 def test_skip_decode_refuses_depths_beyond_the_model_by_name() -> None:
@@ -127,15 +94,6 @@ def test_skip_decode_of_a_mean_depth_runs_the_papers_layers(layers: int, printed
     assert policy.schedule(layers) == SkipDecode.for_mean(printed, num_layers=layers, max_tokens=200).schedule(layers)
     on_skip = SkipDecode(200, mean_layers=printed, on_skip="copy").schedule(layers).on_skip
     assert on_skip == "copy"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [({}, "min_layers"), ({"mean_layers": 6, "min_layers": 4}, "min_layers"), ({"mean_layers": -1}, "mean_layers")],
-)
-def test_skip_decode_takes_a_lowest_depth_or_a_mean_one(arguments: dict, field: str) -> None:
-    with pytest.raises(InvalidValueError, match=field):
-        SkipDecode(10, **arguments)
 
 
 def test_presets_of_rivals_are_the_papers() -> None:
@@ -169,40 +127,29 @@ def published_layers(layers: int, wanted: int) -> list[int]:
 
 
 @given(st.integers(2, 90), st.integers(100, 4500))
-def test_unified_skip_keeps_the_layers_of_its_authors_code(layers: int, hundredths: int) -> None:
-    """Unified skip keeps the layers that its authors' code keeps."""
-    policy = UnifiedSkip(speedup=hundredths / 100)
+def test_unified_and_even_skip_keep_the_wanted_number(layers: int, hundredths: int) -> None:
+    """Unified skip keeps the layers that its authors' code keeps, even skip both ends and no uneven gap."""
+    unified, even = UnifiedSkip(speedup=hundredths / 100), EvenSkip(speedup=hundredths / 100)
     wanted = layers * 100 // hundredths
     if wanted < 2:
-        with pytest.raises(InvalidValueError, match="speedup"):
-            policy.schedule(layers)
+        for policy in (unified, even):
+            with pytest.raises(InvalidValueError, match="speedup"):
+                policy.schedule(layers)
         return
-    assert policy.kept_layers(layers) == published_layers(layers, wanted)
-    assert len(policy.kept_layers(layers)) == wanted
+    kept = even.kept_layers(layers)
+    assert unified.kept_layers(layers) == published_layers(layers, wanted)
+    assert len(unified.kept_layers(layers)) == len(kept) == wanted
+    assert (kept[0], kept[-1]) == (0, layers - 1)
+    gaps = np.diff(kept)
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+    assert layers_run(even.schedule(layers), 1) == kept
 
 
 def test_unified_skip_below_two_leaves_out_one_piece() -> None:
     """Unified skip leaves out one piece below a speed-up of two, and even skip does not."""
     assert UnifiedSkip("16/11").kept_layers(16) == [*range(10), 15]  # type: ignore[arg-type]
     assert EvenSkip("16/11").kept_layers(16) == [0, 2, 3, 5, 6, 8, 9, 11, 12, 14, 15]  # type: ignore[arg-type]
-
-
-@given(st.integers(2, 90), st.integers(100, 4500))
-def test_even_skip_keeps_ends_number_and_even_gaps(layers: int, hundredths: int) -> None:
-    """Even skip keeps the ends the wanted number and no uneven gap."""
-    policy = EvenSkip(speedup=hundredths / 100)
-    wanted = layers * 100 // hundredths
-    if wanted < 2:
-        with pytest.raises(InvalidValueError, match="speedup"):
-            policy.schedule(layers)
-        return
-    kept = policy.kept_layers(layers)
-    assert len(kept) == wanted
-    assert (kept[0], kept[-1]) == (0, layers - 1)
-    gaps = np.diff(kept)
-    assert gaps.min() >= 1
-    assert gaps.max() - gaps.min() <= 1
-    assert layers_run(policy.schedule(layers), 1) == kept
 
 
 def test_unified_skip_divides_by_the_number_as_written() -> None:
@@ -222,12 +169,6 @@ def test_a_start_that_is_a_quotient_of_layers_is_that_layer() -> None:
     for layers in range(1, 101):
         starts = [D3(0.9, first / layers).first_layer(layers) for first in range(1, layers)]
         assert starts == list(range(1, layers))
-
-
-@pytest.mark.parametrize("speedup", [0.99, 0, -2, math.inf, math.nan, "fast", None, True])
-def test_unified_skip_refuses_a_wrong_speedup_by_name(speedup: object) -> None:
-    with pytest.raises(InvalidValueError, match="speedup"):
-        UnifiedSkip(speedup)  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------- user's tables
@@ -371,6 +312,46 @@ def test_the_names_are_those_of_the_command_line() -> None:
 def test_descriptions_that_make_no_policy_are_refused_by_name(description: object, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         policy_from_dict(description)  # type: ignore[arg-type]
+
+
+REFUSED: list[tuple[type[DepthPolicy], dict[str, Any], dict[str, list[Any]]]] = [
+    (
+        D3,
+        {"alpha": 0.9, "start": 0.5},
+        {"alpha": [0, 1.01, math.nan, "0.9", True], "start": [0, 1, math.inf, math.nan, "half", "1/0", None, True]}
+        | {"tail": [-1, 1.0], "on_skip": ["zero"]},
+    ),
+    (
+        SkipDecode,
+        {"max_tokens": 9, "min_layers": 4},
+        {"max_tokens": [1, 9.0], "min_layers": [0], "max_layers": [3], "warmup": [-1], "on_skip": ["x"]},
+    ),
+    (SkipDecode, {"max_tokens": 9, "warmup": 3}, {"min_layers": [2, None], "mean_layers": [-1]}),
+    (SkipDecode, {"max_tokens": 9, "mean_layers": 6}, {"min_layers": [4]}),
+    (UnifiedSkip, {}, {"speedup": [0.99, 0, -2, math.inf, math.nan, "fast", None, True]}),
+    (
+        EarlyExit,
+        {"threshold": 0.9},
+        {"threshold": [-0.1, 2.1, math.nan, math.inf, "0.9", None, True], "decay": [-1, math.inf, "4"]}
+        | {"confidence": ["softmax", "max", None, 1, ["cosine"]], "min_layer": [-1, 1.5, "2"], "every": [0, -2, 0.5]}
+        | {"batch": ["all", None, 3], "on_skip": ["none", "leave", None]},
+    ),
+    (
+        TailSkip,
+        {"mean_layers": 8, "max_tokens": 20},
+        {"mean_layers": [0, -1.5, math.nan, "many"], "max_tokens": [1, 9.5], "on_skip": ["leave"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "field"),
+    [(kind, usual | one, field) for kind, usual, bad in REFUSED for one, field in bad_values(**bad)],
+)
+def test_policy_refuses_wrong_arguments_by_name(kind: type[DepthPolicy], arguments: dict[str, Any], field: str) -> None:
+    """Each policy refuses a value that an option cannot have, by the option's name."""
+    with assert_refused(field):
+        kind(**arguments)
 
 
 def test_a_policy_is_an_abstract_class_that_users_can_extend() -> None:

@@ -60,13 +60,6 @@ def test_a_table_that_wakes_layers_up_stays_a_table() -> None:
     assert schedule.first_skipping_step == 1
 
 
-def test_layers_skipped_and_run_at_one_step_are_a_change() -> None:
-    """Layers that change at the same step are a change of layers though not of depth."""
-    schedule = Schedule.from_table(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 0]], dtype=bool))
-    assert schedule.depth_at(1) == schedule.depth_at(2) == 2
-    assert schedule.same_layers_until(1) == 2
-
-
 def test_a_nested_table_becomes_cutoffs_and_keeps_its_on_skip() -> None:
     table = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=bool)
     assert Schedule.from_table(table, "none") == Schedule.nested([NEVER, 2, 1])

@@ -12,7 +12,6 @@ from stepping import finish, see_steps
 from tiny_models import TARGET, TinyLlama, random_prompts, save_without_layer
 
 from d3engine import Engine, FullDepth, PromptLookup, RequestOutput, SamplingParams, Speculative, UnifiedSkip
-from d3engine.engine import resolve
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.draft_target import DraftTargetExecutor
 from d3engine.executor.eager import EagerExecutor
@@ -35,9 +34,7 @@ KINDS = {
 PROMPTS = random_prompts([7, 12, 3, 20, 1], vocab_size=40)
 
 
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
+pytestmark = pytest.mark.usefixtures("graphs")
 
 
 def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:

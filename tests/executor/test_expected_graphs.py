@@ -10,15 +10,8 @@ from fixture_types import MakeEngine
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
 from d3engine.depth import DepthPolicy, SelfSpeculative, UnifiedSkip
-from d3engine.engine import resolve
 from d3engine.executor.graph_shapes import expected_shapes
 from d3engine.scheduling.sampling_mode import SamplingMode
-
-
-@pytest.fixture
-def graphs(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
-    return make_engine
 
 
 def prepared(engine: Engine) -> int:

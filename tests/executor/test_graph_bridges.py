@@ -14,7 +14,6 @@ from multi_step import greedy, unread
 from d3engine import D3, Engine, FullDepth, TailSkip
 from d3engine.depth import NEVER, Nested
 from d3engine.depth.schedule import windows_of
-from d3engine.engine import resolve
 from d3engine.executor.graph_shapes import Crossed, crossed_at, expected_shapes
 from d3engine.model.bridges import BRIDGES_FILE
 from d3engine.scheduling.plan import MultiStep
@@ -41,9 +40,7 @@ def directory(request: pytest.FixtureRequest, tiny_llama: MakeLlama, tmp_path_fa
 
 
 @pytest.fixture
-def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
-
+def make(directory: Path, graphs: MakeEngine) -> MakeEngine:
     def make(**changes: Any) -> Engine:
         options: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**21, "skip_tokenizer_init": True}
         return Engine(directory, **(options | changes))

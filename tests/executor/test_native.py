@@ -144,25 +144,6 @@ def test_a_large_model_takes_no_longer_runs_than_it_is_told() -> None:
     assert tokens(16, "native") == tokens(None, "graphs") == tokens(None, "eager") == 0
 
 
-def test_short_prompts_share_a_step_with_answers_under_way(engines: tuple[Engine, Engine]) -> None:
-    native, eager = engines
-    prompts = {"first": [5, 9, 200, 31], "second": [7] * 20, "third": [11, 12]}
-    wanted = {
-        name: eager.generate([prompt], greedy(D3(0.9, 0.3), 12), use_tqdm=False)[0].outputs[0]
-        for name, prompt in prompts.items()
-    }
-    before, done = native.stats().eager_steps, {}
-    waiting = list(prompts)
-    while waiting or native.has_unfinished_requests():
-        if waiting:
-            name = waiting.pop(0)
-            native.add_request(name, prompts[name], greedy(D3(0.9, 0.3), 12))
-        done |= {output.request_id: output.outputs[0] for output in native.step() if output.finished}
-    for name, answer in wanted.items():
-        assert (done[name].token_ids, done[name].depths) == (answer.token_ids, answer.depths)
-    assert native.stats().eager_steps == before
-
-
 def test_step_in_parts_chooses_in_each_of_them(engines: tuple[Engine, Engine]) -> None:
     """A step that goes through the layers in parts chooses in each of them."""
     # Rows that yield a token lie in its first, its second and its third part.

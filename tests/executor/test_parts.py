@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import BLOCK, LAYERS, MAX_LENGTH, assert_same, kv_is_back, run_together, some_requests
 from fixture_types import MakeLlama, MakePrompts
-from rank_tests import left_to_test_parallel
+from rank_tests import engine_of, left_to_test_parallel
 from thread_ranks import ThreadRanks, over_threads
 from tiny_models import TINY, save_random
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, PreTrainedConfig
@@ -38,11 +38,6 @@ def answers(engine: Engine, prompts: list[list[int]], **params: Any) -> list[Any
     with engine:
         outputs = engine.generate(prompts, asked, use_tqdm=False)
     return [(output.outputs[0].token_ids, output.outputs[0].depths) for output in outputs]
-
-
-def engine_of(directory: Any, **options: Any) -> Engine:
-    given = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 64, "enforce_eager": True} | options
-    return Engine(directory, dtype="float32", skip_tokenizer_init=True, **given)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from fixture_types import MakeEngine, MakeLlama, MakePrompts
-from rank_tests import PROMPT, asked, left_to_test_parallel
+from rank_tests import PROMPT, asked, engine_of, left_to_test_parallel
 from saved_llama import change
 from stepping import finish
 from tiny_models import save_without_layer
@@ -25,16 +25,11 @@ from d3engine import D3, AsyncEngine, EarlyExit, Engine, InvalidValueError, Loss
 from d3engine.engine.ranks import Place
 from d3engine.errors import EngineDeadError, ModelFormatError
 from d3engine.executor.tensor_parallel import worker as follower
-from d3engine.executor.tensor_parallel.group import Team, dist
+from d3engine.executor.tensor_parallel.group import dist
 from d3engine.executor.tensor_parallel.worker import Leader
 from d3engine.executor.tensor_parallel.worker_channel import WorkerChannel
 
 HANG_GUARD_SECONDS = 300
-
-
-def engine_of(directory: Path, **options: Any) -> Engine:
-    given = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 64, "enforce_eager": True} | options
-    return Engine(directory, dtype="float32", skip_tokenizer_init=True, **given)
 
 
 def asked_of_each() -> list[SamplingParams]:
@@ -82,9 +77,9 @@ def test_rank_processes_answer_as_one_and_die_by_name(tiny_llama: MakeLlama, mak
 # -- the two ends of a rank's connection, without a process ----------------------------------------------------------
 
 
-def joined(patience: float = HANG_GUARD_SECONDS) -> tuple[Team, Any]:
+def joined(patience: float = HANG_GUARD_SECONDS) -> tuple[WorkerChannel, Any]:
     ours, theirs = Pipe()
-    return Team([ours], patience=patience), theirs
+    return WorkerChannel([ours], patience=patience), theirs
 
 
 def test_a_rank_that_cannot_begin_says_why() -> None:
@@ -92,32 +87,32 @@ def test_a_rank_that_cannot_begin_says_why() -> None:
         (ModelFormatError("model.safetensors: tensor 'x' holds NaN or infinity"), "tensor 'x' holds NaN"),
         (MemoryError("too little"), "rank 1 of 2: too little"),
     ):
-        team, link = joined()
+        workers, link = joined()
         Leader(link).fail(error)
         with pytest.raises((ModelFormatError, EngineDeadError), match=expected) as raised:
-            team.hearing.hear()
+            workers.hear()
         assert isinstance(raised.value, ModelFormatError) == isinstance(error, ModelFormatError)
-        team.close()
+        workers.close()
 
 
 def test_a_rank_that_ends_before_it_is_ready_is_not_waited_for() -> None:
-    team, link = joined()
+    workers, link = joined()
     link.close()
     with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended or cannot be reached"):
-        team.hearing.hear()
-    team.close()
+        workers.hear()
+    workers.close()
 
 
 def test_rank_that_ends_before_it_joins_is_not_waited_for(tmp_path: Path) -> None:
     """A rank that ends before it joins the others is not waited for there."""
-    team, link = joined()
+    workers, link = joined()
     place = Place(0, 2, 0, dist.FileStore(str(tmp_path / "store"), 2), is_local=True)
     Leader(link).say("loaded")
-    assert team.hearing.hear() == ["loaded"]
+    assert workers.hear() == ["loaded"]
     link.close()
     with pytest.raises(EngineDeadError, match="rank 1 of 2 has ended or cannot be reached"):
-        team.hearing.call(lambda: place.join(torch.device("cpu")))
-    team.close()
+        workers.call(lambda: place.join(torch.device("cpu")))
+    workers.close()
 
 
 def test_stopped_rank_ends_the_engine_and_is_killed() -> None:
@@ -125,51 +120,51 @@ def test_stopped_rank_ends_the_engine_and_is_killed() -> None:
     ours, theirs = Pipe()
     process = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
     os.kill(process.pid, signal.SIGSTOP)
-    team = Team([ours], [process], patience=1.0)
+    workers = WorkerChannel([ours], [process], patience=1.0)
     freed = threading.Event()
-    team.hearing.free_by(freed.set)
+    workers.free_by(freed.set)
     assert process.wait(HANG_GUARD_SECONDS) == -signal.SIGKILL
     assert freed.wait(HANG_GUARD_SECONDS)
     said = r"rank 1 of 2 has said nothing for 1 seconds: its process is stopped, or its machine cannot be reached"
     with pytest.raises(EngineDeadError, match=said):
-        team.send_plan(b"")
-    team.close()
+        workers.send_plan(b"")
+    workers.close()
     theirs.close()
 
 
 def test_silent_rank_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that lives is waited for however long it says nothing else."""
     monkeypatch.setattr(follower, "BEAT_SECONDS", 0.1)
-    team, link = joined(patience=2.0)
+    workers, link = joined(patience=2.0)
     leader = Leader(link)
     nothing = threading.Event()
-    team.hearing.call(lambda: nothing.wait(2.5))
+    workers.call(lambda: nothing.wait(2.5))
     leader.say("at last")
-    assert team.hearing.hear() == ["at last"]
-    team.close()
+    assert workers.hear() == ["at last"]
+    workers.close()
 
 
 def test_fault_of_one_rank_is_the_reason_of_all() -> None:
     """The fault of one rank is the reason and not that others miss it."""
     pairs = [Pipe() for _ in range(3)]
-    team = Team([ours for ours, _ in pairs])
+    workers = WorkerChannel([ours for ours, _ in pairs])
     freed: list[bool] = []
-    team.hearing.free_by(lambda: freed.append(True))
+    workers.free_by(lambda: freed.append(True))
     Leader(pairs[0][1]).fail(EngineDeadError("other ranks cannot be reached"))
     Leader(pairs[1][1]).fail(ValueError("the fault itself"))
     Leader(pairs[2][1]).fail(EngineDeadError("other ranks cannot be reached"))
-    reason = team.hearing.explain(EngineDeadError("lost"))
+    reason = workers.explain(EngineDeadError("lost"))
     assert str(reason) == "rank 2 of 4: the fault itself"
     with pytest.raises(EngineDeadError, match="rank 2 of 4: the fault itself"):
-        team.send_plan(b"")
-    team.close()
+        workers.send_plan(b"")
+    workers.close()
     assert freed == [True]
 
 
 def test_a_fault_of_rank_0_is_every_ranks_and_its_end_ends_them() -> None:
-    team, link = joined()
+    workers, link = joined()
     leader = Leader(link)
-    team.close("rank 0 has run out of memory")
+    workers.close("rank 0 has run out of memory")
     with pytest.raises(EngineDeadError, match="rank 0 has run out of memory"):
         leader.hear()
     ours, theirs = Pipe()
@@ -298,8 +293,8 @@ def test_rank_stopped_while_it_answers_ends_the_engine(tiny_llama: MakeLlama, mo
         (rank,) = children()
         engine.add_request("one", PROMPT, asked())
         engine.step()
-        hearing: WorkerChannel = engine.executor._team.hearing  # type: ignore[attr-defined]
-        hearing._patience = 3.0
+        workers: WorkerChannel = engine.executor._workers  # type: ignore[attr-defined]
+        workers._patience = 3.0
         os.kill(rank.pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="rank 1 of 2 has said nothing for 3 seconds"):
             finish(engine)

@@ -12,7 +12,6 @@ from fixture_types import MakeEngine
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
-from d3engine.engine import resolve
 from d3engine.errors import EngineDeadError
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import LEAST_FREE, CaptureMemoryError, CudaGraphs, GraphShape, Repeats, Step
@@ -154,9 +153,8 @@ def test_drivers_memory_of_a_graph_counts_until_dropped(cuda: FakeCuda) -> None:
 
 
 @pytest.fixture
-def engine(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
-    return make_engine(max_num_seqs=2, depth=D3(0.8, 0.3))
+def engine(graphs: MakeEngine) -> Engine:
+    return graphs(max_num_seqs=2, depth=D3(0.8, 0.3))
 
 
 def captures_by(cuda: FakeCuda, engine: Engine) -> GraphExecutor:

@@ -11,7 +11,6 @@ from fixture_types import MakeEngine
 from watching import watch
 
 from d3engine import D3, SamplingParams
-from d3engine.engine import resolve
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import Repeats, Step
 from d3engine.executor.streaming import LAUNCHED_AHEAD, HostTokens
@@ -63,8 +62,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "graphs")
+def clock(graphs: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 

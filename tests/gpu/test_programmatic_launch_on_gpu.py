@@ -14,7 +14,7 @@ from tiny_models import TinyLlama
 pytest.importorskip("triton")
 
 from d3engine import D3, Engine, SamplingParams
-from d3engine.executor.graph_shapes import CudaGraphs, Recorder, Repeats
+from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.kernels.target import target_of
 from d3engine.kernels.triton import launches, programmatic
 
@@ -26,7 +26,7 @@ HAS_IT = ON_GPU and target_of(DEVICE).has_programmatic_launch
 @pytest.mark.skipif(ON_GPU and not HAS_IT, reason="this GPU has no programmatic launch")
 def test_the_device_passes_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "PROGRAMMATIC", True)
-    recorders: list[Recorder] = [Repeats()]
+    recorders: list[Repeats] = [Repeats()]
     if ON_GPU:
         recorders.append(CudaGraphs(DEVICE))
     else:

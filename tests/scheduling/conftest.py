@@ -76,12 +76,3 @@ def solo(
     """The answer of a request alone, over the kind of cache that the test's executor has."""
     is_small = "executor" in request.fixturenames and request.getfixturevalue("executor") == SMALL
     return small_solo if is_small else solo
-
-
-@pytest.fixture
-def graphs(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """The same with the graphs alone, for what only these have."""
-    from d3engine.engine import resolve
-
-    monkeypatch.setattr(resolve, "executor_for", lambda device, dtype, eager, backend: "eager" if eager else "graphs")
-    return make_engine

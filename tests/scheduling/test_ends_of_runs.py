@@ -1,7 +1,6 @@
 """A run of steps ends where it must: at a stop, a fault, the end of memory, and at a request that waits."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, generate_as_alone, kv_is_back, wide
 from fixture_types import MakeEngine
-from multi_step import Solo, greedy, steps_by_itself, unread
+from multi_step import Solo, greedy, not_finite, steps_by_itself, unread
 
 from d3engine import D3, Engine, FullDepth, IntervalAdmission, InvalidValueError, SamplingParams, UnifiedSkip
 from d3engine.engine import resolve
@@ -26,6 +25,8 @@ from d3engine.scheduling.multi_step import run_ahead
 from d3engine.scheduling.plan import ExecutorCapabilities, Plan
 from d3engine.scheduling.running import Chunks, RunningTable, Trait
 from d3engine.scheduling.sampling_mode import SamplingMode
+
+GREEDY, REPORT = SamplingMode.GREEDY, SamplingMode.REPORT
 
 
 def test_a_run_that_the_memory_has_no_room_for_is_a_single_step(multi_step: MakeEngine, solo: Solo) -> None:
@@ -126,15 +127,10 @@ def test_row_that_is_not_finite_ends_alone_with_its_tokens(multi_step: MakeEngin
     others = {*prompt, *beside.prompt, *solo(beside).outputs[0].token_ids}
     place = next(n for n, token in enumerate(whole) if n > 2 and token not in {*others, *whole[:n]})
     engine = multi_step()
-    embedding = engine.executor.model.weights.embedding
-    before = embedding[whole[place]].clone()
-    embedding[whole[place]] = math.nan
-    try:
+    with not_finite(engine, whole[place]):
         found, healthy = engine.generate(
             [list(prompt), list(beside.prompt)], [greedy(FullDepth()), beside.params], use_tqdm=False
         )
-    finally:
-        embedding[whole[place]] = before
     assert found.outputs[0].token_ids == whole[: place + 1]
     assert (found.outputs[0].finish_reason, found.outputs[0].stop_reason) == ("abort", FAULT)
     assert_same(healthy, solo(beside))
@@ -216,45 +212,33 @@ def test_run_ends_where_rows_leave_their_order() -> None:
     steps = np.array([3, 1])
     starts = table.num_tokens - 1
     chunks = Chunks(np.arange(2), starts, starts + 1, steps, steps[:, None] < cutoffs, traits=0)
-    found = run_ahead(chunks, table, 16, ExecutorCapabilities())
-    assert found is not None
-    assert found.num_steps == 3  # at steps 6 and 4 the second row alone runs layer 2
+
+    def found(limit: int = 16, *capabilities: Any) -> tuple[int, SamplingMode, bool] | None:
+        """The steps of a run, how it chooses, and whether the host takes its steps one by one."""
+        run = run_ahead(chunks, table, limit, ExecutorCapabilities(*capabilities))
+        return None if run is None else (run.num_steps, run.choice, run.control is not None)
+
+    assert found() == (3, GREEDY, False)  # at steps 6 and 4 the second row alone runs layer 2
     table.cutoffs[1] = cutoffs[0]
-    older_first = run_ahead(chunks, table, 16, ExecutorCapabilities())
-    assert older_first is not None
-    assert older_first.num_steps == 3
+    assert found() == (3, GREEDY, False)
     chunks = chunks.deepest_first()
     assert chunks.steps.tolist() == [1, 3], "both are at one depth, so the younger comes first"
-    alike = run_ahead(chunks, table, 16, ExecutorCapabilities())
-    assert alike is not None
-    assert alike.num_steps == 16
+    assert found() == (16, GREEDY, False)
     table.max_length[1] = 7
-    short = run_ahead(chunks, table, 16, ExecutorCapabilities())
-    assert short is not None
-    assert short.num_steps == 4
-    assert short.control is None
+    assert found() == (4, GREEDY, False)
     chunks = replace(chunks, traits=Trait.STREAMS)
-    streamed = run_ahead(chunks, table, 16, ExecutorCapabilities())
-    assert streamed is not None
-    assert streamed.num_steps == 4
-    assert streamed.control is not None, "the host takes its steps one by one"
+    assert found() == (4, GREEDY, True)
     table.choice[1] = SamplingMode.PENALISE
-    penalised = run_ahead(chunks, table, 16, ExecutorCapabilities())
-    assert penalised is not None
-    assert (streamed.choice, penalised.choice) == (SamplingMode.GREEDY, SamplingMode.PENALISE)
-    table.choice[1] = SamplingMode.REPORT
-    assert run_ahead(chunks, table, 16, ExecutorCapabilities()) is None
-    for logits, steps in ((0, 1), (3, 3), (100, 4)):  # of so many rows of logits in one run
-        reported = run_ahead(chunks, table, 16, ExecutorCapabilities(SamplingMode.REPORT, logits))
-        assert reported is not None
-        assert (reported.num_steps, reported.choice) == (steps, SamplingMode.REPORT)
-    table.choice[0] = SamplingMode.REPORT
-    both = run_ahead(chunks, table, 16, ExecutorCapabilities(SamplingMode.REPORT, 3))
-    assert both is not None
-    assert both.num_steps == 1, "two rows of logits at each step"
+    assert found() == (4, SamplingMode.PENALISE, True)
+    table.choice[1] = REPORT
+    assert found() is None
+    for logits, most in ((0, 1), (3, 3), (100, 4)):  # of so many rows of logits in one run
+        assert found(16, REPORT, logits) == (most, REPORT, most > 1)
+    table.choice[0] = REPORT
+    assert found(16, REPORT, 3) == (1, REPORT, False), "two rows of logits at each step"
     table.choice[1] = SamplingMode.HOST
-    assert run_ahead(chunks, table, 16, ExecutorCapabilities(SamplingMode.REPORT)) is None
-    assert run_ahead(chunks, table, 0, ExecutorCapabilities()) is None
+    assert found(16, REPORT) is None
+    assert found(0) is None
 
 
 def test_steps_of_the_scheduler_are_refused_without_graphs(make_engine: MakeEngine) -> None:

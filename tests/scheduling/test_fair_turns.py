@@ -1,6 +1,8 @@
-"""Requests take turns: one with many sequences does not keep one with few waiting, and nothing starves."""
+"""Requests take turns: one with many sequences does not keep one with few waiting, nothing starves, and the last gives
+way where memory runs short."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,27 @@ def scheduler(max_num_seqs: int = 4, rows: int = 32, blocks: int = 512) -> Sched
     return Scheduler(config, cache)
 
 
+def add(scheduler: Scheduler, *sequences: Sequence) -> None:
+    for one in sequences:
+        scheduler.add(one)
+
+
+def run_out(scheduler: Scheduler) -> None:
+    while scheduler.has_unfinished():
+        step(scheduler)
+
+
+def entered(queue: WaitingQueue, sequences: Iterable[Sequence]) -> list[Sequence]:
+    """The sequences in the order in which an empty queue lets them enter, none of which leaves again."""
+    for one in sequences:
+        queue.push(one)
+    taken = []
+    while queue:
+        taken.append(queue.pop())
+        queue.entered(taken[-1])
+    return taken
+
+
 def step(scheduler: Scheduler) -> int:
     """Take a step, in which every sampled row yields token 7; returns its rows."""
     plan = scheduler.schedule()
@@ -57,14 +80,7 @@ def test_one_flow_or_flows_of_one_are_first_come_first_served() -> None:
     apart = [sequence(("", f"request-{n}")) for n in range(5)]
     for sequences in (alike, apart):
         assert in_turn(reversed(sequences)) == sequences
-        queue = WaitingQueue()
-        for one in reversed(sequences):
-            queue.push(one)
-        taken = []
-        while queue:
-            taken.append(queue.pop())
-            queue.entered(taken[-1])
-        assert taken == sequences
+        assert entered(WaitingQueue(), reversed(sequences)) == sequences
 
 
 def test_priority_goes_before_turns() -> None:
@@ -86,12 +102,7 @@ def test_queue_and_order_agree_while_nothing_runs() -> None:
     flows = [("", "a"), ("", "b"), ("k", "a"), ("k", "b"), ("k", "a")]
     sequences = [sequence(flows[n % 5], priority=n % 3) for n in range(40)]
     queue = WaitingQueue()
-    for one in sequences:
-        queue.push(one)
-    taken = []
-    while queue:
-        taken.append(queue.pop())
-        queue.entered(taken[-1])
+    taken = entered(queue, sequences)
     assert [one.priority for one in taken] == sorted(one.priority for one in sequences)
     for flow in set(flows):  # within a flow nothing is passed by
         own = [one.order for one in taken if one.flow == flow]
@@ -117,8 +128,7 @@ def test_queue_takes_the_key_with_fewest_running_first() -> None:
 
 def test_a_small_request_enters_before_the_rest_of_a_large_one() -> None:
     work = scheduler(max_num_seqs=2)
-    for _ in range(20):
-        work.add(sequence(("", "large"), max_tokens=8))
+    add(work, *(sequence(("", "large"), max_tokens=8) for _ in range(20)))
     step(work)
     small = sequence(("", "small"), max_tokens=2)
     work.add(small)
@@ -129,18 +139,15 @@ def test_a_small_request_enters_before_the_rest_of_a_large_one() -> None:
 def test_a_full_batch_gives_a_place_to_each_flow_that_has_none(num_small: int) -> None:
     work = scheduler(max_num_seqs=4)
     large = [sequence(("", "large"), max_tokens=40) for _ in range(4)]
-    for one in large:
-        work.add(one)
+    add(work, *large)
     for _ in range(5):
         step(work)
     small = [sequence(("", f"small-{n}"), max_tokens=2) for n in range(num_small)]
-    for one in small:
-        work.add(one)
+    add(work, *small)
     step(work)
     assert all(one.status is Status.RUNNING for one in small)
     assert [one.num_preemptions for one in large] == [0] * (4 - num_small) + [1] * num_small, "the youngest give way"
-    while work.has_unfinished():
-        step(work)
+    run_out(work)
     assert all(one.token_ids == [7] * 40 for one in large)
     assert work.counters.preemptions == num_small, "each has taken one place, once"
 
@@ -164,20 +171,17 @@ def test_a_key_with_several_requests_gives_way_to_another_key() -> None:
 def test_no_place_is_given_up_where_memory_would_not_do() -> None:
     work = scheduler(max_num_seqs=4, blocks=2 * 20)
     large = [sequence(("", "large"), prompt=8, max_tokens=8) for _ in range(3)]
-    for one in large:
-        work.add(one)
+    add(work, *large)
     step(work)
     work.add(sequence(("", "huge"), prompt=70, max_tokens=8))
     step(work)
     assert [one.num_preemptions for one in large] == [0, 0, 0]
-    while work.has_unfinished():
-        step(work)
+    run_out(work)
 
 
 def test_prompts_of_one_flow_leave_steps_short_for_another() -> None:
     work = scheduler(max_num_seqs=32, rows=64)
-    for _ in range(30):
-        work.add(sequence(("", "large"), prompt=100, max_tokens=2))
+    add(work, *(sequence(("", "large"), prompt=100, max_tokens=2) for _ in range(30)))
     step(work)
     small = sequence(("", "small"), prompt=4, max_tokens=3)
     work.add(small)
@@ -190,16 +194,14 @@ def test_prompts_of_one_flow_leave_steps_short_for_another() -> None:
 
 def test_one_flow_alone_has_all_rows() -> None:
     work = scheduler(max_num_seqs=32, rows=64)
-    for _ in range(4):
-        work.add(sequence(("", "alone"), prompt=100, max_tokens=2))
+    add(work, *(sequence(("", "alone"), prompt=100, max_tokens=2) for _ in range(4)))
     assert step(work) == 64
 
 
 def test_small_requests_in_a_stream_do_not_starve_a_large_one() -> None:
     work = scheduler(max_num_seqs=2, rows=16)
     large = [sequence(("", "large"), max_tokens=6) for _ in range(4)]
-    for one in large:
-        work.add(one)
+    add(work, *large)
     for count in range(400):
         if all(one.status is Status.FINISHED for one in large):
             break
@@ -208,3 +210,22 @@ def test_small_requests_in_a_stream_do_not_starve_a_large_one() -> None:
     assert all(one.status is Status.FINISHED for one in large)
     assert len({len(one.token_ids) for one in large}) == 1
     assert np.all([one.token_ids == [7] * 6 for one in large])
+
+
+@pytest.mark.parametrize(("priorities", "preempted"), [((0, 0, 0), [2]), ((0, 1, 0), [1]), ((1, 0, 0), [0])])
+def test_preemption_takes_the_last_in_turn(priorities: tuple[int, ...], preempted: list[int]) -> None:
+    """By priority, then by arrival."""
+    sequences = [sequence(("", f"r{n}"), max_tokens=12, priority=priority) for n, priority in enumerate(priorities)]
+    work = scheduler(max_num_seqs=3, rows=16, blocks=18)
+    add(work, *sequences)
+    run_out(work)
+    assert [nth for nth, one in enumerate(sequences) if one.num_preemptions] == preempted
+
+
+def test_admission_counts_blocks_that_prompts_still_lack() -> None:
+    """The blocks of a prompt that is computed in chunks are promised to it: no other enters to be pushed out."""
+    work = scheduler(max_num_seqs=3, rows=4, blocks=12)
+    add(work, *(sequence(("", f"r{n}"), prompt=14, max_tokens=1) for n in range(2)))
+    run_out(work)
+    assert work.counters.preemptions == 0
+    assert work.counters.steps == 8

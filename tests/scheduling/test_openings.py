@@ -1,6 +1,5 @@
 """A step of prompts and the run behind it are one plan: what comes of them is what each brings alone."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from batches import LAYERS, Request, assert_same, block_bytes, kv_is_back
 from fixture_types import MakeEngine
-from multi_step import Solo, greedy, unread
+from multi_step import Solo, greedy, not_finite, unread
 from stepping import finish, watch
 
 from d3engine import D3, DraftAndVerify, Engine, FullDepth, SamplingParams
@@ -100,18 +99,13 @@ def test_prompt_that_is_not_finite_ends_alone_without_a_row(native: MakeEngine, 
     wanted = solo(healthy)
     spoilt = next(token for token in range(200, 300) if token not in wanted.outputs[0].token_ids)
     engine = native()
-    embedding = engine.executor.model.weights.embedding
-    before = embedding[spoilt].clone()
-    embedding[spoilt] = math.nan
-    try:
+    with not_finite(engine, spoilt):
         faulty = Request((spoilt, 5), greedy(D3(0.8, 0.3)))
         add(engine, faulty)
         alone = finish(engine)["0"]
         assert engine.stats().native_steps == 1
         add(engine, faulty, healthy)
         beside = finish(engine)
-    finally:
-        embedding[spoilt] = before
     for (broken,) in (alone.outputs, beside["0"].outputs):
         assert (broken.token_ids, broken.finish_reason, broken.stop_reason) == ([], "abort", FAULT)
     assert_same(beside["1"], wanted)

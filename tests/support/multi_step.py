@@ -1,6 +1,8 @@
 """Requests for an executor that decodes by itself, and what it decodes in one run."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,3 +33,15 @@ def steps_by_itself(engine: Engine) -> int:
     """Steps that a graph or the native library has taken."""
     stats = engine.stats()
     return stats.graph_steps + stats.native_steps
+
+
+@contextmanager
+def not_finite(engine: Engine, token: int) -> Iterator[None]:
+    """Meanwhile the embedding of a token is not a number: what computes it meets a fault."""
+    embedding = engine.executor.model.weights.embedding
+    before = embedding[token].clone()
+    embedding[token] = math.nan
+    try:
+        yield
+    finally:
+        embedding[token] = before

@@ -5,62 +5,35 @@ from __future__ import annotations
 import weakref
 
 from d3engine.executor.interface import Computed, Executor
-from d3engine.executor.tensor_parallel.group import Team
 from d3engine.executor.tensor_parallel.plan_message import PlanSender
-from d3engine.kernels.kv_pool import KVPool
-from d3engine.model.llama import Llama
-from d3engine.scheduling.plan import ExecutorCapabilities, Plan
+from d3engine.executor.tensor_parallel.worker_channel import WorkerChannel
+from d3engine.scheduling.plan import Plan
 
 
-class TensorParallelExecutor:
-    """Runs plans by `own`, which has rank 0's part of the model, and by the ranks of `team`.
+class TensorParallelExecutor(Executor):
+    """Runs plans by `own`, which has rank 0's part of the model, and by the ranks of `workers`.
 
     A fault on any rank, this one included, ends all of them; `run` raises `EngineDeadError` for another rank's.
+    Nothing is made ahead: each rank's own executor has been measured by itself, and the others wait for plans alone.
     """
 
-    def __init__(self, own: Executor, team: Team, block_size: int) -> None:
+    def __init__(self, own: Executor, workers: WorkerChannel, block_size: int) -> None:
         self._own = own
-        self._team = team
+        self._workers = workers
         self._sender = PlanSender(block_size)
-        self.stats = own.stats
-        self.stats.executor += f", on {team.size} ranks"
-        weakref.finalize(self, team.close)  # for callers that forget to close it
-
-    @property
-    def model(self) -> Llama:
-        """Rank 0's part of the model."""
-        return self._own.model
-
-    @property
-    def pool(self) -> KVPool:
-        """The KV pool of rank 0's heads."""
-        return self._own.pool
-
-    @property
-    def max_steps(self) -> int:
-        """As of each rank's own executor."""
-        return self._own.max_steps
-
-    @property
-    def capabilities(self) -> ExecutorCapabilities:
-        """As of each rank's own executor."""
-        return self._own.capabilities
-
-    def take_largest(self) -> None:
-        """Nothing: each rank's own executor has been measured by itself."""
-
-    def prepare_next(self) -> bool:
-        """Nothing: the other ranks wait for plans alone."""
-        return False
+        self.stats, self.model, self.pool = own.stats, own.model, own.pool  # of rank 0
+        self.max_steps, self.capabilities = own.max_steps, own.capabilities  # as those of each rank
+        self.stats.executor += f", on {workers.size} ranks"
+        weakref.finalize(self, workers.close)  # for callers that forget to close it
 
     def run(self, plan: Plan) -> Computed:
         try:
-            self._team.send_plan(self._sender.message(plan))
+            self._workers.send_plan(self._sender.message(plan))
             computed = self._own.run(plan)
-            self._team.hearing.check()
+            self._workers.check()
         except BaseException as fault:
-            cause = self._team.hearing.explain(fault)
-            self._team.close(str(cause))
+            cause = self._workers.explain(fault)
+            self._workers.close(str(cause))
             if cause is fault:
                 raise
             raise cause from fault
@@ -68,5 +41,5 @@ class TensorParallelExecutor:
 
     def close(self) -> None:
         """End all other ranks."""
-        self._team.close()
+        self._workers.close()
         self._own.close()

@@ -13,9 +13,8 @@ from typing import Any
 
 from d3engine.errors import EngineDeadError
 from d3engine.executor.interface import Executor
-from d3engine.executor.tensor_parallel.group import END
 from d3engine.executor.tensor_parallel.plan_message import PlanReceiver, pack, unpack
-from d3engine.executor.tensor_parallel.worker_channel import BEAT, BEAT_SECONDS, VALUE
+from d3engine.executor.tensor_parallel.worker_channel import BEAT, BEAT_SECONDS, END, VALUE
 
 _PATIENCE_SECONDS = 5.0
 

@@ -1,4 +1,4 @@
-"""What the other ranks say to rank 0. Silence counts only while the reading thread runs,
+"""What rank 0 and the other ranks say to each other. Silence counts only while the reading thread runs,
 so a machine that stood still has lost no rank."""
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from d3engine.errors import D3EngineError, EngineDeadError, ModelFormatError
-from d3engine.executor.tensor_parallel.plan_message import unpack
+from d3engine.executor.tensor_parallel.plan_message import pack, unpack
 
+END = b"e"
+"""What a message begins with that ends a rank: why, or nothing, follows."""
+PLAN = b"p"
 VALUE = b"v"
 """What a message begins with that holds a value, for either side."""
 BEAT = b"b"
@@ -30,6 +33,8 @@ _LOOKS = 50
 _GATHER_SECONDS = 1.0
 """So long is waited, after the first rank has gone, for what others say: the first is not always the cause."""
 
+_LEAVE_SECONDS = 5.0
+
 T = TypeVar("T")
 
 _FAILED, _LOST_OTHERS = 1, 2
@@ -37,19 +42,22 @@ _FAILED, _LOST_OTHERS = 1, 2
 
 
 class WorkerChannel:
-    """Reads the `links` to ranks 1, 2 ... from now on; `processes` are theirs where this process has started them.
+    """Ranks 1, 2 ... of an engine, by their `links`; `processes` are theirs where this process has started them.
 
-    A rank that ends or fails, or that says nothing for `patience` seconds, is the failure of all.
+    A rank that ends or fails, or that says nothing for `patience` seconds, is the failure of all. `cleanup` is called
+    when all of them have ended.
     """
 
     def __init__(
         self,
         links: Sequence[Connection],
         processes: Sequence[subprocess.Popen[bytes]] = (),
+        cleanup: Callable[[], None] = lambda: None,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
         self._links = dict(enumerate(links, 1))
         self._processes = dict(enumerate(processes, 1))
+        self._cleanup = cleanup
         self._patience = patience
         self._said: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in self._links}
         self._failure: D3EngineError | None = None
@@ -58,6 +66,47 @@ class WorkerChannel:
         self._on_failure: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._listen, name="d3engine-ranks", daemon=True)
         self._thread.start()
+
+    @property
+    def size(self) -> int:
+        """Ranks, this one among them."""
+        return len(self._links) + 1
+
+    def tell(self, value: Any) -> None:
+        """Tell all ranks a value that `pack` knows."""
+        message = VALUE + pack(value)
+        for link in self._links.values():
+            with contextlib.suppress(OSError):  # it has ended, of which `hear` tells
+                link.send_bytes(message)
+
+    def send_plan(self, message: bytes) -> None:
+        """Give all ranks a plan; raises `EngineDeadError` where one has ended."""
+        self.check()
+        try:
+            for link in self._links.values():
+                link.send_bytes(PLAN + message)
+        except OSError as error:
+            raise EngineDeadError(f"a rank has ended: {error}") from error
+
+    def close(self, reason: str = "") -> None:
+        """End all ranks, for this reason; calling it again does nothing. Their processes are gone when it returns."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send_bytes(END + reason.encode())
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_SECONDS)
+        for link in self._links.values():
+            link.close()
+        self._cleanup()
 
     def hear(self) -> list[Any]:
         """What each rank says next; raises as `check` does, and for a failure that comes meanwhile."""
@@ -102,15 +151,6 @@ class WorkerChannel:
         if self._failure is None or str(fault) == str(self._failure):
             return fault
         return _again(self._failure)
-
-    def end(self) -> None:
-        """Whatever comes from now on is no news."""
-        self._is_over.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the thread that reads, for so long at most; from that thread, not at all."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -183,7 +223,7 @@ class WorkerChannel:
         self._on_failure()
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} of {len(self._links) + 1}"
+        return f"rank {rank} of {self.size}"
 
     def _how(self, rank: int) -> str:
         if not self._processes:
