@@ -16,6 +16,7 @@ def biases(qkv: str, output: str | None = None, mlp: str | None = None) -> Calla
 
 
 llama_biases = biases("attention_bias", "attention_bias", "mlp_bias")
+attention_biases = biases("attention_bias", "attention_bias")
 
 
 def internlm3_biases(fields: Fields) -> Biases:
