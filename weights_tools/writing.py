@@ -19,9 +19,9 @@ from torch import Tensor
 
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
 from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
-from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
+from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
-from d3engine.model.source import COMPANIONS, CONFIG_FILE, ModelSource, files_of
+from d3engine.model.source import COMPANIONS, CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
 from d3engine.model.weights import byte_progress
 from d3engine.text.tokenizer import guarded
 from d3engine.text.tokenizer_files import is_tiktoken, read_tiktoken

@@ -187,7 +187,7 @@ def _ends_of_text(file: GGUFFile, known: tuple[str, ...]) -> dict[str, Any]:
     """BOS, and every end-of-sequence id: of the text, of a turn, of a message to a tool, and of the `known` tokens."""
     fields = Fields(file.metadata, str(file.path))
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")]
-    given = [fields.integer(name, low=0) if fields.get(name) is not None else None for name in names]
+    given = [fields.optional_integer(name, low=0) for name in names]
     tokens = file.metadata.get("tokenizer.ggml.tokens") if known else None
     given += [tokens.index(end) for end in known if isinstance(tokens, list) and end in tokens]
     ends = list(dict.fromkeys(end for end in given[1:] if end is not None))
