@@ -10,21 +10,10 @@ from typing import Any, TypeAlias, cast
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.model.source import ModelSource, files_of
 from d3engine.text.chat_messages import MessageFormat, check_messages, plain
-from d3engine.text.limited_process import LimitedProcessError, LimitError, ProcessLimits, ask
+from d3engine.text.limited_process import LimitError, ProcessLimits, ask
 from d3engine.text.tokenizer import Tokenizer
 from d3engine.text.tokenizer_files import named_special_tokens, read_tokenizer_config
 from d3engine.utils.files import CONFIG_BYTES
-
-__all__ = [
-    "ChatPrompts",
-    "ChatTemplate",
-    "ChatTemplateError",
-    "LimitedProcessError",
-    "Messages",
-    "ProcessLimits",
-    "as_conversations",
-    "load_chat_template",
-]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _JOB = "d3engine.text.template_sandbox:answer"

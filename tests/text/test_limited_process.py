@@ -14,8 +14,8 @@ import pytest
 
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.text import limited_process
-from d3engine.text.chat_template import ChatTemplate, ChatTemplateError, LimitedProcessError, ProcessLimits
-from d3engine.text.limited_process import _Children
+from d3engine.text.chat_template import ChatTemplate, ChatTemplateError
+from d3engine.text.limited_process import LimitedProcessError, ProcessLimits, _Children
 from d3engine.text.limited_worker import read_frame, write_frame
 
 USER = {"role": "user", "content": "Hi"}
