@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.low_rank import LAYER_MAPS, LM_HEAD, PARTS, LowRankMap, Maps, RowMaps
-from d3engine.model.checkpoint import Checkpoint, open_safetensors_file
+from d3engine.model.checkpoint import Checkpoint, open_safetensors_files
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import rows_of
@@ -229,7 +229,7 @@ def read_adapter(
         others = "; pickled weights are never loaded" if any(directory.glob("*.bin")) else ""
         raise ModelFormatError(f"{directory} has no {WEIGHTS_FILE}{others}")
     modules = _modules(config)
-    with open_safetensors_file(weights) as checkpoint:
+    with open_safetensors_files([weights]) as checkpoint:
         found = _pairs(checkpoint, weights, modules)
         targets = _Targets(fields)
         _check_targets(found, modules, targets, fields, weights)

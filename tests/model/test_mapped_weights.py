@@ -17,7 +17,7 @@ from watching import watch
 
 from d3engine import Engine, SamplingParams
 from d3engine.errors import ModelFormatError
-from d3engine.model.checkpoint import MappedFile
+from d3engine.model.checkpoint import MappedFile, TensorEntry
 from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import expected_tensors
@@ -133,7 +133,7 @@ def test_file_becoming_shorter_before_it_is_mapped_is_named(tmp_path: Path) -> N
         mapped = MappedFile(file, opened)
     last = max(tensors, key=lambda name: mapped._ranges[name])
     with pytest.raises(ModelFormatError, match=r"model\.safetensors: .* the file has become shorter"):
-        mapped.tensor(last, "BF16", tensors[last].shape)
+        mapped.tensor(TensorEntry(last, file, tuple(tensors[last].shape), "BF16"))
 
 
 def test_an_engine_answers_alike_on_mapped_and_on_copied_weights(tmp_path: Path) -> None:
