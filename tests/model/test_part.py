@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fixture_types import MakeLlama
-from gguf_files import SMALL, bpe_keys, write_gguf
+from gguf_files import SMALL, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import save_random
@@ -100,7 +100,7 @@ def test_rank_loads_its_part_of_fused_projections(tmp_path: Path) -> None:
 def test_rank_loads_its_part_of_a_gguf_file_in_order(tmp_path: Path) -> None:
     """A rank loads its part of a GGUF file with its heads in the engine's order."""
     sizes = SMALL | {"heads": 4, "kv_heads": 2, "head_dim": 8, "types": ("Q8_0", "F16")}
-    assert_parts(write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes), 2)
+    assert_parts(write_gguf(tmp_path / "model.gguf", **sizes), 2)
 
 
 def test_norms_over_all_heads_cannot_be_parted() -> None:

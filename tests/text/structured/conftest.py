@@ -21,7 +21,7 @@ KINDS = ["sentencepiece", "byte level", "byte fallback", "gguf"]
 @pytest.fixture(scope="session")
 def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tokenizer_of(kind)`: where a tokenizer of this kind stands."""
-    from gguf_files import SMALL, bpe_keys, write_gguf
+    from gguf_files import SMALL, write_gguf
     from small_tokenizers import save_byte_fallback_json, save_byte_level
 
     import d3engine
@@ -34,7 +34,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
                 shutil.copy(Path(d3engine.__file__).parent / "demo_model" / name, directory)
             return directory
         if kind == "gguf":
-            return write_gguf(directory / "model.gguf", tokenizer=bpe_keys(), **SMALL)
+            return write_gguf(directory / "model.gguf", **SMALL)
         if kind == "byte level":
             save_byte_level(directory)
         else:
