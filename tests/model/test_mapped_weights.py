@@ -4,13 +4,17 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import saved_llama
 import torch
 from configs import llama_config
 from safetensors.torch import load_file, save_file
+from saved_llama import assert_in_place
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from watching import watch
@@ -18,12 +22,12 @@ from watching import watch
 from d3engine import Engine, SamplingParams
 from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint import MappedFile, TensorEntry
-from d3engine.model.checkpoint_formats import to_half_split
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import expected_tensors
 from d3engine.model.source import open_checkpoint
-from d3engine.model.weights import LlamaWeights, load_weights
+from d3engine.model.weights import LlamaWeights
 
+load = partial(saved_llama.load, dtype=torch.bfloat16)
 SIZES = llama_config(2, vocab_size=40, torch_dtype="bfloat16")
 
 
@@ -41,31 +45,12 @@ def write_model(directory: Path, **changes: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> LlamaWeights:
-    config = ModelConfig.from_directory(directory)
-    return load_weights(directory, config, dtype=dtype, device="cpu", show_progress=False)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_a_bfloat16_file_are_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
     """Weights of a bfloat16 file are those of transformers to the bit."""
     write_model(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
-    weights = load(tmp_path, dtype)
-    assert torch.equal(weights.embedding, expected["model.embed_tokens.weight"])
-    assert torch.equal(weights.lm_head, expected["lm_head.weight"])
-    assert torch.equal(weights.final_norm, expected["model.norm.weight"])
-    for index, layer in enumerate(weights.layers):
-        of = {name.removeprefix(f"model.layers.{index}."): tensor for name, tensor in expected.items()}
-        query, key, value = layer.qkv.split([32, 16, 16])
-        assert torch.equal(to_half_split(query, 4), of["self_attn.q_proj.weight"])
-        assert torch.equal(to_half_split(key, 2), of["self_attn.k_proj.weight"])
-        assert torch.equal(value, of["self_attn.v_proj.weight"])
-        assert torch.equal(layer.gate_up, torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]))
-        assert torch.equal(layer.output, of["self_attn.o_proj.weight"])
-        assert torch.equal(layer.down, of["mlp.down_proj.weight"])
-        assert torch.equal(layer.attention_norm, of["input_layernorm.weight"])
-        assert torch.equal(layer.mlp_norm, of["post_attention_layernorm.weight"])
+    assert_in_place(load(tmp_path, dtype=dtype), expected)
 
 
 def test_unchanged_tensors_lie_in_the_file_and_outlive_it(tmp_path: Path) -> None:
@@ -94,7 +79,7 @@ def test_tensor_is_held_in_place_only_in_the_files_dtype(tmp_path: Path, monkeyp
     load(tmp_path)
     assert set(allocated) == {(64, 32), (96, 32)}  # query, key and value; gate and up
     allocated.clear()
-    load(tmp_path, torch.float32)
+    load(tmp_path, dtype=torch.float32)
     assert {(40, 32), (32, 48), (32, 32), (32,)} <= set(allocated)
 
 
@@ -151,8 +136,6 @@ def test_an_engine_answers_alike_on_mapped_and_on_copied_weights(tmp_path: Path)
 
 
 def copied(weights: LlamaWeights) -> LlamaWeights:
-    from dataclasses import fields, replace
-
     def clone(value: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
 
