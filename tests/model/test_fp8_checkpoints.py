@@ -1,6 +1,5 @@
 """Published checkpoints in 8-bit floats: rows with scales stay as they are, and all stand for the same floats."""
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from fixture_types import MakeLlama
 from fp8_checkpoints import PUBLISHED, Published, publish
 from safetensors.torch import load_file, save_file
+from saved_llama import change_json
 from tiny_models import random_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -273,9 +273,7 @@ def test_what_is_not_values_times_scales_is_refused_by_name(
     checkpoint_of: MakeCheckpoint, changes: dict[str, Any], message: str
 ) -> None:
     directory, _ = checkpoint_of("a scale a row")
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] |= changes
-    (directory / "config.json").write_text(json.dumps(config))
+    change_json(directory / "config.json", lambda config: config["quantization_config"].update(changes))
     with pytest.raises(ModelFormatError, match=message):
         Engine(directory, **OPTIONS)
 
@@ -283,8 +281,6 @@ def test_what_is_not_values_times_scales_is_refused_by_name(
 def test_8_bit_floats_without_their_config_are_no_weights(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     """Without a config that says so 8 bit floats are no weights."""
     publish(tiny_llama().directory, tmp_path, Published({"quant_method": "fp8"}))
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "config.json", lambda config: config.pop("quantization_config"))
     with pytest.raises(ModelFormatError, match=r"has dtype F8_E4M3: allowed are F64, F32, F16, BF16"):
         Engine(tmp_path, **OPTIONS)

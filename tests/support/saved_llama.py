@@ -44,6 +44,11 @@ def change(directory: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(tensors, file)
 
 
+def put(name: str, tensor: Tensor | None) -> Callable[[dict[str, Tensor]], Any]:
+    """The edit that puts a tensor in its place; None: that leaves it out."""
+    return lambda tensors: tensors.pop(name) if tensor is None else tensors.update({name: tensor})
+
+
 def change_json(file: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     contents = json.loads(file.read_text())
     edit(contents)
