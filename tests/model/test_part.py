@@ -10,12 +10,12 @@ from fixture_types import MakeLlama
 from gguf_files import SMALL, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantized_weights import dense
 from tiny_models import save_random
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from d3engine.errors import InvalidValueError
-from d3engine.kernels.matrices import Weight
 from d3engine.kernels.reference import gumbel
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ModelShard, shard_of, split_evenly
@@ -29,10 +29,6 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "n
 def weights_of(directory: Path, part: ModelShard | None = None) -> LlamaWeights:
     config = ModelConfig.from_directory(directory)
     return load_weights(directory, config, dtype=torch.float32, device="cpu", show_progress=False, part=part)
-
-
-def dense(weight: Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
 def rows_of_heads(config: ModelConfig, part: ModelShard) -> Tensor:

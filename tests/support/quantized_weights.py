@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from d3engine.cli.weights import app
 from d3engine.kernels.kv_pool import FP8
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP, Fp8Weight, quantize_fp8
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -40,6 +41,11 @@ def fp8_of_groups(matrix: Tensor) -> Fp8Weight:
 def load(directory: Path) -> LlamaWeights:
     config = ModelConfig.from_directory(directory)
     return load_weights(directory, config, dtype=torch.float32, device="cpu", show_progress=False)
+
+
+def dense(matrix: Weight) -> Tensor:
+    """A matrix in float32, of quantized ones what they stand for."""
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantize(torch.float32)
 
 
 def all_tensors(weights: LlamaWeights) -> list[Tensor]:
