@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from tiny_models import TinyLlama
 
     from d3engine import Engine
-
-KINDS = ["sentencepiece", "byte level", "byte fallback", "gguf"]
+    from d3engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -60,3 +59,11 @@ def random_engine(tiny_llama: Callable[..., TinyLlama], tokenizer_of: Callable[[
         return Engine(llama.directory, tokenizer=tokenizer_of(kind), **given)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
+    """The bundled model's tokenizer, as tokenizer.model alone."""
+    from d3engine.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(tokenizer_of("sentencepiece"))

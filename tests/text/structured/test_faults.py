@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,15 +20,10 @@ from d3engine.text.structured import grammar
 from d3engine.text.structured.checker import MOST
 from d3engine.text.structured.forms import Forms
 from d3engine.text.structured.grammar import BURST_SECONDS, GrammarPlace, MaskTime
-from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+from d3engine.text.tokenizer import Tokenizer
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
 END = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_of("sentencepiece"))
 
 
 def bytes_of(tokenizer: Tokenizer, text: str) -> list[int]:

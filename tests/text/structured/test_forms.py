@@ -26,11 +26,6 @@ PROMPT = {"prompt_token_ids": [5, 6, 7]}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_of("sentencepiece"))
-
-
-@pytest.fixture(scope="module")
 def forms(tokenizer: Tokenizer) -> Forms:
     return Forms(tokenizer, tokenizer.vocab_size)
 
