@@ -4,7 +4,6 @@ import json
 import struct
 import subprocess
 import sys
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from watching import watch
 
-from d3engine import Engine, SamplingParams
 from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint import MappedFile, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import expected_tensors
 from d3engine.model.source import open_checkpoint
-from d3engine.model.weights import LlamaWeights
 
 load = partial(saved_llama.load, dtype=torch.bfloat16)
 SIZES = llama_config(2, vocab_size=40, torch_dtype="bfloat16")
@@ -119,31 +116,6 @@ def test_file_becoming_shorter_before_it_is_mapped_is_named(tmp_path: Path) -> N
     last = max(tensors, key=lambda name: mapped._ranges[name])
     with pytest.raises(ModelFormatError, match=r"model\.safetensors: .* the file has become shorter"):
         mapped.tensor(TensorEntry(last, file, tuple(tensors[last].shape), "BF16"))
-
-
-def test_an_engine_answers_alike_on_mapped_and_on_copied_weights(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    mapped = load(tmp_path)
-    config = ModelConfig.from_directory(tmp_path)
-    answers = []
-    for weights in (mapped, copied(mapped)):
-        engine = Engine(tmp_path, weights=weights, dtype="bfloat16", device="cpu", skip_tokenizer_init=True)
-        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
-        answers.append(engine.generate([[3, 1, 4, 1, 5]], params, use_tqdm=False)[0].outputs[0])
-    assert answers[0] == answers[1]
-    assert len(answers[0].token_ids) == 20
-    assert config.num_layers == 2
-
-
-def copied(weights: LlamaWeights) -> LlamaWeights:
-    def clone(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
-
-    layers = tuple(
-        replace(layer, **{field.name: clone(getattr(layer, field.name)) for field in fields(layer)})
-        for layer in weights.layers
-    )
-    return LlamaWeights(clone(weights.embedding), layers, clone(weights.final_norm), clone(weights.lm_head))
 
 
 MEASURE = """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -58,7 +59,7 @@ def save_word_level(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: int = 330) -> None:
+def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: int = 330, **options: Any) -> None:
     """A tokenizer.model trained as Llama 2's was: BPE with byte fallback, nothing normalised."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus),
@@ -70,6 +71,7 @@ def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: 
         remove_extra_whitespaces=False,
         character_coverage=0.98,
         minloglevel=2,
+        **options,
     )
 
 

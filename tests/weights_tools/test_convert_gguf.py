@@ -136,8 +136,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"general.architecture": "mamba"},
         "general.architecture must be one of ernie4_5, exaone, exaone4, gemma, gemma2, .*'mamba'",
     ),
-    "experts": ({"llama.expert_count": 8}, "llama.expert_count must be absent"),
-    "window": ({"llama.attention.sliding_window": 128}, "llama.attention.sliding_window must be absent"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type must be one of none, linear, yarn"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "rope.dimension_count must be the length of a head, 16"),
     "heads by layer": (
@@ -145,10 +143,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "attention.head_count_kv must be a number, or a list of 1",
     ),
     "parts": ({"split.count": 3}, r"the first of 3 parts \(split.count\) must be called NAME-00001-of-00003.gguf"),
-    "pre": (
-        {"tokenizer.ggml.pre": "viking"},
-        "tokenizer.ggml.pre must be one of chatglm-bpe, command-r, .*; got 'viking'",
-    ),
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model must be one of 'gpt2', 'llama'"),
     "ids": ({"tokenizer.ggml.eos_token_id": 9999}, "tokenizer.ggml.eos_token_id must be the id of one of"),
     "vocabulary": ({"tokenizer.ggml.tokens": ["a"] * 500}, "tokenizer.ggml.tokens must be from 1 to 420"),
