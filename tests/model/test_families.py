@@ -260,17 +260,119 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """A tiny random model of a family, as a directory; read-only."""
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite": ("granite", GRANITE | TIED),
-        "Phi-3": [{"rope_parameters": None, "partial_rotary_factor": 0.5}]
-        + [{"rope_parameters": None, "rope_scaling": OF_8_PAIRS}],
-        "Granite": [{name: 2 * value} for name, value in GRANITE.items()],
-        "SmolLM3": [{"no_rope_layers": flags} for flags in ([1, 1, 1], [0, 1, 1])],
-        "Gemma 2": [{f"{name}_logit_softcapping": 5.0} for name in ("attn", "final")],
-        "Gemma 2, other than caps": [{"query_pre_attn_scalar": 9}, {"sliding_window": 9}],
-        "Gemma 3": [{"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 4e4}}}],
-        "Phi-3": [
-            {"rope_parameters": None} | rope for rope in ({"partial_rotary_factor": 0.5}, {"rope_scaling": WIDE})
-        ],
+        "Phi-3": ("phi3", NO_PAD),
+        "Qwen2": ("qwen2", {}),
+        "Qwen3": ("qwen3", {}),
+        "SmolLM3": ("smollm3", NO_PAD | {"no_rope_layers": [1, 0, 1]}),
+        "OLMo 2": ("olmo2", {}),
+        "Gemma 2": ("gemma2", TIED),
+        "Gemma 3": ("gemma3_text", {}),
+        "GLM-4 of 2025": ("glm4", NO_PAD),
+        "Granite 4": ("granitemoehybrid", DENSE | {"layer_types": ["attention"] * 3, "mamba_n_heads": 4}),
     }
+    own_head_dim = {model_type for model_type, _ in kinds.values()} - {"olmo2"}
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = make_family(tmp_path_factory.mktemp("family"), kinds[name], own_head_dim).directory
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("name", SAVED)
+def test_quantized_family_loads_as_quantized_weights(name: str, scheme: str, saved: MakeModel, tmp_path: Path) -> None:
+    quantize_model(saved(name), tmp_path / "out", scheme, show_progress=False)
+    verify_model(tmp_path / "out", show_progress=False)
+    found, expected = (all_tensors(w) for w in (load(tmp_path / "out"), quantize_weights(load(saved(name)), scheme)))
+    if name == "Granite":  # whose embedding is multiplied: here after it was quantized, there before
+        assert all(map(torch.allclose, found, expected))
+    else:
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_family_is_verified_inspected_and_converted(name: str, saved: MakeModel, tmp_path: Path) -> None:
+    """A family is verified inspected and converted from pickles."""
+    source = saved(name)
+    verify_model(source, show_progress=False)
+    assert inspect_model(source).facts["num_layers"] == TINY["num_hidden_layers"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text((source / "config.json").read_text())
+    torch.save(load_file(source / "model.safetensors"), tmp_path / "old" / "pytorch_model.bin")
+    convert_bin(tmp_path / "old", tmp_path / "new", show_progress=False)
+    found, expected = all_tensors(load(tmp_path / "new")), all_tensors(load(source))
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected)
+
+
+def test_tied_granite_stays_tied_with_matrices_as_they_are(saved: MakeModel) -> None:
+    """A tied Granite stays tied and its matrices are left as they are."""
+    weights, tensors = load(saved("Granite")), load_file(saved("Granite") / "model.safetensors")
+    assert weights.lm_head is weights.embedding
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"] * 48.0)  # 12 / 0.25
+    assert torch.equal(weights.layers[1].down, tensors["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_multiplier_too_large_for_the_embedding_is_refused(saved: MakeModel, tmp_path: Path) -> None:
+    """A multiplier that makes the embedding too large for its dtype is refused."""
+    directory = changed(saved("Granite"), tmp_path, embedding_multiplier=1e6)
+    read = ModelConfig.from_directory(directory)
+    with pytest.raises(ModelFormatError, match=r"embed_tokens\.weight' has values too large for torch\.float16"):
+        load_weights(directory, read, dtype=torch.float16, device="cpu", show_progress=False)
+
+
+def test_a_missing_fused_matrix_is_named(saved: MakeModel, tmp_path: Path) -> None:
+    directory = changed(saved("Qwen2"), tmp_path, architectures=["Phi3ForCausalLM"], model_type="phi3")
+    name = re.escape("'model.layers.0.self_attn.qkv_proj.weight' is missing")
+    with pytest.raises(ModelFormatError, match=name):
+        load(directory)
+
+
+def test_norm_of_heads_missing_or_of_wrong_width_is_named(saved: MakeModel, tmp_path: Path) -> None:
+    """A norm of heads that is missing or of another width is named."""
+    name, width = "model.layers.1.self_attn.k_norm.weight", TINY["head_dim"]
+    tensors = load_file(saved("Qwen3") / "model.safetensors")
+    for place, norm, message in (
+        ("missing", None, f"tensor '{name}' is missing"),
+        ("wide", torch.ones(2 * width), f"tensor '{name}' has shape [{2 * width}]; config.json asks for [{width}]"),
+        ("broken", torch.full((width,), torch.nan), f"tensor '{name}' holds NaN or infinity"),
+    ):
+        directory = tmp_path / place
+        directory.mkdir()
+        (directory / "config.json").write_text((saved("Qwen3") / "config.json").read_text())
+        others = {other: tensor for other, tensor in tensors.items() if other != name}
+        save_file(others if norm is None else others | {name: norm}, directory / "model.safetensors")
+        with pytest.raises(ModelFormatError, match=re.escape(message)):
+            load(directory)
+    named = re.escape("tensor 'model.layers.0.self_attn.k_norm.weight' is unexpected for this config.json")
+    with pytest.raises(ModelFormatError, match=named):
+        load(changed(saved("Qwen3"), tmp_path / "llama", architectures=["LlamaForCausalLM"], model_type="llama"))
+
+
+def test_random_weights_have_what_the_files_of_a_family_have(saved: MakeModel) -> None:
+    for name in ("Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3", "GLM-4 of 2025", "Granite 4"):
+        read = ModelConfig.from_directory(saved(name))
+        random = random_weights(read, dtype=torch.float32, device="cpu", seed=0)
+        pairs = zip(all_tensors(random), all_tensors(load(saved(name))), strict=True)
+        assert all(made.shape == loaded.shape for made, loaded in pairs)
+
+
+LATER_LAYERS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+COMPUTED_OTHERWISE: dict[str, list[dict[str, Any]]] = {
+    "Qwen2": [LATER_LAYERS | {"max_window_layers": first} for first in range(3)],
+    "Phi-3": [
+        {"rope_parameters": None, "partial_rotary_factor": 0.5},
+        {"rope_parameters": None, "rope_scaling": OF_8_PAIRS},
+    ],
+    "Granite": [{name: 2 * value} for name, value in GRANITE.items()],
+    "SmolLM3": [{"no_rope_layers": flags} for flags in ([1, 1, 1], [0, 1, 1])],
+    "Gemma 2": [{f"{name}_logit_softcapping": 5.0} for name in ("attn", "final")],
+    "Gemma 2, other than caps": [{"query_pre_attn_scalar": 9}, {"sliding_window": 9}],
+    "Gemma 3": [{"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 4e4}}}],
+}
 
 
 @pytest.mark.parametrize("name", COMPUTED_OTHERWISE)
