@@ -247,7 +247,9 @@ class _Loader:
         layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
         embedding = self._embedding(names.embedding, multipliers.on_embedding)
         is_tied = config.tie_word_embeddings
-        lm_head = self._held(embedding, [names.embedding]) if is_tied else self._matrix(_LM_HEAD, config.hidden_size)
+        lm_head = (
+            self._held(embedding, [names.embedding]) if is_tied else self._matrix({"lm_head": None}, config.hidden_size)
+        )
         on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
         if on_norm == 1.0:
             final_norm = self._norm({names.final_norm: None})
@@ -435,8 +437,6 @@ class _Rows:
 
 _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
 """Modules or tensors to stack, from top to bottom; None: all rows as stored."""
-
-_LM_HEAD: _Modules = {"lm_head": None}
 
 
 def _with(suffix: str, modules: _Modules) -> _Modules:
