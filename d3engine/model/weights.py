@@ -246,11 +246,9 @@ class _Loader:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
         layers = tuple(self._layer(names.layer(index)) for index in range(config.num_layers))
         embedding = self._embedding(names.embedding, multipliers.on_embedding)
-        is_tied = config.tie_word_embeddings
-        lm_head = (
-            self._held(embedding, [names.embedding]) if is_tied else self._matrix({"lm_head": None}, config.hidden_size)
-        )
-        on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
+        is_tied, head = config.tie_word_embeddings, {"lm_head": None}
+        lm_head = self._held(embedding, [names.embedding]) if is_tied else self._matrix(head, config.hidden_size)
+        on_norm = multipliers.on_final_norm(is_tied)
         if on_norm == 1.0:
             final_norm = self._norm({names.final_norm: None})
         else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from quantized_weights import run
+from quantized_weights import OPTIONS, TEXT, run
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, random_prompts, save_random
 from torch import Tensor
@@ -26,9 +26,7 @@ from d3engine.weights_tools.group_quantizer import Groups, quantize_groups
 from d3engine.weights_tools.layerwise import LayerwiseModel
 from d3engine.weights_tools.quantize import quantize_to_groups
 
-TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
 DEMO = model_directory("demo")
-OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
 
 
 def sample(rows: int = 48, columns: int = 256) -> tuple[Tensor, Tensor]:
