@@ -187,16 +187,12 @@ class ChatPrompts:
     def __init__(self, directory: Path, tokenizer: Tokenizer | None) -> None:
         self._directory = directory
         self._tokenizer = tokenizer
-        self._own: ChatTemplate | None = None
-        self._is_loaded = False
         self._given: ChatTemplate | None = None
 
-    def load(self) -> ChatTemplate | None:
-        """The model's template, None without one; its files are read once, at the first call."""
-        if not self._is_loaded:
-            self._own = load_chat_template(self._directory)
-            self._is_loaded = True
-        return self._own
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The model's template, None without one; its files are read once, at the first use."""
+        return load_chat_template(self._directory)
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
@@ -234,7 +230,7 @@ class ChatPrompts:
 
     def _template(self, source: str | None) -> ChatTemplate:
         if source is None:
-            own = self.load()
+            own = self.template
             if own is None:
                 raise InvalidValueError(
                     "chat_template", None, f"given for chat(), since {self._directory} has no chat template"
