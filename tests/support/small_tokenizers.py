@@ -92,3 +92,9 @@ def made_tokenizer(kind: str, directory: Path) -> Tokenizer:
         return load_tokenizer(LLAMA2)
     KINDS[kind](directory)
     return load_tokenizer(directory)
+
+
+def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The bytes of a text as byte tokens, which every one can be written with."""
+    first = next(i for i in range(300) if tokenizer.convert_id_to_token(i) == "<0x00>")
+    return [first + byte for byte in text.encode()]
