@@ -279,3 +279,6 @@ class Ranks:
         padded[:, : own.shape[1]] = own
         every = self.collectives.gather(padded)
         return torch.cat([rows[:, :size] for rows, size in zip(every, sizes, strict=True)], dim=1)
+
+
+Part = ModelShard
