@@ -28,7 +28,8 @@ from d3engine.depth.policy import policy_from_directory
 from d3engine.engine.model_directory import model_directory
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import INT4_DIVISORS, quantize_int4
-from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
+from d3engine.model.config import ModelConfig
+from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_weights, with_matrices
 from d3engine.research.evaluation.accuracy import Interval, take_problems, wilson_interval
 from d3engine.research.evaluation.word_problems import Problem, Split, extract_answer, format_completion, format_prompt

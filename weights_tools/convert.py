@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from d3engine.model.fields import of_a_model, read_json_object
 from d3engine.model.gguf_file import open_gguf
+from d3engine.model.gguf_metadata import LLAMA3_ROPE
 from d3engine.model.source import CONFIG_FILE, GGUFFiles
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.utils.files import is_there, open_regular, path_of
@@ -300,14 +301,13 @@ def convert_gguf(
             load_tokenizer(files)
         except TokenizerError as error:
             raise ModelFormatError(f"{source}: its tokenizer cannot be loaded: {error}") from None
-        tensors = dict(_pending(checkpoint, GGUF_DTYPES[dtype]))
+        kind = GGUF_DTYPES[dtype]
+        tensors = {
+            name: PendingTensor(entry.file, entry.shape, kind, partial(_read, checkpoint, name, kind))
+            for name, entry in checkpoint.entries.items()
+        }
         config = ModelConfig.from_directory(folder)
         write_weights(folder, config, tensors, shard_bytes=shard_bytes, show_progress=show_progress)
-
-
-def _pending(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, PendingTensor]]:
-    for name, entry in checkpoint.entries.items():
-        yield name, PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, name, dtype))
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
@@ -333,9 +333,6 @@ _META_LAYER: dict[str, tuple[str, int | None]] = {
     "feed_forward.w2": ("mlp.down_proj", 1),
     "feed_forward.w3": ("mlp.up_proj", 0),
 }
-_META_EMBEDDING = "tok_embeddings.weight"
-_META_OUTPUT = "output.weight"
-_META_IGNORED = frozenset({"rope.freqs"})
 
 
 def convert_meta(
@@ -423,7 +420,7 @@ def _meta_tensors(model: _MetaModel) -> dict[str, PendingTensor]:
             f"{model.params_file}: n_kv_heads must be a multiple of the {len(model.files)} shards; got {num_kv_heads}"
         )
     tensors: dict[str, PendingTensor] = {}
-    for name in sorted({name for shard in model.shards for name in shard} - _META_IGNORED):
+    for name in sorted({name for shard in model.shards for name in shard} - {"rope.freqs"}):
         target, dimension, key = _meta_name(model, name)
         tensors[target] = _join(model, name, dimension, heads.get(key))
     return tensors
@@ -433,9 +430,9 @@ def _meta_name(model: _MetaModel, name: str) -> tuple[str, int | None, str]:
     """Return transformers' name, the dimension the shards were cut along (None: not cut), and the key."""
     if name == "norm.weight":
         return FINAL_NORM, None, name
-    if name == _META_OUTPUT:
+    if name == "output.weight":
         return LM_HEAD, 0, name
-    if name == _META_EMBEDDING:
+    if name == "tok_embeddings.weight":
         # Llama 1 and 2 cut the columns, Llama 3 the rows, as the shape shows.
         return EMBEDDING, 0 if model.parts(name)[0].shape[-1] == model.integer("dim") else 1, name
     prefix, _, rest = name.partition(".")
@@ -519,10 +516,4 @@ def _meta_rope_scaling(model: _MetaModel, factor: float | None) -> dict[str, Any
         raise InvalidValueError(
             "rope_factor", NOTHING, "given, since params.json does not say (8 for Llama 3.1, 32 for Llama 3.2)"
         )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}

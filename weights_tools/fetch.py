@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from d3engine.engine.model_directory import FETCHED, chat_defaults, fetched_directory, fetched_model
 from d3engine.errors import FailedError, MissingExtraError, require
-from d3engine.model.config import GENERATION_CONFIG_FILE
 from d3engine.model.fields import read_json_object
+from d3engine.model.source import GENERATION_CONFIG_FILE
 from d3engine.utils.children import child_environment, python_command
 from d3engine.utils.environment import CACHE
 from d3engine.utils.files import beside, free_bytes, naming, write_whole

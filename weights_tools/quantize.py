@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -104,30 +104,23 @@ def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, quantized: Mod
             dtype = dtype_of(entry.dtype)
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
             continue
-        matrix = _Matrix(checkpoint, entry, scheme)
-        (values, values_shape), (scales, scales_shape) = quantized_tensors(name, entry.shape, scheme).items()
-        pending[values] = PendingTensor(entry.file, values_shape, value_dtype(scheme), matrix.values)
-        pending[scales] = PendingTensor(entry.file, scales_shape, torch.float32, matrix.scales)
+        pending |= _pending_scheme(checkpoint, entry, scheme)
     return pending
 
 
-class _Matrix:
-    """One matrix of the source, quantized when its values are read; its scales are read after them."""
+def _pending_scheme(checkpoint: Checkpoint, entry: TensorEntry, scheme: str) -> dict[str, PendingTensor]:
+    """A matrix that is quantized when its values are read, which are written before its scales."""
+    made: list[Tensor] = []
 
-    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry, scheme: str) -> None:
-        self._checkpoint, self._entry, self._scheme = checkpoint, entry, scheme
-        self._scales: Tensor | None = None
+    def values() -> Tensor:
+        codes, scales = quantize_matrix(_read(checkpoint, entry, torch.float32), scheme).tensors
+        made.append(scales)
+        checkpoint.give_back(entry.name)
+        return codes
 
-    def values(self) -> Tensor:
-        matrix = _read(self._checkpoint, self._entry, torch.float32)
-        values, self._scales = quantize_matrix(matrix, self._scheme).tensors
-        self._checkpoint.give_back(self._entry.name)
-        return values
-
-    def scales(self) -> Tensor:
-        scales, self._scales = self._scales, None
-        assert scales is not None, "values are written before scales, in the order of expected_tensors"
-        return scales
+    dtypes, reads = (value_dtype(scheme), torch.float32), (values, made.pop)
+    tensors = zip(quantized_tensors(entry.name, entry.shape, scheme).items(), dtypes, reads, strict=True)
+    return {name: PendingTensor(entry.file, shape, dtype, read) for (name, shape), dtype, read in tensors}
 
 
 def quantize_to_groups(
@@ -221,11 +214,11 @@ def _pending_groups(
             dtype = dtype_of(entry.dtype) if entry.packed is None else torch.float16
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
     for index in range(config.num_layers):
-        prefix, layer = config.tensor_names.layer(index), _Layer(quantizer, index)
+        prefix, layer = config.tensor_names.layer(index), cache(partial(quantizer.layer, index))
         for name in filter(is_layer_matrix, expected_tensors(config)):
             if name.startswith(prefix):
                 group_size = None if name in of_8_bits else quantizer.group_size
-                pending |= _pending_matrix(checkpoint.entries[name], group_size, partial(layer.take, name))
+                pending |= _pending_matrix(checkpoint.entries[name], group_size, partial(_take, layer, name))
     return pending
 
 
@@ -233,18 +226,9 @@ def _rows_of(checkpoint: Checkpoint, entry: TensorEntry) -> Groups:
     return round_rows(_read(checkpoint, entry, torch.float32))
 
 
-class _Layer:
-    """The matrices of one layer, quantized when the first is asked for."""
-
-    def __init__(self, quantizer: LayerQuantizer, index: int) -> None:
-        self._quantizer, self._index = quantizer, index
-        self._found: dict[str, Groups] | None = None
-
-    def take(self, name: str) -> Groups:
-        """One matrix, which is asked for once."""
-        if self._found is None:
-            self._found = self._quantizer.layer(self._index)
-        return self._found.pop(name)
+def _take(layer: Callable[[], dict[str, Groups]], name: str) -> Groups:
+    """A matrix of a layer, which is quantized when the first is asked for; each is asked for once."""
+    return layer().pop(name)
 
 
 def _pending_matrix(

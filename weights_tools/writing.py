@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from d3engine.errors import FailedError, InvalidValueError, ModelFormatError
-from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
-from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig
+from d3engine.model.checkpoint import FP8, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry, TensorFile
+from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import check_tensors, expected_tensors
-from d3engine.model.source import COMPANIONS, CONFIG_FILE, ModelSource, files_of
+from d3engine.model.source import COMPANIONS, CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
 from d3engine.model.weights import byte_progress
 from d3engine.text.tokenizer import guarded
 from d3engine.text.tokenizer_files import is_tiktoken, read_tiktoken
@@ -294,19 +294,13 @@ def _check(tensors: Mapping[str, PendingTensor], config: ModelConfig) -> None:
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """A `TensorFile` of pending tensors, for the loader's checks."""
+class _Reader(TensorFile):
+    """Reads pending tensors, for the loader's checks."""
 
     tensors: Mapping[str, PendingTensor]
 
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        return self.tensors[name].read()
-
-    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
-        return self.tensors[name].read()[row]
-
-    def give_back(self, name: str) -> None:
-        """Do nothing: nothing is kept."""
+    def tensor(self, entry: TensorEntry) -> Tensor:
+        return self.tensors[entry.name].read()
 
 
 def _nbytes(tensor: PendingTensor) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.target import target_of
-from d3engine.model.config import QUANTIZATION_SCHEMES
+from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 from d3engine.utils.files import write_whole
 
 Call = Callable[[], object]

@@ -19,7 +19,7 @@ from benchmarks.gpu.cases import SHAPES, TINY, Case, cases, quantized_cases
 from benchmarks.gpu.common import LEAST_S, Round
 from benchmarks.gpu.device import launched_as_in_engines
 from d3engine.kernels.target import TARGETS, target_of
-from d3engine.model.config import QUANTIZATION_SCHEMES
+from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 
 Work = tuple[Any, int | str, bool]
 """A launch, its target, and whether launching is programmatic, which a switch may have turned off for it."""

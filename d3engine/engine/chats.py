@@ -21,7 +21,7 @@ class WritesChatPrompts:
 
     def chat_template(self) -> str | None:
         """Return the text of the model's own chat template, None without one; its files are read once."""
-        own = self._chat_prompts.load()
+        own = self._chat_prompts.template
         return None if own is None else own.source
 
     def chat_prompt(

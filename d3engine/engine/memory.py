@@ -16,8 +16,8 @@ from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, block_bytes
 from d3engine.kernels.split_blocks import SPLIT_TYPES
 from d3engine.kernels.target import target_of
+from d3engine.model.checkpoint import SCALES, VALUES
 from d3engine.model.config import ModelConfig
-from d3engine.model.expected_tensors import SCALES, VALUES
 from d3engine.model.shard import Part, shard_of, shard_shapes
 from d3engine.model.source import files_of
 

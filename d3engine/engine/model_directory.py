@@ -12,9 +12,9 @@ from typing import Any
 
 from d3engine.engine.hub import hub_directory
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.model.config import GENERATION_CONFIG_FILE, ModelConfig, load_generation_config, not_applied
+from d3engine.model.config import ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
-from d3engine.model.source import CONFIG_FILE, POOLING_FILE, POOLING_MODES, files_of
+from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, POOLING_FILE, POOLING_MODES, files_of
 from d3engine.request.params import CHAT_DEFAULTS, SamplingParams
 from d3engine.utils.environment import CACHE
 

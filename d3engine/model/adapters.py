@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.low_rank import LAYER_MAPS, LM_HEAD, PARTS, LowRankMap, Maps, RowMaps
-from d3engine.model.checkpoint import Checkpoint, open_safetensors_file
+from d3engine.model.checkpoint import Checkpoint, open_safetensors_files
 from d3engine.model.checkpoint_formats import to_adjacent_pairs
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import rows_of
@@ -221,18 +221,17 @@ def read_adapter(
 
     Raises `ModelFormatError`, naming file and field or tensor, for what is no LoRA adapter of this model.
     """
-    values = read_json_object(directory / CONFIG_FILE)
-    fields = Fields(values, str(directory / CONFIG_FILE))
+    fields = _config(directory)
     _check_fields(fields)
     weights = directory / WEIGHTS_FILE
     if not is_there(weights):
         others = "; pickled weights are never loaded" if any(directory.glob("*.bin")) else ""
         raise ModelFormatError(f"{directory} has no {WEIGHTS_FILE}{others}")
     modules = _modules(config)
-    with open_safetensors_file(weights) as checkpoint:
+    with open_safetensors_files([weights]) as checkpoint:
         found = _pairs(checkpoint, weights, modules)
         targets = _Targets(fields)
-        _check_targets(found, modules, targets, fields, weights)
+        _check_targets(found, {module for module in modules if targets.has(module)}, fields, weights)
         maps: list[LowRankMap | None] = [None] * (config.num_layers * len(LAYER_MAPS) + 1)
         for module in sorted(found):
             columns, parts = modules[module]
@@ -252,8 +251,11 @@ def read_adapter(
 
 def largest_rank(directory: Path) -> int:
     """Of the maps that an adapter's config names. Raises `ModelFormatError`."""
-    fields = Fields(read_json_object(directory / CONFIG_FILE), str(directory / CONFIG_FILE))
-    return _Targets(fields).largest_rank
+    return _Targets(_config(directory)).largest_rank
+
+
+def _config(directory: Path) -> Fields:
+    return Fields(read_json_object(directory / CONFIG_FILE), str(directory / CONFIG_FILE))
 
 
 def _check_fields(fields: Fields) -> None:
@@ -324,11 +326,8 @@ def _pairs(checkpoint: Checkpoint, file: Path, modules: Mapping[str, object]) ->
     return set(found)
 
 
-def _check_targets(
-    found: set[str], modules: Mapping[str, object], targets: _Targets, fields: Fields, file: Path
-) -> None:
+def _check_targets(found: set[str], wanted: set[str], fields: Fields, file: Path) -> None:
     """Raise unless the tensors are those of the modules that the config names, as PEFT reads it."""
-    wanted = targets.among(modules)
     for module in sorted(found - wanted):
         raise ModelFormatError(f"{file}: {module!r} has tensors, and {fields.source} does not name it as a target")
     for module in sorted(wanted - found):
@@ -387,10 +386,6 @@ class _Targets:
         if pattern not in (None, [], "", "layers", ["layers"]):
             fields.refuse("layers_pattern", '"layers", or absent')
 
-    def among(self, modules: Mapping[str, object]) -> set[str]:
-        """The modules that are targets."""
-        return {module for module in modules if self._is_target(module)}
-
     def rank(self, module: str, most: int) -> int:
         """Raises where it is more than `most`."""
         rank = self._by_pattern("rank_pattern", module, self._rank)
@@ -408,7 +403,8 @@ class _Targets:
         rank = self._by_pattern("rank_pattern", module, self._rank)
         return alpha / (math.sqrt(rank) if self._is_root else rank)
 
-    def _is_target(self, module: str) -> bool:
+    def has(self, module: str) -> bool:
+        """Whether a module is a target."""
         wanted, excluded = self._wanted, self._excluded
         if excluded and (self._matches("exclude_modules", excluded, module)):
             return False

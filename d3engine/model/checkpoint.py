@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +26,6 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
 """8-bit floats with scales in tensors of other names (`checkpoint_formats.py`)."""
-_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
-
-
 VALUES, SCALES = ".qweight", ".scales"
 """The suffixes, in place of ".weight", of a quantized matrix's two tensors."""
 
@@ -62,7 +59,7 @@ class TensorEntry:
     @property
     def bytes_per_value(self) -> int:
         """Size of one value as it is read; only for the dtypes that `open_safetensors` lets through."""
-        return _BYTES_PER_VALUE[self.dtype]
+        return _DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
@@ -75,17 +72,27 @@ class TensorEntry:
         return self.dtype if self.packed is None else self.packed.name
 
 
-class TensorFile(Protocol):
+class TensorFile:
     """A source of tensors: a mapped file, or a reader that converts another format."""
 
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor of that name, on the CPU."""
+    def tensor(self, entry: TensorEntry) -> Tensor:
+        """The tensor of an entry, on the CPU."""
+        raise NotImplementedError
 
-    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+    def row(self, entry: TensorEntry, row: int) -> Tensor:
         """One row of its first dimension."""
+        return self.tensor(entry)[row]
+
+    def blocks(self, name: str) -> Tensor:
+        """As `Checkpoint.read_blocks`."""
+        raise NotImplementedError
+
+    def order(self, name: str) -> Tensor | None:
+        """As `Checkpoint.order_of`."""
+        return None
 
     def give_back(self, name: str) -> None:
-        """Release the memory that reading the tensor has taken."""
+        """Release the memory that reading the tensor has taken, where any is kept."""
 
 
 @dataclass(frozen=True)
@@ -101,19 +108,15 @@ class Checkpoint:
         A tensor of a safetensors file stays in the mapped file (`MappedFile.tensor`).
         """
         entry = self.entries[name]
-        return self._sources[entry.file].tensor(name, entry.dtype, entry.shape)
+        return self._sources[entry.file].tensor(entry)
 
     def read_blocks(self, name: str) -> Tensor:
         """Return one matrix as uint8 [rows, bytes of a row], where its type is one of blocks."""
-        source = self._sources[self.entries[name].file]
-        assert hasattr(source, "blocks"), "its entry names a type of blocks"
-        blocks: Tensor = source.blocks(name)
-        return blocks
+        return self._sources[self.entries[name].file].blocks(name)
 
     def order_of(self, name: str) -> Tensor | None:
         """Of a matrix in blocks: int32, the input channel of each of their columns; None: they are in order."""
-        order = getattr(self._sources[self.entries[name].file], "order", None)
-        return None if order is None else order(name)
+        return self._sources[self.entries[name].file].order(name)
 
     def give_back(self, name: str) -> None:
         """Release the memory of a tensor that was copied, or only inspected."""
@@ -122,8 +125,64 @@ class Checkpoint:
     def read_row(self, name: str, row: int) -> bytes:
         """Return the bytes of `tensor[row]` in the dtype of its entry; nothing else of the tensor is read."""
         entry = self.entries[name]
-        values = self._sources[entry.file].row(name, entry.dtype, entry.shape, row)
-        return values.flatten().view(torch.uint8).numpy().tobytes()
+        return self._sources[entry.file].row(entry, row).flatten().view(torch.uint8).numpy().tobytes()
+
+
+class MadeTensor:
+    """A tensor that is made of others of a checkpoint when it is read.
+
+    Attributes:
+        entry: what it is.
+        source: the tensor whose pages reading it takes; None: none are given back.
+        order: as `Checkpoint.order_of`.
+    """
+
+    entry: TensorEntry
+    source: str | None
+    order: Tensor | None = None
+
+    def read(self, checkpoint: Checkpoint) -> Tensor:
+        raise NotImplementedError
+
+    def row(self, checkpoint: Checkpoint, row: int) -> Tensor:
+        return self.read(checkpoint)[row]
+
+    def blocks(self, checkpoint: Checkpoint) -> Tensor:
+        raise NotImplementedError
+
+
+def made_checkpoint(checkpoint: Checkpoint, made: Iterable[MadeTensor], gone: Collection[str]) -> Checkpoint:
+    """A checkpoint without the tensors `gone`, and with those that are made of its tensors."""
+    by_name = {one.entry.name: one for one in made}
+    entries = {name: entry for name, entry in checkpoint.entries.items() if name not in gone}
+    entries |= {name: one.entry for name, one in by_name.items()}
+    tensors = _MadeTensors(checkpoint, by_name)
+    return Checkpoint(entries, {entry.file: tensors for entry in entries.values()})
+
+
+@dataclass(frozen=True)
+class _MadeTensors(TensorFile):
+    checkpoint: Checkpoint
+    made: Mapping[str, MadeTensor]
+
+    def tensor(self, entry: TensorEntry) -> Tensor:
+        made = self.made.get(entry.name)
+        return self.checkpoint.read(entry.name) if made is None else made.read(self.checkpoint)
+
+    def row(self, entry: TensorEntry, row: int) -> Tensor:
+        made = self.made.get(entry.name)
+        return self.checkpoint.read(entry.name)[row] if made is None else made.row(self.checkpoint, row)
+
+    def blocks(self, name: str) -> Tensor:
+        return self.made[name].blocks(self.checkpoint)
+
+    def order(self, name: str) -> Tensor | None:
+        return self.made[name].order if name in self.made else None
+
+    def give_back(self, name: str) -> None:
+        source = self.made[name].source if name in self.made else name
+        if source is not None:
+            self.checkpoint.give_back(source)
 
 
 @contextmanager
@@ -136,32 +195,30 @@ def open_safetensors(directory: str | Path) -> Iterator[Checkpoint]:
     name that is a path, and a dtype other than F64, F32, F16, BF16, F8_E4M3, I8 and U8. `check_tensors` decides which
     tensor may have which dtype.
     """
-    index = _read_index(Path(directory))
+    directory = Path(directory)
+    index = _read_index(directory)
+    names = [SINGLE_FILE] if index is None else sorted(set(index.values()))
+    with open_safetensors_files(directory / name for name in names) as checkpoint:
+        if index is not None:
+            _check_index(directory / INDEX_FILE, index, checkpoint.entries)
+        yield checkpoint
+
+
+@contextmanager
+def open_safetensors_files(files: Iterable[Path]) -> Iterator[Checkpoint]:
+    """Open safetensors files, which need not be a model's own; raises as `open_safetensors`."""
     entries: dict[str, TensorEntry] = {}
     sources: dict[Path, TensorFile] = {}
-    for file in _files(Path(directory), index):
+    for file in files:
         header, sources[file] = _opened(file)
         for entry in header:
             if entry.name in entries:
                 raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name].file} and {file}")
             entries[entry.name] = entry
-    if index is not None:
-        _check_index(Path(directory) / INDEX_FILE, index, entries)
     try:
         yield Checkpoint(entries, sources)
     finally:
         sources.clear()  # a mapping ends with the last tensor that lies in it
-
-
-@contextmanager
-def open_safetensors_file(file: Path) -> Iterator[Checkpoint]:
-    """Open one safetensors file that is no model's own; raises as `open_safetensors`."""
-    header, source = _opened(file)
-    sources: dict[Path, TensorFile] = {file: source}
-    try:
-        yield Checkpoint({entry.name: entry for entry in header}, sources)
-    finally:
-        sources.clear()
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
@@ -188,12 +245,6 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 def _is_plain_name(shard: str) -> bool:
     """True for a name that stays in the directory; it may be a link, as in a hub cache."""
     return shard.endswith(".safetensors") and not any(mark in shard for mark in ("/", "\\", ":", "\0"))
-
-
-def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
-    if index is None:
-        return [directory / SINGLE_FILE]
-    return [directory / shard for shard in sorted(set(index.values()))]
 
 
 def _no_weights(directory: Path) -> ModelFormatError:
@@ -226,10 +277,8 @@ def _header(file: Path, handle: Any) -> Iterator[TensorEntry]:
     for name in handle.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
         header = handle.get_slice(name)
         entry = TensorEntry(name, file, tuple(header.get_shape()), header.get_dtype())
-        if entry.dtype not in _BYTES_PER_VALUE:
-            raise ModelFormatError(
-                f"{file}: tensor {name!r} has dtype {entry.dtype}: allowed are {', '.join(_BYTES_PER_VALUE)}"
-            )
+        if entry.dtype not in _DTYPES:
+            raise ModelFormatError(f"{file}: tensor {name!r} has dtype {entry.dtype}: allowed are {', '.join(_DTYPES)}")
         yield entry
 
 
@@ -279,11 +328,11 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
+    FP8: torch.float8_e4m3fn,
     "I8": torch.int8,
+    "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
-    "U8": torch.uint8,
 }
 
 
@@ -292,7 +341,7 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-class MappedFile:
+class MappedFile(TensorFile):
     """One file with a valid header, mapped into memory as long as one of its tensors is in use."""
 
     # Pages of a mapped file are no memory of the process. A tensor that is used as stored is never copied; after a copy
@@ -316,25 +365,21 @@ class MappedFile:
             if name != "__metadata__"
         }
 
-    def tensor(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+    def tensor(self, entry: TensorEntry) -> Tensor:
         """A tensor of the file, copied only where its address is not aligned to its dtype.
 
         The file must not change while the tensor is in use; a rename may replace it.
         """
-        begin, end = self._ranges[name]
-        held = dtype_of(dtype)
+        begin, end = self._ranges[entry.name]
+        held = dtype_of(entry.dtype)
         if begin == end:
-            return torch.empty(tuple(shape), dtype=held)
+            return torch.empty(entry.shape, dtype=held)
         if end > len(self._map):
-            raise ModelFormatError(f"{self._file}: tensor {name!r} cannot be read: the file has become shorter")
+            raise ModelFormatError(f"{self._file}: tensor {entry.name!r} cannot be read: the file has become shorter")
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=begin)
         if begin % held.itemsize:
             raw = raw.clone()
-        return raw.view(held).view(tuple(shape))
-
-    def row(self, name: str, dtype: str, shape: Sequence[int], row: int) -> Tensor:
-        """One row of a tensor; no other page is read."""
-        return self.tensor(name, dtype, shape)[row]
+        return raw.view(held).view(entry.shape)
 
     def give_back(self, name: str) -> None:
         """Release the pages of a tensor; a later access reads them from the file again."""

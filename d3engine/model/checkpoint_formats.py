@@ -20,11 +20,13 @@ from d3engine.model.checkpoint import (
     SCALES,
     VALUES,
     Checkpoint,
+    MadeTensor,
     MappedFile,
     Packed,
     TensorEntry,
     TensorFile,
     is_layer_matrix,
+    made_checkpoint,
     quantized_tensors,
 )
 from d3engine.model.family import GGUF_LAYER_MODULES, GGUFLayout, OwnNames, TensorNames
@@ -47,9 +49,7 @@ def renamed_checkpoint(checkpoint: Checkpoint, names: OwnNames, fields: Fields) 
             if one.entry.name in made:
                 raise ModelFormatError(f"{entry.file}: tensor {name!r} is {one.entry.name!r}, which is there already")
             made[one.entry.name] = one
-    tensors = _RenamedTensors(checkpoint, made)
-    files: dict[Path, TensorFile] = {one.entry.file: tensors for one in made.values()}
-    return Checkpoint({name: one.entry for name, one in made.items()}, files)
+    return made_checkpoint(checkpoint, made.values(), checkpoint.entries)
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,23 @@ class _HeadRows:
 
 
 @dataclass(frozen=True)
-class _Renamed:
+class _Renamed(MadeTensor):
     """A tensor of a file under another name, or the part of it that some heads are."""
 
     entry: TensorEntry
-    name: str
+    source: str
     rows: _HeadRows | None = None
+
+    def read(self, checkpoint: Checkpoint) -> Tensor:
+        """The tensor; a part of one is newly allocated."""
+        tensor = checkpoint.read(self.source)
+        return tensor if self.rows is None else self.rows.of(tensor)
+
+    def row(self, checkpoint: Checkpoint, row: int) -> Tensor:
+        tensor = checkpoint.read(self.source)
+        if self.rows is None or tensor.numel() == 1:
+            return tensor[row]
+        return tensor[int(self.rows.of(torch.arange(tensor.shape[0]))[row])]
 
 
 def _renamed(entry: TensorEntry, names: OwnNames, fields: Fields) -> list[_Renamed]:
@@ -99,32 +110,6 @@ def _renamed(entry: TensorEntry, names: OwnNames, fields: Fields) -> list[_Renam
         shape = rows.of(torch.empty(entry.shape, device="meta")).shape
         made.append(_Renamed(replace(entry, name=name, shape=tuple(shape)), entry.name, rows))
     return made
-
-
-class _RenamedTensors:
-    """Reads the tensors of a checkpoint by other names."""
-
-    def __init__(self, checkpoint: Checkpoint, made: Mapping[str, _Renamed]) -> None:
-        self._checkpoint = checkpoint
-        self._made = made
-
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; a part of one is newly allocated."""
-        made = self._made[name]
-        tensor = self._checkpoint.read(made.name)
-        return tensor if made.rows is None else made.rows.of(tensor)
-
-    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
-        """One row; no others are read."""
-        made = self._made[name]
-        tensor = self._checkpoint.read(made.name)
-        if made.rows is None or tensor.numel() == 1:
-            return tensor[row]
-        return tensor[int(made.rows.of(torch.arange(tensor.shape[0]))[row])]
-
-    def give_back(self, name: str) -> None:
-        """Release the pages that it was read from."""
-        self._checkpoint.give_back(self._made[name].name)
 
 
 _PUBLISHED_SCALES = ("weight_scale", "weight_scale_inv")
@@ -161,132 +146,106 @@ def fp8_checkpoint(checkpoint: Checkpoint, block: Block | None) -> Checkpoint:
     """
     scales = {name: _scales_of(checkpoint, entry) for name, entry in checkpoint.entries.items() if entry.dtype == FP8}
     scheme = scheme_of_fp8(checkpoint, block)
-    made: dict[str, _Made] = {}
+    made: list[MadeTensor] = []
     for name, factors in scales.items():
         entry = checkpoint.entries[name]
         _check_shape(entry, factors, block)
-        if scheme is not None and is_layer_matrix(name):
-            values, rows = quantized_tensors(name, entry.shape, scheme).items()
-            packed = Packed(factors.dtype, factors.nbytes)
-            made[values[0]] = _Made(replace(entry, name=values[0]), entry)
-            made[rows[0]] = _Made(
-                replace(factors, name=rows[0], shape=rows[1], dtype="F32", packed=packed), None, factors
-            )
-        else:
-            made[name] = _dequantized(entry, name, factors)
+        if scheme is None or not is_layer_matrix(name):
+            made.append(_dequantized(entry, name, factors, block))
+            continue
+        (values, _), (rows, shape) = quantized_tensors(name, entry.shape, scheme).items()
+        packed = Packed(factors.dtype, factors.nbytes)
+        of_rows = replace(factors, name=rows, shape=shape, dtype="F32", packed=packed)
+        made += [_Renamed(replace(entry, name=values), name), _ScalesOfRows(of_rows, factors, block)]
     gone = {*scales, *(factors.name for factors in scales.values())}
-    return _with_made(checkpoint, made, gone, block)
+    return _with_made(checkpoint, made, gone)
 
 
 def floats_of_rows(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint by our names with its 8-bit floats dequantized: `X.weight`, float32, replaces them."""
-    made: dict[str, _Made] = {}
+    made: list[MadeTensor] = []
     gone: set[str] = set()
     for name, entry in checkpoint.entries.items():
         module = name.removesuffix(VALUES)
         if name != module and entry.dtype == FP8 and module + SCALES in checkpoint.entries:
-            made[module + ".weight"] = _dequantized(entry, module + ".weight", checkpoint.entries[module + SCALES])
+            made.append(_dequantized(entry, module + ".weight", checkpoint.entries[module + SCALES], (1, GROUP)))
             gone |= {name, module + SCALES}
-    return _with_made(checkpoint, made, gone, (1, GROUP)) if made else checkpoint
+    return _with_made(checkpoint, made, gone) if made else checkpoint
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A tensor made of others: of values, of scales, or of their product."""
+class _ScalesOfRows(MadeTensor):
+    """Scales [rows] or [rows, groups], from one for the matrix, for each row or for each block."""
 
     entry: TensorEntry
-    values: TensorEntry | None
-    scales: TensorEntry | None = None
+    scales: TensorEntry
+    block: Block | None
+    source = None
 
-
-def _dequantized(values: TensorEntry, name: str, scales: TensorEntry) -> _Made:
-    packed = Packed(FP8, values.nbytes + scales.nbytes)
-    return _Made(replace(values, name=name, dtype="F32", packed=packed), values, scales)
-
-
-def _with_made(checkpoint: Checkpoint, made: Mapping[str, _Made], gone: set[str], block: Block | None) -> Checkpoint:
-    own = {name.rpartition(".")[0] for name in checkpoint.entries if name.endswith(".weight")}
-    modules = own | {module.rpartition(".")[0] for module in own}
-    entries = {
-        name: entry
-        for name, entry in checkpoint.entries.items()
-        if name not in gone and not _is_of_activations(entry, modules)
-    }
-    for name in made.keys() & entries.keys():
-        raise ModelFormatError(f"{entries[name].file}: tensor {name!r} is unexpected beside published 8-bit weights")
-    entries |= {name: one.entry for name, one in made.items()}
-    tensors = _Tensors(checkpoint, made, block)
-    files: dict[Path, TensorFile] = {entry.file: tensors for entry in entries.values()}
-    return Checkpoint(entries, files)
-
-
-class _Tensors:
-    """Reads the tensors of a checkpoint, and those that are made of some."""
-
-    def __init__(self, checkpoint: Checkpoint, made: Mapping[str, _Made], block: Block | None) -> None:
-        self._checkpoint = checkpoint
-        self._made = made
-        self._block = block
-
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; a product of two is newly allocated."""
-        made = self._made.get(name)
-        if made is None:
-            return self._checkpoint.read(name)
-        if made.values is None:
-            return self._of_rows(made, shape)
-        values = self._checkpoint.read(made.values.name)
-        return values if made.scales is None else values.float().mul_(self._spread(made, shape))
-
-    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
-        """One row."""
-        made = self._made.get(name)
-        if made is None or made.values is None or made.scales is None:
-            return self.tensor(name, dtype, shape)[row]
-        values = self._checkpoint.read(made.values.name)
-        return values[row].float().mul_(self._spread(made, shape).expand(shape)[row])
-
-    def give_back(self, name: str) -> None:
-        """Release the pages that it was read from."""
-        made = self._made.get(name)
-        if made is None:
-            self._checkpoint.give_back(name)
-        elif made.values is not None:
-            self._checkpoint.give_back(made.values.name)
-
-    def _of_rows(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
-        """Scales [rows] or [rows, groups], from one for the matrix, for each row or for each block."""
+    def read(self, checkpoint: Checkpoint) -> Tensor:
+        shape = self.entry.shape
         if len(shape) == 1:
-            return self._spread(made, (*shape, 1)).expand(*shape, 1).flatten().clone()
-        assert made.scales is not None, "these are scales"
-        scales = self._scales(made)
-        high = shape[0] // scales.shape[0] if self._block is None else self._block[0]
+            return _spread(checkpoint, self.scales, (*shape, 1), self.block).expand(*shape, 1).flatten().clone()
+        scales = _finite_scales(checkpoint, self.scales)
+        high = shape[0] // scales.shape[0] if self.block is None else self.block[0]
         return scales.repeat_interleave(high, 0)[: shape[0]]
 
-    def _spread(self, made: _Made, shape: tuple[int, ...]) -> Tensor:
-        """The scales of a matrix in float32, in a shape that broadcasts to its values."""
-        assert made.scales is not None, "what has none is not multiplied"
-        scales = self._scales(made)
-        rows, columns = shape
-        if scales.numel() == 1:
-            return scales.reshape(1, 1)
-        if scales.shape in ((rows,), (rows, 1)):
-            return scales.reshape(rows, 1)
-        block = _block_in(shape, scales.shape, self._block)
-        assert block is not None, "the shape was checked"
-        high, wide = block
-        return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
 
-    def _scales(self, made: _Made) -> Tensor:
-        """The published scales in float32; raises `ModelFormatError` unless all are finite and above 0."""
-        assert made.scales is not None, "what has none is not multiplied"
-        scales = self._checkpoint.read(made.scales.name).float()
-        low, high = scales.aminmax()
-        if not (low > 0 and high < math.inf):
-            raise ModelFormatError(
-                f"{made.scales.file}: tensor {made.scales.name!r} must have finite values above 0 as float32"
-            )
-        return scales
+@dataclass(frozen=True)
+class _Dequantized(MadeTensor):
+    """The product of values, which are `source`, and scales."""
+
+    entry: TensorEntry
+    source: str
+    scales: TensorEntry
+    block: Block | None
+
+    def read(self, checkpoint: Checkpoint) -> Tensor:
+        """The matrix, newly allocated."""
+        scales = _spread(checkpoint, self.scales, self.entry.shape, self.block)
+        return checkpoint.read(self.source).float().mul_(scales)
+
+    def row(self, checkpoint: Checkpoint, row: int) -> Tensor:
+        scales = _spread(checkpoint, self.scales, self.entry.shape, self.block)
+        return checkpoint.read(self.source)[row].float().mul_(scales.expand(self.entry.shape)[row])
+
+
+def _dequantized(values: TensorEntry, name: str, scales: TensorEntry, block: Block | None) -> _Dequantized:
+    packed = Packed(FP8, values.nbytes + scales.nbytes)
+    return _Dequantized(replace(values, name=name, dtype="F32", packed=packed), values.name, scales, block)
+
+
+def _with_made(checkpoint: Checkpoint, made: list[MadeTensor], gone: set[str]) -> Checkpoint:
+    own = {name.rpartition(".")[0] for name in checkpoint.entries if name.endswith(".weight")}
+    modules = own | {module.rpartition(".")[0] for module in own}
+    kept = {name: entry for name, entry in checkpoint.entries.items() if name not in gone}
+    others = {name for name, entry in kept.items() if _is_of_activations(entry, modules)}
+    for name in {one.entry.name for one in made} & (kept.keys() - others):
+        raise ModelFormatError(f"{kept[name].file}: tensor {name!r} is unexpected beside published 8-bit weights")
+    return made_checkpoint(checkpoint, made, gone | others)
+
+
+def _spread(checkpoint: Checkpoint, scales: TensorEntry, shape: tuple[int, ...], block: Block | None) -> Tensor:
+    """The scales of a matrix in float32, in a shape that broadcasts to its values."""
+    found = _finite_scales(checkpoint, scales)
+    rows, columns = shape
+    if found.numel() == 1:
+        return found.reshape(1, 1)
+    if found.shape in ((rows,), (rows, 1)):
+        return found.reshape(rows, 1)
+    fitting = _block_in(shape, found.shape, block)
+    assert fitting is not None, "the shape was checked"
+    high, wide = fitting
+    return found.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+
+
+def _finite_scales(checkpoint: Checkpoint, entry: TensorEntry) -> Tensor:
+    """The published scales in float32; raises `ModelFormatError` unless all are finite and above 0."""
+    scales = checkpoint.read(entry.name).float()
+    low, high = scales.aminmax()
+    if not (low > 0 and high < math.inf):
+        raise ModelFormatError(f"{entry.file}: tensor {entry.name!r} must have finite values above 0 as float32")
+    return scales
 
 
 def _is_of_activations(entry: TensorEntry, modules: Collection[str]) -> bool:
@@ -366,7 +325,7 @@ def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})
 
 
-class GGUFTensors:
+class GGUFTensors(TensorFile):
     """Reads the tensors of a GGUF file, by their names in transformers."""
 
     def __init__(
@@ -390,8 +349,9 @@ class GGUFTensors:
             packed = None if tensor.type_name == "F32" else Packed(tensor.type_name, tensor.nbytes)
             yield TensorEntry(name, self._file.path, tensor.shape, "F32", packed)
 
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, entry: TensorEntry) -> Tensor:
         """The tensor in float32, newly allocated."""
+        name = entry.name
         values = torch.from_numpy(self._file.read(self._names[name]))
         if self._norm_offset and name.endswith("norm.weight"):
             values = values - self._norm_offset
@@ -402,16 +362,16 @@ class GGUFTensors:
         """The matrix as uint8 [rows, bytes of a row], in ggml's blocks; in the mapped file where its rows' order is."""
         tensor, num_heads = self._file.tensors[self._names[name]], self._num_heads(name)
         shape = (tensor.shape[0], tensor.nbytes // tensor.shape[0])
-        blocks = self._mapped(tensor.path).tensor(tensor.name, "U8", shape)
+        blocks = self._mapped(tensor.path).tensor(TensorEntry(tensor.name, tensor.path, shape, "U8"))
         return blocks if num_heads is None else to_half_split(blocks, num_heads)
 
-    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
+    def row(self, entry: TensorEntry, row: int) -> Tensor:
         """One row; no other bytes are read."""
-        if len(shape) == 1:
-            return self.tensor(name, dtype, shape)[row]
-        num_heads = self._num_heads(name)
-        place = row if num_heads is None else adjacent_row(row, num_heads, shape[0])
-        return torch.from_numpy(self._file.read_rows(self._names[name], place, 1))[0]
+        if len(entry.shape) == 1:
+            return self.tensor(entry)[row]
+        num_heads = self._num_heads(entry.name)
+        place = row if num_heads is None else adjacent_row(row, num_heads, entry.shape[0])
+        return torch.from_numpy(self._file.read_rows(self._names[entry.name], place, 1))[0]
 
     def give_back(self, name: str) -> None:
         """Release the pages of a tensor in blocks; others are not kept here."""

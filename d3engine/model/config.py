@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from d3engine.errors import ModelFormatError
@@ -13,19 +14,9 @@ from d3engine.model.families import family_of
 from d3engine.model.family import NO_CAPS, Biases, Family, Multipliers, SoftCaps, TensorNames
 from d3engine.model.family_fields import no_windows, sliding_window
 from d3engine.model.fields import Fields
-from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, FP8_GROUPS, QUANTIZATION_SCHEMES, read_quantization
+from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, read_quantization
 from d3engine.model.rope_config import PARTIAL, RopeConfig, read_rope_config
 from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
-
-__all__ = [
-    "DTYPES",
-    "FP8_GROUPS",
-    "GENERATION_CONFIG_FILE",
-    "QUANTIZATION_SCHEMES",
-    "ModelConfig",
-    "load_generation_config",
-    "not_applied",
-]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -243,15 +234,13 @@ def load_generation_config(model: ModelSource) -> dict[str, Any]:
     if not files.has(GENERATION_CONFIG_FILE):
         return {}
     fields = Fields(files.read_json_object(GENERATION_CONFIG_FILE), GENERATION_CONFIG_FILE)
-    defaults: dict[str, Any] = {}
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-        if fields.get(name) is not None:
-            defaults[name] = fields.number(name, zero_allowed=True)
-    for name in ("top_k", "max_new_tokens"):
-        if fields.get(name) is not None:
-            defaults[name] = fields.integer(name, low=0)
-    if fields.get("do_sample") is not None:
-        defaults["do_sample"] = fields.boolean("do_sample")
+    number, count = partial(fields.number, zero_allowed=True), partial(fields.integer, low=0)
+    readers: dict[str, Callable[[str], Any]] = {
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), number),
+        **dict.fromkeys(("top_k", "max_new_tokens"), count),
+        "do_sample": fields.boolean,
+    }
+    defaults = {name: read(name) for name, read in readers.items() if fields.get(name) is not None}
     if fields.get("eos_token_id") is not None:
         defaults["eos_token_ids"] = fields.token_ids("eos_token_id")
     return defaults
@@ -289,7 +278,7 @@ def _refuse_other_models(fields: Fields, family: Family) -> None:
 def _ropes(fields: Fields, family: Family, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
     """The rope of a model, and that of its layers with a window where the family has two."""
     if family.local_theta is None:
-        return _rope(fields, family, head_dim, max_positions), None
+        return read_rope_config(fields, family, head_dim, max_positions), None
     by_kind = fields.get("rope_parameters") or {}
     if not isinstance(by_kind, Mapping) or not by_kind.keys() <= {"full_attention", "sliding_attention"}:
         fields.refuse("rope_parameters", "an object with those of full_attention and of sliding_attention, or absent")
@@ -298,24 +287,14 @@ def _ropes(fields: Fields, family: Family, head_dim: int, max_positions: int) ->
     outer = {name: value for name, value in fields.values.items() if name != "rope_theta" or not _has_theta(full)}
     plain = {name: value for name, value in fields.values.items() if name not in ("rope_theta", "rope_scaling")}
     local_theta = family.default_theta if _has_theta(local) else family.local_theta(fields)
-    return (
-        _rope(Fields(outer | {"rope_parameters": full}, fields.source), family, head_dim, max_positions),
-        _rope(Fields(plain | {"rope_parameters": local}, fields.source), family, head_dim, max_positions, local_theta),
-    )
+    whole = Fields(outer | {"rope_parameters": full}, fields.source)
+    windowed = Fields(plain | {"rope_parameters": local}, fields.source)
+    rope = read_rope_config(whole, family, head_dim, max_positions)
+    return rope, read_rope_config(windowed, family, head_dim, max_positions, local_theta)
 
 
 def _has_theta(rope: Any) -> bool:
     return isinstance(rope, Mapping) and rope.get("rope_theta") is not None
-
-
-def _rope(fields: Fields, family: Family, head_dim: int, max_positions: int, theta: float | None = None) -> RopeConfig:
-    rope = read_rope_config(
-        fields, head_dim, max_positions, theta or family.default_theta, family.partial_rotary_factor
-    )
-    if family.rope_types is not None and rope.rope_type not in family.rope_types:
-        name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-        fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")
-    return rope
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
@@ -342,7 +321,7 @@ def _bos_token_id(fields: Fields, generation: Mapping[str, Any] | None, default:
         fields = Fields(generation, GENERATION_CONFIG_FILE)
     if "bos_token_id" not in fields.values:
         return default
-    return None if fields.get("bos_token_id") is None else fields.integer("bos_token_id", low=0)
+    return fields.optional_integer("bos_token_id", low=0)
 
 
 def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None, default: tuple[int, ...]) -> tuple[int, ...]:

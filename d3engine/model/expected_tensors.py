@@ -15,14 +15,14 @@ from torch import Tensor
 from d3engine.errors import ModelFormatError
 from d3engine.model.checkpoint import (
     FLOAT_DTYPES,
+    SCALES,
+    VALUES,
     Checkpoint,
     TensorEntry,
     dtype_of,
     is_layer_matrix,
     quantized_tensors,
 )
-from d3engine.model.checkpoint import SCALES as SCALES
-from d3engine.model.checkpoint import VALUES as VALUES
 from d3engine.model.config import ModelConfig
 from d3engine.model.family import NO_CAPS, Multipliers, TensorNames
 from d3engine.model.quantization_config import SCHEMES

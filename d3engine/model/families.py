@@ -5,34 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from d3engine.errors import ModelFormatError
+from d3engine.model import family_fields as read
 from d3engine.model.family import Biases, Family, GGUFLayout, LayerNorms, OwnNames, SoftCaps, TensorNames
-from d3engine.model.family_fields import (
-    biases,
-    dense_granite,
-    exaone4_layers_without_rope,
-    exaone4_windows,
-    gemma_scale,
-    gguf_ernie,
-    gguf_exaone4,
-    gguf_gemma3,
-    gguf_granite,
-    gguf_olmo,
-    gguf_query_scalar,
-    granite_multipliers,
-    internlm2_biases,
-    internlm3_biases,
-    is_tied,
-    layers_of_no_rope,
-    llama_biases,
-    no_cap_of_scores,
-    olmo3_local_theta,
-    qwen_windows,
-    smollm3_layers_without_rope,
-    soft_caps,
-    window_but_every,
-    window_by_layer,
-    window_everywhere,
-)
 from d3engine.model.fields import Fields
 
 # After loading, every model is a Llama, with or without an optional part of a layer; no kernel knows families.
@@ -59,21 +33,45 @@ _GRANITE_4_KEYS = (
     *(f"ssm.{name}" for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")),
 )
 _GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
-_GLM: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1.5625e-7,
-    "attention_bias": True,
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
+_QWEN: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "windows": read.qwen_windows}
+_OLMO: dict[str, Any] = {
+    "names": _NORMS_BEHIND_ALONE,
+    "bos_token_id": None,
+    "eos_token_ids": (50_279,),
+    "biases": read.attention_biases,
+    "has_projection_norms": True,
 }
-_GLM_ENDS = (151_329, 151_336, 151_338)
-_GEMMA: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True}
+_GLM: dict[str, Any] = {
+    "defaults": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+    },
+    "bos_token_id": None,
+    "eos_token_ids": (151_329, 151_336, 151_338),
+    "has_interleaved_rope": True,
+    "partial_rotary_factor": 0.5,
+    "biases": read.biases("attention_bias"),
+}
+_GEMMA: dict[str, Any] = {
+    "bos_token_id": 2,
+    "eos_token_ids": (1,),
+    "biases": read.attention_biases,
+    "norm_offset": 1.0,
+    "activation": "gelu_tanh",
+    "activation_names": ("gelu_pytorch_tanh",),
+    "scales_embedding": True,
+}
+_GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True}
 
 FAMILIES = (
     Family(
         ("LlamaForCausalLM", "LLaMAForCausalLM"),
         "llama",
-        biases=llama_biases,
+        biases=read.llama_biases,
         gguf=GGUFLayout(
             "llama",
             adjacent_pairs=True,
@@ -85,26 +83,14 @@ FAMILIES = (
             },
         ),
     ),
-    Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=llama_biases, check=is_tied),
-    Family(
-        ("MistralForCausalLM",),
-        "mistral",
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        windows=window_everywhere,
-    ),
-    Family(
-        ("MinistralForCausalLM",),
-        "ministral",
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        windows=window_by_layer,
-    ),
+    Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=read.llama_biases, check=read.is_tied),
+    Family(("MistralForCausalLM",), "mistral", defaults=_MISTRAL, windows=read.window_everywhere),
+    Family(("MinistralForCausalLM",), "ministral", defaults=_MISTRAL, windows=read.window_by_layer),
     Family(
         ("Qwen2ForCausalLM",),
         "qwen2",
+        **_QWEN,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
-        bos_token_id=None,
-        eos_token_ids=(),
-        windows=qwen_windows,
         biases=lambda fields: Biases(qkv=True),
         gguf=GGUFLayout("qwen2", pre_tokenizers=dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2")),
     ),
@@ -118,14 +104,14 @@ FAMILIES = (
             "attention_bias": True,
         },
         bos_token_id=0,
-        biases=biases("attention_bias", "attention_out_bias", "mlp_bias"),
+        biases=read.biases("attention_bias", "attention_out_bias", "mlp_bias"),
         gguf=GGUFLayout("seed_oss", modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
     Family(
         ("GraniteForCausalLM",),
         "granite",
-        biases=llama_biases,
-        multipliers=granite_multipliers,
+        biases=read.llama_biases,
+        multipliers=read.granite_multipliers,
         gguf=GGUFLayout(
             "granite",
             adjacent_pairs=True,
@@ -138,7 +124,7 @@ FAMILIES = (
                 "logit_scale": "logits_scaling",
             },
             optional_keys=_GRANITE_4_KEYS,
-            more_fields=gguf_granite,
+            more_fields=read.gguf_granite,
         ),
     ),
     Family(
@@ -151,7 +137,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
         },
         eos_token_ids=(32_000,),
-        windows=window_everywhere,
+        windows=read.window_everywhere,
         rope_types=("default", "longrope"),  # transformers reads "yarn" as longrope here
         partial_rotary_factor=1.0,
         gguf=GGUFLayout(
@@ -168,10 +154,10 @@ FAMILIES = (
         own_names=OwnNames(
             fields={"shared_intermediate_size": "intermediate_size", "layers_block_type": "layer_types"}
         ),
-        layers_without_rope=layers_of_no_rope,
-        biases=biases("attention_bias", "attention_bias"),
-        multipliers=granite_multipliers,
-        check=dense_granite,
+        layers_without_rope=read.layers_of_no_rope,
+        biases=read.attention_biases,
+        multipliers=read.granite_multipliers,
+        check=read.dense_granite,
     ),
     Family(
         ("ExaoneForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
@@ -198,7 +184,7 @@ FAMILIES = (
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(361,),
         default_theta=500_000.0,
-        biases=llama_biases,
+        biases=read.llama_biases,
         gguf=GGUFLayout("exaone", pre_tokenizers={"exaone": "smollm"}),
     ),
     Family(
@@ -217,28 +203,26 @@ FAMILIES = (
             },
             grouped_qkv=".attention.wqkv.",
         ),
-        biases=internlm2_biases,
+        biases=read.internlm2_biases,
         gguf=GGUFLayout("internlm2", adjacent_pairs=True),
     ),
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
         "internlm3",
         defaults={"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5},
-        biases=internlm3_biases,
+        biases=read.internlm3_biases,
     ),
     Family(
         ("Qwen3ForCausalLM",),
         "qwen3",
+        **_QWEN,
         defaults={
             "num_key_value_heads": 32,
             "head_dim": 128,
             "max_position_embeddings": 32_768,
             "sliding_window": 4096,
         },
-        bos_token_id=None,
-        eos_token_ids=(),
-        windows=qwen_windows,
-        biases=biases("attention_bias", "attention_bias"),
+        biases=read.attention_biases,
         has_head_norms=True,
         gguf=GGUFLayout("qwen3"),
     ),
@@ -249,42 +233,34 @@ FAMILIES = (
         bos_token_id=128_000,
         eos_token_ids=(128_001,),
         default_theta=2_000_000.0,
-        layers_without_rope=smollm3_layers_without_rope,
-        windows=qwen_windows,
-        biases=llama_biases,
+        layers_without_rope=read.smollm3_layers_without_rope,
+        windows=read.qwen_windows,
+        biases=read.llama_biases,
         # No GGUF file says which layers have rope: they are the family's default, as in llama.cpp.
         gguf=GGUFLayout("smollm3", adjacent_pairs=True),
     ),
     Family(
         ("Olmo2ForCausalLM",),
         "olmo2",
-        names=_NORMS_BEHIND_ALONE,
+        **_OLMO,
         defaults={"rms_norm_eps": 1e-5},
-        bos_token_id=None,
-        eos_token_ids=(50_279,),
-        biases=biases("attention_bias", "attention_bias"),
-        has_projection_norms=True,
         gguf=GGUFLayout(
             "olmo2",
             modules=_GGUF_NORMS_BEHIND,
             optional_keys=(*_GGUF_WINDOW_KEYS, "rope.scaling.attn_factor"),
-            more_fields=gguf_olmo,
+            more_fields=read.gguf_olmo,
             pre_tokenizers={"olmo": "gpt-2"},
         ),
     ),
     Family(
         ("Olmo3ForCausalLM",),
         "olmo3",
-        names=_NORMS_BEHIND_ALONE,
+        **_OLMO,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
-        bos_token_id=None,
-        eos_token_ids=(50_279,),
         default_theta=500_000.0,
         rope_types=("default", "linear", "llama3", "yarn"),
-        local_theta=olmo3_local_theta,
-        windows=window_but_every(4),
-        biases=biases("attention_bias", "attention_bias"),
-        has_projection_norms=True,
+        local_theta=read.olmo3_local_theta,
+        windows=read.window_but_every(4),
     ),
     Family(
         ("Exaone4ForCausalLM",),
@@ -292,14 +268,14 @@ FAMILIES = (
         names=_NORMS_BEHIND_ALONE,
         defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         bos_token_id=0,
-        layers_without_rope=exaone4_layers_without_rope,
-        windows=exaone4_windows,
+        layers_without_rope=read.exaone4_layers_without_rope,
+        windows=read.exaone4_windows,
         has_head_norms=True,
         gguf=GGUFLayout(
             "exaone4",
             modules=_GGUF_NORMS_BEHIND,
             optional_keys=_GGUF_WINDOW_KEYS,
-            more_fields=gguf_exaone4,
+            more_fields=read.gguf_exaone4,
             pre_tokenizers={"exaone4": "gpt-2"},
         ),
     ),
@@ -307,12 +283,7 @@ FAMILIES = (
         ("GlmForCausalLM",),
         "glm",
         names=TensorNames(gate_up=("mlp.gate_up_proj",)),
-        defaults=_GLM,
-        bos_token_id=None,
-        eos_token_ids=_GLM_ENDS,
-        has_interleaved_rope=True,
-        partial_rotary_factor=0.5,
-        biases=biases("attention_bias"),
+        **_GLM,
     ),
     Family(
         ("Glm4ForCausalLM",),
@@ -321,12 +292,7 @@ FAMILIES = (
             gate_up=("mlp.gate_up_proj",),
             norms=LayerNorms(attention_post="post_self_attn_layernorm", mlp_post="post_mlp_layernorm"),
         ),
-        defaults=_GLM,
-        bos_token_id=None,
-        eos_token_ids=_GLM_ENDS,
-        has_interleaved_rope=True,
-        partial_rotary_factor=0.5,
-        biases=biases("attention_bias"),
+        **_GLM,
         gguf=GGUFLayout(
             "glm4",
             modules={
@@ -349,39 +315,28 @@ FAMILIES = (
         },
         default_theta=500_000.0,
         has_interleaved_rope=True,
-        biases=biases("use_bias", "use_bias", "use_bias"),
-        gguf=GGUFLayout("ernie4_5", more_fields=gguf_ernie),
+        biases=read.biases("use_bias", "use_bias", "use_bias"),
+        gguf=GGUFLayout("ernie4_5", more_fields=read.gguf_ernie),
     ),
     Family(
         ("GemmaForCausalLM",),
         "gemma",
-        defaults=_GEMMA | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
-        bos_token_id=2,
-        eos_token_ids=(1,),
-        biases=biases("attention_bias", "attention_bias"),
-        norm_offset=1.0,
-        activation="gelu_tanh",
-        activation_names=("gelu_pytorch_tanh", "gelu"),  # the second in Google's own configs, and meant as the first
-        scales_embedding=True,
+        defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
+        # The second is in Google's own configs, and meant as the first.
+        **_GEMMA | {"activation_names": ("gelu_pytorch_tanh", "gelu")},
         gguf=GGUFLayout("gemma", ends=("<end_of_turn>",)),
     ),
     Family(
         ("Gemma2ForCausalLM",),
         "gemma2",
         names=TensorNames(norms=_GEMMA_NORMS),
-        defaults=_GEMMA
+        **_GEMMA,
+        defaults=_GEMMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        bos_token_id=2,
-        eos_token_ids=(1,),
-        windows=window_but_every(2),
-        biases=biases("attention_bias", "attention_bias"),
-        norm_offset=1.0,
-        activation="gelu_tanh",
-        activation_names=("gelu_pytorch_tanh",),
-        scales_embedding=True,
-        soft_caps=soft_caps,
-        multipliers=gemma_scale,
+        windows=read.window_but_every(2),
+        soft_caps=read.soft_caps,
+        multipliers=read.gemma_scale,
         gguf=GGUFLayout(
             "gemma2",
             modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
@@ -390,7 +345,7 @@ FAMILIES = (
                 "attn_logit_softcapping": "attn_logit_softcapping",
                 "final_logit_softcapping": "final_logit_softcapping",
             },
-            more_fields=gguf_query_scalar(46),
+            more_fields=read.gguf_query_scalar(46),
             ends=("<end_of_turn>",),
         ),
     ),
@@ -398,29 +353,24 @@ FAMILIES = (
         ("Gemma3ForCausalLM",),
         "gemma3_text",
         names=TensorNames(norms=_GEMMA_NORMS),
-        defaults=_GEMMA | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096},
-        bos_token_id=2,
-        eos_token_ids=(1,),
+        **_GEMMA,
+        defaults=_GEMMA_DEFAULTS
+        | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096},
         default_theta=1_000_000.0,
         rope_types=("default", "linear", "llama3", "yarn"),
         local_theta=lambda fields: fields.optional_number("rope_local_base_freq") or 10_000.0,
-        windows=window_but_every(6, "sliding_window_pattern"),
-        biases=biases("attention_bias", "attention_bias"),
+        windows=read.window_but_every(6, "sliding_window_pattern"),
         has_head_norms=True,
-        norm_offset=1.0,
-        activation="gelu_tanh",
-        activation_names=("gelu_pytorch_tanh",),
-        scales_embedding=True,
         # transformers does not apply the cap of scores here, so that one must be absent.
         soft_caps=lambda fields: SoftCaps(logits=fields.optional_number("final_logit_softcapping")),
-        multipliers=gemma_scale,
-        check=no_cap_of_scores,
+        multipliers=read.gemma_scale,
+        check=read.no_cap_of_scores,
         gguf=GGUFLayout(
             "gemma3",
             modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
             keys={"attention.sliding_window": "sliding_window"},
             optional_keys=(*_GGUF_WINDOW_KEYS, "rope.freq_base_swa", "final_logit_softcapping"),
-            more_fields=gguf_gemma3,
+            more_fields=read.gguf_gemma3,
             ends=("<end_of_turn>",),
         ),
     ),

@@ -16,6 +16,7 @@ def biases(qkv: str, output: str | None = None, mlp: str | None = None) -> Calla
 
 
 llama_biases = biases("attention_bias", "attention_bias", "mlp_bias")
+attention_biases = biases("attention_bias", "attention_bias")
 
 
 def internlm3_biases(fields: Fields) -> Biases:
@@ -58,7 +59,7 @@ def is_tied(fields: Fields) -> None:
 
 def sliding_window(fields: Fields) -> int | None:
     """The field of that name."""
-    return None if fields.get("sliding_window") is None else fields.integer("sliding_window")
+    return fields.optional_integer("sliding_window")
 
 
 def no_windows(fields: Fields, num_layers: int) -> Windows:

@@ -80,6 +80,9 @@ class Fields:
     def optional_number(self, name: str, *, zero_allowed: bool = False) -> float | None:
         return None if self.get(name) is None else self.number(name, zero_allowed=zero_allowed)
 
+    def optional_integer(self, name: str, *, low: int = 1) -> int | None:
+        return None if self.get(name) is None else self.integer(name, low=low)
+
     def boolean(self, name: str, *, default: bool = False) -> bool:
         value = self._required(name, default)
         if not isinstance(value, bool):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from d3engine.errors import MissingExtraError, ModelFormatError, must_be
 from d3engine.model.fields import of_a_model
@@ -83,6 +83,10 @@ class GGUFFile:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(path.stat().st_size for path in self._versions)
+
+    def refuse(self, key: str, allowed: str) -> NoReturn:
+        """Raise the error for the value of a key, saying what is allowed."""
+        raise ModelFormatError(must_be(f"{self.path}: {key}", self.metadata.get(key), allowed))
 
     def read(self, name: str) -> NDArray[np.float32]:
         """The tensor of that name, dequantized; takes a few MiB beyond the result."""
@@ -276,7 +280,7 @@ def _read_parts(path: Path) -> GGUFFile:
     first = _read_file(path)
     count = first.metadata.get(_PARTS, 1)
     if type(count) is not int or count < 0:
-        raise _refused(first, _PARTS, "an integer of at least 0")
+        first.refuse(_PARTS, "an integer of at least 0")
     if count < 2:
         return first
     name = _PART_NAME.fullmatch(path.name)
@@ -285,7 +289,7 @@ def _read_parts(path: Path) -> GGUFFile:
         raise ModelFormatError(f"{path}: the first of {count:,} parts (split.count) must be called {parts}")
     if int(name[2]) != 1 or first.metadata.get(_PART) != 0:
         file = path.with_name(_part_name(name, 1))
-        raise _refused(first, _PART, f"0: a file in {count:,} parts is named by its first, {file}")
+        first.refuse(_PART, f"0: a file in {count:,} parts is named by its first, {file}")
     tensors, versions = dict(first.tensors), dict(first._versions)
     for number in range(1, count):
         place = path.with_name(_part_name(name, number + 1))
@@ -294,27 +298,23 @@ def _read_parts(path: Path) -> GGUFFile:
         part = _read_file(place)
         for key, value in {_PART: number, _PARTS: count}.items():
             if part.metadata.get(key) != value:
-                raise _refused(part, key, f"{value}, as in the file's name")
+                part.refuse(key, f"{value}, as in the file's name")
         for key in part.metadata.keys() - set(_OF_EACH_PART):
             if part.metadata[key] != first.metadata.get(key):
-                raise _refused(part, key, f"what it is in {path}")
+                part.refuse(key, f"what it is in {path}")
         for tensor in part.tensors.values():
             if tensor.name in tensors:
                 raise ModelFormatError(f"tensor {tensor.name!r} is in both {tensors[tensor.name].path} and {place}")
         tensors |= part.tensors
         versions |= part._versions
     if first.metadata.get(_PARTS_TENSORS, len(tensors)) != len(tensors):
-        raise _refused(first, _PARTS_TENSORS, f"the number of tensors in all parts, {len(tensors):,}")
+        first.refuse(_PARTS_TENSORS, f"the number of tensors in all parts, {len(tensors):,}")
     return GGUFFile(path, first.metadata, tensors, versions)
 
 
 def _part_name(name: re.Match[str], number: int) -> str:
     """The file name of a part, where `name` is another's."""
     return f"{name[1]}-{number:0{len(name[2])}}-of-{name[3]}.gguf"
-
-
-def _refused(file: GGUFFile, key: str, allowed: str) -> ModelFormatError:
-    return ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
 
 
 def _read_file(path: Path) -> GGUFFile:

@@ -6,9 +6,9 @@ import json
 import math
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from d3engine.errors import ModelFormatError, must_be
+from d3engine.errors import ModelFormatError
 from d3engine.model.families import GGUF_FAMILIES
 from d3engine.model.family import Family, GGUFLayout
 from d3engine.model.fields import Fields
@@ -66,7 +66,7 @@ _TOKENIZER_NEUTRAL: dict[str, tuple[Any, ...]] = {
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 # Llama 3.1's and 3.2's own numbers; a GGUF file holds only the resulting divisor of each channel.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
@@ -147,12 +147,8 @@ def gguf_family(file: GGUFFile) -> tuple[Family, GGUFLayout]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         known = ", ".join(sorted(GGUF_FAMILIES))
-        _refuse(file, "general.architecture", f"one of {known} (Mistral and InternLM3 are llama, OLMo 3 is olmo2)")
+        file.refuse("general.architecture", f"one of {known} (Mistral and InternLM3 are llama, OLMo 3 is olmo2)")
     return GGUF_FAMILIES[architecture]
-
-
-def _refuse(file: GGUFFile, key: str, allowed: str) -> NoReturn:
-    raise ModelFormatError(must_be(f"{file.path}: {key}", file.metadata.get(key), allowed))
 
 
 def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
@@ -167,7 +163,7 @@ def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
         is_unread = key in of_keys or (key.startswith(prefix) and key.removeprefix(prefix) not in read)
         if is_unread and value not in of_keys.get(key, ()):
             words = " or ".join(["absent", *map(json.dumps, of_keys.get(key, ()))])
-            _refuse(file, key, f"{words}, since it is not supported")
+            file.refuse(key, f"{words}, since it is not supported")
 
 
 def gguf_pooling(file: GGUFFile) -> str | None:
@@ -187,7 +183,7 @@ def _ends_of_text(file: GGUFFile, known: tuple[str, ...]) -> dict[str, Any]:
     """BOS, and every end-of-sequence id: of the text, of a turn, of a message to a tool, and of the `known` tokens."""
     fields = Fields(file.metadata, str(file.path))
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")]
-    given = [fields.integer(name, low=0) if fields.get(name) is not None else None for name in names]
+    given = [fields.optional_integer(name, low=0) for name in names]
     tokens = file.metadata.get("tokenizer.ggml.tokens") if known else None
     given += [tokens.index(end) for end in known if isinstance(tokens, list) and end in tokens]
     ends = list(dict.fromkeys(end for end in given[1:] if end is not None))
@@ -248,8 +244,8 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, An
         and largest >= 1
         and np.allclose(given, llama3_divisors(head_dim, theta, largest), rtol=1e-4, atol=0)
     ):
-        return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
-    allowed = ", ".join(f"{name} {value:g}" for name, value in _LLAMA3.items())
+        return {"rope_type": "llama3", "factor": largest, **LLAMA3_ROPE}
+    allowed = ", ".join(f"{name} {value:g}" for name, value in LLAMA3_ROPE.items())
     raise ModelFormatError(
         f"{file.path}: {FREQ_FACTORS} must be what Llama 3 makes of any factor with {allowed} (its safetensors run)"
     )
@@ -259,7 +255,7 @@ def llama3_divisors(head_dim: int, theta: float, factor: float) -> NDArray[Any]:
     """Llama 3.1's divisor of each channel's frequency: 1 for short wavelengths, `factor` for long ones."""
     import numpy as np
 
-    low, high, original = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"], 8192
+    low, high, original = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"], 8192
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     turns = original * theta**-exponents / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clip(0, 1)
@@ -283,7 +279,7 @@ def gguf_tokenizer_kind(file: GGUFFile) -> str | None:
     if model is None:
         return None
     if model not in ("gpt2", "llama"):
-        _refuse_tokenizer(file, "model", "one of 'gpt2', 'llama'")
+        file.refuse("tokenizer.ggml.model", "one of 'gpt2', 'llama'")
     return "tokenizer.json" if model == "gpt2" else "tokenizer.model"
 
 
@@ -306,15 +302,16 @@ def gguf_tokenizer_json(file: GGUFFile) -> dict[str, Any]:
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        _refuse_tokenizer(
-            file, "pre", f"one of {', '.join(sorted(PRE_TOKENIZERS))} (or give the model's tokenizer.json as tokenizer)"
+        file.refuse(
+            "tokenizer.ggml.pre",
+            f"one of {', '.join(sorted(PRE_TOKENIZERS))} (or give the model's tokenizer.json as tokenizer)",
         )
     splitting = PRE_TOKENIZERS[pre]
     merges = _list(file, "merges", str)
     if not merges:
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges is missing or empty")
     if _flag(file, "add_space_prefix", False):
-        _refuse_tokenizer(file, "add_space_prefix", "false with tokenizer.ggml.model 'gpt2'")
+        file.refuse("tokenizer.ggml.add_space_prefix", "false with tokenizer.ggml.model 'gpt2'")
     if any(merge.count(" ") != 1 for merge in merges):
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.merges must be pairs with a space between")
     added = [
@@ -349,19 +346,15 @@ def _named_tokens(file: GGUFFile) -> dict[str, str]:
         if token_id is None:
             continue
         if type(token_id) is not int or not 0 <= token_id < len(tokens):
-            _refuse_tokenizer(file, f"{name}_token_id", f"the id of one of its {len(tokens):,} tokens")
+            file.refuse(f"tokenizer.ggml.{name}_token_id", f"the id of one of its {len(tokens):,} tokens")
         named[field] = tokens[token_id]
     return named
-
-
-def _refuse_tokenizer(file: GGUFFile, name: str, allowed: str) -> NoReturn:
-    _refuse(file, f"tokenizer.ggml.{name}", allowed)
 
 
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:
     value = file.metadata.get(f"tokenizer.ggml.{name}")
     if value is not None and not isinstance(value, bool):
-        _refuse_tokenizer(file, name, "true or false")
+        file.refuse(f"tokenizer.ggml.{name}", "true or false")
     return default if value is None else bool(value)
 
 
@@ -412,7 +405,7 @@ def _end(file: GGUFFile, named: dict[str, str], name: str, default: bool) -> lis
     if not _flag(file, f"add_{name}_token", default and token is not None):
         return []
     if token is None:
-        _refuse_tokenizer(file, f"add_{name}_token", f"false without tokenizer.ggml.{name}_token_id")
+        file.refuse(f"tokenizer.ggml.add_{name}_token", f"false without tokenizer.ggml.{name}_token_id")
     return [{"SpecialToken": {"id": token, "type_id": 0}}]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.blocks import BLOCK_FORMATS
 from d3engine.kernels.integer_groups import pack_integer_groups
-from d3engine.model.checkpoint import FLOAT_DTYPES, Checkpoint, Packed, TensorEntry, TensorFile
+from d3engine.model.checkpoint import FLOAT_DTYPES, Checkpoint, MadeTensor, Packed, TensorEntry, made_checkpoint
 from d3engine.model.quantization_config import IntegerLayout
 
 # The published value of a weight is (number - zero point) x scale, rounded to the dtype of the scales. Here it is not
@@ -47,20 +46,88 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """The stored tensors of one matrix [N, K], and the type of the blocks that it becomes; None: floats alone.
+class _Matrix(MadeTensor):
+    """One matrix [N, K] of whole numbers, which are `source`; `type_name`: of the blocks that it becomes, or None.
 
-    `order` are the columns group by group, where each group is not a run of neighbours.
+    `order` int32 are the columns group by group, where each group is not a run of neighbours.
     """
 
+    entry: TensorEntry
+    source: str
     layout: IntegerLayout
-    values: TensorEntry
     scales: TensorEntry
     zero_points: TensorEntry | None
-    shape: tuple[int, int]
     num_groups: int
     type_name: str | None
     order: Tensor | None
+
+    def read(self, checkpoint: Checkpoint) -> Tensor:
+        """The matrix in float32, newly allocated."""
+        return torch.cat([self._floats(checkpoint, *span) for span in self._spans()])
+
+    def row(self, checkpoint: Checkpoint, row: int) -> Tensor:
+        start = row // 8 * 8  # whole words
+        return self._floats(checkpoint, start, min(start + 8, self.entry.shape[0]))[row - start]
+
+    def blocks(self, checkpoint: Checkpoint) -> Tensor:
+        """In blocks; raises `ModelFormatError` for scales not finite."""
+        assert self.type_name is not None, "it has blocks"
+        columns, bits = BLOCK_FORMATS[self.type_name].columns, self.layout.bits
+        order = slice(None) if self.order is None else self.order.long()
+        try:
+            parts = (self._parts(checkpoint, *span) for span in self._spans())
+            packed = [
+                pack_integer_groups(codes[:, order], zero_points, scales, columns, bits)
+                for codes, zero_points, scales in parts
+            ]
+            return torch.cat(packed)
+        except ValueError as error:
+            raise ModelFormatError(f"{self.scales.file}: tensor {self.scales.name!r}: {error}") from None
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        rows = self.entry.shape[0]
+        return ((start, min(start + _ROWS_AT_ONCE, rows)) for start in range(0, rows, _ROWS_AT_ONCE))
+
+    def _floats(self, checkpoint: Checkpoint, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) in float32."""
+        codes, zero_points, scales = self._parts(checkpoint, start, stop)
+        indices = self.entry.name.removesuffix(".weight") + _NAMES[self.layout.method].group_indices
+        groups = _group_indices(checkpoint, indices, self.entry.shape[1], self.num_groups)
+        return (codes.float() - zero_points[:, groups]) * scales[:, groups]
+
+    def _parts(self, checkpoint: Checkpoint, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers [N, K] and zero points [N, groups], uint8, and scales float32 [N, groups] of rows [start, stop).
+
+        `start` is a multiple of eight.
+        """
+        bits, method = self.layout.bits, self.layout.method
+        values, stored = checkpoint.read(self.source), checkpoint.read(self.scales.name).float()
+        zero_points = self._zero_points(checkpoint, start, stop)
+        if method == "compressed-tensors":
+            scales = stored.reshape(-1, self.num_groups).expand(self.entry.shape[0], -1)[start:stop]
+            return _bytes_or_numbers(values[start:stop], bits), zero_points, scales
+        if method == "gptq":
+            codes = _numbers(values[:, start:stop], bits).transpose(0, 1).flatten(1)
+        else:
+            words = values[:, start * bits // 32 : -(-stop * bits // 32)]
+            codes = _numbers(words, bits)[:, :, _AWQ_PLACES].flatten(1)[:, : stop - start].t()
+        return codes.contiguous(), zero_points, stored[:, start:stop].t().contiguous()
+
+    def _zero_points(self, checkpoint: Checkpoint, start: int, stop: int) -> Tensor:
+        """Zero points uint8 [N, groups] of rows [start, stop)."""
+        rows, bits, method = stop - start, self.layout.bits, self.layout.method
+        if self.zero_points is None:
+            return torch.full((rows, self.num_groups), 1 << (bits - 1), dtype=torch.uint8)
+        stored = checkpoint.read(self.zero_points.name)
+        words = slice(start * bits // 32, -(-stop * bits // 32))
+        if method == "compressed-tensors":
+            if self.zero_points.dtype == "I8":
+                return _bytes_or_numbers(stored[start:stop], bits)
+            return _numbers(stored[words], bits).transpose(1, 2).flatten(0, 1)[:rows]
+        # Words are added, as GPTQModel does it: the offset of a number that overflows goes to the next one.
+        ones = (2**32 - 1) // (2**bits - 1)
+        found = _numbers(stored[:, words] + self.layout.zero_offset * ones, bits)
+        return (found[:, :, _AWQ_PLACES] if method == "awq" else found).flatten(1)[:, :rows].t()
 
 
 def integer_checkpoint(checkpoint: Checkpoint, layouts: Sequence[IntegerLayout]) -> Checkpoint:
@@ -83,14 +150,7 @@ def integer_checkpoint(checkpoint: Checkpoint, layouts: Sequence[IntegerLayout])
         matrices[name] = _matrix_of(checkpoint, module, entry, names, layout)
         beside = (names.scales, names.zero_points, names.group_indices, *names.others)
         gone |= {entry.name, *(module + suffix for suffix in beside)}
-    entries = {name: entry for name, entry in checkpoint.entries.items() if name not in gone}
-    tensors = _IntegerTensors(checkpoint, matrices)
-    for name, matrix in matrices.items():
-        stored = matrix.values.nbytes + matrix.scales.nbytes + (matrix.zero_points.nbytes if matrix.zero_points else 0)
-        packed = Packed(matrix.type_name or matrix.layout.method, stored)
-        entries[name] = TensorEntry(name, matrix.values.file, matrix.shape, "F32", packed)
-    files: dict[Path, TensorFile] = {entry.file: tensors for entry in entries.values()}
-    return Checkpoint(entries, files)
+    return made_checkpoint(checkpoint, matrices.values(), gone)
 
 
 def _module_of(entry: TensorEntry, names: _Names) -> str | None:
@@ -155,8 +215,11 @@ def _matrix_of(
     type_name = None
     if scales.dtype in ("F16", "BF16") and bool((indices.bincount() * num_groups == columns).all()):
         type_name = _type_of(columns // num_groups, layout.bits)  # other scales may have more bits than a block keeps
-    order = None if bool((indices.diff() >= 0).all()) else indices.argsort(stable=True)
-    return _Matrix(layout, values, scales, zero_points, (rows, columns), num_groups, type_name, order)
+    order = None if bool((indices.diff() >= 0).all()) else indices.argsort(stable=True).int()
+    stored = sum(one.nbytes for one in (values, scales, zero_points) if one is not None)
+    packed = Packed(type_name or layout.method, stored)
+    entry = TensorEntry(f"{module}.weight", values.file, (rows, columns), "F32", packed)
+    return _Matrix(entry, values.name, layout, scales, zero_points, num_groups, type_name, order)
 
 
 def _type_of(columns: int, bits: int) -> str | None:
@@ -208,101 +271,6 @@ def _group_indices(checkpoint: Checkpoint, name: str, columns: int, groups: int)
     return indices
 
 
-class _IntegerTensors:
-    """Reads the tensors of a checkpoint, and the matrices that are made of whole numbers."""
-
-    def __init__(self, checkpoint: Checkpoint, matrices: Mapping[str, _Matrix]) -> None:
-        self._checkpoint = checkpoint
-        self._matrices = matrices
-
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; a matrix of whole numbers in float32, newly allocated."""
-        if name not in self._matrices:
-            return self._checkpoint.read(name)
-        return torch.cat([self._floats(name, start, stop) for start, stop in _spans(shape[0])])
-
-    def blocks(self, name: str) -> Tensor:
-        """The matrix as uint8 [rows, bytes of a row], in blocks; raises `ModelFormatError` for scales not finite."""
-        matrix = self._matrices[name]
-        assert matrix.type_name is not None, "it has blocks"
-        columns, bits = BLOCK_FORMATS[matrix.type_name].columns, matrix.layout.bits
-        try:
-            spans = _spans(matrix.shape[0])
-            parts = [self._in_order(matrix, *self._parts(matrix, *span)) for span in spans]
-            return torch.cat([pack_integer_groups(*some, columns, bits) for some in parts])
-        except ValueError as error:
-            raise ModelFormatError(f"{matrix.scales.file}: tensor {matrix.scales.name!r}: {error}") from None
-
-    def order(self, name: str) -> Tensor | None:
-        """The input channel of each column of a matrix in blocks, int32; None: they are in order."""
-        matrix = self._matrices.get(name)
-        return None if matrix is None or matrix.order is None else matrix.order.int()
-
-    def row(self, name: str, dtype: str, shape: tuple[int, ...], row: int) -> Tensor:
-        """One row."""
-        if name not in self._matrices:
-            return self._checkpoint.read(name)[row]
-        start = row // 8 * 8  # whole words
-        return self._floats(name, start, min(start + 8, shape[0]))[row - start]
-
-    def give_back(self, name: str) -> None:
-        """Release the pages that it was read from."""
-        matrix = self._matrices.get(name)
-        self._checkpoint.give_back(name if matrix is None else matrix.values.name)
-
-    def _floats(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a matrix in float32."""
-        matrix = self._matrices[name]
-        codes, zero_points, scales = self._parts(matrix, start, stop)
-        groups = self._groups_of_columns(matrix, name.removesuffix(".weight"))
-        return (codes.float() - zero_points[:, groups]) * scales[:, groups]
-
-    def _groups_of_columns(self, matrix: _Matrix, module: str) -> Tensor:
-        name = module + _NAMES[matrix.layout.method].group_indices
-        return _group_indices(self._checkpoint, name, matrix.shape[1], matrix.num_groups)
-
-    @staticmethod
-    def _in_order(matrix: _Matrix, codes: Tensor, zero_points: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The parts of some rows with the columns of a group together."""
-        return codes if matrix.order is None else codes[:, matrix.order], zero_points, scales
-
-    def _parts(self, matrix: _Matrix, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers [N, K] and zero points [N, groups], uint8, and scales float32 [N, groups] of rows [start, stop).
-
-        `start` is a multiple of eight.
-        """
-        rows, layout = stop - start, matrix.layout
-        in_word = 32 // layout.bits
-        values, stored = self._checkpoint.read(matrix.values.name), self._checkpoint.read(matrix.scales.name).float()
-        words = slice(start // in_word, -(-stop // in_word))
-        if layout.method == "compressed-tensors":
-            codes = _bytes_or_numbers(values[start:stop], layout.bits)
-            scales = stored.reshape(-1, matrix.num_groups).expand(matrix.shape[0], -1)[start:stop]
-            return codes, self._zero_points(matrix, start, stop), scales
-        if layout.method == "gptq":
-            codes = _numbers(values[:, start:stop], layout.bits).transpose(0, 1).flatten(1)
-        else:
-            codes = _numbers(values[:, words], layout.bits)[:, :, _AWQ_PLACES].flatten(1)[:, :rows].t()
-        return codes.contiguous(), self._zero_points(matrix, start, stop), stored[:, start:stop].t().contiguous()
-
-    def _zero_points(self, matrix: _Matrix, start: int, stop: int) -> Tensor:
-        """Zero points uint8 [N, groups] of rows [start, stop)."""
-        rows, layout = stop - start, matrix.layout
-        bits = layout.bits
-        if matrix.zero_points is None:
-            return torch.full((rows, matrix.num_groups), 1 << (bits - 1), dtype=torch.uint8)
-        stored = self._checkpoint.read(matrix.zero_points.name)
-        words = slice(start * bits // 32, -(-stop * bits // 32))
-        if layout.method == "compressed-tensors":
-            if matrix.zero_points.dtype == "I8":
-                return _bytes_or_numbers(stored[start:stop], bits)
-            return _numbers(stored[words], bits).transpose(1, 2).flatten(0, 1)[:rows]
-        # Words are added, as GPTQModel does it: the offset of a number that overflows goes to the next one.
-        ones = (2**32 - 1) // (2**bits - 1)
-        found = _numbers(stored[:, words] + layout.zero_offset * ones, bits)
-        return (found[:, :, _AWQ_PLACES] if layout.method == "awq" else found).flatten(1)[:, :rows].t()
-
-
 def _bytes_or_numbers(stored: Tensor, bits: int) -> Tensor:
     """Numbers [N, K] of words [N, K x bits / 32], or of signed bytes [N, K]."""
     if stored.dtype == torch.int8:
@@ -314,7 +282,3 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
     """The numbers of int32 words [A, B], the lowest bits first: uint8 [A, B, 32 / bits]."""
     four = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     return four if bits == 8 else torch.stack([four & 15, four >> 4], dim=3).flatten(2)
-
-
-def _spans(rows: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + _ROWS_AT_ONCE, rows)) for start in range(0, rows, _ROWS_AT_ONCE))

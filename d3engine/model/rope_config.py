@@ -8,29 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from d3engine.errors import ModelFormatError
+from d3engine.model.family import Family
 from d3engine.model.fields import Fields
 
+_ORIGINAL = "original_max_position_embeddings"
+PARTIAL = "partial_rotary_factor"
 # The keys transformers reads for each rope type, beyond the type and theta themselves.
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}),
     "yarn": frozenset(
         {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
+            *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim", "truncate"),
         }
     ),
-    "longrope": frozenset(
-        {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"}
-    ),
+    "longrope": frozenset({"short_factor", "long_factor", "factor", _ORIGINAL, "attention_factor"}),
 }
 
 _ALIASES = {"su": "longrope"}
@@ -38,8 +33,6 @@ _ALIASES = {"su": "longrope"}
 
 _MAX_FACTOR = 1_000_000
 """Far above any real model, low enough that the length it stretches to is a number."""
-
-PARTIAL = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
@@ -79,17 +72,17 @@ class RopeConfig:
 
 
 def read_rope_config(
-    fields: Fields, head_dim: int, max_positions: int, default_theta: float, default_part: float | None
+    fields: Fields, family: Family, head_dim: int, max_positions: int, default_theta: float | None = None
 ) -> RopeConfig:
-    """Return the rope of a config, read as transformers reads it. Raises `ModelFormatError`.
+    """Return the rope of a family's config, read as transformers reads it. Raises `ModelFormatError`.
 
     Both spellings are read, and must agree: `rope_theta` with `rope_scaling` (transformers 4), and `rope_parameters`
-    (transformers 5). `default_part`: the family's `partial_rotary_factor`; None: it has none.
+    (transformers 5). `default_theta`: where neither has one; None: the family's.
     """
 
     def read(name: str, values: Mapping[str, Any]) -> RopeConfig:
         rope = Fields(values, f"{fields.source}: {name}")
-        return _read_rope(fields, rope, head_dim, max_positions, default_theta, default_part)
+        return _read_rope(fields, rope, family, head_dim, max_positions, default_theta or family.default_theta)
 
     found = []
     for name in ("rope_parameters", "rope_scaling"):
@@ -100,23 +93,25 @@ def read_rope_config(
             found.append(read(name, value))
     if not found:
         found.append(read("rope_parameters", {}))
-    if found[0] != found[-1]:
+    rope = found[0]
+    if rope != found[-1]:
         fields.refuse("rope_scaling", "the same as rope_parameters where both are given")
-    if found[0].rope_type == "dynamic" and (found[0].rotary_dim or head_dim) == 2:
+    if rope.rope_type == "dynamic" and (rope.rotary_dim or head_dim) == 2:
         raise ModelFormatError(f"{fields.source}: head_dim must be above 2 for dynamic rope; got 2")
-    return found[0]
+    if family.rope_types is not None and rope.rope_type not in family.rope_types:
+        name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+        fields.refuse(name, f"of type {' or '.join(family.rope_types)} for {family.architectures[0]}")
+    return rope
 
 
 def _read_rope(
-    outer: Fields, rope: Fields, head_dim: int, max_positions: int, default_theta: float, default_part: float | None
+    outer: Fields, rope: Fields, family: Family, head_dim: int, max_positions: int, default_theta: float
 ) -> RopeConfig:
-    rope_type = _rope_type(rope)
+    rope_type, default_part = _rope_type(rope), family.partial_rotary_factor
     _refuse_unknown_rope_keys(rope, rope_type, has_part=default_part is not None)
     rotary_dim = head_dim if default_part is None else _rotary_dim(outer, rope, head_dim, default_part)
     known = _ROPE_KEYS[rope_type]
-    original = None
-    if "original_max_position_embeddings" in known:
-        original = _original_max_positions(outer, rope, max_positions)
+    original = _original_max_positions(outer, rope, max_positions) if _ORIGINAL in known else None
     rescales = rope_type != "default"
     if rescales and "factor" not in rope.values and rope_type != "longrope":
         raise ModelFormatError(f"{rope.source}: factor is missing")
@@ -207,17 +202,15 @@ def _rope_theta(outer: Fields, rope: Fields, default: float) -> float:
 
 def _original_max_positions(outer: Fields, rope: Fields, max_positions: int) -> int:
     """Inside the rope parameters or next to them; without either, max_position_embeddings as in transformers."""
-    name = "original_max_position_embeddings"
-    outside = outer.integer(name) if outer.get(name) is not None else None
-    inner = rope.integer(name) if rope.get(name) is not None else None
+    outside, inner = outer.optional_integer(_ORIGINAL), rope.optional_integer(_ORIGINAL)
     if outside is not None and inner is not None and outside != inner:
-        rope.refuse(name, f"the same as the {name}={outside} beside it")
+        rope.refuse(_ORIGINAL, f"the same as the {_ORIGINAL}={outside} beside it")
     return inner or outside or max_positions
 
 
 def _check_rope_ranges(rope: Fields, config: RopeConfig) -> None:
     if config.trained_length == 1:  # whose logarithm divides
-        rope.refuse("original_max_position_embeddings", "an integer from 2 for a longrope")
+        rope.refuse(_ORIGINAL, "an integer from 2 for a longrope")
     if config.factor is not None and not 1 <= config.factor <= _MAX_FACTOR:
         rope.refuse("factor", f"a number from 1 to {_MAX_FACTOR:,}")
     if (config.high_freq_factor or math.inf) <= (config.low_freq_factor or 0):

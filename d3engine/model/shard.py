@@ -228,15 +228,12 @@ class Collectives(Protocol):
 
     def sum_(self, tensor: Tensor) -> None:
         """Put the sum of all ranks' tensors into each of them; the same bits everywhere."""
-        ...
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, [ranks, ...]."""
-        ...
 
     def agree_(self, tensor: Tensor) -> None:
         """Put rank 0's tensor into each of them."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from d3engine.errors import ModelFormatError, must_be
+from d3engine.errors import ModelFormatError
 from d3engine.model.families import family_of
 from d3engine.model.fields import Fields, json_object, of_a_model, read_json_object
 from d3engine.model.gguf_file import GGUFFile, open_gguf
@@ -273,7 +273,7 @@ def _generation_config(file: GGUFFile) -> bytes:
 def _chat_template(file: GGUFFile) -> bytes:
     template = file.metadata[_TEMPLATE]
     if not isinstance(template, str):
-        raise ModelFormatError(must_be(f"{file.path}: {_TEMPLATE}", template, "a string"))
+        file.refuse(_TEMPLATE, "a string")
     return template.encode("utf-8")
 
 

@@ -245,15 +245,16 @@ class _Loader:
 
     def load(self) -> LlamaWeights:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
+        is_tied = config.tie_word_embeddings
         # Reading, checking and laying out a matrix keeps one core busy; more threads would hold more tensors twice.
         threads = min(torch.get_num_threads(), _LOADING_THREADS) if self.device.type == "cpu" else 1
         with ThreadPoolExecutor(threads) as pool:
             table = pool.submit(self._embedding, names.embedding, multipliers.on_embedding)
-            head = None if config.tie_word_embeddings else pool.submit(self._matrix, _LM_HEAD, config.hidden_size)
+            head = None if is_tied else pool.submit(self._matrix, {"lm_head": None}, config.hidden_size)
             layers = tuple(pool.map(self._layer, map(names.layer, range(config.num_layers))))
             embedding = table.result()
             lm_head = self._held(embedding, [names.embedding]) if head is None else head.result()
-        on_norm = multipliers.on_final_norm(config.tie_word_embeddings)
+        on_norm = multipliers.on_final_norm(is_tied)
         if on_norm == 1.0:
             final_norm = self._norm({names.final_norm: None})
         else:
@@ -442,8 +443,6 @@ _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
 """Modules or tensors to stack, from top to bottom; None: all rows as stored."""
 
 _LOADING_THREADS = 4
-
-_LM_HEAD: _Modules = {"lm_head": None}
 
 
 def _with(suffix: str, modules: _Modules) -> _Modules:

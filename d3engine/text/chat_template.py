@@ -10,21 +10,10 @@ from typing import Any, TypeAlias, cast
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
 from d3engine.model.source import ModelSource, files_of
 from d3engine.text.chat_messages import MessageFormat, check_messages, plain
-from d3engine.text.limited_process import LimitedProcessError, LimitError, ProcessLimits, ask
+from d3engine.text.limited_process import LimitError, ProcessLimits, ask
 from d3engine.text.tokenizer import Tokenizer
 from d3engine.text.tokenizer_files import named_special_tokens, read_tokenizer_config
 from d3engine.utils.files import CONFIG_BYTES
-
-__all__ = [
-    "ChatPrompts",
-    "ChatTemplate",
-    "ChatTemplateError",
-    "LimitedProcessError",
-    "Messages",
-    "ProcessLimits",
-    "as_conversations",
-    "load_chat_template",
-]
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _JOB = "d3engine.text.template_sandbox:answer"
@@ -198,16 +187,12 @@ class ChatPrompts:
     def __init__(self, directory: Path, tokenizer: Tokenizer | None) -> None:
         self._directory = directory
         self._tokenizer = tokenizer
-        self._own: ChatTemplate | None = None
-        self._is_loaded = False
         self._given: ChatTemplate | None = None
 
-    def load(self) -> ChatTemplate | None:
-        """The model's template, None without one; its files are read once, at the first call."""
-        if not self._is_loaded:
-            self._own = load_chat_template(self._directory)
-            self._is_loaded = True
-        return self._own
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The model's template, None without one; its files are read once, at the first use."""
+        return load_chat_template(self._directory)
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
@@ -245,7 +230,7 @@ class ChatPrompts:
 
     def _template(self, source: str | None) -> ChatTemplate:
         if source is None:
-            own = self.load()
+            own = self.template
             if own is None:
                 raise InvalidValueError(
                     "chat_template", None, f"given for chat(), since {self._directory} has no chat template"

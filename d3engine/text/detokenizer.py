@@ -192,6 +192,7 @@ class _Stream(Protocol):
     @property
     def has_tentative(self) -> bool:
         """Whether `tentative()` would return any text."""
+        return False
 
     def follow(self, earlier: Sequence[int]) -> None:
         """Continue after these ids, before the first push: their text is known, but for an unfinished character."""
@@ -204,6 +205,7 @@ class _Stream(Protocol):
 
     def tentative(self, start: int = 0) -> str:
         """Return the text of the pending ids as of now, complete characters only, from character `start` on."""
+        return ""
 
 
 def _open_stream(tokenizer: Tokenizer) -> _Stream:
@@ -214,10 +216,8 @@ def _open_stream(tokenizer: Tokenizer) -> _Stream:
     return _WindowStream(tokenizer)
 
 
-class _ByteLevelStream:
+class _ByteLevelStream(_Stream):
     """Bytes of each token through an incremental UTF-8 decoder, which holds back incomplete characters."""
-
-    has_tentative = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -232,9 +232,6 @@ class _ByteLevelStream:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
-
-    def tentative(self, start: int = 0) -> str:
-        return ""
 
 
 def _last_bytes(backwards: Iterable[bytes]) -> bytes:
@@ -258,7 +255,7 @@ def _strict_decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")(errors="strict")
 
 
-class _ByteFallbackStream:
+class _ByteFallbackStream(_Stream):
     """Tokens as they come, but a run of byte tokens only once it has ended: one bad byte spoils all of it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -327,13 +324,12 @@ class _ByteFallbackStream:
         return int(self._strip and self._characters[:1] == [" "])
 
 
-class _WindowStream:
+class _WindowStream(_Stream):
     """For any other decoder: pending ids are decoded after a few earlier ones, whose text is cut off.
 
     Exact for decoders whose text at a token depends on a few tokens before it only.
     """
 
-    has_tentative = False
     _CONTEXT = 4
     _MOST_PENDING = 16  # tokens to wait for a complete character, so that endless garbage costs no more
 
@@ -367,9 +363,6 @@ class _WindowStream:
     def flush(self) -> str:
         text, self._pending = self._pending_text(), []
         return text
-
-    def tentative(self, start: int = 0) -> str:
-        return ""
 
     def _pending_text(self) -> str:
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)

@@ -10,6 +10,7 @@ if sys.platform == "win32":
     from ctypes import wintypes
 
     _QUERY, _TICKS = 0x1000, 10_000_000  # PROCESS_QUERY_LIMITED_INFORMATION; a FILETIME counts 100 ns
+    _SIZES = "peak", "resident", "paged_peak", "paged", "pool_peak", "pool", "committed", "committed_peak"
 
     class _Memory(ctypes.Structure):
         """PROCESS_MEMORY_COUNTERS."""
@@ -17,19 +18,7 @@ if sys.platform == "win32":
         _fields_ = (
             ("size", wintypes.DWORD),
             ("faults", wintypes.DWORD),
-            *tuple(
-                (name, ctypes.c_size_t)
-                for name in (
-                    "peak",
-                    "resident",
-                    "paged_peak",
-                    "paged",
-                    "pool_peak",
-                    "pool",
-                    "committed",
-                    "committed_peak",
-                )
-            ),
+            *((name, ctypes.c_size_t) for name in _SIZES),
         )
 
     _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
@@ -50,9 +39,8 @@ if sys.platform == "win32":
             _kernel.GetProcessTimes(process, *map(ctypes.byref, times))
         finally:
             _kernel.CloseHandle(process)
-        ticks = sum(
-            time.dwHighDateTime << 32 | time.dwLowDateTime for time in times[2:]
-        )  # of the kernel and of the user
+        # Of the kernel and of the user.
+        ticks = sum(time.dwHighDateTime << 32 | time.dwLowDateTime for time in times[2:])
         return memory.committed, ticks / _TICKS
 
 else:

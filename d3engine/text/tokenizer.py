@@ -139,8 +139,7 @@ class FastTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.special_tokens = named_special_tokens(config)
-        self.bos_token_id = self._named_id(path, "bos_token")
-        self.eos_token_id = self._named_id(path, "eos_token")
+        self.bos_token_id, self.eos_token_id = _ends(path, self.special_tokens, backend.token_to_id)
         _add_special_tokens(backend, config)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -187,12 +186,6 @@ class FastTokenizer(Tokenizer):
     def is_byte_fallback(self, token_id: int) -> bool:
         token = self.convert_id_to_token(token_id) if self._has_byte_fallback else None
         return token is not None and byte_of_token(token) is not None
-
-    def _named_id(self, path: Path, field: str) -> int | None:
-        if field not in self.special_tokens:
-            return None
-        token_id: int | None = self._tokenizer.token_to_id(self.special_tokens[field])
-        return _require_in_vocabulary(path, field, self.special_tokens[field], token_id)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -257,12 +250,7 @@ class SentencePieceTokenizer(Tokenizer):
         own = {"bos_token": self._plain.bos_id(), "eos_token": self._plain.eos_id(), "unk_token": self._plain.unk_id()}
         from_model = {field: self._tokens[i] for field, i in own.items() if i >= 0}
         self.special_tokens = from_model | named_special_tokens(config)
-        found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token"))
-        for field in found:
-            if field in self.special_tokens:
-                token = self.special_tokens[field]
-                found[field] = _require_in_vocabulary(path, field, token, ids.get(token))
-        self.bos_token_id, self.eos_token_id = found["bos_token"], found["eos_token"]
+        self.bos_token_id, self.eos_token_id = _ends(path, self.special_tokens, ids.get)
 
 
 def byte_of_token(token: str) -> int | None:
@@ -384,10 +372,14 @@ def _added_tokens(files: ModelFiles, config: Mapping[str, Any], tokens: Mapping[
     return added
 
 
-def _require_in_vocabulary(path: Path, field: str, token: str, token_id: int | None) -> int:
-    if token_id is None:
-        raise ModelFormatError(f"{path}: tokenizer_config.json names {field} {token!r}, which is not in the vocabulary")
-    return token_id
+def _ends(path: Path, named: Mapping[str, str], id_of: Callable[[str], int | None]) -> tuple[int | None, int | None]:
+    """The ids of BOS and EOS; raises `ModelFormatError` where one is named and not in the vocabulary."""
+    ids = {field: id_of(named[field]) for field in ("bos_token", "eos_token") if field in named}
+    for field, token_id in ids.items():
+        if token_id is None:
+            said = f"names {field} {named[field]!r}, which is not in the vocabulary"
+            raise ModelFormatError(f"{path}: tokenizer_config.json {said}")
+    return ids.get("bos_token"), ids.get("eos_token")
 
 
 def _require_unicode(text: str) -> None:

@@ -1,6 +1,5 @@
 """What is no LoRA adapter of a model is refused by name: of the field, the tensor, and what is allowed."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from saved_llama import change_json, put
 from torch import Tensor
 
 from benchmarks.lora import write_random_adapter
@@ -30,8 +30,7 @@ def read(directory: Path, max_rank: int = 16, dtype: torch.dtype | None = None) 
 
 
 def change_fields(directory: Path, **changes: Any) -> None:
-    path = directory / CONFIG_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(directory / CONFIG_FILE, lambda config: config.update(changes))
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
@@ -102,27 +101,19 @@ def test_fields_beyond_lora_are_refused_by_name(adapter: Path, changes: dict[str
         read(adapter)
 
 
-def _without(name: str) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.__delitem__(name)
-
-
-def _with(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.__setitem__(name, tensor)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_without(f"{FIRST}.lora_A.weight"), "lora_A.weight' is missing"),
-        (_without(f"{FIRST}.lora_B.weight"), "lora_B.weight' is missing"),
-        (_with(f"{FIRST}.lora_A.weight", torch.zeros(5, CONFIG.hidden_size)), r"has shape \[5, .*ask for \[4, "),
-        (_with(f"{FIRST}.lora_B.weight", torch.zeros(1, 4)), "has shape"),
-        (_with(f"{FIRST}.lora_A.weight", torch.zeros(4, CONFIG.hidden_size, dtype=torch.int8)), "dtype I8: allowed"),
-        (_with(f"{FIRST}.lora_A.weight", torch.full((4, CONFIG.hidden_size), torch.nan)), "holds NaN or infinity"),
-        (_with(f"{FIRST}.lora_magnitude_vector", torch.zeros(4)), "lora_magnitude_vector' is unexpected"),
-        (_with("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4)), "is unexpected"),
-        (_with("base_model.model.lm_head.base_layer.weight", torch.zeros(4)), "save_embedding_layers=False"),
-        (_with("base_model.model.model.layers.99.mlp.up_proj.lora_A.weight", torch.zeros(4)), "is unexpected"),
+        (put(f"{FIRST}.lora_A.weight", None), "lora_A.weight' is missing"),
+        (put(f"{FIRST}.lora_B.weight", None), "lora_B.weight' is missing"),
+        (put(f"{FIRST}.lora_A.weight", torch.zeros(5, CONFIG.hidden_size)), r"has shape \[5, .*ask for \[4, "),
+        (put(f"{FIRST}.lora_B.weight", torch.zeros(1, 4)), "has shape"),
+        (put(f"{FIRST}.lora_A.weight", torch.zeros(4, CONFIG.hidden_size, dtype=torch.int8)), "dtype I8: allowed"),
+        (put(f"{FIRST}.lora_A.weight", torch.full((4, CONFIG.hidden_size), torch.nan)), "holds NaN or infinity"),
+        (put(f"{FIRST}.lora_magnitude_vector", torch.zeros(4)), "lora_magnitude_vector' is unexpected"),
+        (put("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4)), "is unexpected"),
+        (put("base_model.model.lm_head.base_layer.weight", torch.zeros(4)), "save_embedding_layers=False"),
+        (put("base_model.model.model.layers.99.mlp.up_proj.lora_A.weight", torch.zeros(4)), "is unexpected"),
         (lambda tensors: tensors.clear(), "has no tensors"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -151,7 +142,7 @@ def test_files_that_cannot_be_read_are_refused(adapter: Path) -> None:
 
 
 def test_values_that_16_bits_cannot_hold_are_refused(adapter: Path) -> None:
-    change_tensors(adapter, _with(f"{FIRST}.lora_B.weight", torch.full((CONFIG.q_size, 4), 1e5)))
+    change_tensors(adapter, put(f"{FIRST}.lora_B.weight", torch.full((CONFIG.q_size, 4), 1e5)))
     assert read(adapter).rank == 4
     with pytest.raises(ModelFormatError, match=r"has values that .*float16 cannot hold"):
         read(adapter, dtype=torch.float16)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from gguf_files import SMALL, bpe_keys, write_gguf
+from gguf_files import SMALL, write_gguf
 
 from d3engine.errors import ModelFormatError
 from d3engine.kernels.blocks import BLOCK_FORMATS, StackedWeight
@@ -80,12 +80,12 @@ def read_or_refused(path: Path, name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
-    folder, tokenizer = tmp_path_factory.mktemp("gguf"), bpe_keys()
+    folder = tmp_path_factory.mktemp("gguf")
 
     @cache
     def of(type_name: str) -> bytes:
         sizes = SMALL | {"types": (type_name,), "hidden": 256, "intermediate": 256, "heads": 4, "head_dim": 64}
-        return write_gguf(folder / f"{type_name}.gguf", tokenizer=tokenizer, **sizes).read_bytes()
+        return write_gguf(folder / f"{type_name}.gguf", **sizes).read_bytes()
 
     return of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from saved_llama import DOWN, EMBEDDING, QUERY, change, change_json, load, save_model
+from saved_llama import DOWN, EMBEDDING, QUERY, change, change_json, load, put, save_model
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError
@@ -17,13 +17,9 @@ from d3engine.errors import ModelFormatError
 NORM = "model.layers.2.input_layernorm.weight"
 
 
-def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
-    return lambda tensors: tensors.update({name: tensor})
-
-
 WRONG_TENSORS: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
-    (lambda tensors: tensors.pop(DOWN), f"tensor '{DOWN}' is missing in .*model.safetensors"),
-    (lambda tensors: tensors.pop("lm_head.weight"), "'lm_head.weight' is missing in .*tie_word_embeddings is false"),
+    (put(DOWN, None), f"tensor '{DOWN}' is missing in .*model.safetensors"),
+    (put("lm_head.weight", None), "'lm_head.weight' is missing in .*tie_word_embeddings is false"),
     (put(NORM, torch.ones(24)), f"model.safetensors: tensor '{NORM}' is unexpected"),
     (put(DOWN, torch.ones(20, 24)), rf"safetensors: tensor '{DOWN}' has shape \[20, 24\]; .* asks for \[24, 20\]"),
     (put(QUERY, torch.ones(40 * 24)), rf"'{QUERY}' has shape \[960\]"),
@@ -94,14 +90,6 @@ def test_a_corrupt_file_is_an_error_that_names_it(tmp_path: Path, damage: str) -
     save_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(CORRUPT[damage])
     with pytest.raises(ModelFormatError, match=r"model\.safetensors is not a valid safetensors file"):
-        load(tmp_path)
-
-
-def test_a_truncated_download_is_an_error(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ModelFormatError, match="not a valid safetensors file"):
         load(tmp_path)
 
 

@@ -1,6 +1,5 @@
 """Published checkpoints in 8-bit floats: rows with scales stay as they are, and all stand for the same floats."""
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,9 @@ import pytest
 import torch
 from fixture_types import MakeLlama
 from fp8_checkpoints import PUBLISHED, Published, publish
+from quantized_weights import dense
 from safetensors.torch import load_file, save_file
+from saved_llama import change_json
 from tiny_models import random_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -20,7 +21,6 @@ from typer.testing import CliRunner
 from d3engine import Engine, InvalidValueError, ModelFormatError, SamplingParams
 from d3engine.cli import app
 from d3engine.engine.resolve import held_config
-from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import Fp8Weight
 from d3engine.model.checkpoint_formats import floats_of_rows
 from d3engine.model.config import ModelConfig
@@ -92,19 +92,15 @@ def test_rows_and_blocks_of_128_columns_stay_8_bits(checkpoint_of: MakeCheckpoin
     config = ModelConfig.from_directory(directory)
     assert config.quantization == scheme_of(name)
     weights = load_weights(directory, config, dtype=torch.float32, device="cpu")
-    assert torch.equal(wide(weights.lm_head), meant["lm_head.weight"])
+    assert torch.equal(dense(weights.lm_head), meant["lm_head.weight"])
     for index, layer in enumerate(weights.layers):
         module = f"model.layers.{index}.mlp.down_proj.weight"
-        assert torch.equal(wide(layer.down), meant[module])
+        assert torch.equal(dense(layer.down), meant[module])
         assert isinstance(layer.down, Fp8Weight if scheme_of(name) else Tensor)
         if isinstance(layer.down, Fp8Weight):
             assert torch.equal(layer.down.values.view(torch.uint8), stored[module].view(torch.uint8))
         stacked = [meant[f"model.layers.{index}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-        assert torch.equal(wide(layer.gate_up), torch.cat(stacked))
-
-
-def wide(weight: Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+        assert torch.equal(dense(layer.gate_up), torch.cat(stacked))
 
 
 def test_gpu_that_converts_no_8_bit_gets_floats(checkpoint_of: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +112,7 @@ def test_gpu_that_converts_no_8_bit_gets_floats(checkpoint_of: MakeCheckpoint, m
         held[capability] = held_config(config, torch.device("cuda")).quantization
     assert held == {(8, 0): None, (8, 9): "fp8", (9, 0): "fp8"}
     floats = load_weights(directory, replace(config, quantization=None), dtype=torch.float32, device="cpu")
-    assert torch.equal(wide(floats.layers[1].down), model.state_dict()["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(dense(floats.layers[1].down), model.state_dict()["model.layers.1.mlp.down_proj.weight"])
     assert isinstance(floats.layers[0].qkv, Tensor)
 
 
@@ -147,7 +143,7 @@ def test_a_row_and_a_ranks_part_are_of_the_same_floats(checkpoint_of: MakeCheckp
         for own in (None, part)
     )
     assert type(whole) is type(ranks)
-    assert torch.equal(wide(ranks), wide(whole)[:, part.channels.start : part.channels.stop])
+    assert torch.equal(dense(ranks), dense(whole)[:, part.channels.start : part.channels.stop])
 
 
 def test_it_can_be_inspected_verified_and_quantized_as_ours(checkpoint_of: MakeCheckpoint, tmp_path: Path) -> None:
@@ -273,9 +269,7 @@ def test_what_is_not_values_times_scales_is_refused_by_name(
     checkpoint_of: MakeCheckpoint, changes: dict[str, Any], message: str
 ) -> None:
     directory, _ = checkpoint_of("a scale a row")
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] |= changes
-    (directory / "config.json").write_text(json.dumps(config))
+    change_json(directory / "config.json", lambda config: config["quantization_config"].update(changes))
     with pytest.raises(ModelFormatError, match=message):
         Engine(directory, **OPTIONS)
 
@@ -283,8 +277,6 @@ def test_what_is_not_values_times_scales_is_refused_by_name(
 def test_8_bit_floats_without_their_config_are_no_weights(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     """Without a config that says so 8 bit floats are no weights."""
     publish(tiny_llama().directory, tmp_path, Published({"quant_method": "fp8"}))
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "config.json", lambda config: config.pop("quantization_config"))
     with pytest.raises(ModelFormatError, match=r"has dtype F8_E4M3: allowed are F64, F32, F16, BF16"):
         Engine(tmp_path, **OPTIONS)

@@ -8,7 +8,6 @@ import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,28 +23,23 @@ from d3engine.model.gguf_file import forget_header, open_gguf
 from d3engine.model.source import files_of
 
 
-@pytest.fixture(scope="module")
-def bpe() -> dict[str, Any]:
-    return bpe_keys()
-
-
-def test_strings_across_read_borders_are_whole(tmp_path: Path, bpe: dict[str, Any]) -> None:
+def test_strings_across_read_borders_are_whole(tmp_path: Path) -> None:
     """Strings that cross the borders of what is read at once are whole."""
     words = ["é" * length for length in (300_000, 5, 700_000, 0, 1, 1_100_000, 3)]
-    path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, changes={"general.tags": words}, **SMALL)
+    path = write_gguf(tmp_path / "model.gguf", changes={"general.tags": words}, **SMALL)
     assert open_gguf(path).metadata["general.tags"] == words
-    assert open_gguf(path).metadata["tokenizer.ggml.tokens"] == bpe["tokenizer.ggml.tokens"]
+    assert open_gguf(path).metadata["tokenizer.ggml.tokens"] == bpe_keys()["tokenizer.ggml.tokens"]
 
 
-def test_a_row_is_the_row_of_the_whole_tensor(tmp_path: Path, bpe: dict[str, Any]) -> None:
-    file = open_gguf(write_gguf(tmp_path / "model.gguf", tokenizer=bpe, **SMALL))
+def test_a_row_is_the_row_of_the_whole_tensor(tmp_path: Path) -> None:
+    file = open_gguf(write_gguf(tmp_path / "model.gguf", **SMALL))
     for name in ("token_embd.weight", "blk.0.ffn_up.weight", "output_norm.weight"):
         whole = file.read(name).reshape(-1, file.tensors[name].shape[-1])
         assert np.array_equal(file.read_rows(name, len(whole) - 1, 1)[0], whole[-1])
 
 
-def test_a_type_of_tensor_that_is_not_read_is_named(tmp_path: Path, bpe: dict[str, Any]) -> None:
-    source = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, **SMALL)
+def test_a_type_of_tensor_that_is_not_read_is_named(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "model.gguf", **SMALL)
     name = b"token_embd.weight"
     raw = bytearray(source.read_bytes())
     place = raw.index(name) + len(name) + 4 + 2 * 8
@@ -58,8 +52,8 @@ def test_a_type_of_tensor_that_is_not_read_is_named(tmp_path: Path, bpe: dict[st
 # -- hostile files -----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_cut_anywhere_is_refused_by_name(tmp_path: Path, bpe: dict[str, Any]) -> None:
-    whole = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, **SMALL).read_bytes()
+def test_a_file_cut_anywhere_is_refused_by_name(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "model.gguf", **SMALL).read_bytes()
     cut = tmp_path / "cut.gguf"
     for length in [*range(0, 200, 3), *random.Random(0).sample(range(200, len(whole) - 64), 60)]:
         cut.write_bytes(whole[:length])
@@ -121,9 +115,7 @@ def test_lying_header_is_refused_before_anything_is_made(tmp_path: Path, name: s
         tracemalloc.stop()
 
 
-def test_without_the_package_the_error_names_the_extra(
-    tmp_path: Path, bpe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtraError, match=r"reading GGUF files needs the package 'gguf': .*\[gguf\]"):
         open_gguf(tmp_path / "model.gguf")
@@ -135,8 +127,8 @@ def test_a_pipe_or_a_missing_file_is_refused(tmp_path: Path) -> None:
             open_gguf(path)
 
 
-def test_a_header_is_parsed_once_until_the_file_changes(tmp_path: Path, bpe: dict[str, Any]) -> None:
-    path = write_gguf(tmp_path / "model.gguf", tokenizer=bpe, **SMALL)
+def test_a_header_is_parsed_once_until_the_file_changes(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", **SMALL)
     assert open_gguf(path) is not open_gguf(path), "a file written just now may change within its time stamp"
     long_ago = time.time() - 60
     os.utime(path, (long_ago, long_ago))
@@ -149,9 +141,9 @@ def test_a_header_is_parsed_once_until_the_file_changes(tmp_path: Path, bpe: dic
     assert open_gguf(path) is not second
 
 
-def test_tensors_have_the_familys_names(tmp_path: Path, bpe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_have_the_familys_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, layout = GGUF_FAMILIES["llama"]
     named = replace(family, names=TensorNames(prefix="nova."))
     monkeypatch.setitem(GGUF_FAMILIES, "llama", (named, replace(layout, modules={"attn_q": "attention.query"})))
-    with files_of(write_gguf(tmp_path / "model.gguf", tokenizer=bpe, **SMALL)).open_checkpoint() as checkpoint:
+    with files_of(write_gguf(tmp_path / "model.gguf", **SMALL)).open_checkpoint() as checkpoint:
         assert {"nova.embed_tokens.weight", "nova.layers.0.attention.query.weight"} < checkpoint.entries.keys()

@@ -7,19 +7,18 @@ import pytest
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from gguf_files import SMALL, bpe_keys, write_gguf
+from gguf_files import SMALL, write_gguf
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_metadata import _NEUTRAL, _TOKENIZER_NEUTRAL
 
-TOKENIZER = bpe_keys()
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 
 
 def read(folder: Path, **changes: Any) -> ModelConfig:
     keys = {key if key.startswith("tokenizer.") else f"llama.{key}": value for key, value in changes.items()}
-    return ModelConfig.from_directory(write_gguf(folder / "m.gguf", tokenizer=TOKENIZER, changes=keys, **SMALL))
+    return ModelConfig.from_directory(write_gguf(folder / "m.gguf", changes=keys, **SMALL))
 
 
 @pytest.mark.parametrize("key", {**_NEUTRAL, **_TOKENIZER_NEUTRAL})

@@ -5,7 +5,6 @@ import random
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from gguf import GGUFReader, GGUFWriter
-from gguf_files import SMALL, bpe_keys, write_gguf
+from gguf_files import SMALL, write_gguf
 from typer.testing import CliRunner
 
 from d3engine import Engine, SamplingParams
@@ -25,15 +24,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def bpe() -> dict[str, Any]:
-    return bpe_keys()
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory, bpe: dict[str, Any]) -> list[Path]:
+def original(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The three parts of a model."""
     folder = tmp_path_factory.mktemp("original")
-    write_gguf(folder / "model.gguf", tokenizer=bpe, part_tensors=5, **SMALL)
+    write_gguf(folder / "model.gguf", part_tensors=5, **SMALL)
     return sorted(folder.iterdir())
 
 
@@ -52,9 +46,9 @@ def answer(model: Path) -> list[int]:
         return list(engine.generate([[5, 300, 17]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def test_parts_are_the_model_that_they_are_parts_of(tmp_path: Path, bpe: dict[str, Any], parts: list[Path]) -> None:
+def test_parts_are_the_model_that_they_are_parts_of(tmp_path: Path, parts: list[Path]) -> None:
     assert [part.name for part in parts] == [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
-    whole = open_gguf(write_gguf(tmp_path / "whole.gguf", tokenizer=bpe, **SMALL))
+    whole = open_gguf(write_gguf(tmp_path / "whole.gguf", **SMALL))
     file = open_gguf(parts[0])
     assert file.tensors.keys() == whole.tensors.keys()
     for name in whole.tensors:

@@ -1,6 +1,5 @@
 """Published checkpoints of whole numbers: packed or not, they stand for the floats that their tools compute."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from fixture_types import MakeLlama
 from integer_checkpoints import PUBLISHED, publish
 from safetensors.torch import load_file, save_file
+from saved_llama import change, change_json, put
 from tiny_models import random_prompts
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -136,9 +136,7 @@ def test_packed_matrices_take_the_bytes_of_the_file(source: Path, tmp_path: Path
 
 def refused(source: Path, directory: Path, **quantization: Any) -> str:
     publish(source, directory, PUBLISHED["GPTQ, 128"])
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] |= quantization
-    (directory / "config.json").write_text(json.dumps(config))
+    change_json(directory / "config.json", lambda config: config["quantization_config"].update(quantization))
     with pytest.raises(ModelFormatError) as error:
         Engine(directory, **OPTIONS)
     return str(error.value)
@@ -188,12 +186,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
 ) -> None:
     directory = tmp_path / "published"
     publish(source, directory, PUBLISHED["GPTQ, 128"])
-    tensors = load_file(directory / "model.safetensors")
-    if changed is None:
-        del tensors[QUERY + tensor]
-    else:
-        tensors[QUERY + tensor] = changed
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    change(directory, put(QUERY + tensor, changed))
     with pytest.raises(ModelFormatError, match=re.escape(words)):
         Engine(directory, **OPTIONS)
 
@@ -203,12 +196,7 @@ def test_open_matrix_of_no_group_is_refused(source: Path, tmp_path: Path, column
     """Of several layouts one must give a matrix the columns that its `weight_shape` names."""
     directory = tmp_path / "published"
     publish(source, directory, PUBLISHED["W4A16 with ends in 8 bits"])
-    tensors = load_file(directory / "model.safetensors")
-    if columns is None:
-        del tensors[QUERY + "weight_shape"]
-    else:
-        tensors[QUERY + "weight_shape"] = torch.tensor([256, columns])
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    change(directory, put(QUERY + "weight_shape", None if columns is None else torch.tensor([256, columns])))
     words = "q_proj.weight_packed' with its shape and scales must be one of config_groups: 4 bits with a scale for 32"
     with pytest.raises(ModelFormatError, match=re.escape(words)):
         Engine(directory, **OPTIONS)

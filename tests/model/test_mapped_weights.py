@@ -4,26 +4,27 @@ import json
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import saved_llama
 import torch
 from configs import llama_config
 from safetensors.torch import load_file, save_file
+from saved_llama import assert_in_place
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from watching import watch
 
-from d3engine import Engine, SamplingParams
 from d3engine.errors import ModelFormatError
-from d3engine.model.checkpoint import MappedFile
-from d3engine.model.checkpoint_formats import to_half_split
+from d3engine.model.checkpoint import MappedFile, TensorEntry
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import expected_tensors
 from d3engine.model.source import open_checkpoint
-from d3engine.model.weights import LlamaWeights, load_weights
 
+load = partial(saved_llama.load, dtype=torch.bfloat16)
 SIZES = llama_config(2, vocab_size=40, torch_dtype="bfloat16")
 
 
@@ -41,31 +42,12 @@ def write_model(directory: Path, **changes: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> LlamaWeights:
-    config = ModelConfig.from_directory(directory)
-    return load_weights(directory, config, dtype=dtype, device="cpu", show_progress=False)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_a_bfloat16_file_are_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
     """Weights of a bfloat16 file are those of transformers to the bit."""
     write_model(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
-    weights = load(tmp_path, dtype)
-    assert torch.equal(weights.embedding, expected["model.embed_tokens.weight"])
-    assert torch.equal(weights.lm_head, expected["lm_head.weight"])
-    assert torch.equal(weights.final_norm, expected["model.norm.weight"])
-    for index, layer in enumerate(weights.layers):
-        of = {name.removeprefix(f"model.layers.{index}."): tensor for name, tensor in expected.items()}
-        query, key, value = layer.qkv.split([32, 16, 16])
-        assert torch.equal(to_half_split(query, 4), of["self_attn.q_proj.weight"])
-        assert torch.equal(to_half_split(key, 2), of["self_attn.k_proj.weight"])
-        assert torch.equal(value, of["self_attn.v_proj.weight"])
-        assert torch.equal(layer.gate_up, torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]))
-        assert torch.equal(layer.output, of["self_attn.o_proj.weight"])
-        assert torch.equal(layer.down, of["mlp.down_proj.weight"])
-        assert torch.equal(layer.attention_norm, of["input_layernorm.weight"])
-        assert torch.equal(layer.mlp_norm, of["post_attention_layernorm.weight"])
+    assert_in_place(load(tmp_path, dtype=dtype), expected)
 
 
 def test_unchanged_tensors_lie_in_the_file_and_outlive_it(tmp_path: Path) -> None:
@@ -94,7 +76,7 @@ def test_tensor_is_held_in_place_only_in_the_files_dtype(tmp_path: Path, monkeyp
     load(tmp_path)
     assert set(allocated) == {(64, 32), (96, 32)}  # query, key and value; gate and up
     allocated.clear()
-    load(tmp_path, torch.float32)
+    load(tmp_path, dtype=torch.float32)
     assert {(40, 32), (32, 48), (32, 32), (32,)} <= set(allocated)
 
 
@@ -133,34 +115,7 @@ def test_file_becoming_shorter_before_it_is_mapped_is_named(tmp_path: Path) -> N
         mapped = MappedFile(file, opened)
     last = max(tensors, key=lambda name: mapped._ranges[name])
     with pytest.raises(ModelFormatError, match=r"model\.safetensors: .* the file has become shorter"):
-        mapped.tensor(last, "BF16", tensors[last].shape)
-
-
-def test_an_engine_answers_alike_on_mapped_and_on_copied_weights(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    mapped = load(tmp_path)
-    config = ModelConfig.from_directory(tmp_path)
-    answers = []
-    for weights in (mapped, copied(mapped)):
-        engine = Engine(tmp_path, weights=weights, dtype="bfloat16", device="cpu", skip_tokenizer_init=True)
-        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
-        answers.append(engine.generate([[3, 1, 4, 1, 5]], params, use_tqdm=False)[0].outputs[0])
-    assert answers[0] == answers[1]
-    assert len(answers[0].token_ids) == 20
-    assert config.num_layers == 2
-
-
-def copied(weights: LlamaWeights) -> LlamaWeights:
-    from dataclasses import fields, replace
-
-    def clone(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
-
-    layers = tuple(
-        replace(layer, **{field.name: clone(getattr(layer, field.name)) for field in fields(layer)})
-        for layer in weights.layers
-    )
-    return LlamaWeights(clone(weights.embedding), layers, clone(weights.final_norm), clone(weights.lm_head))
+        mapped.tensor(TensorEntry(last, file, tuple(tensors[last].shape), "BF16"))
 
 
 MEASURE = """

@@ -53,10 +53,6 @@ def test_both_spellings_of_rope_give_the_same_config() -> None:
     assert four.rope.original_max_position_embeddings == 8192
 
 
-def test_the_old_key_type_names_the_rope_type() -> None:
-    assert config(rope_scaling={"type": "linear", "factor": 2}).rope.rope_type == "linear"
-
-
 @pytest.mark.parametrize("rope", [None, {}, {"rope_type": "default"}, {"type": None}])
 def test_a_rope_without_a_type_is_the_default_rope(rope: Any) -> None:
     assert config(rope_scaling=rope).rope == RopeConfig()
@@ -109,17 +105,6 @@ def test_longrope_ends_by_default_where_its_factors_change(name: str) -> None:
     assert [read.rope.is_long(length) for length in (4096, 4097)] == [False, True]
     with pytest.raises(InvalidValueError, match=r"max_model_len must be .*131072"):
         resolve_max_model_len(131_073, read)
-
-
-def test_absent_fields_take_the_defaults_of_transformers() -> None:
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    read = ModelConfig.from_dict({"model_type": "llama"} | {name: LLAMA2[name] for name in required})
-    oracle = LlamaConfig(**{name: LLAMA2[name] for name in required})
-    assert read.num_kv_heads == oracle.num_key_value_heads
-    assert read.rms_norm_eps == oracle.rms_norm_eps
-    assert read.max_position_embeddings == oracle.max_position_embeddings
-    assert (read.bos_token_id, read.eos_token_ids) == (oracle.bos_token_id, (oracle.eos_token_id,))
-    assert read.tie_word_embeddings == oracle.tie_word_embeddings
 
 
 def test_eos_ids_are_the_union_of_both_files_in_order() -> None:

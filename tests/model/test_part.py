@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from fixture_types import MakeLlama
-from gguf_files import SMALL, bpe_keys, write_gguf
+from gguf_files import SMALL, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantized_weights import dense
 from tiny_models import save_random
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from d3engine.errors import InvalidValueError
-from d3engine.kernels.matrices import Weight
 from d3engine.kernels.reference import gumbel
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import ModelShard, shard_of, split_evenly
@@ -29,10 +29,6 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "n
 def weights_of(directory: Path, part: ModelShard | None = None) -> LlamaWeights:
     config = ModelConfig.from_directory(directory)
     return load_weights(directory, config, dtype=torch.float32, device="cpu", show_progress=False, part=part)
-
-
-def dense(weight: Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
 def rows_of_heads(config: ModelConfig, part: ModelShard) -> Tensor:
@@ -100,7 +96,7 @@ def test_rank_loads_its_part_of_fused_projections(tmp_path: Path) -> None:
 def test_rank_loads_its_part_of_a_gguf_file_in_order(tmp_path: Path) -> None:
     """A rank loads its part of a GGUF file with its heads in the engine's order."""
     sizes = SMALL | {"heads": 4, "kv_heads": 2, "head_dim": 8, "types": ("Q8_0", "F16")}
-    assert_parts(write_gguf(tmp_path / "model.gguf", tokenizer=bpe_keys(), **sizes), 2)
+    assert_parts(write_gguf(tmp_path / "model.gguf", **sizes), 2)
 
 
 def test_norms_over_all_heads_cannot_be_parted() -> None:

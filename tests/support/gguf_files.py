@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import unicodedata
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], type_name: s
 def write_gguf(
     path: Path,
     *,
-    tokenizer: dict[str, Any],
+    tokenizer: dict[str, Any] | None = None,
     changes: dict[str, Any] | None = None,
     leave: tuple[str, ...] = (),
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
@@ -89,7 +90,10 @@ def write_gguf(
     part_tensors: int = 0,
     **sizes: int,
 ) -> Path:
-    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place."""
+    """A random model whose matrices take the types in turn; `changes` are keys beyond the usual, or in their place.
+
+    `tokenizer`: its keys; None: those of `bpe_keys`.
+    """
     # With `part_tensors` it is in parts of that many tensors, and the path returned is the first's.
     own = SIZES | sizes
     keys: dict[str, Any] = {
@@ -103,7 +107,7 @@ def write_gguf(
         "llama.rope.freq_base": 50_000.0,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.vocab_size": own["vocab_size"],
-        **tokenizer,
+        **(bpe_keys() if tokenizer is None else tokenizer),
         **(changes or {}),
     }
     keys = {key.replace("llama.", f"{architecture}."): value for key, value in keys.items()}
@@ -154,8 +158,9 @@ def many_texts() -> list[str]:
     return found + rng.choices([line for line in corpus() if line], k=2000 - len(found))
 
 
+@cache
 def bpe_keys(pre: str = "llama-bpe") -> dict[str, Any]:
-    """The keys of a byte-level BPE tokenizer with three special tokens at its end."""
+    """The keys of a byte-level BPE tokenizer with three special tokens at its end; not to be changed."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

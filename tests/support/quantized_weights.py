@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from d3engine.cli.weights import app
 from d3engine.kernels.kv_pool import FP8
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP, Fp8Weight, quantize_fp8
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, load_weights
@@ -23,6 +24,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "more than one group": {"hidden_size": 144, "intermediate_size": 200},
 }
 QUERY = "model.layers.1.self_attn.q_proj"
+TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
+"""What four bits in groups are fitted to."""
+OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -40,6 +44,11 @@ def fp8_of_groups(matrix: Tensor) -> Fp8Weight:
 def load(directory: Path) -> LlamaWeights:
     config = ModelConfig.from_directory(directory)
     return load_weights(directory, config, dtype=torch.float32, device="cpu", show_progress=False)
+
+
+def dense(matrix: Weight) -> Tensor:
+    """A matrix in float32, of quantized ones what they stand for."""
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantize(torch.float32)
 
 
 def all_tensors(weights: LlamaWeights) -> list[Tensor]:

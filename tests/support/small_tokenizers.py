@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -58,7 +59,7 @@ def save_word_level(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: int = 330) -> None:
+def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: int = 330, **options: Any) -> None:
     """A tokenizer.model trained as Llama 2's was: BPE with byte fallback, nothing normalised."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus),
@@ -70,6 +71,7 @@ def save_sentencepiece(directory: Path, corpus: list[str] = CORPUS, vocab_size: 
         remove_extra_whitespaces=False,
         character_coverage=0.98,
         minloglevel=2,
+        **options,
     )
 
 
@@ -90,3 +92,9 @@ def made_tokenizer(kind: str, directory: Path) -> Tokenizer:
         return load_tokenizer(LLAMA2)
     KINDS[kind](directory)
     return load_tokenizer(directory)
+
+
+def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The bytes of a text as byte tokens, which every one can be written with."""
+    first = next(i for i in range(300) if tokenizer.convert_id_to_token(i) == "<0x00>")
+    return [first + byte for byte in text.encode()]

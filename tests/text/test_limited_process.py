@@ -14,11 +14,12 @@ import pytest
 
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.text import limited_process
-from d3engine.text.chat_template import ChatTemplate, ChatTemplateError, LimitedProcessError, ProcessLimits
-from d3engine.text.limited_process import _Children
+from d3engine.text.chat_template import ChatTemplate, ChatTemplateError
+from d3engine.text.limited_process import LimitedProcessError, ProcessLimits, _Children
 from d3engine.text.limited_worker import read_frame, write_frame
 
 USER = {"role": "user", "content": "Hi"}
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TIGHT = ProcessLimits(seconds=0.2, memory_bytes=100 * 1024**2, characters=100_000)
 
 
@@ -45,7 +46,7 @@ class TestLimits:
     @pytest.mark.parametrize(
         "source",
         [
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            ENDLESS,
             "{{ ([range(100000)] * 100000) | map('sum') | list | length }}",
             "{% set x = range(100000) | list %}{{ range(100000, 200000) | select('in', x) | list | length }}",
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
@@ -120,8 +121,7 @@ class TestLimits:
         self, monkeypatch: pytest.MonkeyPatch, children: _Children
     ) -> None:
         """As on Windows: the parent reads the processor time of the child, here a made-up one."""
-        endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-        template, seconds = ChatTemplate(endless, limits=ProcessLimits(seconds=60)), iter(range(0, 100_000, 50))
+        template, seconds = ChatTemplate(ENDLESS, limits=ProcessLimits(seconds=60)), iter(range(0, 100_000, 50))
         monkeypatch.setattr(limited_process, "_KERNEL_LIMITS_MEMORY", False)
         monkeypatch.setattr(limited_process, "usage_of", lambda pid: (0, float(next(seconds))))
         with pytest.raises(ChatTemplateError, match="more than 60 seconds of processor time"):
@@ -157,7 +157,7 @@ class TestProcess:
         assert template.render([USER]) == "Hi"
 
     def test_one_that_dies_at_work_is_named_as_such(self, children: _Children, monkeypatch: pytest.MonkeyPatch) -> None:
-        template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+        template = ChatTemplate(ENDLESS)
         pid = process_of(children)
 
         def write_and_kill(descriptor: int, message: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from small_tokenizers import byte_fallback, save_sentencepiece, train_byte_level
+from small_tokenizers import LLAMA2, byte_fallback, save_sentencepiece, train_byte_level
 from tokenizers import processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
@@ -16,7 +16,6 @@ from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.tokenizer import DecoderKind, Tokenizer, load_tokenizer
 
-LLAMA2 = Path(__file__).resolve().parents[3] / "shared" / "data" / "llama2" / "tokenizer.model"
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!",
     "def main(argument):\n    return argument + 1\n",
@@ -67,9 +66,9 @@ def small_model(sentencepiece_file: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llama2(tmp_path: Path) -> Path:
-    if not LLAMA2.is_file():
+    if not (LLAMA2 / "tokenizer.model").is_file():
         pytest.skip("shared/data/llama2/tokenizer.model is not here")
-    (tmp_path / "tokenizer.model").write_bytes(LLAMA2.read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes((LLAMA2 / "tokenizer.model").read_bytes())
     write_config(
         tmp_path,
         add_bos_token=True,
@@ -155,16 +154,10 @@ class TestTokenizerModel:
         assert legacy == LlamaTokenizer.from_pretrained(llama2).encode(text)
         assert legacy != modern
 
-    def test_runs_of_spaces_are_split_as_sentencepiece_itself_does(self, llama2: Path) -> None:
-        reference = sentencepiece.SentencePieceProcessor(model_proto=LLAMA2.read_bytes())
-        tokenizer = load_tokenizer(llama2)
-        for text in ["  two lead", " one", "in  between", "trail  ", "a   b    c", "\u2581x"]:
-            assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text)
-
     def test_plain_text_is_encoded_as_by_sentencepiece(self, small_model: Path, sentencepiece_file: Path) -> None:
         reference = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_file.read_bytes())
         tokenizer = load_tokenizer(small_model)
-        for text in [*TEXTS, *CORPUS[:4], "  spaces   inside "]:
+        for text in [*TEXTS, *CORPUS[:4], "  spaces   inside ", " one", "trail  ", "a   b    c", "\u2581x"]:
             assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text)
 
     def test_bos_is_added_by_default_and_eos_is_not(self, small_model: Path) -> None:

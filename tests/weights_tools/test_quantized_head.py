@@ -8,6 +8,7 @@ import torch
 from fixture_types import MakeLlama
 from quantized_weights import LAYOUTS, all_tensors, load, run
 from safetensors.torch import load_file, save_file
+from saved_llama import change_json
 from torch import Tensor
 
 from d3engine.errors import InvalidValueError, ModelFormatError
@@ -63,9 +64,7 @@ def test_directory_without_an_lm_head_scheme_loads_as_before(
     """A directory that does not name the scheme of its LM head loads as before there was a choice."""
     quantize_model(source_of(tiny_llama, layout), tmp_path / "out", "int4", lm_head=form, show_progress=False)
     before = all_tensors(load(tmp_path / "out"))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    del config["quantization_config"]["lm_head"]
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "out" / "config.json", lambda config: config["quantization_config"].pop("lm_head"))
     assert all(map(torch.equal, all_tensors(load(tmp_path / "out")), before))
 
 

@@ -1,12 +1,12 @@
 """`d3engine weights` converts, inspects and verifies; a destination in use is kept, an error is one line."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from conversion import make_model, run, save_bin, save_meta, write_llama2c
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from saved_llama import change, change_json
 
 from d3engine.errors import InvalidValueError
 from d3engine.weights_tools.convert import convert_llama2c
@@ -124,22 +124,15 @@ def test_inspect_shows_even_what_verify_refuses(converted: Path) -> None:
 
 
 def test_verify_finds_what_the_loader_would(converted: Path) -> None:
-    file = converted / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"][5] = torch.nan
-    save_file(tensors, file)
+    change(converted, lambda tensors: tensors["model.norm.weight"][5].fill_(torch.nan))
     result = run("verify", converted)
     assert result.exit_code == 1
     assert "tensor 'model.norm.weight' holds NaN or infinity" in result.stderr
 
-    tensors["model.norm.weight"][5] = 1e6
-    save_file(tensors, file)
+    change(converted, lambda tensors: tensors["model.norm.weight"][5].fill_(1e6))
     assert run("verify", converted).exit_code == 0
-    config = json.loads((converted / "config.json").read_text())
-    (converted / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
+    change_json(converted / "config.json", lambda config: config.update(torch_dtype="float16"))
     assert "has values too large for torch.float16" in run("verify", converted).stderr
     (converted / "generation_config.json").write_text('{"top_p": "x"}')
-    assert (
-        "generation_config.json: top_p must be a finite number of at least 0; got 'x'"
-        in run("verify", converted).stderr
-    )
+    wanted = "generation_config.json: top_p must be a finite number of at least 0; got 'x'"
+    assert wanted in run("verify", converted).stderr

@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from tiny_models import TinyLlama
 
     from d3engine import Engine
-
-KINDS = ["sentencepiece", "byte level", "byte fallback", "gguf"]
+    from d3engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tokenizer_of(kind)`: where a tokenizer of this kind stands."""
-    from gguf_files import SMALL, bpe_keys, write_gguf
+    from gguf_files import SMALL, write_gguf
     from small_tokenizers import save_byte_fallback_json, save_byte_level
 
     import d3engine
@@ -34,7 +33,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
                 shutil.copy(Path(d3engine.__file__).parent / "demo_model" / name, directory)
             return directory
         if kind == "gguf":
-            return write_gguf(directory / "model.gguf", tokenizer=bpe_keys(), **SMALL)
+            return write_gguf(directory / "model.gguf", **SMALL)
         if kind == "byte level":
             save_byte_level(directory)
         else:
@@ -60,3 +59,11 @@ def random_engine(tiny_llama: Callable[..., TinyLlama], tokenizer_of: Callable[[
         return Engine(llama.directory, tokenizer=tokenizer_of(kind), **given)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
+    """The bundled model's tokenizer, as tokenizer.model alone."""
+    from d3engine.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(tokenizer_of("sentencepiece"))

@@ -6,12 +6,12 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from small_tokenizers import byte_ids
 
 from d3engine import Engine, SamplingParams, StructuredOutputsParams
 from d3engine.request.constraint import FAULT_PREFIX, Constraint
@@ -21,20 +21,10 @@ from d3engine.text.structured import grammar
 from d3engine.text.structured.checker import MOST
 from d3engine.text.structured.forms import Forms
 from d3engine.text.structured.grammar import BURST_SECONDS, GrammarPlace, MaskTime
-from d3engine.text.tokenizer import Tokenizer, load_tokenizer
+from d3engine.text.tokenizer import Tokenizer
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
 END = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_of("sentencepiece"))
-
-
-def bytes_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    first = next(i for i in range(300) if tokenizer.convert_id_to_token(i) == "<0x00>")
-    return [first + byte for byte in text.encode()]
 
 
 def fault_of(place: Constraint, tokens: list[int]) -> str | None:
@@ -69,7 +59,7 @@ def test_texts_that_fill_a_lexer_leave_room_for_others(tokenizer: Tokenizer, mon
     for _ in range(40):
         words = ["".join(pick.choices("abcdefgh", k=pick.randint(1, 9))) for _ in range(29)]
         text = json.dumps(" ".join(words)[:299].strip())
-        assert fault_of(form.begin(frozenset([END])), bytes_of(tokenizer, text)) is None
+        assert fault_of(form.begin(frozenset([END])), byte_ids(tokenizer, text)) is None
     assert replayed
 
 
@@ -90,7 +80,7 @@ def test_a_sequence_of_expensive_masks_is_ended_alone(tokenizer: Tokenizer, monk
         return mask(place)
 
     monkeypatch.setattr(GrammarPlace, "_mask", slow)
-    token = bytes_of(tokenizer, "a")
+    token = byte_ids(tokenizer, "a")
     for _ in range(8):
         assert fault_of(cheap, token) is None
         fault_of(dear, token * (dear.fault is None))
@@ -142,7 +132,7 @@ def test_moves_over_the_tokens_of_a_native_run_are_free(tokenizer: Tokenizer, mo
         check(place, *done)
 
     monkeypatch.setattr(GrammarPlace, "_check", slow)
-    for token in bytes_of(tokenizer, "abc" * 40):
+    for token in byte_ids(tokenizer, "abc" * 40):
         place.take(token)
     assert forms._mask_time._left == BURST_SECONDS, "ordinary moves were charged as expensive ones"
 
@@ -152,7 +142,7 @@ def test_a_replay_for_a_lexer_that_others_filled_is_free(tokenizer: Tokenizer, m
     monkeypatch.setattr(MaskTime, "used", staticmethod(used))
     forms = Forms(tokenizer, tokenizer.vocab_size)
     place = forms.compile(StructuredOutputsParams(regex="[a-c]+")).begin(frozenset([END]))
-    assert fault_of(place, bytes_of(tokenizer, "abc" * 40)) is None
+    assert fault_of(place, byte_ids(tokenizer, "abc" * 40)) is None
     mask, replay, asked = GrammarPlace._mask, GrammarPlace._replay, [0]
 
     def full_once(place: GrammarPlace) -> Any:
@@ -167,7 +157,7 @@ def test_a_replay_for_a_lexer_that_others_filled_is_free(tokenizer: Tokenizer, m
 
     monkeypatch.setattr(GrammarPlace, "_mask", full_once)
     monkeypatch.setattr(GrammarPlace, "_replay", slow)
-    assert fault_of(place, bytes_of(tokenizer, "a")) is None
+    assert fault_of(place, byte_ids(tokenizer, "a")) is None
     assert forms._mask_time._left == BURST_SECONDS
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from bad_values import assert_refused, bad_values
 from fixture_types import MakeEngine
-from small_tokenizers import save_word_level
+from small_tokenizers import byte_ids, save_word_level
 
 from d3engine import Engine, InvalidValueError, SamplingParams, StructuredOutputsParams
 from d3engine.errors import MissingExtraError
@@ -23,11 +23,6 @@ from d3engine.text.structured.forms import Forms
 from d3engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_of: Callable[[str], Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_of("sentencepiece"))
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +45,6 @@ def begin(forms: Forms, ends: frozenset[int] = frozenset({2}), **form: Any) -> C
     return forms.compile(StructuredOutputsParams(**form)).begin(ends)
 
 
-def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The bytes of a text as byte tokens, which every one can be written with."""
-    return [next(i for i in range(300) if tokenizer.convert_id_to_token(i) == f"<0x{b:02X}>") for b in text.encode()]
-
-
 class TestAllowedTokens:
     CHOICES = (" yes", " yes, sir", "né!", "no")
 
@@ -74,12 +64,12 @@ class TestAllowedTokens:
         }
         if written in self.CHOICES:
             wanted.add(2)
-        assert ids(place.allowed(spelled(tokenizer, written))) == wanted
+        assert ids(place.allowed(byte_ids(tokenizer, written))) == wanted
 
     def test_a_draft_leaves_nothing_behind(self, forms: Forms, tokenizer: Tokenizer) -> None:
         place, other = (begin(forms, json={"type": "object"}) for _ in range(2))
-        for token in spelled(tokenizer, '{"a": [1'):
-            place.allowed([token, *spelled(tokenizer, "0")])
+        for token in byte_ids(tokenizer, '{"a": [1'):
+            place.allowed([token, *byte_ids(tokenizer, "0")])
             place.is_over([token])
             place.take(token)
             other.take(token)
@@ -88,14 +78,14 @@ class TestAllowedTokens:
 
     def test_end_token_is_allowed_only_where_the_grammar_may_end(self, forms: Forms, tokenizer: Tokenizer) -> None:
         """A token that ends a sequence is allowed where the grammar may end, nowhere else."""
-        (digit,) = spelled(tokenizer, "7")
+        (digit,) = byte_ids(tokenizer, "7")
         place = begin(forms, frozenset({2, 11, digit}), regex="[0-9]{2,}x?")
         for _ in range(2):
             assert ids(place.allowed()).isdisjoint({2, 11, digit})
             place.take(digit)
         assert ids(place.allowed()) >= {2, 11, digit}
         assert not place.is_over()
-        assert place.is_over(spelled(tokenizer, "x"))
+        assert place.is_over(byte_ids(tokenizer, "x"))
         assert place.is_over([2]), "behind the end of text"
         assert place.allowed([2]) is None
 
@@ -105,7 +95,7 @@ class TestAllowedTokens:
     def test_token_not_allowed_is_a_fault_and_then_none_is_allowed(self, forms: Forms, tokenizer: Tokenizer) -> None:
         """A token that was not allowed is a fault, and then no token is allowed."""
         place = begin(forms, regex="ab")
-        place.take(spelled(tokenizer, "x")[0])
+        place.take(byte_ids(tokenizer, "x")[0])
         assert place.fault is not None
         assert place.fault.startswith("structured_outputs: ")
         assert ids(place.allowed()) == set()
