@@ -26,15 +26,10 @@ def copy_entries(pool: KVPool, source: Tensor, target: Tensor, *, num_rows: Tens
     copy_launch(pool, source, target, num_rows).run()
 
 
-def tuning(channels: int) -> int:
-    """Channels a program copies at once."""
-    return int(min(1024, triton.next_power_of_2(channels)))
-
-
 def copy_launch(pool: KVPool, source: Tensor, target: Tensor, num_rows: Tensor | None) -> Launch:
     """The launch of the one kernel."""
     channels = pool.shape[3] * pool.shape[4]
-    block = tuning(channels)
+    block = min(1024, triton.next_power_of_2(channels))
     values, scales = values_and_scales(pool)
     arguments = {
         "pool_ptr": values if scales is None else values.view(torch.uint8),

@@ -70,8 +70,8 @@ def begin_launch(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> L
         "active_rows_ptr": rows.active_rows,
         "entries_ptr": rows.entries,
         "entries_stride": rows.entries.stride(0),
-        "rotation_table_ptr": _as_floats(rotation_table),
-        "rotations_ptr": _as_floats(rows.rotations),
+        "rotation_table_ptr": torch.view_as_real(rotation_table),
+        "rotations_ptr": torch.view_as_real(rows.rotations),
         "LAYERS": layers,
         "BLOCK_SIZE": block_size,
         "CHANNELS": channels,
@@ -108,11 +108,6 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
         rows = DecodeRows.empty(count, 32, 256, shape.head_dim, 16, "meta")
         yield f"begin rows={count}", begin_launch(rows, table, shape.block_size)
         yield f"end rows={count}", end_launch(rows, rows.tokens, rows.scores[0])
-
-
-def _as_floats(pairs: Tensor) -> Tensor:
-    """A complex tensor as the float32 pairs it is made of: the same memory."""
-    return torch.view_as_real(pairs)
 
 
 @triton.jit

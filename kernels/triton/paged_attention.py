@@ -287,7 +287,8 @@ def _single_rows_launch(
     tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
     splits = _splits(inputs.max_kv_length)
     meeting = chunks if splits > 1 else 0
-    partial, lse, counters = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
+    states = meeting * splits * heads
+    partial, counters = inputs.room.take(states * (channels + 1), meeting * kv_heads, queries.device)
     together = COMBINED // 2 if tuning.programs == 3 else COMBINED  # Triton 3.6 would spill
     programs = min(chunks * kv_heads * splits, tuning.programs * processors_of(pool.device))
     return Launch(
@@ -297,8 +298,8 @@ def _single_rows_launch(
             **_common_arguments(queries, pool, inputs, scale, window, cap),
             "out": out,
             "listed": listed,
-            "partial": partial,
-            "lse": lse,
+            "partial": partial[: states * channels],
+            "lse": partial[states * channels :],
             "counters": counters,
             "PADDED_GROUP": tuning.packed_rows,
             "TILE": tuning.tile,

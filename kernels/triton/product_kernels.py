@@ -90,54 +90,26 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def first_weights(
-    weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """`wait_for_previous`, with the first tile of weights loaded meanwhile: what `product` takes as `first`."""
-    if PDL:
-        gdc_launch_dependents()
-        STEP: tl.constexpr = step_of(weight_ptr.dtype.element_ty, TYPE, BLOCK_K)
-        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, begin, K, STEP, TYPE)
-        gdc_wait()
-        return first
-    else:  # noqa: RET505
-        return 0  # unread; Triton 3.6 cannot return None
-
-
-@triton.jit
 def prologue(
     weight_ptr, weight_stride, outputs, first_column, num_rows_ptr, total_rows,
     K: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """How every kernel around `tile_product` begins: its first tile of weights, and how many rows live."""
-    first = first_weights(weight_ptr, weight_stride, outputs, first_column, K, BLOCK_K, TYPE, PDL)
+    """How every kernel around `tile_product` begins: how many rows live, and, under programmatic launch, the first tile
+    of weights, which is loaded before `wait_for_previous`."""
+    first = 0  # unread; Triton 3.6 cannot return None
+    if PDL:
+        gdc_launch_dependents()
+        STEP: tl.constexpr = step_of(weight_ptr.dtype.element_ty, TYPE, BLOCK_K)
+        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, first_column, K, STEP, TYPE)
+        gdc_wait()
     return first, live_rows(num_rows_ptr, total_rows)
 
 
 @triton.jit
 def tile_product(
-    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr = False, first=0, first_column=0, end=None,
-):  # fmt: skip
-    """The program's rows [BLOCK_T], which may lie beyond `count`, and their `product` (with the last row in place of
-    those beyond)."""
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    sums = product(
-        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, first_column, end,
-    )  # fmt: skip
-    return rows, sums
-
-
-@triton.jit
-def product(
     x_ptr,
     x_stride,
-    rows,  # [BLOCK_T] valid row indices
+    count,  # rows that live
     norm_ptr,  # [K] norm weight, or None for no norm
     eps,
     weight_ptr,
@@ -153,16 +125,19 @@ def product(
     WEIGHTS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr = False,
-    first=0,  # with PDL: what `first_weights` has loaded
+    first=0,  # with PDL: what `prologue` has loaded
     begin=0,
     end=None,  # columns [begin, end), whole steps but the last; a norm needs all of them
 ):
-    """[BLOCK_T, BLOCK_N] float32: (normed) rows of x times rows of weight."""
+    """The program's rows [BLOCK_T], which may lie beyond `count`, and [BLOCK_T, BLOCK_N] float32: (normed) rows of x
+    times rows of weight, with the last row in place of those beyond."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    valid_rows = tl.minimum(rows, count - 1)
     weight_rows = weight_ptr + outputs.to(tl.int64) * weight_stride
     scale_rows = scales_ptr
     if scales_ptr is not None:
         scale_rows = scales_ptr + outputs.to(tl.int64) * SCALES_STRIDE
-    x_rows = x_ptr + rows.to(tl.int64) * x_stride
+    x_rows = x_ptr + valid_rows.to(tl.int64) * x_stride
     if end is None:
         end = K
     if BLOCK_T == 1:
@@ -180,7 +155,7 @@ def product(
         )  # fmt: skip
     if is_of_bytes(weight_rows.dtype.element_ty) and SCALES_STRIDE <= 1:
         sums *= tl.load(scale_rows)[None, :]
-    return sums
+    return rows, sums
 
 
 @triton.jit

@@ -216,7 +216,7 @@ def product_launch(
     norm: tuple[Tensor, float] | None = None,
     **others: object,
 ) -> Launch:
-    """The launch of a kernel around `product`, in which program (i, j, k) has row tile i, output tile j and part k.
+    """The launch of a kernel around `tile_product`: program (i, j, k) has row tile i, output tile j and part k.
 
     `norm` is weight and epsilon; `others` are the arguments that this kernel alone has. Without `norm` the kernel is
     one that takes none.
