@@ -100,8 +100,8 @@ def search_launches(logits: Tensor, rows: SamplingRows, search: Search, num_rows
     """What goes before the draw, in this order: ends and bins of each row that cuts, and an empty list."""
     given = search.arguments(rows) | search.bins() | {"arrived_ptr": search.arrived}
     return {
-        "ends": scores_launch(_ends_kernel, logits, rows, num_rows, given),
-        "bins": scores_launch(_bins_kernel, logits, rows, num_rows, given),
+        name: scores_launch(_search_kernel, logits, rows, num_rows, given | {"FILLS_BINS": name == "bins"})
+        for name in ("ends", "bins")
     }
 
 
@@ -157,7 +157,7 @@ def floor_of(highest, min_p):
 
 
 @triton.jit(**NOT_SPECIALIZED)
-def _ends_kernel(
+def _search_kernel(
     logits_ptr,
     logits_stride,
     temperature_ptr,
@@ -184,96 +184,58 @@ def _ends_kernel(
     TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     BINS: tl.constexpr,
+    FILLS_BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The tile's ends, and an empty list and bins; or, in the second launch, the bins."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
     if not cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
         return
+    if FILLS_BINS:
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        if not searches(top_k, top_p, V):
+            return
+        highest, lowest, is_finite = row_ends(ends_ptr, row, TILES, PADDED_TILES)
+        if not is_finite:
+            return
     _, scores = tile_scores(
         logits_ptr, logits_stride, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
         seen_ptr, seen_stride, counts_ptr, counts_stride, row, V, BLOCK,
     )  # fmt: skip
     keys = ordered(scores)
-    tile = tl.program_id(1)
-    ends_ptr += row * (2 * TILES) + tile
-    tl.store(ends_ptr, tl.max(keys, 0))
-    tl.store(ends_ptr + TILES, tl.min(tl.where(keys > MINUS_INFINITY, keys, _HIGHEST), 0))
-    # Each tile empties its part of the bins.
-    SHARE: tl.constexpr = (BINS + TILES - 1) // TILES
-    places = tl.arange(0, triton.next_power_of_2(SHARE))
-    bins = tile * SHARE + places
-    mine = (places < SHARE) & (bins < BINS)
-    tl.store(bin_counts_ptr + row * BINS + bins, 0, mask=mine)
-    tl.store(bin_weights_ptr + row * BINS + bins, 0, mask=mine)
-    if tile == 0:
-        tl.store(arrived_ptr + row, 0)
-        tl.store(num_listed_ptr + row, 0)
-
-
-@triton.jit(**NOT_SPECIALIZED)
-def _bins_kernel(
-    logits_ptr,
-    logits_stride,
-    temperature_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    seen_ptr,
-    seen_stride,
-    counts_ptr,
-    counts_stride,
-    min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    ends_ptr,
-    border_bins_ptr,
-    num_listed_ptr,
-    bin_counts_ptr,
-    bin_weights_ptr,
-    arrived_ptr,
-    num_rows_ptr,
-    total_rows,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
-    BINS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    if row >= live_rows(num_rows_ptr, total_rows):
-        return
-    if not cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
-        return
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if not searches(top_k, top_p, V):
-        return
-    highest, lowest, is_finite = row_ends(ends_ptr, row, TILES, PADDED_TILES)
-    if not is_finite:
-        return
-    _, scores = tile_scores(
-        logits_ptr, logits_stride, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-        seen_ptr, seen_stride, counts_ptr, counts_stride, row, V, BLOCK,
-    )  # fmt: skip
-    keys = ordered(scores)
-    bins = bins_of(keys, highest, lowest, BINS)
-    floor = _raised(floor_of(highest, tl.load(min_p_ptr + row)), ends_ptr, row, top_k, TILES, PADDED_TILES)
-    kept = (keys >= floor) & (bins < BINS)
-    if (top_k > 0) & (top_k < V):
-        tl.atomic_add(bin_counts_ptr + row * BINS + bins, 1, mask=kept, sem="relaxed")
-    if top_p < 1:
-        weights = weights_of(keys, highest)
-        tl.atomic_add(bin_weights_ptr + row * BINS + bins, weights, mask=kept & (weights > 0), sem="relaxed")
-    tl.debug_barrier()  # all warps have added theirs, before one thread says so
-    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu") == TILES - 1:
-        counted, first, last = border_bins(
-            bin_counts_ptr + row * BINS, bin_weights_ptr + row * BINS, top_k, top_p, V, BINS
-        )  # fmt: skip
-        border_bins_ptr += row * 3
-        tl.store(border_bins_ptr, counted)
-        tl.store(border_bins_ptr + 1, first)
-        tl.store(border_bins_ptr + 2, last)
+    if FILLS_BINS:
+        bins = bins_of(keys, highest, lowest, BINS)
+        floor = _raised(floor_of(highest, tl.load(min_p_ptr + row)), ends_ptr, row, top_k, TILES, PADDED_TILES)
+        kept = (keys >= floor) & (bins < BINS)
+        if (top_k > 0) & (top_k < V):
+            tl.atomic_add(bin_counts_ptr + row * BINS + bins, 1, mask=kept, sem="relaxed")
+        if top_p < 1:
+            weights = weights_of(keys, highest)
+            tl.atomic_add(bin_weights_ptr + row * BINS + bins, weights, mask=kept & (weights > 0), sem="relaxed")
+        tl.debug_barrier()  # all warps have added theirs, before one thread says so
+        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu") == TILES - 1:
+            counted, first, last = border_bins(
+                bin_counts_ptr + row * BINS, bin_weights_ptr + row * BINS, top_k, top_p, V, BINS
+            )  # fmt: skip
+            border_bins_ptr += row * 3
+            tl.store(border_bins_ptr, counted)
+            tl.store(border_bins_ptr + 1, first)
+            tl.store(border_bins_ptr + 2, last)
+    else:
+        tile = tl.program_id(1)
+        ends_ptr += row * (2 * TILES) + tile
+        tl.store(ends_ptr, tl.max(keys, 0))
+        tl.store(ends_ptr + TILES, tl.min(tl.where(keys > MINUS_INFINITY, keys, _HIGHEST), 0))
+        # Each tile empties its part of the bins.
+        SHARE: tl.constexpr = (BINS + TILES - 1) // TILES
+        places = tl.arange(0, triton.next_power_of_2(SHARE))
+        bins = tile * SHARE + places
+        mine = (places < SHARE) & (bins < BINS)
+        tl.store(bin_counts_ptr + row * BINS + bins, 0, mask=mine)
+        tl.store(bin_weights_ptr + row * BINS + bins, 0, mask=mine)
+        if tile == 0:
+            tl.store(arrived_ptr + row, 0)
+            tl.store(num_listed_ptr + row, 0)
