@@ -1,7 +1,7 @@
 """The last launch of a choice in which rows cut: of each row the border, and the best token that stays.
 
 The draw has left the best of each tile among the tokens that surely stay, and a list of the few that may. One program a
-row searches that list for the border (see `borders.py`) and draws for those of it that stay, with the same noise.
+row searches that list for the border (see `threshold.py`) and draws for those of it that stay, with the same noise.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """The one loop that all projections share, on the device: rows times a tile of weights, with the RMS norm folded in.
 
 The sum of squares is gathered while the row passes by, and the scale is applied to the finished sums, so a norm costs
-no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty; more
-rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped, and only what is valid is stored.
+no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty.
 
 What a tile of weights holds follows from its pointer: int8 or e4m3 values (`ByteWeight`), uint8 pairs of 4-bit values
-(`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); the scale of an output's
-bytes meets the finished sum, that of a group the sum over that group. `SCALES_STRIDE` tells these apart: it is 1 where
-bytes have a scale an output, and the number of groups, two at least, where they have several. Where `TYPE` names a type
-of blocks (`SplitBlockWeight`), their runs of columns become floats of x's type before the product (`block_values.py`).
+(`Int4Weight`), or floats. The scale of an output's bytes meets the finished sum (`SCALES_STRIDE` is 1), that of a group
+the sum over that group (it is the number of groups, two at least). Where `TYPE` names a type of blocks
+(`SplitBlockWeight`), their runs of columns become floats of x's type before the product (`block_values.py`).
 
 More than `FEW_ROWS` rows a tile come without a norm, which others have applied and stored, and beside quantized weights
-in half precision in the order of `slots.py`: then a round of the loop is loads, small values that become floats, and
-products. The host's side is in `products.py` and `product_rows.py`.
+in half precision in the order of `places_of`: a round is loads, small values that become floats, and products.
 """
 
 from __future__ import annotations
@@ -236,7 +233,7 @@ def _dot_product(
     first, begin, end, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores; ARRANGED: in the order of `slots.py`."""
+    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores; ARRANGED: in the order of `places_of`."""
     # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
     # price of reading the rows twice (they are in L2). bfloat16 has the range of float32.
     SCALE_FIRST: tl.constexpr = (norm_ptr is not None) and (x_rows.dtype.element_ty == tl.float16)

@@ -68,7 +68,7 @@ class Tile:
         return bool(self.rows > FEW_ROWS.value)
 
     def is_arranged(self, weight: Weight, dtype: torch.dtype) -> bool:
-        """Whether it takes rows of `dtype` in the order of `slots.py` beside that weight."""
+        """Whether it takes rows of `dtype` in the order of `places_of` beside that weight."""
         return self.is_normed and not isinstance(weight, Tensor | SplitBlockWeight) and dtype != torch.float32
 
     def part_columns(self, columns: int) -> int:

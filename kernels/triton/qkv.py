@@ -1,13 +1,12 @@
 """RMSNorm, the query, key and value projections, RoPE, and the write into the cache: one launch for few rows.
 
-Channels of a pair stand side by side, so any even tile of outputs holds whole pairs: a tile needs to know nothing of
-heads, and a head size may be any even number.
+Channels of a pair stand side by side, so any even tile of outputs holds whole pairs, and a head size may be any even
+number.
 
-Where heads have norms of their own it is two: a norm needs a whole head, and products of few rows are cut finer than
-that, to keep all processors loading. So does the scale of a head whose entries have 8 bits, and so it is where queries,
-keys and values are matrices of several formats. The sums go through memory
-in float32 (`product_sums.py`), and the second launch takes whole heads. So it is where many rows meet so few outputs,
-of grouped heads, that programs share their columns. What follows the products is in `qkv_finish.py`.
+It is two launches where heads have norms of their own, or entries of 8 bits a scale a head: both need whole heads, and
+products of few rows are cut finer, to keep all processors loading. It is two as well where queries, keys and values are
+matrices of several formats, and where many rows meet so few outputs, of grouped heads, that programs share their
+columns. The sums go through memory in float32 (`product_sums.py`), and the second launch takes whole heads.
 """
 
 from __future__ import annotations

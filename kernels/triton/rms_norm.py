@@ -1,7 +1,7 @@
 """RMS norm of whole rows, with the residual addition before it if wanted: one program a row.
 
 Projections of few rows do not need it, as they carry the norm along. It serves where more rows are multiplied, and
-stores them in the order of `slots.py` if the product wants that; rows that need no norm are brought into it here too.
+stores them in the order of `places_of` if the product wants that; rows that need no norm are brought into it here too.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def norm_launch(
 
 
 def arrange_launch(x: Tensor, num_rows: Tensor | None, out: Tensor) -> Launch:
-    """`out` [T, arranged columns], contiguous, is written: the rows of `x` [T, K] in the order of `slots.py`."""
+    """`out` [T, arranged columns], contiguous, is written: the rows of `x` [T, K] in the order of `places_of`."""
     arguments = {
         "x_ptr": x,
         "x_stride": x.stride(0),

@@ -2,7 +2,7 @@
 
 A program takes one tile of one row and keeps its best candidate; a second launch picks the best of all tiles. Only a
 batch in which a row cuts has two launches more, in front of these, and the second then settles what is on the border
-(see `cuts.py`).
+(see `topk_topp.py`).
 """
 
 from __future__ import annotations
