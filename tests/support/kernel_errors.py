@@ -11,11 +11,11 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2}
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
+    assert out.shape == expected.shape
     return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
 def assert_close(out: Tensor, expected: Tensor, limit: float | None = None) -> None:
-    assert out.shape == expected.shape
     error = relative_error(out, expected)
     assert error < (limit or LIMITS[out.dtype]), f"relative error {error:.2e}"
 

@@ -33,7 +33,7 @@ class Paged:
         self.scale, self.window, self.cap = channels**-0.5, window, cap
         per_chunk = [-(-length // block_size) for length in lengths]
         blocks = torch.randperm(sum(per_chunk), generator=generator) + 1
-        self.pool = torch.full((len(blocks) + 1, 2, block_size, kv_heads, channels), torch.nan)
+        self.pool: Any = torch.full((len(blocks) + 1, 2, block_size, kv_heads, channels), torch.nan)
         self.pool[:, :, 1::2] = torch.inf
         self.tables = torch.zeros(len(lengths), max(per_chunk, default=0), dtype=torch.int64)  # block 0 is padding
         self.entries = []
