@@ -33,21 +33,19 @@ def product_launches(
     Of a `norm` that was applied before, the kernel gets none; nor where it has no weight, which is no norm.
     """
     is_arranged = tile.is_arranged(weight, x.dtype)
-    applied: tuple[Tensor, float] | None = None
+    norm_weight, eps = norm or (None, 0.0)
     if norm is not None:
-        norm_weight, eps = norm
-        applied = None if norm_weight is None else (norm_weight, eps)
-        others |= {"norm_ptr": None, "eps": 0.0} if applied is None else {}
-    if not tile.is_normed or not (applied or is_arranged):
-        return [product_launch(kernel, tile, x, weight, num_rows, norm=applied, **others)]
+        others |= {"norm_ptr": norm_weight, "eps": 0.0 if norm_weight is None else eps}
+    if not tile.is_normed or (norm_weight is None and not is_arranged):
+        return [product_launch(kernel, tile, x, weight, num_rows, **others)]
     rows, columns = x.shape
     stored = torch.empty(rows, arranged_columns(columns) if is_arranged else columns, dtype=x.dtype, device=x.device)
-    if applied is None:
+    if norm_weight is None:
         before = arrange_launch(x, num_rows, stored)
     else:
-        before = norm_launch(x, *applied, None, num_rows, stored, arranged=is_arranged)
+        before = norm_launch(x, norm_weight, eps, None, num_rows, stored, arranged=is_arranged)
         others |= {"norm_ptr": None, "eps": 0.0}
-    return [before, product_launch(kernel, tile, stored, weight, num_rows, norm=None, **others)]
+    return [before, product_launch(kernel, tile, stored, weight, num_rows, **others)]
 
 
 _BESIDE = {"_norm_kernel": "norm", "_arrange_kernel": "arranged", "_add_kernel": "add", "_finish_kernel": "finish"} | {

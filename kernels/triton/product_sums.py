@@ -20,7 +20,7 @@ from d3engine.kernels.triton.rms_norm import normed_or_not
 
 
 def sums_launches(
-    tile: Tile, x: Tensor, weight: Weight, num_rows: Tensor | None, *, norm: tuple[Tensor | None, float] | None = None
+    tile: Tile, x: Tensor, weight: Weight, num_rows: Tensor | None, *, norm: tuple[Tensor | None, float] = (None, 0.0)
 ) -> tuple[Tensor, list[Launch]]:
     """The sums float32 [parts, T, N] of `x` [T, K] times `weight` [N, K] transposed, and what writes them.
 
@@ -30,14 +30,12 @@ def sums_launches(
     rows, (outputs, columns) = x.shape[0], weight.shape
     sums = torch.empty(tile.parts, rows, outputs, dtype=torch.float32, device=x.device)
     launches: list[Launch] = []
-    if tile.stack and tile.is_normed and norm is not None:  # once for all its matrices
+    if tile.stack and tile.is_normed:  # once for all its matrices
         x, launches = normed_or_not(x, *norm, num_rows)
-        norm = None
-    norm_or_none = {"norm_ptr": None, "eps": 0.0} if norm is None else {}
+        norm = None, 0.0
     for (first, part), own in zip(parts_of(weight), tile.stack or (tile,), strict=True):
         place = {"N": part.shape[0], "WIDTH": outputs, "FIRST": first, "PART_K": own.part_columns(columns)}
-        others = {"sums_ptr": sums, **place, **norm_or_none}
-        launches += product_launches(_sums_kernel, own, x, part, num_rows, norm=norm, **others)
+        launches += product_launches(_sums_kernel, own, x, part, num_rows, norm=norm, sums_ptr=sums, **place)
     return sums, launches
 
 

@@ -212,14 +212,11 @@ def product_launch(
     x: Tensor,
     weight: Weight,
     num_rows: Tensor | None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
     **others: object,
 ) -> Launch:
     """The launch of a kernel around `tile_product`: program (i, j, k) has row tile i, output tile j and part k.
 
-    `norm` is weight and epsilon; `others` are the arguments that this kernel alone has. Without `norm` the kernel is
-    one that takes none.
+    `others` are the arguments that this kernel alone has.
     """
     rows = x.shape[0]
     arguments = {
@@ -236,8 +233,6 @@ def product_launch(
         "STAGES": tile.stages,
         **others,
     }
-    if norm is not None:
-        arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     limits: dict[str, Any] = {}
     is_block = isinstance(weight, SplitBlockWeight)

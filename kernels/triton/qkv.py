@@ -398,14 +398,13 @@ def launches(
     norms = head_norms, projection_norms
     pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, head_dim, dtype=dtype)
     num_rows = meta(1, dtype=torch.int32)
+
+    def targets_of(rows: int, pool: KVPool) -> dict[str, object]:
+        rotations, entries = meta(rows, head_dim // 2, dtype=torch.complex64), meta(rows, 2, dtype=torch.int64)
+        return finish_targets(rotations, pool, entries, meta(rows, shape.num_heads, head_dim, dtype=dtype), outputs)
+
     for rows in (*ROW_COUNTS, 512):
-        targets = finish_targets(
-            meta(rows, head_dim // 2, dtype=torch.complex64),
-            pool,
-            meta(rows, 2, dtype=torch.int64),
-            meta(rows, shape.num_heads, head_dim, dtype=dtype),
-            outputs,
-        )
+        targets = targets_of(rows, pool)
         may_split = batch_invariant or rows > FEW_ROWS.value
         tile = product_tile(rows, weight, dtype, may_split=may_split, batch_invariant=batch_invariant)
         if tile is None:
@@ -416,13 +415,7 @@ def launches(
             found = qkv_launches(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, *norms)
             yield from labelled(found, "", rows)
     if dtype != torch.float32:
-        targets = finish_targets(
-            meta(64, head_dim // 2, dtype=torch.complex64),
-            meta_fp8_pool(shape, shape.block_size),
-            meta(64, 2, dtype=torch.int64),
-            meta(64, shape.num_heads, head_dim, dtype=dtype),
-            outputs,
-        )
+        targets = targets_of(64, meta_fp8_pool(shape, shape.block_size))
         sums = meta(1, 64, outputs, dtype=torch.float32)
         yield "finish, into 8 bits", finish_launch(sums, bias, targets, num_rows, head_norms, 1e-5)
 
