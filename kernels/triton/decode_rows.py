@@ -20,11 +20,7 @@ from d3engine.kernels.triton.product_kernels import wait_for_previous
 
 
 def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> None:
-    """Derive `kv_lengths`, `active_rows`, `entries` and `rotations` of the rows that live.
-
-    `rotation_table` complex64 [positions, D / 2] holds the rotation of every position. Entries of layers that a row
-    does not run, and everything of rows that do not live, are left as they are.
-    """
+    """Derive `kv_lengths`, `active_rows`, `entries` and `rotations` of the rows that live, as `reference.py` says."""
     begin_launch(rows, rotation_table, block_size).run()
 
 
@@ -34,10 +30,7 @@ def end_step(rows: DecodeRows, tokens: Tensor, scores: Tensor) -> None:
 
 
 def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_length: int) -> list[AttentionInputs]:
-    """What `paged_attention` reads at each layer of a decode step; it may be captured.
-
-    `query_starts` int32 [B + 1] counts 0, 1, 2 .. B; no row has more than `max_kv_length` entries.
-    """
+    """As `reference_attention.decode_attention_inputs`; it may be captured."""
     room = Room()
     return [
         AttentionInputs(

@@ -45,16 +45,11 @@ def gate_up(
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
-    """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I].
+    """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I]; see `reference.py`.
 
-    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is. `maps`
-    are added to the projections of their rows, and have their dtype.
-
-    `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
-    but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned;
-    None means all rows. `batch_invariant`: as for `product_tile`.
-
-    Everything is float32 until the result is rounded; `reference.py` rounds gate, up and silu(gate) too.
+    All but a quantized weight are of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is
+    returned; None means all rows. `batch_invariant`: as for `product_tile`. Everything is float32 until the result is
+    rounded; `reference.py` rounds gate, up and silu(gate) too.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias)
     rows, outputs = hidden.shape[0], weight.shape[0]

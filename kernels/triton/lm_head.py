@@ -48,11 +48,9 @@ def lm_head(
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
+    """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V]; see `reference.py`.
 
-    With a soft `cap` above 0 each becomes cap * tanh(logit / cap), after `maps` are added, which have the dtype of
-    `hidden`. The logits are the float32 sums; `reference.py`, and the path of many rows, round them to the weights'
-    dtype first.
+    The logits are the float32 sums; `reference.py`, and the path of many rows, round them to the weights' dtype first.
     `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
     `batch_invariant`: as for `product_tile`; then the three operations here have the same logits.
     """

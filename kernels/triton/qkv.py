@@ -286,20 +286,12 @@ def qkv(
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
-    """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
+    """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool; see `reference.py`.
 
-    `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
-    `pool` [num_blocks, 2, block_size, M, D] (written, contiguous; maybe in 8 bits), `entries` [T, 2] int64: where each
-    row's key and value go. `head_norms` [2, D] contiguous: weights of an RMSNorm with the same `eps` over each head
-    before RoPE, the first for queries, the second for keys; None means none. `projection_norms` [(N + M) D]
-    contiguous: the same over all queries of a row together, and over all its keys; never with `head_norms`. Without
-    `norm_weight` `hidden` is projected as it is. `maps` are added to the projections of their rows, and have their
-    dtype. Returns the queries [T, N, D]. All but rotations, entries, a quantized weight and a pool in 8 bits are of one
-    dtype.
-    `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
-    `batch_invariant`: as for `product_tile`.
-
-    Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
+    The pool is contiguous, and so are `head_norms` and `projection_norms`, which are never given together. All but
+    rotations, entries, a quantized weight and a pool in 8 bits are of one dtype. `num_rows` int32 [1]: rows at or
+    beyond it write nothing, and their queries are undefined; None means all rows. `batch_invariant`: as for
+    `product_tile`. Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias, rotations=rotations)
     if not pool.is_contiguous():
