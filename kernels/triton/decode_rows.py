@@ -14,7 +14,7 @@ from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.triton.attention_splits import Room
-from d3engine.kernels.triton.launches import Launch, ModelShape
+from d3engine.kernels.triton.launches import Launch, ModelShape, strided
 from d3engine.kernels.triton.paged_attention import AttentionInputs
 from d3engine.kernels.triton.product_kernels import wait_for_previous
 
@@ -61,8 +61,7 @@ def begin_launch(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> L
         "table_row_stride": rows.block_tables.stride(1),
         "kv_lengths_ptr": rows.kv_lengths,
         "active_rows_ptr": rows.active_rows,
-        "entries_ptr": rows.entries,
-        "entries_stride": rows.entries.stride(0),
+        **strided(entries=rows.entries),
         "rotation_table_ptr": torch.view_as_real(rotation_table),
         "rotations_ptr": torch.view_as_real(rows.rotations),
         "LAYERS": layers,

@@ -20,7 +20,7 @@ from d3engine.kernels.triton.candidates import (
     token_of,
     unordered,
 )
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.launches import Launch, row_counts
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.scores import UNFUSED, gumbel, token_words
 from d3engine.kernels.triton.threshold import LISTED, NO_CANDIDATE, find_border
@@ -53,8 +53,7 @@ def settle_launch(
         "steps_ptr": steps,
         "listed_ptr": search.listed,
         "first_token": first_token,
-        "num_rows_ptr": num_rows,
-        "total_rows": total,
+        **row_counts(num_rows, total),
         "V": vocab,
         "LISTED": LISTED,
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight, row_counts, strided
 from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
@@ -91,12 +91,10 @@ def gates_launch(
     """The gates alone, after a product [T, 2 I] made elsewhere, to which `bias` is added."""
     rows, gates = out.shape
     arguments = {
-        "projected_ptr": projected,
-        "projected_stride": projected.stride(0),
+        **strided(projected=projected),
         "bias_ptr": bias,
         "out_ptr": out,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "GATES": gates,
         "GELU": activation == "gelu_tanh",
         "BLOCK_N": 1024,

@@ -7,7 +7,6 @@ tile of outputs (see `product_sums.py`), and a second kernel adds their sums to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight, row_counts, strided
 from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import add_matmul_steps, matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
@@ -65,12 +64,7 @@ def residual_launches(
 ) -> list[Launch]:
     """Product and sum in one kernel, or in two if the tile has parts; and what its rows need before."""
     if tile.parts == 1:
-        target: dict[str, Any] = {
-            "bias_ptr": bias,
-            "residual_ptr": residual,
-            "residual_stride": residual.stride(0),
-            "N": weight.shape[0],
-        }
+        target = {"bias_ptr": bias, **strided(residual=residual), "N": weight.shape[0]}
         return product_launches(_product_kernel, tile, x, weight, num_rows, **target)
     sums, launches = sums_launches(tile, x, weight, num_rows)
     return [*launches, add_launch(sums, bias, residual, num_rows)]
@@ -82,10 +76,8 @@ def add_launch(sums: Tensor, bias: Tensor | None, residual: Tensor, num_rows: Te
     arguments = {
         "sums_ptr": sums,
         "bias_ptr": bias,
-        "residual_ptr": residual,
-        "residual_stride": residual.stride(0),
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **strided(residual=residual),
+        **row_counts(num_rows, rows),
         "PARTS": parts,
         "N": outputs,
         "BLOCK_N": 512,

@@ -19,7 +19,7 @@ from d3engine.kernels.quantized import GROUP
 from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.kernels.target import processors_of
 from d3engine.kernels.triton import launches
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.launches import Launch, row_counts, strided
 from d3engine.kernels.triton.product_kernels import FEW_ROWS
 from d3engine.kernels.triton.tiles import LIMITS, Line, form_of, line_of
 from d3engine.kernels.weight_format import WeightFormat
@@ -220,11 +220,9 @@ def product_launch(
     """
     rows = x.shape[0]
     arguments = {
-        "x_ptr": x,
-        "x_stride": x.stride(0),
+        **strided(x=x),
         **weight_arguments(weight),
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "K": weight.shape[1],
         "BLOCK_T": tile.rows,
         "BLOCK_N": tile.outputs,
@@ -273,8 +271,7 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
         assert form_of(weight), "only the native library reads packed matrices"
         stored, scales = weight.tensors  # scales of one group, [N, 1], lie as those of rows do
     return {
-        "weight_ptr": stored,
-        "weight_stride": stored.stride(0),
+        **strided(weight=stored),
         "scales_ptr": scales,
         "SCALES_STRIDE": 0 if scales is None else scales.stride(0),
         "TYPE": weight.type_name if isinstance(weight, SplitBlockWeight) else None,

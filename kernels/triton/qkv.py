@@ -22,7 +22,16 @@ from torch import Tensor
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, LARGEST, SMALLEST, KVPool, values_and_scales
 from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_fp8_pool, meta_weight
+from d3engine.kernels.triton.launches import (
+    ROW_COUNTS,
+    Launch,
+    ModelShape,
+    meta,
+    meta_fp8_pool,
+    meta_weight,
+    row_counts,
+    strided,
+)
 from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
@@ -65,8 +74,7 @@ def finish_launch(
         "bias_ptr": bias,
         "head_norms_ptr": head_norms,
         "eps": None if head_norms is None else eps,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         **targets,
         "PARTS": parts,
         "WIDTH": width,
@@ -81,16 +89,12 @@ def finish_targets(
     rotations: Tensor, pool: KVPool, entries: Tensor, queries: Tensor, outputs: int
 ) -> dict[str, object]:
     """The arguments of `finish`, by name."""
-    # Read as pairs of float32: Triton has no complex numbers.
-    pairs = torch.view_as_real(rotations)
     values, scales = values_and_scales(pool)
     return {
-        "rotations_ptr": pairs,
-        "rotations_stride": pairs.stride(0),
+        **strided(rotations=torch.view_as_real(rotations)),  # pairs of float32: Triton has no complex numbers
         "pool_ptr": values,
         "pool_scales_ptr": scales,
-        "entries_ptr": entries,
-        "entries_stride": entries.stride(0),
+        **strided(entries=entries),
         "values_stride": entries.stride(1),
         "queries_ptr": queries,
         "N": outputs,
@@ -364,8 +368,7 @@ def finish_launches(
         "norms_ptr": projection_norms,
         "eps": eps,
         "summed_ptr": summed,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "N": outputs,
         "Q": targets["Q"],
         "KEYS_END": keys_end,

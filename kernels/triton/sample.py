@@ -18,7 +18,7 @@ from torch import Tensor
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
 from d3engine.kernels.triton.finalize import settle_launch
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta, row_counts, strided
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
 from d3engine.kernels.triton.scores import gumbel, scores_launch, tile_scores, tile_words, tiles_of
@@ -110,11 +110,9 @@ def count_launch(output_counts: Tensor, tokens: Tensor, num_rows: Tensor | None)
     """One program for 128 rows."""
     rows, block = tokens.shape[0], 128
     arguments = {
-        "counts_ptr": output_counts,
-        "counts_stride": output_counts.stride(0),
+        **strided(counts=output_counts),
         "tokens_ptr": tokens,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "BLOCK": block,
     }
     return Launch(_count_kernel, (triton.cdiv(rows, block),), arguments)
