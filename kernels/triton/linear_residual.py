@@ -7,6 +7,7 @@ tile of outputs (see `product_sums.py`), and a second kernel adds their sums to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -64,7 +65,7 @@ def residual_launches(
 ) -> list[Launch]:
     """Product and sum in one kernel, or in two if the tile has parts; and what its rows need before."""
     if tile.parts == 1:
-        target = {"bias_ptr": bias, **strided(residual=residual), "N": weight.shape[0]}
+        target: dict[str, Any] = {"bias_ptr": bias, **strided(residual=residual), "N": weight.shape[0]}
         return product_launches(_product_kernel, tile, x, weight, num_rows, **target)
     sums, launches = sums_launches(tile, x, weight, num_rows)
     return [*launches, add_launch(sums, bias, residual, num_rows)]
