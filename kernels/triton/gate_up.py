@@ -26,8 +26,7 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.product_rows import labelled, product_launches
-from d3engine.kernels.triton.product_sums import sums_launches
+from d3engine.kernels.triton.product_rows import labelled, product_launches, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import normed_or_not
 

@@ -1,7 +1,7 @@
 """Output and down projection: a product added to the residual stream in place.
 
 One launch; or two, where so few outputs would leave processors idle: then several programs share the columns of one
-tile of outputs (see `product_sums.py`), and a second kernel adds their sums to the residual.
+tile of outputs (see `product_rows.py`), and a second kernel adds their sums to the residual.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.product_rows import labelled, product_launches
-from d3engine.kernels.triton.product_sums import added, sums_launches
+from d3engine.kernels.triton.product_rows import added, labelled, product_launches, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 
 

@@ -6,7 +6,7 @@ number.
 It is two launches where heads have norms of their own, or entries of 8 bits a scale a head: both need whole heads, and
 products of few rows are cut finer, to keep all processors loading. It is two as well where queries, keys and values are
 matrices of several formats, and where many rows meet so few outputs, of grouped heads, that programs share their
-columns. The sums go through memory in float32 (`product_sums.py`), and the second launch takes whole heads.
+columns. The sums go through memory in float32 (`product_rows.py`), and the second launch takes whole heads.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.product_rows import labelled, product_launches
-from d3engine.kernels.triton.product_sums import added, sums_launches
+from d3engine.kernels.triton.product_rows import added, labelled, product_launches, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import normed_or_not
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
-from d3engine.kernels.triton.finalize import settle_launch
 from d3engine.kernels.triton.launches import Launch, ModelShape, meta, row_counts, strided
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
@@ -32,6 +31,7 @@ from d3engine.kernels.triton.topk_topp import (
     row_ends,
     search_launches,
     searches,
+    settle_launch,
 )
 
 
