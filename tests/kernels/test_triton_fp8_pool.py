@@ -131,7 +131,7 @@ def test_single_rows_and_chunks_attend_to_stored_values(
     for table, entries in zip(paged.tables.cpu(), paged.entries, strict=True):
         # Magnitudes that differ between heads, positions, keys and values, as scales are there to tell.
         positions = torch.arange(entries.shape[1])
-        entries *= torch.tensor([0.7, 0.01])[:, None, None, None] * (1 + positions % 7)[:, None, None]
+        entries *= torch.tensor([2 / 3, 0.01])[:, None, None, None] * (1 + positions % 7)[:, None, None]
         entries[1, :, 0] *= 0.01
         for half, written in enumerate(entries):
             places = (table[positions // size] * 2 + half) * size + positions % size
