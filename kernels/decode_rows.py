@@ -6,7 +6,7 @@ here, and what the layers read (lengths, entries, how many rows run each layer) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,19 +70,16 @@ class DecodeRows:
 
     def first(self, count: int) -> DecodeRows:
         """The first `count` rows: views of the same memory."""
-        return DecodeRows(
-            num_rows=self.num_rows,
+        return replace(
+            self,
             tokens=self.tokens[:count],
             positions=self.positions[:count],
             steps=self.steps[:count],
-            taken=self.taken,
             cutoffs=self.cutoffs[:count],
             block_tables=self.block_tables[:, :count],
             kv_lengths=self.kv_lengths[:count],
-            active_rows=self.active_rows,
             entries=self.entries[:, :count],
             rotations=self.rotations[:count],
-            yielded=self.yielded,
             chosen=self.chosen[:, :count],
             scores=self.scores[:, :count],
         )

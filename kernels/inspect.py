@@ -123,23 +123,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     dtype = DTYPES[options.dtype]
     given = (options.weights, options.operations, options.jobs, not options.no_pdl, options.rows, options.spills_only)
+    more = options.batch_invariant, options.matmul_rows
     try:
-        usages = list(
-            inspect(options.shapes, options.arch, dtype, *given, options.batch_invariant, options.matmul_rows)
-        )
+        usages = list(inspect(options.shapes, options.arch, dtype, *given, *more))
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        print(
-            json.dumps(
-                [
-                    asdict(u) | {"most_shared": u.most_shared, "spills": u.spills, "fits": u.fits, "faults": u.faults}
-                    for u in usages
-                ],
-                indent=1,
-            )
-        )
+        names = ("most_shared", "spills", "fits", "faults")
+        shown = [asdict(usage) | {name: getattr(usage, name) for name in names} for usage in usages]
+        print(json.dumps(shown, indent=1))
     else:
         print(_table(usages))
     return int(any(set(u.faults) - ({"STARVES"} if u.kind in options.may_starve else set()) for u in usages))
@@ -256,6 +249,8 @@ def _told(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _table(usages: list[Usage]) -> str:
+    from d3engine.kernels.triton.tiles import aligned
+
     header = ["arch", "shape", "weights", "operation", "launch", "grid", "warps"]
     header += ["regs", "stack", "local", "shared", "load", "16 B loads", "a byte", "barriers", "waits", "in flight"]
     rows = [
@@ -280,9 +275,7 @@ def _table(usages: list[Usage]) -> str:
         )
         for usage in usages
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows])
-    return "\n".join(line.rstrip() for line in lines)
+    return aligned([header, *rows])
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -73,12 +73,9 @@ def hottest_loop(code: list[Instruction]) -> list[Instruction]:
     """The innermost loop that loads most from memory; all of the code if none does."""
     best: list[Instruction] = []
     loading: list[int] = []  # where loops that load begin, in the order of their ends
-    for last, instruction in enumerate(code):
-        target = re.search(r"(0x[0-9a-f]+)", instruction.operands) if instruction.operation.startswith("BRA") else None
-        if target is None or int(target[1], 16) >= instruction.address:
-            continue
-        body = [one for one in code[: last + 1] if one.address >= int(target[1], 16)]
-        if not _loaded(body) or any(begin >= body[0].address for begin in loading):
+    for begin, end in _loops(code):
+        body = [one for one in code if begin <= one.address <= end]
+        if not _loaded(body) or any(other >= body[0].address for other in loading):
             continue  # what stands around a loop is done once, where the loop goes round many times
         loading.append(body[0].address)
         if (_loaded(body), -len(body)) > (_loaded(best), -len(best)):

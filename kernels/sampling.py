@@ -36,7 +36,7 @@ class Penalties:
 class SamplingRows:
     """How every row chooses its token. A row of temperature 0 takes the likeliest: it is never cut, and draws nothing.
 
-    The random numbers of a row depend on its seed, its index and the step that it is called with; see `random.py`.
+    The random numbers of a row depend on its seed, its index and the step that it is called with: see `gumbel`.
     """
 
     temperature: Tensor  # float32 [T]; a caller whose users may write 1e-30 makes that 0, or logits overflow

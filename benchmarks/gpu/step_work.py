@@ -93,11 +93,10 @@ def step_work(step: Step) -> Iterator[Work]:
 def choosing_launches(shape: ModelShape, rows: int) -> Iterator[tuple[str, Launch]]:
     """The launches after the logits, by name, where all rows cut."""
     from d3engine.kernels.sampling import Cuts, SamplingRows
-    from d3engine.kernels.triton.finalize import settle_launch
     from d3engine.kernels.triton.launches import meta
     from d3engine.kernels.triton.sample import draw_launch
     from d3engine.kernels.triton.scores import tiles_of
-    from d3engine.kernels.triton.topk_topp import Search, search_launches
+    from d3engine.kernels.triton.topk_topp import Search, search_launches, settle_launch
 
     vocab = shape.vocab_size
     logits, num_rows = meta(rows, vocab, dtype=torch.float32), meta(1, dtype=torch.int32)

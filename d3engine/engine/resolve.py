@@ -35,7 +35,7 @@ from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import reads_interleaved_blocks
 from d3engine.kernels.quantized import has_fp8_products
 from d3engine.kernels.target import target_of
-from d3engine.model.checkpoint import FLOAT_DTYPES, TensorEntry, dtype_of
+from d3engine.model.checkpoint import FLOAT_DTYPES, dtype_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -238,7 +238,8 @@ class Decoder:
         logits, draft_model = asked.get("logits"), asked.get("draft_model")
         if logits is not None and (logits.logits.shape != shape or not logits.logits.flags.c_contiguous):
             raise NativeError(f"logits must be a contiguous array {list(shape)}")
-        made, given = structure_of(self._checked(rows, states), iterations, drafts, states, control, asked, self._vocab)
+        self._check_states(states)
+        made, given = structure_of(rows.arrays(), iterations, drafts, states, control, asked, self._vocab)
         if draft_model is not None:
             made.draft_model = draft_model._handle
         given["held"] = (rows, draft_model)  # the rows hold bridges and adapters
@@ -274,12 +275,6 @@ class Decoder:
         self._check_tables(rows)
         tables: npt.NDArray[np.integer] = rows.tables[rows.slots]
         return tables
-
-    def _checked(self, rows: Rows, states: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
-        if rows.cutoffs.shape != (len(rows.tokens), self.table_shape[1]):
-            raise NativeError(f"cutoffs must have the shape [{len(rows.tokens)}, {self.table_shape[1]}]")
-        self._check_states(states)
-        return rows.arrays()
 
     def _check_states(self, states: npt.NDArray[np.float32]) -> None:
         if states.shape[1] != self._hidden or not states.flags.c_contiguous:
@@ -362,6 +357,30 @@ def _raise_error_of_grammar(given: dict[str, Any]) -> None:
         raise callback.error
 
 
+_BLOCKS = [POINTER(MatrixStructure), c_int32, c_int32, c_int32, c_void_p]
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "d3_isa_name": (c_char_p, [c_int32]),
+    "d3_isa_runs_here": (c_int, [c_int32]),
+    "d3_isa_reads_interleaved": (c_int, [c_int32]),
+    "d3_isa_reads_interleaved_blocks": (c_int, [c_int32]),
+    "d3_read_block_rows": (None, _BLOCKS),
+    "d3_interleaved_bytes": (c_int64, [c_int32, c_int32]),
+    "d3_interleave_blocks": (None, _BLOCKS),
+    "d3_bf12_pack": (c_int64, [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]),
+    "d3_bf12_unpack": (None, [POINTER(MatrixStructure), c_int32, c_int32, c_void_p]),
+    "d3_create": (c_int, [POINTER(ModelStructure), POINTER(c_void_p)]),
+    "d3_run": (c_int, [c_void_p, POINTER(RunStructure)]),
+    "d3_begin": (c_int, [c_void_p, POINTER(RunStructure)]),
+    "d3_run_speculative_loop": (c_int, [c_void_p, POINTER(SpeculativeLoopStructure)]),
+    "d3_begin_speculative_loop": (c_int, [c_void_p, POINTER(SpeculativeLoopStructure)]),
+    "d3_await": (c_int, [c_void_p, c_int32]),
+    "d3_gather": (c_int, [c_void_p, c_int32, POINTER(c_int32)]),
+    "d3_finish": (None, [c_void_p]),
+    "d3_destroy": (None, [c_void_p]),
+}
+"""The result and the parameters of each function that has any."""
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The library of this package; raises `LibraryMissing`."""
@@ -380,32 +399,9 @@ def load(path: Path) -> ctypes.CDLL:
     is_checkout = (path.parent / "abi.h").exists()
     if is_checkout and found.d3_source_digest().decode() != build.digest(path.parent):
         raise LibraryMissing("the native library is older than its sources; `pip install -e .` builds it anew")
-    found.d3_isa_name.restype = c_char_p
-    found.d3_isa_name.argtypes = [c_int32]
-    found.d3_isa_runs_here.argtypes = [c_int32]
-    found.d3_isa_reads_interleaved.argtypes = [c_int32]
-    found.d3_isa_reads_interleaved_blocks.argtypes = [c_int32]
-    found.d3_read_block_rows.restype = None
-    found.d3_read_block_rows.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_int32, c_void_p]
-    found.d3_interleaved_bytes.restype = c_int64
-    found.d3_interleaved_bytes.argtypes = [c_int32, c_int32]
-    found.d3_interleave_blocks.restype = None
-    found.d3_interleave_blocks.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_int32, c_void_p]
-    found.d3_bf12_pack.restype = c_int64
-    found.d3_bf12_pack.argtypes = [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p]
-    found.d3_bf12_unpack.restype = None
-    found.d3_bf12_unpack.argtypes = [POINTER(MatrixStructure), c_int32, c_int32, c_void_p]
-    found.d3_create.argtypes = [POINTER(ModelStructure), POINTER(c_void_p)]
-    found.d3_run.argtypes = [c_void_p, POINTER(RunStructure)]
-    found.d3_begin.argtypes = [c_void_p, POINTER(RunStructure)]
-    found.d3_run_speculative_loop.argtypes = [c_void_p, POINTER(SpeculativeLoopStructure)]
-    found.d3_begin_speculative_loop.argtypes = [c_void_p, POINTER(SpeculativeLoopStructure)]
-    found.d3_await.argtypes = [c_void_p, c_int32]
-    found.d3_gather.argtypes = [c_void_p, c_int32, POINTER(c_int32)]
-    found.d3_finish.argtypes = [c_void_p]
-    found.d3_finish.restype = None
-    found.d3_destroy.argtypes = [c_void_p]
-    found.d3_destroy.restype = None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        getattr(found, name).restype = result
+        getattr(found, name).argtypes = arguments
     return found
 
 

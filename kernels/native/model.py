@@ -108,7 +108,7 @@ class Linear:
             return MatrixStructure(kind, *weight.shape, address_of(weight, weight.dtype), None, bias)
         if weight.native_kind is None:
             raise NativeError(f"the native library knows no matrices of {type(weight).__name__}")
-        values, *others = _addresses(*weight.tensors)
+        values, *others = (address_of(tensor, tensor.dtype) for tensor in weight.tensors)
         if isinstance(weight, PackedWeight):
             bf12 = Bf12Structure(weight.exponent, *others)
             return MatrixStructure(weight.native_kind, *weight.shape, values, None, bias, bf12)
@@ -263,10 +263,6 @@ class NativeBridges:
 def _address_or_none(tensor: Tensor | None) -> int | None:
     """Of float32 numbers."""
     return None if tensor is None else address_of(tensor, torch.float32)
-
-
-def _addresses(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(address_of(tensor, tensor.dtype) for tensor in tensors)
 
 
 def address_of(tensor: Tensor, dtype: torch.dtype) -> int:

@@ -342,6 +342,3 @@ class _GrammarMasks:
 
 def _addresses(given: Sequence[NativeBridges | NativeMaps | None]) -> npt.NDArray[np.uintp]:
     return np.array([0 if own is None else own.address for own in given], np.uintp)
-
-
-# The names by which the executor imports these.

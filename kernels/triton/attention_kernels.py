@@ -19,7 +19,6 @@ from d3engine.kernels.triton.attention_splits import (
     combine,
     entries_of_split,
     first_entry,
-    first_rows_alone,
     listed_split,
 )
 from d3engine.kernels.triton.product_kernels import hyperbolic_tangent, wait_for_previous
@@ -378,7 +377,8 @@ def single_rows_kernel(
     work = tl.program_id(0)
     # There are no more programs than places in the list: this loads what the number of splits may then refute.
     chunk, row, kv_length, split = listed_split(listed, work // KV_HEADS, work >= 0)
-    kv_length, split = first_rows_alone(kv_length, split, (work < all_work) & (row < active))
+    is_there = (work < all_work) & (row < active)
+    kv_length, split = tl.where(is_there, kv_length, 0), tl.where(is_there, split, 0)
     begin, end, splits = entries_of_split(kv_length, split, window, SPLIT, MOST_SPLITS, WINDOWED)
     query, blocks = _first_loads(
         queries, block_tables, row, chunk, work % KV_HEADS, begin, end, query_stride, table_stride,
@@ -402,7 +402,8 @@ def single_rows_kernel(
             block_tables + chunk.to(tl.int64) * table_stride, begin, end, seen_first, scale, cap,
             GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
         )  # fmt: skip
-        next_length, next_split = first_rows_alone(next_length, next_split, next_row < active)
+        next_is_there = next_row < active
+        next_length, next_split = tl.where(next_is_there, next_length, 0), tl.where(next_is_there, next_split, 0)
         begin, end, next_splits = entries_of_split(next_length, next_split, window, SPLIT, MOST_SPLITS, WINDOWED)
         query, blocks = _first_loads(
             queries, block_tables, next_row, next_chunk, next_work % KV_HEADS, begin, end, query_stride, table_stride,

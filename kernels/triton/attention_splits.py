@@ -113,12 +113,6 @@ def listed_split(listed, nth, exists):
 
 
 @triton.jit
-def first_rows_alone(kv_length, split, is_there):
-    """The length and the number of a split, both 0 where it is not there."""
-    return tl.where(is_there, kv_length, 0), tl.where(is_there, split, 0)
-
-
-@triton.jit
 def entries_of_split(kv_length, split, window, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, WINDOWED: tl.constexpr):
     """The entries [begin, end) of a split, and how many splits its chunk has."""
     first = first_entry(kv_length, window, SPLIT, WINDOWED)
@@ -180,17 +174,11 @@ class Room:
     listed: dict[int, Tensor] = field(default_factory=dict, repr=False)
     """What `list_splits_kernel` has written, for each window."""
 
-    def of(self, splits: int, heads: int, counters: int, channels: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Parts float32 [splits, heads, channels], their logarithms [splits, heads], and int32 counters.
+    def take(self, numbers: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`numbers` float32 numbers, and `counters` int32 counters.
 
         `list_splits_kernel` makes the counters zero, and each kernel leaves them at zero for the next.
         """
-        states = splits * heads
-        parts, arrived = self.take(states * (channels + 1), counters, device)
-        return parts[: states * channels], parts[states * channels :], arrived
-
-    def take(self, numbers: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`numbers` float32 numbers and `counters` counters, which are not zero yet."""
         if self._parts is None or self._parts.numel() < numbers:
             self._parts = torch.empty(numbers, dtype=torch.float32, device=device)
         if self._arrived is None or self._arrived.numel() < counters:

@@ -24,33 +24,18 @@ from d3engine.kernels.triton import lm_head_argmax as any_lm_head_argmax
 from d3engine.kernels.triton import lm_head_sample as any_lm_head_sample
 from d3engine.kernels.triton import qkv as any_qkv
 from d3engine.kernels.triton.attention_splits import Room
-from d3engine.kernels.triton.copy_entries import copy_entries
-from d3engine.kernels.triton.decode_rows import begin_step, decode_attention_inputs, end_step
+from d3engine.kernels.triton.copy_entries import copy_entries as copy_entries
+from d3engine.kernels.triton.decode_rows import begin_step as begin_step
+from d3engine.kernels.triton.decode_rows import decode_attention_inputs as decode_attention_inputs
+from d3engine.kernels.triton.decode_rows import end_step as end_step
 from d3engine.kernels.triton.paged_attention import TABLE_DTYPE as TABLE_DTYPE
-from d3engine.kernels.triton.paged_attention import AttentionInputs, paged_attention
-from d3engine.kernels.triton.rms_norm import add_norm, rms_norm
-from d3engine.kernels.triton.sample import count_tokens, sample
-from d3engine.kernels.triton.unpack import embed
-
-__all__ = [
-    "add_norm",
-    "attention_inputs",
-    "begin_step",
-    "copy_entries",
-    "count_tokens",
-    "decode_attention_inputs",
-    "embed",
-    "end_step",
-    "gate_up",
-    "linear_residual",
-    "lm_head",
-    "lm_head_argmax",
-    "lm_head_sample",
-    "paged_attention",
-    "qkv",
-    "rms_norm",
-    "sample",
-]
+from d3engine.kernels.triton.paged_attention import AttentionInputs
+from d3engine.kernels.triton.paged_attention import paged_attention as paged_attention
+from d3engine.kernels.triton.rms_norm import add_norm as add_norm
+from d3engine.kernels.triton.rms_norm import rms_norm as rms_norm
+from d3engine.kernels.triton.sample import count_tokens as count_tokens
+from d3engine.kernels.triton.sample import sample as sample
+from d3engine.kernels.triton.unpack import embed as embed
 
 qkv = partial(any_qkv, batch_invariant=True)
 linear_residual = partial(any_linear_residual, batch_invariant=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.launches import Launch, row_counts
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 
 EVERYTHING: tl.constexpr = tl.constexpr(-(2**63))
@@ -35,8 +35,7 @@ def best_launch(candidates: Tensor, tokens: Tensor, scores: Tensor, num_rows: Te
         "candidates_ptr": candidates,
         "tokens_ptr": tokens,
         "scores_ptr": scores,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "TILES": tiles,
         "BLOCK": min(1024, triton.next_power_of_2(max(tiles, 32))),
     }

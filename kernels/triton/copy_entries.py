@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.kv_pool import KVPool, values_and_scales
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta, meta_fp8_pool, row_counts, strided
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 
 
@@ -26,25 +26,16 @@ def copy_entries(pool: KVPool, source: Tensor, target: Tensor, *, num_rows: Tens
     copy_launch(pool, source, target, num_rows).run()
 
 
-def tuning(channels: int) -> int:
-    """Channels a program copies at once."""
-    return int(min(1024, triton.next_power_of_2(channels)))
-
-
 def copy_launch(pool: KVPool, source: Tensor, target: Tensor, num_rows: Tensor | None) -> Launch:
     """The launch of the one kernel."""
     channels = pool.shape[3] * pool.shape[4]
-    block = tuning(channels)
+    block = min(1024, triton.next_power_of_2(channels))
     values, scales = values_and_scales(pool)
     arguments = {
         "pool_ptr": values if scales is None else values.view(torch.uint8),
         "scales_ptr": scales,
-        "source_ptr": source,
-        "source_stride": source.stride(0),
-        "target_ptr": target,
-        "target_stride": target.stride(0),
-        "num_rows_ptr": num_rows,
-        "total_rows": source.shape[0],
+        **strided(source=source, target=target),
+        **row_counts(num_rows, source.shape[0]),
         "C": channels,
         "M": pool.shape[3],
         "PADDED_M": triton.next_power_of_2(pool.shape[3]),

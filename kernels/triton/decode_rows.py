@@ -14,17 +14,13 @@ from torch import Tensor
 
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.triton.attention_splits import Room
-from d3engine.kernels.triton.launches import Launch, ModelShape
+from d3engine.kernels.triton.launches import Launch, ModelShape, strided
 from d3engine.kernels.triton.paged_attention import AttentionInputs
 from d3engine.kernels.triton.product_kernels import wait_for_previous
 
 
 def begin_step(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> None:
-    """Derive `kv_lengths`, `active_rows`, `entries` and `rotations` of the rows that live.
-
-    `rotation_table` complex64 [positions, D / 2] holds the rotation of every position. Entries of layers that a row
-    does not run, and everything of rows that do not live, are left as they are.
-    """
+    """Derive `kv_lengths`, `active_rows`, `entries` and `rotations` of the rows that live, as `reference.py` says."""
     begin_launch(rows, rotation_table, block_size).run()
 
 
@@ -34,10 +30,7 @@ def end_step(rows: DecodeRows, tokens: Tensor, scores: Tensor) -> None:
 
 
 def decode_attention_inputs(rows: DecodeRows, query_starts: Tensor, max_kv_length: int) -> list[AttentionInputs]:
-    """What `paged_attention` reads at each layer of a decode step; it may be captured.
-
-    `query_starts` int32 [B + 1] counts 0, 1, 2 .. B; no row has more than `max_kv_length` entries.
-    """
+    """As `reference_attention.decode_attention_inputs`; it may be captured."""
     room = Room()
     return [
         AttentionInputs(
@@ -68,10 +61,9 @@ def begin_launch(rows: DecodeRows, rotation_table: Tensor, block_size: int) -> L
         "table_row_stride": rows.block_tables.stride(1),
         "kv_lengths_ptr": rows.kv_lengths,
         "active_rows_ptr": rows.active_rows,
-        "entries_ptr": rows.entries,
-        "entries_stride": rows.entries.stride(0),
-        "rotation_table_ptr": _as_floats(rotation_table),
-        "rotations_ptr": _as_floats(rows.rotations),
+        **strided(entries=rows.entries),
+        "rotation_table_ptr": torch.view_as_real(rotation_table),
+        "rotations_ptr": torch.view_as_real(rows.rotations),
         "LAYERS": layers,
         "BLOCK_SIZE": block_size,
         "CHANNELS": channels,
@@ -108,11 +100,6 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
         rows = DecodeRows.empty(count, 32, 256, shape.head_dim, 16, "meta")
         yield f"begin rows={count}", begin_launch(rows, table, shape.block_size)
         yield f"end rows={count}", end_launch(rows, rows.tokens, rows.scores[0])
-
-
-def _as_floats(pairs: Tensor) -> Tensor:
-    """A complex tensor as the float32 pairs it is made of: the same memory."""
-    return torch.view_as_real(pairs)
 
 
 @triton.jit

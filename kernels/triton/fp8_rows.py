@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, LARGEST, SMALLEST
 from d3engine.kernels.quantized import Fp8RowsWeight, quantize_fp8
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta, row_counts, strided
 from d3engine.kernels.triton.operations import Step, TorchCall
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.rms_norm import tuning
@@ -52,12 +52,10 @@ def fp8_rows_launch(x: Tensor, values: Tensor, scales: Tensor) -> Launch:
     """`values` float8_e4m3fn [T, K] and `scales` float32 [T, 1], contiguous, are written: the rows of `x` [T, K]."""
     rows, columns = x.shape
     arguments = {
-        "x_ptr": x,
-        "x_stride": x.stride(0),
+        **strided(x=x),
         "values_ptr": values,
         "scales_ptr": scales,
-        "num_rows_ptr": None,
-        "total_rows": rows,
+        **row_counts(None, rows),
         "K": columns,
         "BLOCK_K": min(triton.next_power_of_2(columns), _COLUMNS),
     }

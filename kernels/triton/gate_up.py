@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight, row_counts, strided
 from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
@@ -26,8 +26,7 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.product_rows import labelled, product_launches
-from d3engine.kernels.triton.product_sums import sums_launches
+from d3engine.kernels.triton.product_rows import labelled, product_launches, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import normed_or_not
 
@@ -45,16 +44,11 @@ def gate_up(
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
-    """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I].
+    """RMSNorm, the gate and up projections, and the gates: activation(gate) * up, [T, I]; see `reference.py`.
 
-    `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU); without `norm_weight` `hidden` is projected as it is. `maps`
-    are added to the projections of their rows, and have their dtype.
-
-    `hidden` [T, H]; `weight` [2 I, H] and `bias` [2 I] hold the gate's rows first, then the up projection's. All
-    but a quantized weight of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned;
-    None means all rows. `batch_invariant`: as for `product_tile`.
-
-    Everything is float32 until the result is rounded; `reference.py` rounds gate, up and silu(gate) too.
+    All but a quantized weight are of one dtype. `num_rows` int32 [1]: rows at or beyond it are undefined in what is
+    returned; None means all rows. `batch_invariant`: as for `product_tile`. Everything is float32 until the result is
+    rounded; `reference.py` rounds gate, up and silu(gate) too.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias)
     rows, outputs = hidden.shape[0], weight.shape[0]
@@ -96,12 +90,10 @@ def gates_launch(
     """The gates alone, after a product [T, 2 I] made elsewhere, to which `bias` is added."""
     rows, gates = out.shape
     arguments = {
-        "projected_ptr": projected,
-        "projected_stride": projected.stride(0),
+        **strided(projected=projected),
         "bias_ptr": bias,
         "out_ptr": out,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "GATES": gates,
         "GELU": activation == "gelu_tanh",
         "BLOCK_N": 1024,

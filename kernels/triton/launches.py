@@ -179,6 +179,17 @@ def _target(device: torch.device) -> Target:
     return NO_TARGET if triton.knobs.runtime.interpret else target_of(device)
 
 
+def strided(**tensors: Tensor) -> dict[str, Any]:
+    """The arguments of tensors whose rows may lie apart: of `x` they are `x_ptr` and `x_stride`."""
+    pointers: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+    return pointers | {f"{name}_stride": tensor.stride(0) for name, tensor in tensors.items()}
+
+
+def row_counts(num_rows: Tensor | None, rows: int) -> dict[str, Any]:
+    """The arguments of a kernel that computes the rows that live, of `rows`."""
+    return {"num_rows_ptr": num_rows, "total_rows": rows}
+
+
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without memory, for the functions `launches`."""
     return torch.empty(shape, dtype=dtype, device="meta")

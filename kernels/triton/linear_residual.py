@@ -1,7 +1,7 @@
 """Output and down projection: a product added to the residual stream in place.
 
 One launch; or two, where so few outputs would leave processors idle: then several programs share the columns of one
-tile of outputs (see `product_sums.py`), and a second kernel adds their sums to the residual.
+tile of outputs (see `product_rows.py`), and a second kernel adds their sums to the residual.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight, row_counts, strided
 from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import add_matmul_steps, matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
@@ -27,8 +27,7 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.product_rows import labelled, product_launches
-from d3engine.kernels.triton.product_sums import added, sums_launches
+from d3engine.kernels.triton.product_rows import added, labelled, product_launches, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 
 
@@ -65,12 +64,7 @@ def residual_launches(
 ) -> list[Launch]:
     """Product and sum in one kernel, or in two if the tile has parts; and what its rows need before."""
     if tile.parts == 1:
-        target: dict[str, Any] = {
-            "bias_ptr": bias,
-            "residual_ptr": residual,
-            "residual_stride": residual.stride(0),
-            "N": weight.shape[0],
-        }
+        target: dict[str, Any] = {"bias_ptr": bias, **strided(residual=residual), "N": weight.shape[0]}
         return product_launches(_product_kernel, tile, x, weight, num_rows, **target)
     sums, launches = sums_launches(tile, x, weight, num_rows)
     return [*launches, add_launch(sums, bias, residual, num_rows)]
@@ -82,10 +76,8 @@ def add_launch(sums: Tensor, bias: Tensor | None, residual: Tensor, num_rows: Te
     arguments = {
         "sums_ptr": sums,
         "bias_ptr": bias,
-        "residual_ptr": residual,
-        "residual_stride": residual.stride(0),
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **strided(residual=residual),
+        **row_counts(num_rows, rows),
         "PARTS": parts,
         "N": outputs,
         "BLOCK_N": 512,

@@ -33,6 +33,9 @@ from d3engine.kernels.triton.tiles import LIMITS
 DRAWN_ROWS = 64
 """Rows of a tile whose noise is drawn where its logits are: beside 128 rows of sums no registers are left for it."""
 
+_OF_CHOICE = ("temperature_ptr", "seeds_ptr", "indices_ptr", "steps_ptr", "candidates_ptr", "first_token", "TILES")
+"""Arguments of the kernel that logits do not have."""
+
 
 def lm_head(
     hidden: Tensor,
@@ -45,11 +48,9 @@ def lm_head(
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V].
+    """Final norm and projection of `hidden` [T, H] by `weight` [V, H]: float32 logits [T, V]; see `reference.py`.
 
-    With a soft `cap` above 0 each becomes cap * tanh(logit / cap), after `maps` are added, which have the dtype of
-    `hidden`. The logits are the float32 sums; `reference.py`, and the path of many rows, round them to the weights'
-    dtype first.
+    The logits are the float32 sums; `reference.py`, and the path of many rows, round them to the weights' dtype first.
     `num_rows` int32 [1]: rows at or beyond it are undefined in what is returned; None means all rows.
     `batch_invariant`: as for `product_tile`; then the three operations here have the same logits.
     """
@@ -148,10 +149,8 @@ def logits_launches(
     cap: float | None = None,
 ) -> list[Launch]:
     """Norm, product and store in one kernel; or the norm of many rows before."""
-    target = {"logits_ptr": logits, "cap": cap, "V": weight.shape[0]}
-    *before, product = product_launches(
-        _logits_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target
-    )
+    target = {"logits_ptr": logits, "cap": cap, "V": weight.shape[0], **dict.fromkeys(_OF_CHOICE)}
+    *before, product = product_launches(_head_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **target)
     if isinstance(weight, Tensor) and tile.rows == 64 and tile.warps == 8:
         product = replace(product, **LIMITS["logits of 64 rows"].options)
     return [*before, product]
@@ -178,11 +177,12 @@ def choice_launches(
         "steps_ptr": steps,
         "candidates_ptr": candidates,
         "first_token": first_token,
+        "logits_ptr": None,
         "cap": cap,
         "TILES": candidates.shape[1],
         "V": weight.shape[0],
     }
-    return product_launches(_choice_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **choice)
+    return product_launches(_head_kernel, tile, hidden, weight, num_rows, norm=(norm_weight, eps), **choice)
 
 
 def launches(
@@ -212,7 +212,7 @@ def launches(
 
 
 @triton.jit(**NOT_SPECIALIZED)
-def _logits_kernel(
+def _head_kernel(
     x_ptr,
     x_stride,
     norm_ptr,
@@ -223,47 +223,6 @@ def _logits_kernel(
     SCALES_STRIDE: tl.constexpr,
     TYPE: tl.constexpr,
     logits_ptr,
-    cap,
-    num_rows_ptr,
-    total_rows,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    tokens = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    outputs = tl.minimum(tokens, V - 1)
-    first, count = prologue(
-        weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
-    )  # fmt: skip
-    if tl.program_id(0) * BLOCK_T >= count:
-        return
-    rows, sums = tile_product(
-        x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
-    )  # fmt: skip
-    if cap is not None:
-        sums = cap * hyperbolic_tangent(sums / cap)
-    pointers = logits_ptr + rows.to(tl.int64)[:, None] * V + tokens[None, :]
-    tl.store(pointers, sums, mask=(rows < count)[:, None] & (tokens < V)[None, :])
-
-
-@triton.jit(**NOT_SPECIALIZED)
-def _choice_kernel(
-    x_ptr,
-    x_stride,
-    norm_ptr,
-    eps,
-    weight_ptr,
-    weight_stride,
-    scales_ptr,
-    SCALES_STRIDE: tl.constexpr,
-    TYPE: tl.constexpr,
     num_rows_ptr,
     total_rows,
     temperature_ptr,
@@ -283,8 +242,10 @@ def _choice_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Logits; or, where there is no place for them, the best candidate of each tile: by logit, or a draw."""
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Outputs beyond V repeat the last token's logit, so they are that token.
-    tokens = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), V - 1)
+    tokens = tl.minimum(outputs, V - 1)
     first, count = prologue(
         weight_ptr, weight_stride, tokens, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
     )  # fmt: skip
@@ -297,14 +258,18 @@ def _choice_kernel(
     )  # fmt: skip
     if cap is not None:
         sums = cap * hyperbolic_tangent(sums / cap)
-    if temperature_ptr is not None:
-        live = rows < count
-        temperature = tl.load(temperature_ptr + rows, mask=live, other=0.0)[:, None]
-        seeds = tl.load(seeds_ptr + rows, mask=live, other=0)[:, None]
-        indices = tl.load(indices_ptr + rows, mask=live, other=0)[:, None]
-        steps = tl.load(steps_ptr + rows, mask=live, other=0)[:, None]
-        noise = gumbel(token_words(seeds, indices, steps, first_token + tokens[None, :]))
-        drawn = tl.div_rn(sums, tl.where(temperature == 0, 1.0, temperature)) + noise
-        sums = tl.where(temperature == 0, sums, drawn)
-    best = tl.max(candidate(ordered(sums), tokens[None, :]), 1)
-    tl.store(candidates_ptr + rows.to(tl.int64) * TILES + tl.program_id(1), best, mask=rows < count)
+    if logits_ptr is not None:
+        pointers = logits_ptr + rows.to(tl.int64)[:, None] * V + outputs[None, :]
+        tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < V)[None, :])
+    else:
+        if temperature_ptr is not None:
+            live = rows < count
+            temperature = tl.load(temperature_ptr + rows, mask=live, other=0.0)[:, None]
+            seeds = tl.load(seeds_ptr + rows, mask=live, other=0)[:, None]
+            indices = tl.load(indices_ptr + rows, mask=live, other=0)[:, None]
+            steps = tl.load(steps_ptr + rows, mask=live, other=0)[:, None]
+            noise = gumbel(token_words(seeds, indices, steps, first_token + tokens[None, :]))
+            drawn = tl.div_rn(sums, tl.where(temperature == 0, 1.0, temperature)) + noise
+            sums = tl.where(temperature == 0, sums, drawn)
+        best = tl.max(candidate(ordered(sums), tokens[None, :]), 1)
+        tl.store(candidates_ptr + rows.to(tl.int64) * TILES + tl.program_id(1), best, mask=rows < count)

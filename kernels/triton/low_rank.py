@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.low_rank import PADDED_TO, RowMaps
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta
+from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, row_counts, strided
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 
 BLOCK_ROWS = 16
@@ -40,11 +40,9 @@ def maps_launches(x: Tensor, maps: RowMaps, target: Tensor, num_rows: Tensor | N
     inner = torch.empty(splits, rows, len(maps.stops), ranks, dtype=torch.float32, device=x.device)
     common = {
         "adapters_ptr": adapters,
-        "table_ptr": table,
-        "table_stride": table.stride(0),
+        **strided(table=table),
         "inner_ptr": inner,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "PARTS": len(maps.stops),
         "RANKS": ranks,
         "SPLITS": splits,
@@ -52,12 +50,11 @@ def maps_launches(x: Tensor, maps: RowMaps, target: Tensor, num_rows: Tensor | N
     }
     row_tiles = triton.cdiv(rows, BLOCK_ROWS)
     first, second, *_ = (*maps.stops, maps.stops[-1], maps.stops[-1])
-    down = {**common, "x_ptr": x, "x_stride": x.stride(0), "K": columns, "BLOCK_K": BLOCK_COLUMNS}
+    down = {**common, **strided(x=x), "K": columns, "BLOCK_K": BLOCK_COLUMNS}
     up = {
         **common,
         "like_ptr": x,
-        "target_ptr": target,
-        "target_stride": target.stride(0),
+        **strided(target=target),
         "FIRST": first,
         "SECOND": second,
         "N": maps.stops[-1],

@@ -65,12 +65,7 @@ class AttentionInputs:
 
 
 def attention_inputs(query_starts: list[int], kv_lengths: list[int], block_tables: Tensor) -> list[AttentionInputs]:
-    """Prepare attention of C chunks for n layers at once; item k is for the layer of `block_tables[k]`.
-
-    Chunk c has rows [query_starts[c], query_starts[c + 1]). `kv_lengths[c]` counts its entries, its own rows included:
-    its last row looks at all of them, the row before at one less, and so on. `block_tables` [n, C, >= longest /
-    block_size] int32 or int64 holds each chunk's blocks in the order of positions, padded with anything.
-    """
+    """As `reference_attention.attention_inputs`; `block_tables` may be int32 too, and padded with anything."""
     count = len(kv_lengths)
     # One copy to the device for all layers.
     numbers = torch.tensor(query_starts + kv_lengths, dtype=torch.int32).to(block_tables.device, non_blocking=True)
@@ -101,13 +96,11 @@ def paged_attention(
     cap: float | None = None,
     num_rows: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; returns [T, N D].
+    """Causal attention of `queries` [T, N, D] over the entries of their chunks in `pool`; see `reference_attention.py`.
 
-    Query head n reads key/value head n // (N / M), and of it the last `window` entries alone, the row's own included.
-    `pool` is `[num_blocks, 2, block_size, M, D]`, contiguous, of the dtype of `queries` or in 8 bits, with `block_size`
-    a power of two; the rows of `queries` may be strided. `scale` is above 0. With a soft `cap` above 0 a score x,
-    already times `scale`, becomes cap * tanh(x / cap). `num_rows` [1] on the device takes the place of
-    `inputs.num_rows`; rows from there on are undefined in the result.
+    `pool` is contiguous, of the dtype of `queries` or in 8 bits, with a block size that is a power of two; the rows of
+    `queries` may be strided. `scale` is above 0. `num_rows` [1] on the device takes the place of `inputs.num_rows`;
+    rows from there on are undefined in the result.
 
     Nothing beyond a row's own chunk is read, so NaN there is harmless. Within a chunk a non-finite value of a later
     row's entry may reach an earlier row of the same query tile, as in the reference.
@@ -287,7 +280,8 @@ def _single_rows_launch(
     tuning = tune_single_rows(channels, heads // kv_heads, _element_size(queries, pool))
     splits = _splits(inputs.max_kv_length)
     meeting = chunks if splits > 1 else 0
-    partial, lse, counters = inputs.room.of(meeting * splits, heads, meeting * kv_heads, channels, queries.device)
+    states = meeting * splits * heads
+    partial, counters = inputs.room.take(states * (channels + 1), meeting * kv_heads, queries.device)
     together = COMBINED // 2 if tuning.programs == 3 else COMBINED  # Triton 3.6 would spill
     programs = min(chunks * kv_heads * splits, tuning.programs * processors_of(pool.device))
     return Launch(
@@ -297,8 +291,8 @@ def _single_rows_launch(
             **_common_arguments(queries, pool, inputs, scale, window, cap),
             "out": out,
             "listed": listed,
-            "partial": partial,
-            "lse": lse,
+            "partial": partial[: states * channels],
+            "lse": partial[states * channels :],
             "counters": counters,
             "PADDED_GROUP": tuning.packed_rows,
             "TILE": tuning.tile,

@@ -1,18 +1,15 @@
 """The one loop that all projections share, on the device: rows times a tile of weights, with the RMS norm folded in.
 
 The sum of squares is gathered while the row passes by, and the scale is applied to the finished sums, so a norm costs
-no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty; more
-rows use `tl.dot`. Masks along rows and outputs are avoided: indices are clamped, and only what is valid is stored.
+no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty.
 
 What a tile of weights holds follows from its pointer: int8 or e4m3 values (`ByteWeight`), uint8 pairs of 4-bit values
-(`Int4Weight`), or floats. Quantized values become floats in registers (`small_values.py`); the scale of an output's
-bytes meets the finished sum, that of a group the sum over that group. `SCALES_STRIDE` tells these apart: it is 1 where
-bytes have a scale an output, and the number of groups, two at least, where they have several. Where `TYPE` names a type
-of blocks (`SplitBlockWeight`), their runs of columns become floats of x's type before the product (`block_values.py`).
+(`Int4Weight`), or floats. The scale of an output's bytes meets the finished sum (`SCALES_STRIDE` is 1), that of a group
+the sum over that group (it is the number of groups, two at least). Where `TYPE` names a type of blocks
+(`SplitBlockWeight`), their runs of columns become floats of x's type before the product (`block_values.py`).
 
 More than `FEW_ROWS` rows a tile come without a norm, which others have applied and stored, and beside quantized weights
-in half precision in the order of `slots.py`: then a round of the loop is loads, small values that become floats, and
-products. The host's side is in `products.py` and `product_rows.py`.
+in half precision in the order of `places_of`: a round is loads, small values that become floats, and products.
 """
 
 from __future__ import annotations
@@ -90,54 +87,26 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def first_weights(
-    weight_ptr, weight_stride, outputs, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """`wait_for_previous`, with the first tile of weights loaded meanwhile: what `product` takes as `first`."""
-    if PDL:
-        gdc_launch_dependents()
-        STEP: tl.constexpr = step_of(weight_ptr.dtype.element_ty, TYPE, BLOCK_K)
-        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, begin, K, STEP, TYPE)
-        gdc_wait()
-        return first
-    else:  # noqa: RET505
-        return 0  # unread; Triton 3.6 cannot return None
-
-
-@triton.jit
 def prologue(
     weight_ptr, weight_stride, outputs, first_column, num_rows_ptr, total_rows,
     K: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """How every kernel around `tile_product` begins: its first tile of weights, and how many rows live."""
-    first = first_weights(weight_ptr, weight_stride, outputs, first_column, K, BLOCK_K, TYPE, PDL)
+    """How every kernel around `tile_product` begins: how many rows live, and, under programmatic launch, the first tile
+    of weights, which is loaded before `wait_for_previous`."""
+    first = 0  # unread; Triton 3.6 cannot return None
+    if PDL:
+        gdc_launch_dependents()
+        STEP: tl.constexpr = step_of(weight_ptr.dtype.element_ty, TYPE, BLOCK_K)
+        first = _load_weights(weight_ptr + outputs.to(tl.int64) * weight_stride, first_column, K, STEP, TYPE)
+        gdc_wait()
     return first, live_rows(num_rows_ptr, total_rows)
 
 
 @triton.jit
 def tile_product(
-    x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr = False, first=0, first_column=0, end=None,
-):  # fmt: skip
-    """The program's rows [BLOCK_T], which may lie beyond `count`, and their `product` (with the last row in place of
-    those beyond)."""
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    sums = product(
-        x_ptr, x_stride, tl.minimum(rows, count - 1), norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, first_column, end,
-    )  # fmt: skip
-    return rows, sums
-
-
-@triton.jit
-def product(
     x_ptr,
     x_stride,
-    rows,  # [BLOCK_T] valid row indices
+    count,  # rows that live
     norm_ptr,  # [K] norm weight, or None for no norm
     eps,
     weight_ptr,
@@ -153,16 +122,19 @@ def product(
     WEIGHTS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr = False,
-    first=0,  # with PDL: what `first_weights` has loaded
+    first=0,  # with PDL: what `prologue` has loaded
     begin=0,
     end=None,  # columns [begin, end), whole steps but the last; a norm needs all of them
 ):
-    """[BLOCK_T, BLOCK_N] float32: (normed) rows of x times rows of weight."""
+    """The program's rows [BLOCK_T], which may lie beyond `count`, and [BLOCK_T, BLOCK_N] float32: (normed) rows of x
+    times rows of weight, with the last row in place of those beyond."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    valid_rows = tl.minimum(rows, count - 1)
     weight_rows = weight_ptr + outputs.to(tl.int64) * weight_stride
     scale_rows = scales_ptr
     if scales_ptr is not None:
         scale_rows = scales_ptr + outputs.to(tl.int64) * SCALES_STRIDE
-    x_rows = x_ptr + rows.to(tl.int64) * x_stride
+    x_rows = x_ptr + valid_rows.to(tl.int64) * x_stride
     if end is None:
         end = K
     if BLOCK_T == 1:
@@ -180,7 +152,7 @@ def product(
         )  # fmt: skip
     if is_of_bytes(weight_rows.dtype.element_ty) and SCALES_STRIDE <= 1:
         sums *= tl.load(scale_rows)[None, :]
-    return sums
+    return rows, sums
 
 
 @triton.jit
@@ -261,7 +233,7 @@ def _dot_product(
     first, begin, end, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores; ARRANGED: in the order of `slots.py`."""
+    """[BLOCK_T, BLOCK_N]: several rows, on tensor cores; ARRANGED: in the order of `places_of`."""
     # The row times the norm weight, not yet scaled, can leave the range of float16. There the scale comes first, at the
     # price of reading the rows twice (they are in L2). bfloat16 has the range of float32.
     SCALE_FIRST: tl.constexpr = (norm_ptr is not None) and (x_rows.dtype.element_ty == tl.float16)

@@ -19,7 +19,7 @@ from d3engine.kernels.quantized import GROUP
 from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.kernels.target import processors_of
 from d3engine.kernels.triton import launches
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.launches import Launch, row_counts, strided
 from d3engine.kernels.triton.product_kernels import FEW_ROWS
 from d3engine.kernels.triton.tiles import LIMITS, Line, form_of, line_of
 from d3engine.kernels.weight_format import WeightFormat
@@ -68,7 +68,7 @@ class Tile:
         return bool(self.rows > FEW_ROWS.value)
 
     def is_arranged(self, weight: Weight, dtype: torch.dtype) -> bool:
-        """Whether it takes rows of `dtype` in the order of `slots.py` beside that weight."""
+        """Whether it takes rows of `dtype` in the order of `places_of` beside that weight."""
         return self.is_normed and not isinstance(weight, Tensor | SplitBlockWeight) and dtype != torch.float32
 
     def part_columns(self, columns: int) -> int:
@@ -212,22 +212,17 @@ def product_launch(
     x: Tensor,
     weight: Weight,
     num_rows: Tensor | None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
     **others: object,
 ) -> Launch:
-    """The launch of a kernel around `product`, in which program (i, j, k) has row tile i, output tile j and part k.
+    """The launch of a kernel around `tile_product`: program (i, j, k) has row tile i, output tile j and part k.
 
-    `norm` is weight and epsilon; `others` are the arguments that this kernel alone has. Without `norm` the kernel is
-    one that takes none.
+    `others` are the arguments that this kernel alone has.
     """
     rows = x.shape[0]
     arguments = {
-        "x_ptr": x,
-        "x_stride": x.stride(0),
+        **strided(x=x),
         **weight_arguments(weight),
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "K": weight.shape[1],
         "BLOCK_T": tile.rows,
         "BLOCK_N": tile.outputs,
@@ -236,8 +231,6 @@ def product_launch(
         "STAGES": tile.stages,
         **others,
     }
-    if norm is not None:
-        arguments["norm_ptr"], arguments["eps"] = norm
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs), tile.parts)
     limits: dict[str, Any] = {}
     is_block = isinstance(weight, SplitBlockWeight)
@@ -278,8 +271,7 @@ def weight_arguments(weight: Weight) -> dict[str, object]:
         assert form_of(weight), "only the native library reads packed matrices"
         stored, scales = weight.tensors  # scales of one group, [N, 1], lie as those of rows do
     return {
-        "weight_ptr": stored,
-        "weight_stride": stored.stride(0),
+        **strided(weight=stored),
         "scales_ptr": scales,
         "SCALES_STRIDE": 0 if scales is None else scales.stride(0),
         "TYPE": weight.type_name if isinstance(weight, SplitBlockWeight) else None,

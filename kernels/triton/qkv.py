@@ -1,13 +1,12 @@
 """RMSNorm, the query, key and value projections, RoPE, and the write into the cache: one launch for few rows.
 
-Channels of a pair stand side by side, so any even tile of outputs holds whole pairs: a tile needs to know nothing of
-heads, and a head size may be any even number.
+Channels of a pair stand side by side, so any even tile of outputs holds whole pairs, and a head size may be any even
+number.
 
-Where heads have norms of their own it is two: a norm needs a whole head, and products of few rows are cut finer than
-that, to keep all processors loading. So does the scale of a head whose entries have 8 bits, and so it is where queries,
-keys and values are matrices of several formats. The sums go through memory
-in float32 (`product_sums.py`), and the second launch takes whole heads. So it is where many rows meet so few outputs,
-of grouped heads, that programs share their columns. What follows the products is in `qkv_finish.py`.
+It is two launches where heads have norms of their own, or entries of 8 bits a scale a head: both need whole heads, and
+products of few rows are cut finer, to keep all processors loading. It is two as well where queries, keys and values are
+matrices of several formats, and where many rows meet so few outputs, of grouped heads, that programs share their
+columns. The sums go through memory in float32 (`product_rows.py`), and the second launch takes whole heads.
 """
 
 from __future__ import annotations
@@ -23,7 +22,16 @@ from torch import Tensor
 from d3engine.kernels.kv_pool import FP8_CAPABILITY, LARGEST, SMALLEST, KVPool, values_and_scales
 from d3engine.kernels.low_rank import RowMaps
 from d3engine.kernels.matrices import Weight
-from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_fp8_pool, meta_weight
+from d3engine.kernels.triton.launches import (
+    ROW_COUNTS,
+    Launch,
+    ModelShape,
+    meta,
+    meta_fp8_pool,
+    meta_weight,
+    row_counts,
+    strided,
+)
 from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
@@ -35,8 +43,7 @@ from d3engine.kernels.triton.product_kernels import (
     tile_product,
     wait_for_previous,
 )
-from d3engine.kernels.triton.product_rows import labelled, product_launches
-from d3engine.kernels.triton.product_sums import added, sums_launches
+from d3engine.kernels.triton.product_rows import added, labelled, product_launches, sums_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import normed_or_not
 
@@ -66,8 +73,7 @@ def finish_launch(
         "bias_ptr": bias,
         "head_norms_ptr": head_norms,
         "eps": None if head_norms is None else eps,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         **targets,
         "PARTS": parts,
         "WIDTH": width,
@@ -82,16 +88,12 @@ def finish_targets(
     rotations: Tensor, pool: KVPool, entries: Tensor, queries: Tensor, outputs: int
 ) -> dict[str, object]:
     """The arguments of `finish`, by name."""
-    # Read as pairs of float32: Triton has no complex numbers.
-    pairs = torch.view_as_real(rotations)
     values, scales = values_and_scales(pool)
     return {
-        "rotations_ptr": pairs,
-        "rotations_stride": pairs.stride(0),
+        **strided(rotations=torch.view_as_real(rotations)),  # pairs of float32: Triton has no complex numbers
         "pool_ptr": values,
         "pool_scales_ptr": scales,
-        "entries_ptr": entries,
-        "entries_stride": entries.stride(0),
+        **strided(entries=entries),
         "values_stride": entries.stride(1),
         "queries_ptr": queries,
         "N": outputs,
@@ -287,20 +289,12 @@ def qkv(
     num_rows: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Sequence[Step]]:
-    """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool.
+    """RMSNorm, the three projections, RoPE, and the write of keys and values into the pool; see `reference.py`.
 
-    `hidden` [T, H], `weight` [(N + 2 M) D, H], `bias` [(N + 2 M) D] or None, `rotations` [T, D / 2] complex64,
-    `pool` [num_blocks, 2, block_size, M, D] (written, contiguous; maybe in 8 bits), `entries` [T, 2] int64: where each
-    row's key and value go. `head_norms` [2, D] contiguous: weights of an RMSNorm with the same `eps` over each head
-    before RoPE, the first for queries, the second for keys; None means none. `projection_norms` [(N + M) D]
-    contiguous: the same over all queries of a row together, and over all its keys; never with `head_norms`. Without
-    `norm_weight` `hidden` is projected as it is. `maps` are added to the projections of their rows, and have their
-    dtype. Returns the queries [T, N, D]. All but rotations, entries, a quantized weight and a pool in 8 bits are of one
-    dtype.
-    `num_rows` int32 [1]: rows at or beyond it write nothing, and their queries are undefined; None means all rows.
-    `batch_invariant`: as for `product_tile`.
-
-    Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
+    The pool is contiguous, and so are `head_norms` and `projection_norms`, which are never given together. All but
+    rotations, entries, a quantized weight and a pool in 8 bits are of one dtype. `num_rows` int32 [1]: rows at or
+    beyond it write nothing, and their queries are undefined; None means all rows. `batch_invariant`: as for
+    `product_tile`. Products, scale, bias and rotation are float32, and rounded once; `reference.py` rounds after each.
     """
     need_unit_stride(hidden=hidden, norm_weight=norm_weight, weight=weight, bias=bias, rotations=rotations)
     if not pool.is_contiguous():
@@ -373,8 +367,7 @@ def finish_launches(
         "norms_ptr": projection_norms,
         "eps": eps,
         "summed_ptr": summed,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "N": outputs,
         "Q": targets["Q"],
         "KEYS_END": keys_end,
@@ -399,14 +392,13 @@ def launches(
     norms = head_norms, projection_norms
     pool = meta(1024, 2, shape.block_size, shape.num_kv_heads, head_dim, dtype=dtype)
     num_rows = meta(1, dtype=torch.int32)
+
+    def targets_of(rows: int, pool: KVPool) -> dict[str, object]:
+        rotations, entries = meta(rows, head_dim // 2, dtype=torch.complex64), meta(rows, 2, dtype=torch.int64)
+        return finish_targets(rotations, pool, entries, meta(rows, shape.num_heads, head_dim, dtype=dtype), outputs)
+
     for rows in (*ROW_COUNTS, 512):
-        targets = finish_targets(
-            meta(rows, head_dim // 2, dtype=torch.complex64),
-            pool,
-            meta(rows, 2, dtype=torch.int64),
-            meta(rows, shape.num_heads, head_dim, dtype=dtype),
-            outputs,
-        )
+        targets = targets_of(rows, pool)
         may_split = batch_invariant or rows > FEW_ROWS.value
         tile = product_tile(rows, weight, dtype, may_split=may_split, batch_invariant=batch_invariant)
         if tile is None:
@@ -417,13 +409,7 @@ def launches(
             found = qkv_launches(tile, hidden, norm, 1e-5, weight, bias, targets, num_rows, *norms)
             yield from labelled(found, "", rows)
     if dtype != torch.float32:
-        targets = finish_targets(
-            meta(64, head_dim // 2, dtype=torch.complex64),
-            meta_fp8_pool(shape, shape.block_size),
-            meta(64, 2, dtype=torch.int64),
-            meta(64, shape.num_heads, head_dim, dtype=dtype),
-            outputs,
-        )
+        targets = targets_of(64, meta_fp8_pool(shape, shape.block_size))
         sums = meta(1, 64, outputs, dtype=torch.float32)
         yield "finish, into 8 bits", finish_launch(sums, bias, targets, num_rows, head_norms, 1e-5)
 

@@ -1,7 +1,7 @@
 """RMS norm of whole rows, with the residual addition before it if wanted: one program a row.
 
 Projections of few rows do not need it, as they carry the norm along. It serves where more rows are multiplied, and
-stores them in the order of `slots.py` if the product wants that; rows that need no norm are brought into it here too.
+stores them in the order of `places_of` if the product wants that; rows that need no norm are brought into it here too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from d3engine.kernels.triton.launches import Launch, ModelShape, arranged_columns, meta, places_of
+from d3engine.kernels.triton.launches import Launch, ModelShape, arranged_columns, meta, places_of, row_counts, strided
 from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
@@ -56,14 +56,11 @@ def add_norm_launch(x: Tensor, weight: Tensor, eps: float, residual: Tensor, num
     """The launch of `add_norm`."""
     rows, columns = x.shape
     arguments = {
-        "x_ptr": x,
-        "x_stride": x.stride(0),
+        **strided(x=x),
         "weight_ptr": weight,
         "eps": eps,
-        "residual_ptr": residual,
-        "residual_stride": residual.stride(0),
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **strided(residual=residual),
+        **row_counts(num_rows, rows),
         "H": columns,
         "BLOCK_H": triton.next_power_of_2(columns),
     }
@@ -109,15 +106,13 @@ def norm_launch(
     """The launch of the one kernel; `out` is contiguous, and has `arranged_columns` if it is to be `arranged`."""
     rows, columns = hidden.shape
     arguments = {
-        "hidden_ptr": hidden,
-        "hidden_stride": hidden.stride(0),
+        **strided(hidden=hidden),
         "weight_ptr": weight,
         "eps": eps,
         "residual_ptr": residual,
         "residual_stride": 0 if residual is None else residual.stride(0),
         "out_ptr": out,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "H": columns,
         "WIDTH": out.shape[1],
         "ARRANGED": arranged,
@@ -127,13 +122,11 @@ def norm_launch(
 
 
 def arrange_launch(x: Tensor, num_rows: Tensor | None, out: Tensor) -> Launch:
-    """`out` [T, arranged columns], contiguous, is written: the rows of `x` [T, K] in the order of `slots.py`."""
+    """`out` [T, arranged columns], contiguous, is written: the rows of `x` [T, K] in the order of `places_of`."""
     arguments = {
-        "x_ptr": x,
-        "x_stride": x.stride(0),
+        **strided(x=x),
         "out_ptr": out,
-        "num_rows_ptr": num_rows,
-        "total_rows": x.shape[0],
+        **row_counts(num_rows, x.shape[0]),
         "K": x.shape[1],
         "WIDTH": out.shape[1],
         "BLOCK_K": 1024,

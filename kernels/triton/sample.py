@@ -2,7 +2,7 @@
 
 A program takes one tile of one row and keeps its best candidate; a second launch picks the best of all tiles. Only a
 batch in which a row cuts has two launches more, in front of these, and the second then settles what is on the border
-(see `cuts.py`).
+(see `topk_topp.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows
 from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, ordered
-from d3engine.kernels.triton.finalize import settle_launch
-from d3engine.kernels.triton.launches import Launch, ModelShape, meta
+from d3engine.kernels.triton.launches import Launch, ModelShape, meta, row_counts, strided
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
 from d3engine.kernels.triton.products import need_unit_stride
 from d3engine.kernels.triton.scores import gumbel, scores_launch, tile_scores, tile_words, tiles_of
@@ -32,6 +31,7 @@ from d3engine.kernels.triton.topk_topp import (
     row_ends,
     search_launches,
     searches,
+    settle_launch,
 )
 
 
@@ -110,11 +110,9 @@ def count_launch(output_counts: Tensor, tokens: Tensor, num_rows: Tensor | None)
     """One program for 128 rows."""
     rows, block = tokens.shape[0], 128
     arguments = {
-        "counts_ptr": output_counts,
-        "counts_stride": output_counts.stride(0),
+        **strided(counts=output_counts),
         "tokens_ptr": tokens,
-        "num_rows_ptr": num_rows,
-        "total_rows": rows,
+        **row_counts(num_rows, rows),
         "BLOCK": block,
     }
     return Launch(_count_kernel, (triton.cdiv(rows, block),), arguments)

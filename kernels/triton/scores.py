@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.launches import Launch, row_counts, strided
 
 
 @triton.jit
@@ -66,8 +66,7 @@ def scores_launch(
     """A launch of `kernel` with one program for each tile of each row: what `tile_scores` takes, and `more`."""
     penalties, (total, vocab) = rows.penalties, logits.shape
     arguments = {
-        "logits_ptr": logits,
-        "logits_stride": logits.stride(0),
+        **strided(logits=logits),
         "temperature_ptr": rows.temperature,
         "repetition_ptr": None if penalties is None else penalties.repetition,
         "presence_ptr": None if penalties is None else penalties.presence,
@@ -76,8 +75,7 @@ def scores_launch(
         "seen_stride": 0 if penalties is None else penalties.prompt_seen.stride(0),
         "counts_ptr": None if penalties is None else penalties.output_counts,
         "counts_stride": 0 if penalties is None else penalties.output_counts.stride(0),
-        "num_rows_ptr": num_rows,
-        "total_rows": total,
+        **row_counts(num_rows, total),
         "V": vocab,
         "BLOCK": tuning(vocab),
     }

@@ -153,10 +153,11 @@ def table() -> str:
         for name, limit in LIMITS.items()
     ]
     names = ("registers of", "at most", "early", "Triton", "reason")
-    return _aligned([header, *rows]) + "\n\n" + _aligned([names, *limits])
+    return aligned([header, *rows]) + "\n\n" + aligned([names, *limits])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The cells of rows in columns as wide as their widest."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -23,11 +23,20 @@ import triton.language as tl
 from torch import Tensor
 
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.kernels.triton.candidates import ordered, unordered
-from d3engine.kernels.triton.launches import Launch
+from d3engine.kernels.triton.candidates import (
+    EVERYTHING,
+    best_of_tiles,
+    candidate,
+    ordered,
+    store_best,
+    token_of,
+    unordered,
+)
+from d3engine.kernels.triton.launches import Launch, row_counts
 from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, live_rows, wait_for_previous
-from d3engine.kernels.triton.scores import scores_launch, tile_scores, tiles_of
-from d3engine.kernels.triton.threshold import bins_of, border_bins, weights_of
+from d3engine.kernels.triton.scores import UNFUSED, gumbel, scores_launch, tile_scores, tiles_of, token_words
+from d3engine.kernels.triton.threshold import LISTED, NO_CANDIDATE, bins_of, border_bins, find_border, weights_of
+from d3engine.kernels.triton.tiles import LIMITS
 
 BINS = 512
 """Bins of a row: of a hundred thousand normally distributed logits some 700 share the fullest."""
@@ -100,9 +109,45 @@ def search_launches(logits: Tensor, rows: SamplingRows, search: Search, num_rows
     """What goes before the draw, in this order: ends and bins of each row that cuts, and an empty list."""
     given = search.arguments(rows) | search.bins() | {"arrived_ptr": search.arrived}
     return {
-        "ends": scores_launch(_ends_kernel, logits, rows, num_rows, given),
-        "bins": scores_launch(_bins_kernel, logits, rows, num_rows, given),
+        name: scores_launch(_search_kernel, logits, rows, num_rows, given | {"FILLS_BINS": name == "bins"})
+        for name in ("ends", "bins")
     }
+
+
+def settle_launch(
+    rows: SamplingRows,
+    steps: Tensor,
+    search: Search,
+    candidates: Tensor,
+    tokens: Tensor,
+    scores: Tensor,
+    num_rows: Tensor | None,
+    first_token: int = 0,
+) -> Launch:
+    """The last launch of a choice: of each row that cuts the border, and the best token that stays.
+
+    The draw has left the best of each tile among the tokens that surely stay, and a list of the few that may. One
+    program a row searches that list, and draws for those of it that stay, with the same noise. `tokens` int64 [T] and
+    `scores` float32 [T] are written.
+    """
+    total, vocab = search.listed.shape
+    arguments = {
+        "candidates_ptr": candidates,
+        "tokens_ptr": tokens,
+        "scores_ptr": scores,
+        "temperature_ptr": rows.temperature,
+        "seeds_ptr": rows.seeds,
+        "indices_ptr": rows.indices,
+        "steps_ptr": steps,
+        "listed_ptr": search.listed,
+        "first_token": first_token,
+        **row_counts(num_rows, total),
+        "V": vocab,
+        "LISTED": LISTED,
+    }
+    arguments |= search.arguments(rows) | search.bins()
+    options = UNFUSED | LIMITS["last launch of a choice with cuts"].options["options"]
+    return Launch(_settle_kernel, (total,), arguments, num_warps=8, options=options)
 
 
 @triton.jit
@@ -157,7 +202,7 @@ def floor_of(highest, min_p):
 
 
 @triton.jit(**NOT_SPECIALIZED)
-def _ends_kernel(
+def _search_kernel(
     logits_ptr,
     logits_stride,
     temperature_ptr,
@@ -184,47 +229,73 @@ def _ends_kernel(
     TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     BINS: tl.constexpr,
+    FILLS_BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The tile's ends, and an empty list and bins; or, in the second launch, the bins."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
     if not cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
         return
+    if FILLS_BINS:
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        if not searches(top_k, top_p, V):
+            return
+        highest, lowest, is_finite = row_ends(ends_ptr, row, TILES, PADDED_TILES)
+        if not is_finite:
+            return
     _, scores = tile_scores(
         logits_ptr, logits_stride, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
         seen_ptr, seen_stride, counts_ptr, counts_stride, row, V, BLOCK,
     )  # fmt: skip
     keys = ordered(scores)
-    tile = tl.program_id(1)
-    ends_ptr += row * (2 * TILES) + tile
-    tl.store(ends_ptr, tl.max(keys, 0))
-    tl.store(ends_ptr + TILES, tl.min(tl.where(keys > MINUS_INFINITY, keys, _HIGHEST), 0))
-    # Each tile empties its part of the bins.
-    SHARE: tl.constexpr = (BINS + TILES - 1) // TILES
-    places = tl.arange(0, triton.next_power_of_2(SHARE))
-    bins = tile * SHARE + places
-    mine = (places < SHARE) & (bins < BINS)
-    tl.store(bin_counts_ptr + row * BINS + bins, 0, mask=mine)
-    tl.store(bin_weights_ptr + row * BINS + bins, 0, mask=mine)
-    if tile == 0:
-        tl.store(arrived_ptr + row, 0)
-        tl.store(num_listed_ptr + row, 0)
+    if FILLS_BINS:
+        bins = bins_of(keys, highest, lowest, BINS)
+        floor = _raised(floor_of(highest, tl.load(min_p_ptr + row)), ends_ptr, row, top_k, TILES, PADDED_TILES)
+        kept = (keys >= floor) & (bins < BINS)
+        if (top_k > 0) & (top_k < V):
+            tl.atomic_add(bin_counts_ptr + row * BINS + bins, 1, mask=kept, sem="relaxed")
+        if top_p < 1:
+            weights = weights_of(keys, highest)
+            tl.atomic_add(bin_weights_ptr + row * BINS + bins, weights, mask=kept & (weights > 0), sem="relaxed")
+        tl.debug_barrier()  # all warps have added theirs, before one thread says so
+        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu") == TILES - 1:
+            counted, first, last = border_bins(
+                bin_counts_ptr + row * BINS, bin_weights_ptr + row * BINS, top_k, top_p, V, BINS
+            )  # fmt: skip
+            border_bins_ptr += row * 3
+            tl.store(border_bins_ptr, counted)
+            tl.store(border_bins_ptr + 1, first)
+            tl.store(border_bins_ptr + 2, last)
+    else:
+        tile = tl.program_id(1)
+        ends_ptr += row * (2 * TILES) + tile
+        tl.store(ends_ptr, tl.max(keys, 0))
+        tl.store(ends_ptr + TILES, tl.min(tl.where(keys > MINUS_INFINITY, keys, _HIGHEST), 0))
+        # Each tile empties its part of the bins.
+        SHARE: tl.constexpr = (BINS + TILES - 1) // TILES
+        places = tl.arange(0, triton.next_power_of_2(SHARE))
+        bins = tile * SHARE + places
+        mine = (places < SHARE) & (bins < BINS)
+        tl.store(bin_counts_ptr + row * BINS + bins, 0, mask=mine)
+        tl.store(bin_weights_ptr + row * BINS + bins, 0, mask=mine)
+        if tile == 0:
+            tl.store(arrived_ptr + row, 0)
+            tl.store(num_listed_ptr + row, 0)
 
 
 @triton.jit(**NOT_SPECIALIZED)
-def _bins_kernel(
-    logits_ptr,
-    logits_stride,
+def _settle_kernel(
+    candidates_ptr,
+    tokens_ptr,
+    scores_ptr,
     temperature_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    seen_ptr,
-    seen_stride,
-    counts_ptr,
-    counts_stride,
+    seeds_ptr,
+    indices_ptr,
+    steps_ptr,
+    first_token,
     min_p_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -233,11 +304,11 @@ def _bins_kernel(
     num_listed_ptr,
     bin_counts_ptr,
     bin_weights_ptr,
-    arrived_ptr,
+    listed_ptr,
     num_rows_ptr,
     total_rows,
     V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
     TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     BINS: tl.constexpr,
@@ -247,33 +318,23 @@ def _bins_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= live_rows(num_rows_ptr, total_rows):
         return
-    if not cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
-        return
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if not searches(top_k, top_p, V):
-        return
-    highest, lowest, is_finite = row_ends(ends_ptr, row, TILES, PADDED_TILES)
-    if not is_finite:
-        return
-    _, scores = tile_scores(
-        logits_ptr, logits_stride, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-        seen_ptr, seen_stride, counts_ptr, counts_stride, row, V, BLOCK,
-    )  # fmt: skip
-    keys = ordered(scores)
-    bins = bins_of(keys, highest, lowest, BINS)
-    floor = _raised(floor_of(highest, tl.load(min_p_ptr + row)), ends_ptr, row, top_k, TILES, PADDED_TILES)
-    kept = (keys >= floor) & (bins < BINS)
-    if (top_k > 0) & (top_k < V):
-        tl.atomic_add(bin_counts_ptr + row * BINS + bins, 1, mask=kept, sem="relaxed")
-    if top_p < 1:
-        weights = weights_of(keys, highest)
-        tl.atomic_add(bin_weights_ptr + row * BINS + bins, weights, mask=kept & (weights > 0), sem="relaxed")
-    tl.debug_barrier()  # all warps have added theirs, before one thread says so
-    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu") == TILES - 1:
-        counted, first, last = border_bins(
-            bin_counts_ptr + row * BINS, bin_weights_ptr + row * BINS, top_k, top_p, V, BINS
-        )  # fmt: skip
-        border_bins_ptr += row * 3
-        tl.store(border_bins_ptr, counted)
-        tl.store(border_bins_ptr + 1, first)
-        tl.store(border_bins_ptr + 2, last)
+    best = best_of_tiles(candidates_ptr + row * TILES, TILES, PADDED_TILES)
+    if cuts_row(temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, row):
+        num_listed = tl.load(num_listed_ptr + row)
+        if num_listed > 0:
+            listed_ptr += row * V
+            highest, lowest, _ = row_ends(ends_ptr, row, TILES, PADDED_TILES)
+            border = find_border(
+                listed_ptr, num_listed, bin_counts_ptr + row * BINS, bin_weights_ptr + row * BINS, highest, lowest,
+                tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), V, BINS, LISTED,
+            )  # fmt: skip
+            seed, index, step = tl.load(seeds_ptr + row), tl.load(indices_ptr + row), tl.load(steps_ptr + row)
+            for start in range(0, num_listed, LISTED):
+                places = start + tl.arange(0, LISTED)
+                found = tl.load(listed_ptr + places, mask=places < num_listed, other=NO_CANDIDATE)
+                tokens = token_of(found)
+                noise = gumbel(token_words(seed, index, step, first_token + tokens))
+                noisy = candidate(ordered(unordered((found >> 32).to(tl.int32)) + noise), tokens)
+                stays = (places < num_listed) & (found >= border)
+                best = tl.maximum(best, tl.max(tl.where(stays, noisy, EVERYTHING), 0))
+    store_best(best, tokens_ptr + row, scores_ptr + row)

@@ -31,92 +31,81 @@ USAGE = Usage(
     widest_load=16,
     wide_loads=0.5,
 )
+FAULTS = ("SPILLS", "DOES NOT FIT", "STARVES", "TOO EARLY")
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 COMPILING = """
+import io, json
+from contextlib import redirect_stdout
 import torch
 from d3engine.kernels.ahead_of_time import compile_launch, machine_code_of, needs
 from d3engine.kernels.inspect import main
 from d3engine.kernels.machine_code import before_the_wait, hottest_loop, instructions
 from d3engine.kernels.triton import launches
 
+def inspected(*options):
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(["--shapes=tiny", "--arch=80", "--json", *options]) == 0
+    return json.loads(out.getvalue())
+
+def launch_of(shape, operation, label="", weights=""):
+    found = launches.registered(launches.SHAPES[shape], torch.bfloat16, weights, [operation])
+    return next(launch for _, own, launch in found if own == label or not label)
+
+def needs_of(*launch, arch=90):
+    return needs(launch_of(*launch), arch)
+
 # Of numbers of rows one for each way to multiply, for Ampere: the gate compiles those of real models, for Hopper
 # (.ci/check_kernels).
-operations = ["--operations=rms_norm,linear_residual", "--rows=1,16"]
-assert main(["--shapes=tiny", "--arch=80", "--weights=bf16", *operations, "--json"]) == 0
-print("\\nALONE")
-assert main(["--shapes=tiny", "--arch=80", "--operations=linear_residual", "--rows=1", "--spills-only", "--json"]) == 0
+told = {"usages": inspected("--weights=bf16", "--operations=rms_norm,linear_residual", "--rows=1,16")}
+told["spills only"] = inspected("--operations=linear_residual", "--rows=1", "--spills-only")
 assert main(["--shapes=tiny", "--rows=3"]) == 2
-print("\\nPDL")
 
-for switch, arch in ((True, 90), (True, 80), (False, 90)):
-    launches.PROGRAMMATIC = switch
+told["waits"] = []
+for launches.PROGRAMMATIC, arch in ((True, 90), (True, 80), (False, 90)):
     for name in ("rms_norm", "linear_residual"):
-        found = list(launches.registered(launches.SHAPES["tiny"], torch.bfloat16, "int8", [name]))
-        ptx = compile_launch(found[0][2], arch).asm["ptx"]
+        ptx = compile_launch(launch_of("tiny", name, weights="int8"), arch).asm["ptx"]
         wait, first = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
         loads_before = ptx[:wait].count("ld.global") if wait >= 0 else 0
         early = before_the_wait(ptx) if wait >= 0 else []
-        print(name, switch, arch, wait >= 0, first >= 0, loads_before > 0, early)
+        told["waits"].append([name, launches.PROGRAMMATIC, arch, wait >= 0, first >= 0, loads_before > 0, early])
 
-print("\\nFLIGHT")
-found = list(launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["linear_residual"]))
-down = next(launch for _, label, launch in found if label == "down rows=1")
-print(down.streams, needs(down, 90)["in_flight"])
-found = launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "int8", ["linear_residual"])
-print(needs(next(launch for _, label, launch in found if label == "output rows=64"), 90)["instructions"])
-
-print("\\nSMALL")
-found = launches.registered(launches.SHAPES["small-heads"], torch.bfloat16, "", ["paged_attention"])
-decode = next(launch for _, label, launch in found if label.startswith("decode"))
-print(decode.arguments["HEADS"] // decode.arguments["KV_HEADS"], needs(decode, 90)["stack"])
-found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
-print(needs(next(launch for _, label, launch in found if label.endswith("16 in 8 bits")), 90)["instructions"])
-found = launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "", ["paged_attention"])
-usage = needs(next(launch for _, label, launch in found if label == "decode, blocks of 16"), 90)
-meeting, beginning = usage["barriers"], [usage["waits"], usage["barriers_before"]]
-found = launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["paged_attention"])
-usage = needs(next(launch for _, label, launch in found if label == "decode, blocks of 16"), 90)
-launches.PROGRAMMATIC = True
-found = list(launches.registered(launches.SHAPES["llama3-8b"], torch.bfloat16, "int8", ["gate_up"]))
-print(needs(next(launch for _, label, launch in found if label == "rows=8"), 90)["stack"])
-print(needs(next(launch for _, label, launch in found if label == "rows=1"), 90)["in_flight"])
-print(meeting)
-print(*beginning, usage["waits"], usage["barriers_before"])
-
-print("\\nCHUNKS")
-launches.PROGRAMMATIC = False
-found = list(launches.registered(launches.SHAPES["llama2-7b"], torch.bfloat16, "", ["paged_attention", "lm_head"]))
-wanted = {label: launch for _, label, launch in found}
-chunk = wanted["chunk of 512, blocks of 16"]
+decode, chunk = "decode, blocks of 16", "chunk of 512, blocks of 16"
+told["row"] = needs_of("llama2-7b", "linear_residual", "down rows=1")
+told["64 rows of int8"] = needs_of("llama2-7b", "linear_residual", "output rows=64", "int8")
+told["heads of 16 channels"] = needs_of("small-heads", "paged_attention", decode)
+told["8 bits"] = needs_of("llama3-8b", "paged_attention", f"{decode} in 8 bits")
+told["group"] = needs_of("llama3-8b", "paged_attention", decode)
+told["one head"] = needs_of("llama2-7b", "paged_attention", decode)
+told["8 bits on Ada"] = needs_of("llama2-7b", "paged_attention", f"{chunk} in 8 bits", arch=89)
+told["64 rows on Blackwell"] = needs_of("llama2-7b", "lm_head", "logits rows=64", arch=100)
+chunk = launch_of("llama2-7b", "paged_attention", chunk)
 loop = hottest_loop(instructions(machine_code_of(chunk, 90)))
-counts = [sum(one.operation.startswith(name) for one in loop) for name in ("FMUL", "FFMA", "MUFU.EX2")]
-threads = 32 * chunk.num_warps
-rows = chunk.arguments["PACKED_ROWS"]
-print(*counts, rows * chunk.arguments["TILE"] // threads, rows * chunk.arguments["CHANNELS"] // threads)
-print(needs(wanted["chunk of 512, blocks of 16 in 8 bits"], 89)["stack"], needs(wanted["logits rows=64"], 100)["stack"])
+told["chunk"] = [sum(one.operation.startswith(name) for one in loop) for name in ("FMUL", "FFMA", "MUFU.EX2")]
+told["chunk"] += [chunk.arguments["PACKED_ROWS"] * chunk.arguments[name] // (32 * chunk.num_warps)
+                  for name in ("TILE", "CHANNELS")]
+launches.PROGRAMMATIC = True
+told["8 rows early"] = needs_of("llama3-8b", "gate_up", "rows=8", "int8")
+told["row early"] = needs_of("llama3-8b", "gate_up", "rows=1", "int8")
+print(json.dumps(told))
 """
 
 
-Compiled = tuple[list[dict[str, Any]], list[str], str, str, list[dict[str, Any]], list[int]]
+def run_compiling(*command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A process without the interpreter's flag: this one may have loaded Triton with it."""
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    result = subprocess.run([sys.executable, *command], env=given, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Compiled:
-    """What a process without the interpreter's flag prints of them: this one may have loaded Triton with it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILING]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    usages, others = result.stdout.split("\nALONE\n")
-    alone, others = others.split("\nPDL\n")
-    waits, others = others.split("\nFLIGHT\n")
-    flight, others = others.split("\nSMALL\n")
-    small, chunks = others.split("\nCHUNKS\n")
-    return json.loads(usages), waits.split("\n")[:-1], flight, small, json.loads(alone), [*map(int, chunks.split())]
+def told() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run_compiling("-c", COMPILING).stdout)
+    return found
 
 
 @needs_triton
@@ -124,11 +113,8 @@ def test_kernels_compile_for_amd_without_ptx_and_fit() -> None:
     """PTX in a kernel is an error of LLVM's assembler that Triton passes by: it says so on the standard error."""
     if importlib.util.find_spec("triton.backends.amd") is None:
         pytest.skip("this Triton has no back end of AMD")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     asked = ["--shapes=tiny", "--arch=gfx942,gfx950", "--weights=int4,int8,Q6_K", "--operations=linear_residual"]
-    command = [sys.executable, "-m", "d3engine.kernels.inspect", *asked, "--rows=1,16", "--json"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = run_compiling("-m", "d3engine.kernels.inspect", *asked, "--rows=1,16", "--json")
     assert "error" not in result.stderr
     found = json.loads(result.stdout)
     assert {usage["arch"] for usage in found} == {"gfx942", "gfx950"}
@@ -147,16 +133,14 @@ first = ahead_of_time.needs(launch, 80)
 assert launch.streams and first["in_flight"] > 0
 with patch.object(ahead_of_time.subprocess, "run", None):
     assert ahead_of_time.needs(launch, 80) == first
+print("the same")
 """
 
 
 @needs_triton
 def test_inspection_started_again_disassembles_nothing_anew(tmp_path: Path) -> None:
     """What an inspection that was cut off has compiled and disassembled is in Triton's cache."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    result = subprocess.run([sys.executable, "-c", AGAIN], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert run_compiling("-c", AGAIN, TRITON_CACHE_DIR=str(tmp_path)).stdout == "the same\n"
 
 
 def test_inspection_tells_each_tenth_of_its_kernels(
@@ -180,164 +164,120 @@ def test_target_keeps_options_and_stages_of_its_back_end() -> None:
 
 
 @needs_triton
-def test_kernels_of_a_tiny_model_compile_without_spills(compiled: Compiled) -> None:
-    usages = compiled[0]
+def test_kernels_of_a_tiny_model_compile_without_spills(told: dict[str, Any]) -> None:
+    usages = told["usages"]
     kinds = {(usage["operation"], usage["weights"]) for usage in usages}
     assert kinds == {("rms_norm", ""), ("linear_residual", "bf16")}
     assert all(usage["registers"] > 0 and not usage["spills"] and usage["fits"] for usage in usages)
     assert {usage["label"].split("rows=")[-1] for usage in usages if usage["weights"]} == {"1", "16", "512"}
-    down = {usage["weights"]: usage for usage in usages if usage["label"] == "down rows=16"}
-    assert down["bf16"]["widest_load"] == 16
-    assert down["bf16"]["wide_loads"] > 0.8
-    assert all(u["wide_loads"] > 0.8 for u in usages if u["label"] == "down rows=1" and u["weights"] == "bf16")
+    (down,) = [usage for usage in usages if usage["label"] == "down rows=16"]
+    assert down["widest_load"] == 16
+    assert all(usage["wide_loads"] > 0.8 for usage in usages if usage["label"] in ("down rows=1", "down rows=16"))
 
 
 @needs_triton
-def test_kernels_under_pdl_wait_after_their_first_weights(compiled: Compiled) -> None:
+def test_kernels_under_pdl_wait_after_their_first_weights(told: dict[str, Any]) -> None:
     """With the switch on kernels wait for the one before after their first weights."""
-    assert compiled[1] == [
-        "rms_norm True 90 True True False []",
-        "linear_residual True 90 True True True []",
-        "rms_norm True 80 False False False []",
-        "linear_residual True 80 False False False []",
-        "rms_norm False 90 False False False []",
-        "linear_residual False 90 False False False []",
+    assert told["waits"] == [
+        ["rms_norm", True, 90, True, True, False, []],
+        ["linear_residual", True, 90, True, True, True, []],
+        ["rms_norm", True, 80, False, False, False, []],
+        ["linear_residual", True, 80, False, False, False, []],
+        ["rms_norm", False, 90, False, False, False, []],
+        ["linear_residual", False, 90, False, False, False, []],
     ]
 
 
 @needs_triton
-def test_a_single_row_keeps_enough_of_its_weights_in_flight(compiled: Compiled) -> None:
-    streams, in_flight, _ = compiled[2].split()
-    assert streams == "True"
-    assert int(in_flight) > 2 * inspect.LEAST_IN_FLIGHT
+def test_a_single_row_keeps_enough_of_its_weights_in_flight(told: dict[str, Any]) -> None:
+    """Under PDL a step of small weights is taken before the loop; of one step there, nothing would be fetched ahead."""
+    assert told["row"]["streams"]
+    assert told["row"]["in_flight"] > 2 * inspect.LEAST_IN_FLIGHT
+    assert told["row early"]["in_flight"] >= inspect.LEAST_IN_FLIGHT
 
 
 @needs_triton
-def test_group_of_heads_is_combined_at_once(compiled: Compiled) -> None:
+def test_group_of_heads_is_combined_at_once(told: dict[str, Any]) -> None:
     """The last program of a row puts the heads of a group together at once."""
     # Of 64 splits in four turns: head after head it waited at 136 barriers for a group of four.
-    assert 0 < int(compiled[3].split()[5]) <= 24 < inspect.MOST_BARRIERS
+    assert 0 < told["group"]["barriers"] <= 24 < inspect.MOST_BARRIERS
 
 
 @needs_triton
-def test_attention_finds_its_next_split_without_waiting(compiled: Compiled) -> None:
+def test_attention_finds_its_next_split_without_waiting(told: dict[str, Any]) -> None:
     """A split that is searched for is behind 2 loads and 8 barriers for a group, and behind 4 and 11 for one head."""
-    waits, barriers, waits_alone, barriers_alone = map(int, compiled[3].split()[6:10])
-    assert (waits, barriers) == (0, 0)
-    assert waits_alone <= inspect.MOST_WAITS
-    assert barriers_alone < inspect.MOST_BARRIERS_BEFORE
+    assert (told["group"]["waits"], told["group"]["barriers_before"]) == (0, 0)
+    assert told["one head"]["waits"] <= inspect.MOST_WAITS
+    assert told["one head"]["barriers_before"] < inspect.MOST_BARRIERS_BEFORE
 
 
 @needs_triton
-def test_small_weights_for_many_rows_are_not_moved(compiled: Compiled) -> None:
-    """Small weights become floats for many rows without being moved."""
-    # At a byte in five threads' instructions as many would put bytes together as make floats of them.
-    assert 0.05 < float(compiled[2].split()[2]) < 0.15
+@pytest.mark.parametrize("what", ["64 rows of int8", "8 bits"])
+def test_small_values_become_floats_without_being_moved(told: dict[str, Any], what: str) -> None:
+    """Weights of many rows at a byte in five threads' instructions would be put together byte by byte."""
+    # So would entries of 8 bits that come from shared memory: 0.2 instructions a byte.
+    assert 0.05 < told[what]["instructions"] < 0.15
 
 
 @needs_triton
-def test_what_is_loaded_before_the_wait_has_registers(compiled: Compiled) -> None:
-    assert compiled[3].split()[3] == "0"
+@pytest.mark.parametrize("what", ["8 rows early", "heads of 16 channels", "8 bits on Ada", "64 rows on Blackwell"])
+def test_kernels_that_once_spilled_have_registers(told: dict[str, Any], what: str) -> None:
+    """What is loaded before the wait, small heads in a group, chunks over 8 bits and logits of 64 rows."""
+    assert told[what]["stack"] == 0
 
 
 @needs_triton
-def test_row_of_small_weights_under_pdl_has_enough_in_flight(compiled: Compiled) -> None:
-    """Under programmatic launch a row of small weights has enough under way."""
-    # A step is taken before the loop; of one step there, nothing would be fetched ahead.
-    assert int(compiled[3].split()[4]) >= inspect.LEAST_IN_FLIGHT
-
-
-@needs_triton
-def test_grouped_heads_of_16_channels_are_read_without_spills(compiled: Compiled) -> None:
-    assert compiled[3].split()[:2] == ["2", "0"]
-
-
-@needs_triton
-def test_entries_of_8_bits_reach_the_tensor_cores_by_whole_tiles(compiled: Compiled) -> None:
-    """Values that come from shared memory byte by byte take 0.2 instructions a byte."""
-    assert 0.05 < float(compiled[3].split()[2]) < 0.15
-
-
-@needs_triton
-def test_a_score_of_a_chunk_takes_a_multiply_add_and_a_power(compiled: Compiled) -> None:
+def test_a_score_of_a_chunk_takes_a_multiply_add_and_a_power(told: dict[str, Any]) -> None:
     """What else is multiplied is what was attended so far, and a few numbers of each row."""
-    multiplied, added, raised, scores, attended = compiled[5][:5]
+    multiplied, added, raised, scores, attended = told["chunk"]
     assert scores <= added < scores + 10
     assert scores <= raised < scores + 10
     assert attended <= multiplied < attended + 10
 
 
 @needs_triton
-def test_fp8_chunks_on_ada_and_64_rows_on_blackwell_fit(compiled: Compiled) -> None:
-    """Chunks over 8 bits on Ada and logits of 64 rows on Blackwell have registers."""
-    assert compiled[5][5:] == [0, 0]
-
-
-@needs_triton
-def test_what_is_in_flight_can_be_left_out_and_the_rest_stays(compiled: Compiled) -> None:
-    wanted = [usage for usage in compiled[0] if usage["weights"] == "bf16" and "rows=16" not in usage["label"]]
+def test_what_is_in_flight_can_be_left_out_and_the_rest_stays(told: dict[str, Any]) -> None:
+    wanted = [usage for usage in told["usages"] if usage["weights"] == "bf16" and "rows=16" not in usage["label"]]
     assert any(usage["streams"] and usage["in_flight"] for usage in wanted)
-    assert compiled[4] == [usage | {"streams": False, "in_flight": 0, "instructions": 0.0} for usage in wanted]
+    assert told["spills only"] == [usage | {"streams": False, "in_flight": 0, "instructions": 0.0} for usage in wanted]
 
 
-def test_kernel_wanting_too_much_shared_memory_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A kernel that wants more shared memory than there is does not fit."""
-    usage = replace(USAGE, shared=163 * 1024)
-    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
-    assert inspect.main([]) == 0
-    assert "163.0 of 163" in capsys.readouterr().out
-    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([replace(usage, shared=usage.shared + 1)]))
-    assert inspect.main([]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("field", "code"), [("registers", 0), ("stack", 1), ("local", 1)])
-def test_the_exit_code_tells_of_a_stack_or_local_memory(
-    field: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    usage = replace(USAGE, **{field: 64})  # type: ignore[arg-type]
-    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
-    assert inspect.main(["--shapes", "tiny"]) == code
-    assert ("SPILLS" in capsys.readouterr().out) == bool(code)
+STARVING: dict[str, Any] = {"streams": True, "grid": (1, 500), "weights": "int8", "label": "down rows=32"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "faults"),
+    ("changes", "options", "code", "said"),
     [
-        ({"in_flight": inspect.LEAST_IN_FLIGHT}, []),
-        ({"in_flight": inspect.LEAST_IN_FLIGHT - 1}, ["STARVES"]),
-        ({"in_flight": 0, "streams": False}, []),
-        ({"in_flight": 0, "grid": (1, PROCESSORS - 1)}, []),
-        ({"in_flight": 2**17, "too_early": ("ld.global.b32 %r1, [ %rd3 + 0 ];",)}, ["TOO EARLY"]),
+        ({"shared": 163 * 1024}, [], 0, ["163.0 of 163"]),
+        ({"shared": 163 * 1024 + 1}, [], 1, ["DOES NOT FIT"]),
+        ({"registers": 64}, ["--shapes", "tiny"], 0, []),
+        ({"stack": 64}, ["--shapes", "tiny"], 1, ["SPILLS"]),
+        ({"local": 64}, ["--shapes", "tiny"], 1, ["SPILLS"]),
+        (STARVING | {"in_flight": inspect.LEAST_IN_FLIGHT}, [], 0, []),
+        (STARVING | {"in_flight": inspect.LEAST_IN_FLIGHT - 1}, [], 1, ["STARVES"]),
+        (STARVING | {"streams": False}, [], 0, []),
+        (STARVING | {"grid": (1, PROCESSORS - 1)}, [], 0, []),
+        (STARVING | {"in_flight": 2**17, "too_early": ("ld.global.b32 %r1, [ %rd3 + 0 ];",)}, [], 1, ["TOO EARLY"]),
+        (STARVING, ["--may-starve", "int8:32"], 0, ["STARVES"]),
+        (STARVING | {"weights": "int4"}, ["--may-starve", "int8:32"], 1, ["STARVES"]),
+        (STARVING | {"label": "rows=3"}, ["--may-starve", "int8:32"], 1, ["STARVES"]),
+        (STARVING | {"stack": 64}, ["--may-starve", "int8:32"], 1, ["SPILLS", "STARVES"]),
     ],
 )
-def test_kernel_waiting_for_memory_alone_is_a_fault(
-    changes: dict[str, Any], faults: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_faults_of_a_kernel_are_named_and_make_the_exit_code(
+    changes: dict[str, Any],
+    options: list[str],
+    code: int,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A kernel that waits for memory alone, or not for the one before it, is a fault."""
-    usage = replace(USAGE, **({"streams": True, "grid": (1, 500)} | changes))
-    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
-    assert inspect.main([]) == bool(faults)
-    said = capsys.readouterr().out
-    assert [name for name in ("STARVES", "TOO EARLY") if name in said] == faults
-
-
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [({}, 0), ({"weights": "int4"}, 1), ({"label": "rows=3"}, 1), ({"stack": 64}, 1)],
-    ids=["known", "other weights", "other rows", "spills too"],
-)
-def test_weights_known_to_starve_fail_for_anything_else(
-    changes: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Weights that are known to starve fail for anything else alone."""
-    known: dict[str, Any] = {"weights": "int8", "label": "down rows=32"}
-    usage = replace(USAGE, **({"streams": True, "grid": (1, 500), "in_flight": 0} | known | changes))
-    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([usage]))
-    assert inspect.main(["--may-starve", "int8:32"]) == code
-    assert "STARVES" in capsys.readouterr().out
+    """Spills, too little shared memory, starving and loading too early; weights that may starve fail for the rest."""
+    monkeypatch.setattr(inspect, "inspect", lambda *arguments: iter([replace(USAGE, **changes)]))
+    assert inspect.main(options) == code
+    printed = capsys.readouterr().out
+    assert [name for name in FAULTS if name in printed] == [name for name in said if name in FAULTS]
+    assert all(words in printed for words in said)
 
 
 def test_widths_of_loads_are_read_from_ptx() -> None:

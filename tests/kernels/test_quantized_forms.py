@@ -1,16 +1,16 @@
 """Quantized matrices: exact where they can be, bounded where not, and multiplied as what they stand for."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from e4m3 import E4M3, nearest
 from quantized_weights import SCHEMES, SHAPES, random_matrix
 from torch import Tensor
 
 from d3engine.kernels import quantized, reference
-from d3engine.kernels.quantized import INT4_DIVISORS, Int4Weight, Int8Weight, quantize_int4, quantize_int8
+from d3engine.kernels.quantized import INT4_DIVISORS, QUANTIZERS, Int4Weight, quantize_fp8, quantize_int4, quantize_int8
 from d3engine.model.weights import quantize_matrix
 
 
@@ -87,30 +87,28 @@ def test_byte_holds_channels_j_and_j_plus_64() -> None:
     assert weight.nbytes == rows * 3 * 64 + rows * 3 * 4
 
 
-@pytest.mark.parametrize("quantize_matrix", [quantize_int8, quantize_int4])
-def test_rows_of_zeros_and_of_almost_nothing_stay_what_they_are(
-    quantize_matrix: Callable[[Tensor], Int8Weight | Int4Weight],
-) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_of_zeros_and_of_almost_nothing_stay_what_they_are(scheme: str) -> None:
     matrix = torch.zeros(3, 200)
     matrix[1] = 1e-45  # the least float32 there is: its scale is 0
     matrix[2, 7] = 3.0
-    weight = quantize_matrix(matrix)
+    weight = QUANTIZERS[scheme](matrix)
     assert bool(weight.scales.isfinite().all())
     torch.testing.assert_close(weight.dequantize(torch.float32), matrix, rtol=1e-6, atol=1e-44)
-    zero = 0 if isinstance(weight, Int8Weight) else 8 << 4 | 8
-    assert bool(weight.tensors[0][:2].eq(zero).all())
+    zero = 8 << 4 | 8 if scheme == "int4" else 0
+    assert bool(weight.tensors[0].view(torch.uint8)[:2].eq(zero).all())
 
 
-@pytest.mark.parametrize("quantize_matrix", [quantize_int8, quantize_int4])
-def test_what_cannot_be_quantized_is_refused(quantize_matrix: Callable[[Tensor], Int8Weight | Int4Weight]) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_cannot_be_quantized_is_refused(scheme: str) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         matrix = torch.ones(3, 130)
         matrix[1, 129] = bad
         with pytest.raises(ValueError, match="NaN or infinity"):
-            quantize_matrix(matrix)
+            QUANTIZERS[scheme](matrix)
     for matrix in (torch.ones(4), torch.ones(2, 3, dtype=torch.int8), torch.ones(2, 0)):
         with pytest.raises(ValueError, match=r"weights must be a float matrix \[N, K\]"):
-            quantize_matrix(matrix)
+            QUANTIZERS[scheme](matrix)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -120,6 +118,39 @@ def test_a_large_matrix_is_quantized_by_runs_of_rows(scheme: str, monkeypatch: p
     monkeypatch.setattr(quantized, "_VALUES_AT_ONCE", 4 * 300)
     for one, other in zip(whole.tensors, quantize_matrix(matrix, scheme).tensors, strict=True):
         assert torch.equal(one, other)
+
+
+# -- 8-bit floats ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_fp8_value_is_the_nearest_there_is(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = random_matrix(*shape, dtype)
+    weight = quantize_fp8(matrix)
+    assert weight.shape == matrix.shape
+    assert (weight.values.dtype, weight.scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert torch.equal(weight.scales, matrix.float().abs().amax(dim=1) / 448)
+    assert torch.equal(weight.values.float(), nearest(matrix.float() / weight.scales[:, None]))
+    assert weight.nbytes == matrix.numel() + 4 * shape[0]
+
+
+def test_fp8_values_come_back_and_ties_go_to_even() -> None:
+    grid = torch.tensor(E4M3, dtype=torch.float64)
+    ties = (grid[:-1] + grid[1:]) / 2
+    weight = quantize_fp8(torch.cat([grid, -grid, ties])[None].float())
+    assert weight.scales.tolist() == [1.0]
+    below = torch.arange(126)
+    expected = torch.cat([torch.arange(127), torch.arange(127) + 128, below + (below & 1)])
+    assert torch.equal(weight.values.view(torch.uint8)[0].long(), expected)
+
+
+def test_fp8_of_a_denormal_scale_stays_finite() -> None:
+    matrix = torch.zeros(1, 200)
+    matrix[0, 5] = 9e-43  # 448 scales would be less
+    weight = quantize_fp8(matrix)
+    assert weight.values[0, 5].item() == 448
+    torch.testing.assert_close(weight.dequantize(torch.float32), matrix, rtol=1e-6, atol=4e-43)
 
 
 # -- the operations ----------------------------------------------------------------------------------------------

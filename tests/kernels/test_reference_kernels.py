@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from kernel_errors import EPS, relative_error
+from paged_entries import Paged
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -39,38 +40,6 @@ def test_rotation_turns_each_pair_of_channels_by_its_angle(dtype: torch.dtype) -
     assert relative_error(heads, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
-class Paged:
-    """Random entries for several chunks, in a pool whose other entries are NaN."""
-
-    def __init__(self, lengths: list[int], *, kv_heads: int = 2, channels: int = 8, block_size: int = 4) -> None:
-        generator = torch.Generator().manual_seed(len(lengths))
-        per_chunk = -(-max(lengths) // block_size)
-        blocks = torch.randperm(len(lengths) * per_chunk, generator=generator) + 1
-        self.tables = blocks.view(len(lengths), per_chunk)
-        self.pool = torch.full((len(blocks) + 1, 2, block_size, kv_heads, channels), torch.nan)
-        self.entries = [torch.randn(2, n, kv_heads, channels, generator=generator) for n in lengths]
-        for table, entries in zip(self.tables, self.entries, strict=True):
-            for position in range(entries.shape[1]):
-                block, offset = table[position // block_size], position % block_size
-                self.pool[block, :, offset] = entries[:, position]
-
-    def attend(self, queries: torch.Tensor, row_counts: list[int], scale: float) -> torch.Tensor:
-        """Row by row in float64, straight from the definition."""
-        out, row = [], 0
-        for entries, rows in zip(self.entries, row_counts, strict=True):
-            keys, values = entries.double()
-            for nth in range(rows):
-                seen = keys.shape[0] - rows + nth + 1
-                heads = []
-                for head in range(queries.shape[1]):
-                    group = head // (queries.shape[1] // keys.shape[1])
-                    scores = keys[:seen, group] @ queries[row, head].double() * scale
-                    heads.append(scores.softmax(0) @ values[:seen, group])
-                out.append(torch.cat(heads))
-                row += 1
-        return torch.stack(out)
-
-
 @pytest.mark.parametrize(
     ("lengths", "row_counts"),
     [
@@ -87,12 +56,11 @@ class Paged:
 @pytest.mark.parametrize("heads", [2, 6])
 def test_paged_attention_sees_its_chunk_up_to_each_row(lengths: list[int], row_counts: list[int], heads: int) -> None:
     """Paged attention sees its own chunk up to each row and nothing else."""
-    paged = Paged(lengths)
-    queries = torch.randn(sum(row_counts), heads, 8, generator=torch.Generator().manual_seed(7))
-    starts = [0, *torch.tensor(row_counts).cumsum(0).tolist()]
-    both_layers = reference.attention_inputs(starts, lengths, torch.stack((paged.tables.flip(1), paged.tables)))
-    out = reference.paged_attention(queries, paged.pool, both_layers[1], 0.3)
-    assert relative_error(out, paged.attend(queries, row_counts, 0.3)) < 1e-6
+    paged = Paged(lengths, row_counts, heads=heads, channels=8, block_size=4)
+    both_layers = torch.stack((paged.tables.flip(1), paged.tables))
+    inputs = reference.attention_inputs(paged.starts, lengths, both_layers)[1]
+    out = reference.paged_attention(paged.queries, paged.pool, inputs, paged.scale)
+    assert relative_error(out, paged.expected()) < 2e-6
 
 
 def test_qkv_writes_keys_and_values_only_where_told() -> None:

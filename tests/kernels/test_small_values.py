@@ -78,36 +78,19 @@ def floats(registers: dict[str, Tensor], names: tuple[str, ...], dtype: torch.dt
     return [half.double() for name in names for half in as_floats(registers[name], dtype)]
 
 
-FORMS = [("BF16", torch.bfloat16), ("FP16", torch.float16)]
+LOW, HIGH = (BYTES & 15) - 8, (BYTES >> 4) - 8
+VALUES = {"INT8": [SIGNED], "INT4": [LOW.double(), HIGH.double()], "FP8": [E4M3]}  # a byte has one or two
 
 
-@pytest.mark.parametrize(("form", "dtype"), FORMS)
-def test_every_int8_value_becomes_the_same_float(form: str, dtype: torch.dtype) -> None:
-    done = run(getattr(small_values, f"INT8_TO_{form}").value, {"$2": WORDS})
-    for nth, found in enumerate(floats(done, ("$0", "$1"), dtype)):
-        assert torch.equal(found, SIGNED.roll(-64 * nth))
-
-
-@pytest.mark.parametrize(("form", "dtype"), FORMS)
-def test_both_halves_of_every_byte_become_floats_less_8(form: str, dtype: torch.dtype) -> None:
-    done = run(getattr(small_values, f"INT4_TO_{form}").value, {"$4": WORDS})
-    for names, values in ((("$0", "$1"), BYTES & 15), (("$2", "$3"), BYTES >> 4)):
-        for nth, found in enumerate(floats(done, names, dtype)):
-            assert torch.equal(found, (values - 8).double().roll(-64 * nth))
-
-
-def test_every_finite_e4m3_value_becomes_the_same_bfloat16() -> None:
-    done = run(small_values.FP8_TO_BF16.value, {"$2": WORDS})
-    for nth, found in enumerate(floats(done, ("$0", "$1"), torch.bfloat16)):
-        wanted = E4M3.roll(-64 * nth)
-        finite = wanted.isfinite()
-        assert torch.equal(found[finite], wanted[finite])
-        assert torch.equal(found[finite].signbit(), wanted[finite].signbit())  # zeros have one too
-
-
-def test_every_e4m3_value_becomes_the_same_float16() -> None:
-    done = run(small_values.FP8_TO_FP16.value, {"$2": WORDS})
-    wanted = E4M3
-    for nth, found in enumerate(floats(done, ("$0", "$1"), torch.float16)):
-        assert torch.equal(found.nan_to_num(0), wanted.roll(-64 * nth).nan_to_num(0))
-        assert torch.equal(found.isnan(), wanted.roll(-64 * nth).isnan())
+@pytest.mark.parametrize(("form", "dtype"), [("BF16", torch.bfloat16), ("FP16", torch.float16)])
+@pytest.mark.parametrize("kind", VALUES)
+def test_every_value_of_a_byte_becomes_the_same_float(kind: str, form: str, dtype: torch.dtype) -> None:
+    """Also zeros of both signs; NaN in 8 bits is none in bfloat16."""
+    done = run(getattr(small_values, f"{kind}_TO_{form}").value, {"$4" if kind == "INT4" else "$2": WORDS})
+    for half, values in enumerate(VALUES[kind]):
+        for nth, found in enumerate(floats(done, (f"${2 * half}", f"${2 * half + 1}"), dtype)):
+            wanted = values.roll(-64 * nth)
+            finite = wanted.isfinite()
+            assert torch.equal(found[finite], wanted[finite])
+            assert torch.equal(found[finite].signbit(), wanted[finite].signbit())
+            assert form == "BF16" or torch.equal(found.isnan(), wanted.isnan())

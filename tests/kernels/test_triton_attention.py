@@ -2,7 +2,6 @@
 The interpreter takes its time for every program, so shapes are as small as the borders they test allow."""
 
 import importlib
-import math
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_errors import relative_error
+from paged_entries import Paged
 from torch import Tensor
 
 from d3engine.kernels import reference
@@ -21,68 +21,6 @@ attention: Any = importlib.import_module("d3engine.kernels.triton.paged_attentio
 
 POISON = -7.25
 ERRORS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-class Paged:
-    """Random queries and entries for several chunks; whatever no chunk owns is NaN or infinite."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        row_counts: list[int] | None = None,
-        *,
-        heads: int = 2,
-        kv_heads: int = 2,
-        channels: int = 32,
-        block_size: int = 16,
-        window: int = NO_WINDOW,
-        cap: float | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
-    ) -> None:
-        generator = torch.Generator().manual_seed(sum(lengths) + channels)
-        self.lengths, self.row_counts = lengths, row_counts or [1] * len(lengths)
-        self.starts = [0, *accumulate(self.row_counts)]
-        self.scale, self.window, self.cap = channels**-0.5, window, cap
-        per_chunk = [-(-length // block_size) for length in lengths]
-        blocks = torch.randperm(sum(per_chunk), generator=generator) + 1
-        self.pool = torch.full((len(blocks) + 1, 2, block_size, kv_heads, channels), torch.nan)
-        self.pool[:, :, 1::2] = torch.inf
-        self.tables = torch.zeros(len(lengths), max(per_chunk, default=0), dtype=torch.int64)  # block 0 is padding
-        self.entries = []
-        for chunk, (length, own) in enumerate(zip(lengths, blocks.split(per_chunk), strict=True)):
-            self.tables[chunk, : len(own)] = own
-            entries = torch.randn(length, 2, kv_heads, channels, generator=generator)
-            entries[:, 0] *= 3.0  # weights that differ by orders of magnitude
-            positions = torch.arange(length)
-            self.pool[own[positions // block_size], :, positions % block_size] = entries
-            self.entries.append(entries.transpose(0, 1).to(dtype).double())
-        self.pool = self.pool.to(device=device, dtype=dtype)
-        self.tables = self.tables.to(device)
-        queries = torch.randn(self.starts[-1], heads, channels, generator=generator)
-        self.queries = queries.to(device=device, dtype=dtype)
-
-    def inputs(self) -> Any:
-        return attention.attention_inputs(self.starts, self.lengths, self.tables.unsqueeze(0))[0]
-
-    def attend(self) -> Tensor:
-        given = {"window": self.window, "cap": self.cap}
-        return attention.paged_attention(self.queries, self.pool, self.inputs(), self.scale, **given)
-
-    def expected(self) -> Tensor:
-        """[T, N D] float64, from the definition: the row r of n looks at the first length - n + r + 1 entries."""
-        out = []
-        queries = self.queries.cpu().double().split(self.row_counts)
-        for chunk, (keys, values), rows in zip(queries, self.entries, self.row_counts, strict=True):
-            group = chunk.shape[1] // keys.shape[1]
-            scores = torch.einsum("rnd,knd->nrk", chunk, keys.repeat_interleave(group, 1)) * self.scale
-            scores = scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
-            ends = torch.arange(keys.shape[0] - rows, keys.shape[0])
-            scores.masked_fill_(torch.arange(keys.shape[0]) > ends[:, None], -math.inf)
-            scores.masked_fill_(torch.arange(keys.shape[0]) <= ends[:, None] - self.window, -math.inf)
-            weights = scores.softmax(-1)
-            out.append(torch.einsum("nrk,knd->rnd", weights, values.repeat_interleave(group, 1)).flatten(1))
-        return torch.cat(out)
 
 
 def split_by(monkeypatch: pytest.MonkeyPatch, entries: int, most: int = 64) -> None:
@@ -114,7 +52,7 @@ def test_single_rows_see_all_of_their_entries_and_nothing_else(
     # At and around the borders of a block, of a tile, and of what a split gets.
     lengths = [1, 15, 16, 17, tile - 1, tile, tile + 1, 3 * tile, 4 * tile + 1, 5 * tile]
     paged = Paged(lengths, heads=heads, kv_heads=kv_heads, device=device)
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
 def test_splits_that_are_joined_in_rounds_keep_their_weights(
@@ -127,7 +65,7 @@ def test_splits_that_are_joined_in_rounds_keep_their_weights(
     keys = paged.pool[paged.tables[0].flip(0)[: tile // 16], 0]
     paged.pool[paged.tables[0].flip(0)[: tile // 16], 0] = 4 * keys
     paged.entries[0][0, -(tile // 16 * 16) :] *= 4
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
 def head_by_head(parts: Any, logs: Any) -> Any:
@@ -154,7 +92,7 @@ def test_heads_of_a_group_combined_at_once_keep_their_bits(
     split_by(monkeypatch, 16)
     monkeypatch.setattr(attention, "COMBINED", 32 * together)
     paged = Paged([640], heads=heads, kv_heads=kv_heads)  # 40 splits: in three turns, the last of which is not full
-    inputs = paged.inputs()
+    inputs = paged.inputs(attention)
     out = torch.empty(1, heads * 32)
     listing, launch = attention.attention_launches(out, paged.queries, paged.pool, inputs, paged.scale)
     assert launch.arguments["HEADS_TOGETHER"] == together
@@ -171,7 +109,7 @@ def test_heads_of_a_group_combined_at_once_keep_their_bits(
 def test_rows_of_long_chunks_see_what_stands_at_or_before_them(heads: int, kv_heads: int, device: torch.device) -> None:
     # A whole prompt, a piece behind a cache, pieces that end at a border, more rows than a query tile has.
     paged = Paged([2, 33, 64, 100, 71], [2, 2, 32, 3, 71], heads=heads, kv_heads=kv_heads, device=device)
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 45, 129, 1000])
@@ -183,12 +121,10 @@ def test_in_a_window_rows_see_its_entries_alone(
     split_by(monkeypatch, 32, most)
     given: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "window": window, "device": device}
     paged = Paged([1, 16, 17, 33, 100, 150, 40, 71, 130], [1, 1, 1, 1, 1, 1, 3, 71, 40], **given)
-    found = paged.attend()
+    found = paged.attend(attention)
     assert relative_error(found.cpu(), paged.expected()) < ERRORS[torch.float32]
     paged.pool.nan_to_num_(0.0, 0.0, 0.0)
-    inputs = reference.attention_inputs(paged.starts, paged.lengths, paged.tables.unsqueeze(0))[0]
-    expected = reference.paged_attention(paged.queries, paged.pool, inputs, paged.scale, window=window)
-    assert relative_error(found.cpu(), expected.cpu()) < ERRORS[torch.float32]
+    assert relative_error(found.cpu(), paged.attend(reference).cpu()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("cap", [0.3, 5.0])
@@ -200,19 +136,17 @@ def test_scores_are_softly_capped(
     split_by(monkeypatch, 32)
     given: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "window": window, "cap": cap, "device": device}
     paged = Paged([1, 17, 100, 150, 71], [1, 1, 1, 40, 71], **given)
-    found = paged.attend()
+    found = paged.attend(attention)
     assert relative_error(found.cpu(), paged.expected()) < ERRORS[torch.float32]
     paged.pool.nan_to_num_(0.0, 0.0, 0.0)
-    inputs = reference.attention_inputs(paged.starts, paged.lengths, paged.tables.unsqueeze(0))[0]
-    expected = reference.paged_attention(paged.queries, paged.pool, inputs, paged.scale, window=window, cap=cap)
-    assert relative_error(found.cpu(), expected.cpu()) < ERRORS[torch.float32]
+    assert relative_error(found.cpu(), paged.attend(reference).cpu()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("row_counts", [[1, 1, 5, 1, 40], [40, 1], [1, 40, 1, 1], [2, 1, 2, 1]])
 def test_chunks_of_one_row_and_of_many_share_a_batch(row_counts: list[int], device: torch.device) -> None:
     lengths = [40 + 9 * nth for nth in range(len(row_counts))]
     paged = Paged(lengths, row_counts, heads=4, device=device)
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 32, 64, 256])
@@ -220,7 +154,7 @@ def test_chunks_of_one_row_and_of_many_share_a_batch(row_counts: list[int], devi
 def test_a_tile_may_cover_many_blocks_or_part_of_one(heads: int, block_size: int, device: torch.device) -> None:
     lengths = [150, 1, block_size + 1]
     paged = Paged(lengths, [1, 1, 2], heads=heads, kv_heads=1, block_size=block_size, device=device)
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("channels", [32, 64, 80, 96, 128, 256])
@@ -229,15 +163,7 @@ def test_head_sizes_and_dtypes(heads: int, dtype: torch.dtype, channels: int, de
     paged = Paged(
         [attention.SPLIT + 6, 5], [1, 5], heads=heads, kv_heads=1, channels=channels, dtype=dtype, device=device
     )
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[dtype]
-
-
-def test_it_agrees_with_the_reference_on_a_real_batch(device: torch.device) -> None:
-    paged = Paged([40, 37, 25], [1, 1, 9], heads=4, device=device)
-    paged.pool.nan_to_num_(0.0, 0.0, 0.0)  # the reference multiplies padding of a long chunk's blocks by zero
-    inputs = reference.attention_inputs(paged.starts, paged.lengths, paged.tables.unsqueeze(0))[0]
-    expected = reference.paged_attention(paged.queries, paged.pool, inputs, paged.scale)
-    assert relative_error(paged.attend().cpu(), expected.cpu()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[dtype]
 
 
 @pytest.mark.parametrize("split", [64, 256])
@@ -248,7 +174,7 @@ def test_rows_beyond_the_active_count_stay_untouched(
     """Rows from the active count on stay untouched bit for bit."""
     split_by(monkeypatch, split)
     paged = Paged([200, 70, 9, 33], heads=heads, device=device)
-    expected, inputs = paged.expected(), paged.inputs()
+    expected, inputs = paged.expected(), paged.inputs(attention)
     for active in (0, 1, 3, 4):
         inputs.num_rows.fill_(active)  # as a graph does: same launch, other number
         out = torch.full((4, heads * 32), POISON, device=device)
@@ -262,12 +188,12 @@ def test_long_chunks_beyond_the_active_count_stay_untouched(device: torch.device
     paged = Paged([50, 60, 40], [1, 20, 12], heads=4, device=device)
     out = torch.full((33, 4 * 32), POISON, device=device)
     count = torch.tensor([21], dtype=torch.int64, device=device)
-    for from_here in (replace(paged.inputs(), num_rows=count), paged.inputs()):
+    for from_here in (replace(paged.inputs(attention), num_rows=count), paged.inputs(attention)):
         attend_into(out, paged.queries, paged.pool, from_here, paged.scale)
         rows = int(from_here.num_rows)
         assert bool((out[rows:] == POISON).all())
         assert relative_error(out[:rows].cpu(), paged.expected()[:rows]) < ERRORS[torch.float32]
-    part = attention.paged_attention(paged.queries, paged.pool, paged.inputs(), paged.scale, num_rows=count)
+    part = attention.paged_attention(paged.queries, paged.pool, paged.inputs(attention), paged.scale, num_rows=count)
     assert torch.equal(part[:21], out[:21])
 
 
@@ -319,16 +245,16 @@ def test_row_alone_and_among_others_has_the_same_bits(
     """A row gets the same bits alone and among others, by few programs or many."""
     lengths = [300, 20, 129]
     paged = Paged(lengths, heads=heads, dtype=dtype, device=device)
-    together = paged.attend()
+    together = paged.attend(attention)
     for row, length in enumerate(lengths):
         tables = paged.tables[None, row : row + 1]
         (inputs,) = attention.attention_inputs([0, 1], [length], tables)
         alone = attention.paged_attention(paged.queries[row : row + 1], paged.pool, inputs, paged.scale)
         assert torch.equal(alone[0], together[row])
     monkeypatch.setattr(attention, "processors_of", lambda _: 1)
-    _, launch = attention.attention_launches(together, paged.queries, paged.pool, paged.inputs(), paged.scale)
+    _, launch = attention.attention_launches(together, paged.queries, paged.pool, paged.inputs(attention), paged.scale)
     assert launch.grid[0] in (2, 3)  # of 12 splits
-    assert torch.equal(paged.attend(), together)
+    assert torch.equal(paged.attend(attention), together)
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 40])
@@ -380,24 +306,24 @@ def test_two_tables_may_name_one_block(device: torch.device) -> None:
     paged.tables[1:, :2] = paged.tables[0, :2]
     for entries in paged.entries[1:]:
         entries[:, :32] = paged.entries[0][:, :32]
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[torch.float32]
 
 
 def test_queries_may_be_the_front_of_wider_rows(device: torch.device) -> None:
     paged = Paged([20, 30], [1, 7], heads=2, device=device)
-    expected = paged.attend()
+    expected = paged.attend(attention)
     wide = torch.full((8, 6, 32), torch.nan, device=device)
     wide[:, :2] = paged.queries
     paged.queries = wide[:, :2]
-    assert torch.equal(paged.attend(), expected)
+    assert torch.equal(paged.attend(attention), expected)
 
 
 def test_more_chunks_than_one_search_looks_at(device: torch.device) -> None:
     row_counts = [1] * 130 + [3, 2, 1]
     paged = Paged([3] * 133, row_counts, heads=1, kv_heads=1, channels=16, block_size=4, device=device)
-    assert relative_error(paged.attend().cpu(), paged.expected()) < ERRORS[torch.float32]
+    assert relative_error(paged.attend(attention).cpu(), paged.expected()) < ERRORS[torch.float32]
     out = torch.full((136, 16), POISON, device=device)
-    attend_into(out, paged.queries, paged.pool, replace(paged.inputs(), single_rows=False), paged.scale)
+    attend_into(out, paged.queries, paged.pool, replace(paged.inputs(attention), single_rows=False), paged.scale)
     assert bool((out[:130] == POISON).all())
     assert bool((out[135:] == POISON).all())
 
@@ -413,7 +339,7 @@ def test_a_query_finds_its_key_among_extreme_scores(device: torch.device) -> Non
             paged.pool[paged.tables[0, positions // 16], 0, positions % 16, 0] = keys.to(device)
             paged.queries.fill_(5e3)
             value = paged.entries[0][1, best, 0].float().to(device)
-            torch.testing.assert_close(paged.attend(), value.repeat(1, heads))
+            torch.testing.assert_close(paged.attend(attention), value.repeat(1, heads))
 
 
 def test_block_offsets_do_not_wrap_at_31_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +350,7 @@ def test_block_offsets_do_not_wrap_at_31_bits(device: torch.device, monkeypatch:
         # The interpreter would copy all arguments back, onto themselves on a CPU: that would touch every page.
         monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
     small = Paged([33, 20], [1, 4], heads=4, channels=128, block_size=64, dtype=torch.float16, device=device)
-    expected = small.attend()
+    expected = small.attend(attention)
     try:
         pool = torch.empty(2**32 // small.pool[0].numel(), *small.pool.shape[1:], dtype=torch.float16, device=device)
     except RuntimeError as error:
@@ -432,7 +358,7 @@ def test_block_offsets_do_not_wrap_at_31_bits(device: torch.device, monkeypatch:
     far = torch.tensor([len(pool) // 2 + 1, len(pool) - 1], device=device)
     pool[far] = small.pool[small.tables[:, 0]]
     small.pool, small.tables = pool, far.unsqueeze(1)
-    assert torch.equal(small.attend(), expected)
+    assert torch.equal(small.attend(attention), expected)
 
 
 def test_an_empty_batch_launches_nothing(device: torch.device) -> None:
@@ -447,7 +373,7 @@ def test_an_empty_batch_launches_nothing(device: torch.device) -> None:
 def test_a_block_size_that_is_no_power_of_two_is_refused_by_name(block_size: int, device: torch.device) -> None:
     paged = Paged([5], block_size=block_size, device=device)
     with pytest.raises(ValueError, match=rf"block_size must be .*; got {block_size}"):
-        paged.attend()
+        paged.attend(attention)
 
 
 @pytest.mark.parametrize(("chunks", "longest", "programs"), [(1, 128, 2), (1, 513, 10), (3, 129, 12), (64, 4096, 396)])

@@ -123,29 +123,19 @@ def test_drafts_in_graphs_answer_as_on_the_reference(
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_rows_of_many_ages_answer_as_reference(triton_engine: MakeEngine, make_engine: MakeEngine, cache: str) -> None:
-    """Prompts in pieces and rows of many ages answer as on the reference."""
+@pytest.mark.parametrize(("graphs", "chosen"), [(False, REQUESTS), (True, REQUESTS[2:])], ids=["eager", "graphs"])
+def test_rows_of_many_ages_answer_as_on_the_reference(
+    graphs: bool, chosen: list[Request], cache: str, triton_engine: MakeEngine, make_engine: MakeEngine
+) -> None:
+    """With prompts in pieces; and, in graphs, runs of several rows, and of one: the last request ends after all."""
     reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
-    engine = triton_engine(False, kv_cache_dtype=cache)
-    prompts = [list(request.prompt) for request in REQUESTS]
-    found = engine.generate(prompts, [request.params for request in REQUESTS], use_tqdm=False)
-    for output, request in zip(found, REQUESTS, strict=True):
-        wanted = reference_engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
-        assert_same(output, wanted)
-
-
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_runs_of_steps_answer_as_on_reference(triton_engine: MakeEngine, make_engine: MakeEngine, cache: str) -> None:
-    """Of several rows, and of one: the last request ends after all others."""
-    reference_engine = make_engine(block_size=16, kv_cache_dtype=cache)
-    engine = triton_engine(True, kv_cache_dtype=cache)
-    chosen = REQUESTS[2:]
+    engine = triton_engine(graphs, kv_cache_dtype=cache)
     prompts = [list(request.prompt) for request in chosen]
     found = engine.generate(prompts, [request.params for request in chosen], use_tqdm=False)
     for output, request in zip(found, chosen, strict=True):
         wanted = reference_engine.generate(list(request.prompt), request.params, use_tqdm=False)[0]
         assert_same(output, wanted)
-    assert engine.stats().graph_steps >= 4
+    assert (engine.stats().graph_steps >= 4) == graphs
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}

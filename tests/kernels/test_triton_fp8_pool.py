@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_errors import relative_error
+from paged_entries import Paged
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
@@ -122,41 +124,24 @@ def test_single_rows_and_chunks_attend_to_stored_values(
     heads: int, kv_heads: int, channels: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Single rows and chunks attend to the values that stand there."""
-    lengths, row_counts = [attention.SPLIT + 6, 5, 21], [1, 5, 1]  # a row of two splits, a chunk, and a short row
-    pool = poisoned(48, size, kv_heads, channels, device)
-    blocks = (torch.randperm(47, generator=torch.Generator().manual_seed(0)) + 1).tolist()
-    tables = torch.zeros(3, -(-max(lengths) // size), dtype=torch.int64)
-    starts = [0, 1, 6, 7]
-    queries = numbers(7, heads, channels, seed=1).to(device=device, dtype=dtype)
-    wanted = []
-    for chunk, length in enumerate(lengths):
-        own = [blocks.pop() for _ in range(-(-length // size))]
-        tables[chunk, : len(own)] = torch.tensor(own)
+    sizes: Any = {"heads": heads, "kv_heads": kv_heads, "channels": channels, "block_size": size}
+    # A row of two splits, a chunk, and a short row.
+    paged = Paged([attention.SPLIT + 6, 5, 21], [1, 5, 1], **sizes, dtype=dtype, device=device)
+    pool = poisoned(len(paged.pool), size, kv_heads, channels, device)
+    for table, entries in zip(paged.tables.cpu(), paged.entries, strict=True):
         # Magnitudes that differ between heads, positions, keys and values, as scales are there to tell.
-        heads_there = numbers(2, length, kv_heads, channels, seed=chunk + 2)
-        heads_there *= torch.tensor([2.0, 0.01])[:, None, None, None] * (1 + torch.arange(length) % 7)[:, None, None]
-        heads_there[1, :, 0] *= 0.01
-        places = torch.tensor(own)[torch.arange(length) // size] * 2 * size + torch.arange(length) % size
-        for half, written in enumerate(heads_there):
-            kv_pool.write_entries(pool, (places + half * size).to(device), written.to(device))
-        keys, values = (
-            kv_pool.read_blocks(pool, (2 * torch.tensor(own) + half).to(device), torch.float32).flatten(0, 1)[:length]
-            for half in (0, 1)
-        )
-        mine = queries[starts[chunk] : starts[chunk + 1]].double()
-        scores = (
-            torch.einsum("rnd,knd->nrk", mine, keys.double().repeat_interleave(heads // kv_heads, 1)) * channels**-0.5
-        )
-        ends = torch.arange(length - row_counts[chunk] + 1, length + 1, device=device)
-        scores.masked_fill_(torch.arange(length, device=device) >= ends[:, None], -math.inf)
-        weighed = scores.softmax(-1), values.double().repeat_interleave(heads // kv_heads, 1)
-        wanted.append(torch.einsum("nrk,knd->rnd", *weighed).flatten(1))
-    inputs = kernels.attention_inputs(starts, lengths, tables[None].to(device))[0]
-    found = kernels.paged_attention(queries, pool, inputs, channels**-0.5).double().view(7, heads, channels)
-    expected = torch.cat(wanted).view(7, heads, channels)
+        positions = torch.arange(entries.shape[1])
+        entries *= torch.tensor([2 / 3, 0.01])[:, None, None, None] * (1 + positions % 7)[:, None, None]
+        entries[1, :, 0] *= 0.01
+        for half, written in enumerate(entries):
+            places = (table[positions // size] * 2 + half) * size + positions % size
+            kv_pool.write_entries(pool, places.to(device), written.float().to(device))
+            blocks = (2 * table[: -(-len(positions) // size)] + half).to(device)
+            written.copy_(kv_pool.read_blocks(pool, blocks, torch.float32).flatten(0, 1)[: len(positions)])
+    paged.pool = pool
+    found, expected = (out.view(7, heads, channels) for out in (paged.attend(kernels).cpu(), paged.expected()))
     for head in range(heads):  # of very different size
-        error = (found[:, head] - expected[:, head]).norm() / expected[:, head].norm()
-        assert error < ERRORS[dtype]
+        assert relative_error(found[:, head], expected[:, head]) < ERRORS[dtype]
 
 
 def test_products_in_float32_are_tiled_as_without_eight_bits() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fixture_types import Randn
+from kernel_errors import relative_error
 from torch import Tensor
 
 import d3engine.kernels.triton as kernels
@@ -30,17 +31,10 @@ MANY, OUTPUTS, COLUMNS = 37, 48, 208
 ROUNDED_ONCE = 4e-3
 """Relative error of results in bfloat16."""
 
-Randn = Callable[..., Tensor]
-
 
 @pytest.fixture
 def weight(randn: Randn) -> Fp8RowsWeight:
     return Fp8RowsWeight(*quantize_fp8(randn(OUTPUTS, COLUMNS, dtype=torch.float32, scale=0.1)).tensors)
-
-
-def error_of(out: Tensor, exact: Tensor) -> float:
-    assert out.shape == exact.shape
-    return float((out.double() - exact).norm() / exact.norm())
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -90,7 +84,7 @@ def test_rows_are_rounded_as_the_cache_rounds_its_heads(
     assert torch.equal(scales[:, 0], of_rows)
     if device.type == "cpu":  # a GPU divides with an error of its last bit
         assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
-    assert error_of(values.float(), wanted.double()) < 0.01
+    assert relative_error(values.float(), wanted.double()) < 0.01
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -103,8 +97,8 @@ def test_product_of_fp8_rows_is_that_of_what_they_stand_for(
     out = matmul.matmul(x, weight, bias)
     added = 0.0 if bias is None else bias.double()
     matrix = weight.dequantize(torch.float64).t()
-    assert error_of(out, rounded(x) @ matrix + added) < ROUNDED_ONCE
-    assert 0.01 < error_of(out, x.double() @ matrix + added) < 0.05
+    assert relative_error(out, rounded(x) @ matrix + added) < ROUNDED_ONCE
+    assert 0.01 < relative_error(out, x.double() @ matrix + added) < 0.05
 
 
 def test_many_rows_of_every_projection_are_rounded(weight: Fp8RowsWeight, randn: Randn, device: torch.device) -> None:
@@ -117,15 +111,15 @@ def test_many_rows_of_every_projection_are_rounded(weight: Fp8RowsWeight, randn:
 
     found = residual.clone()
     kernels.linear_residual(x, weight, None, found)
-    assert error_of(found, residual.double() + rounded(x) @ matrix) < ROUNDED_ONCE
+    assert relative_error(found, residual.double() + rounded(x) @ matrix) < ROUNDED_ONCE
     found = residual.clone()
     kernels.linear_residual(x, weight, None, found, num_rows=torch.tensor([9], dtype=torch.int32, device=device))
     assert torch.equal(found[9:], residual[9:])
-    assert error_of(found[:9], (residual.double() + rounded(x) @ matrix)[:9]) < ROUNDED_ONCE
-    assert error_of(kernels.lm_head(x, norm, EPS, weight), product) < ROUNDED_ONCE
+    assert relative_error(found[:9], (residual.double() + rounded(x) @ matrix)[:9]) < ROUNDED_ONCE
+    assert relative_error(kernels.lm_head(x, norm, EPS, weight), product) < ROUNDED_ONCE
     gate, up = product.chunk(2, dim=1)
     gates = torch.nn.functional.silu(gate) * up
-    assert error_of(kernels.gate_up(x, norm, EPS, weight, None), gates) < 2 * ROUNDED_ONCE
+    assert relative_error(kernels.gate_up(x, norm, EPS, weight, None), gates) < 2 * ROUNDED_ONCE
 
     few = kernels.gate_up(x[:3], norm, EPS, weight, None)
     assert torch.equal(few, kernels.gate_up(x[:3], norm, EPS, Fp8Weight(*weight.tensors), None))

@@ -9,18 +9,10 @@ from torch import Tensor
 import d3engine.kernels.triton as kernels
 from d3engine.kernels import reference
 from d3engine.kernels.sampling import SamplingRows
-from d3engine.kernels.triton import products
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
-EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def several_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few programs and rows are enough for every path of a product, torch's too."""
-    monkeypatch.setattr(products, "MIN_PROGRAMS", 2)
-    monkeypatch.setattr(products, "MATMUL_ROWS", 24)
+EPS, MATMUL_ROWS = 1e-5, 24
 
 
 def head(
@@ -41,23 +33,15 @@ def test_the_heads_draw_is_the_draw_of_its_logits(
     given = head(rows, dtype, device, generator)
     draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)
     numbers = [one[:rows] for one in (draws.temperature, draws.seeds, draws.indices, steps)]
-    expected = reference.sample(kernels.lm_head(*given), SamplingRows(*numbers[:3]), numbers[3])
-    assert_same_choice(kernels.lm_head_sample(*given, *numbers), expected)
+    logits, asked = kernels.lm_head(*given), SamplingRows(*numbers[:3])
+    for first in (36, 0):  # a part of a head draws with the noise of its own tokens
+        expected = reference.sample(logits, asked, numbers[3], first_token=first)
+        assert_same_choice(kernels.lm_head_sample(*given, *numbers, first_token=first), expected)
     live = max(1, rows - 2)
     num_rows = torch.tensor([live], dtype=torch.int32, device=device)
     tokens, scores = kernels.lm_head_sample(*given, *numbers, num_rows=num_rows)
     assert_same_choice((tokens[:live], scores[:live]), (expected[0][:live], expected[1][:live]))
     assert bool(scores[live:].isnan().all())
-
-
-@pytest.mark.parametrize("rows", [1, 5, 26])  # the paths of kernels, and that of torch.matmul
-def test_part_of_a_head_draws_with_its_own_noise(rows: int, device: torch.device, generator: torch.Generator) -> None:
-    """A part of the head draws with the noise of its tokens."""
-    given = head(rows, torch.float32, device, generator)
-    draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)
-    numbers = [one[:rows] for one in (draws.temperature, draws.seeds, draws.indices, steps)]
-    expected = reference.sample(kernels.lm_head(*given), SamplingRows(*numbers[:3]), numbers[3], first_token=36)
-    assert_same_choice(kernels.lm_head_sample(*given, *numbers, first_token=36), expected)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

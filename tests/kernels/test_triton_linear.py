@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fixture_types import Randn
-from kernel_errors import EPS, LIMITS, assert_close, normed, row_count
+from kernel_errors import EPS, LIMITS, assert_close, assert_heads, heads_of, normed, qkv_targets, row_count
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -208,36 +208,20 @@ def test_qkv_writes_keys_and_values_only_where_told(
     head_norms = randn(2, channels, dtype=dtype).contiguous() if norms == "heads" else None
     sizes = [heads * channels, kv_heads * channels]
     projection_norms = randn(sum(sizes), dtype=dtype).contiguous() if norms == "projections" else None
-    angles = randn(rows, channels // 2, dtype=torch.float32, scale=50.0)
-    rotations = torch.polar(torch.ones_like(angles), angles)
-    pool = torch.full((rows + 1, 2, 4, kv_heads, channels), torch.nan, dtype=dtype, device=device)
-    keys = (torch.arange(rows, device=device).flip(0) + 1) * 8 + torch.arange(rows, device=device) % 4
-    # As the executor cuts them: one layer's entries out of those of all layers.
-    entries = torch.stack((keys, keys + 4), dim=1).repeat(3, 1, 1)[1]
-
+    rotations, pool, entries = qkv_targets(rows, kv_heads, channels, dtype, randn)
     x = hidden.double() if norms == "projections" else normed(hidden, norm)
     projected = x @ weight.double().t() + (0 if bias is None else bias.double())
     if projection_norms is not None:
         for part, of_part in zip(projected.split((*sizes, sizes[1]), 1), projection_norms.split(sizes), strict=False):
             part.copy_(normed(part, of_part))
-    projected = projected.view(rows, -1, channels)
-    if head_norms is not None:
-        for part, norm_of_heads in zip(projected.split((heads, kv_heads, kv_heads), dim=1), head_norms, strict=False):
-            part.copy_(normed(part, norm_of_heads))
-    turned = torch.view_as_complex(projected.unflatten(2, (-1, 2))) * rotations.to(torch.complex128)[:, None]
-    expected = torch.view_as_real(turned).flatten(2)
-    expected[:, heads + kv_heads :] = projected[:, heads + kv_heads :]
-
+    expected = heads_of(projected, rotations, heads, kv_heads, head_norms)
     num_rows = row_count(live, device)
     given: dict[str, Any] = {"head_norms": head_norms, "projection_norms": projection_norms, "num_rows": num_rows}
     before = None if norms == "projections" else norm
     queries = kernels.qkv(hidden, before, EPS, weight, bias, rotations, pool, entries, heads, **given)
-    flat, limit = pool.view(-1, kv_heads, channels), 2 * LIMITS[dtype]
-    assert_close(queries[:live], expected[:live, :heads], limit)
-    assert_close(flat[entries[:live, 0]], expected[:live, heads : heads + kv_heads], limit)
-    assert_close(flat[entries[:live, 1]], expected[:live, heads + kv_heads :], limit)
+    assert_heads(queries[:live], pool, entries[:live], expected[:live], 2 * LIMITS[dtype])
     assert bool(queries[live:].isnan().all())
-    flat[entries[:live].reshape(-1)] = torch.nan
+    pool.view(-1, kv_heads, channels)[entries[:live].reshape(-1)] = torch.nan
     assert bool(pool.isnan().all())
 
 

@@ -147,25 +147,20 @@ def _copy(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
-def test_a_recipe_is_for_its_device_alone() -> None:
-    @operations.performed
-    def copy(x: Tensor) -> tuple[Tensor, list[operations.Step]]:
-        out = torch.empty(x.shape, device=x.device)
-        return out, [operations.TorchCall(_copy, (out, x))]
+@operations.performed
+def copied(x: Tensor) -> tuple[Tensor, list[operations.Step]]:
+    out = torch.empty(x.shape, device=x.device)
+    return out, [operations.TorchCall(_copy, (out, x))]
 
+
+def test_a_recipe_is_for_its_device_alone() -> None:
     for device in ("cpu", "meta", "cpu", "meta"):
-        assert copy(torch.ones(3, device=device)).device.type == device
+        assert copied(torch.ones(3, device=device)).device.type == device
 
 
 def test_no_more_recipes_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MOST_RECIPES", 3)
-
-    @operations.performed
-    def copy(x: Tensor) -> tuple[Tensor, list[operations.Step]]:
-        out = torch.empty(x.shape)
-        return out, [operations.TorchCall(_copy, (out, x))]
-
     for size in (1, 2, 3, 4, 5, 1, 2, 5):
         x = torch.randn(size)
-        assert torch.equal(copy(x), x)
+        assert torch.equal(copied(x), x)
         assert len(operations._recipes) <= 3

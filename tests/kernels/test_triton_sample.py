@@ -18,7 +18,6 @@ from d3engine.kernels import reference
 from d3engine.kernels.reference import philox
 from d3engine.kernels.sampling import Cuts, Penalties, SamplingRows, cut_min_p_, cut_top
 from d3engine.kernels.triton import candidates, scores
-from d3engine.kernels.triton import finalize as settle
 from d3engine.kernels.triton import scores as noise
 from d3engine.kernels.triton import threshold as borders
 from d3engine.kernels.triton import topk_topp as cuts
@@ -234,7 +233,7 @@ def test_tiles_bins_and_lists_of_any_size_keep_the_same_tokens(
     """The top-k below the number of tiles has a way of its own; one bin puts the whole row on the list."""
     monkeypatch.setattr(scores, "TILE", tile)
     monkeypatch.setattr(cuts, "BINS", bins)
-    monkeypatch.setattr(settle, "LISTED", listed)
+    monkeypatch.setattr(cuts, "LISTED", listed)
     monkeypatch.setattr(borders, "LISTED", listed)
     some = (torch.randn(8, 270, generator=generator) * 2).to(device)
     some[4:] = (some[4:] * 2).round() / 2

@@ -1,7 +1,7 @@
 """Small models for the native library, and the same steps taken by the reference operations."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -250,14 +250,31 @@ def wide(weight: Weight) -> Weight:
 
 def at_places(rows: Rows, places: Any) -> Rows:
     """Only these rows, in this order."""
-    return Rows(
-        rows.tokens[places],
-        rows.positions[places],
-        rows.generation[places],
-        rows.slots[places],
-        rows.cutoffs[places],
-        rows.tables,
-    )
+    own: dict[str, Any] = {
+        name: getattr(rows, name)[places] for name in ("tokens", "positions", "generation", "slots", "cutoffs")
+    }
+    return replace(rows, bridges=rows.bridges and [rows.bridges[place] for place in places], **own)
+
+
+def with_matrices(model: NativeModel, change: Any) -> NativeModel:
+    """The model with each matrix but its embedding as `change` makes it."""
+    layers = []
+    for layer in model.layers:
+        linears = {name: getattr(layer, name) for name in ("qkv", "output", "gate_up", "down")}
+        changed: Any = {name: replace(linear, weight=change(linear.weight)) for name, linear in linears.items()}
+        layers.append(replace(layer, **changed))
+    return replace(model, layers=tuple(layers), lm_head=change(model.lm_head))
+
+
+def assert_same_bits_in_batches(case: Case, steps: int, batches: Any, **options: Any) -> Any:
+    """Rows have the tokens and logits of all rows together in each of these batches; returns the logits."""
+    tokens, _, together = case.decode(steps, num_threads=3, **options)
+    for nth, batch in enumerate(batches):
+        places = np.array(batch)
+        some, _, logits = case.decode(steps, at_places(case.rows, places), num_threads=1 + nth % 4, **options)
+        np.testing.assert_array_equal(logits.view(np.int32), together[:, places].view(np.int32))
+        np.testing.assert_array_equal(some, tokens[:, places])
+    return together
 
 
 def prompt_rows(case: Case, *chunks: tuple[int, int, int]) -> Rows:

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_models import Case, Shape, at_places, isas
+from native_models import Case, Shape, at_places, isas, with_matrices
 from torch import Tensor
 
 from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.bf12 import MAX_OUTLIERS, pack, packed
-from d3engine.kernels.native.model import Linear, NativeError
+from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.quantized import quantize_int8
 
 
@@ -109,23 +109,10 @@ def test_logits_are_those_of_bfloat16_to_the_bit(isa: str) -> None:
     for places in (range(1), range(3), range(5), range(12), range(30), range(60)):
         rows = at_places(case.rows, np.array(places))
         _, _, logits = case.decode(2, rows, isa=isa, num_threads=2)
-        held, case.model = case.model, widened(case)
+        held, case.model = case.model, with_matrices(case.model, wide)
         _, _, wanted = case.decode(2, rows, isa=isa, num_threads=2)
         case.model = held
         np.testing.assert_array_equal(logits.view(np.int32), wanted.view(np.int32))
-
-
-def widened(case: Case) -> object:
-    """The same model with its matrices in bfloat16."""
-
-    def of(linear: Linear) -> Linear:
-        return replace(linear, weight=wide(linear.weight))
-
-    layers = tuple(
-        replace(layer, **{name: of(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
-        for layer in case.model.layers
-    )
-    return replace(case.model, layers=layers, lm_head=wide(case.model.lm_head))
 
 
 def wide(weight: Weight) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_models import FORMS, Case, Shape, at_places, forms_and_isas
+from native_models import FORMS, Case, Shape, assert_same_bits_in_batches, forms_and_isas
 
 from d3engine.kernels.native.model import Linear, NativeBridge, NativeBridges, NativeError
 
@@ -26,20 +26,20 @@ def bridges_of(case: Case, rank: int | None = None) -> NativeBridges:
     return NativeBridges(found)
 
 
-def case_of(form: str = "float32", rank: int | None = None) -> tuple[Case, list[NativeBridges | None]]:
+def case_of(form: str = "float32", rank: int | None = None) -> Case:
     """Rows that skip windows of every kind, which change from step to step; the second row has no bridges."""
     case = Case(replace(SHAPE, form=form))
     own, others = bridges_of(case, rank), bridges_of(case)
     by_row: list[NativeBridges | None] = [own, None, others, own, own, own, others]
     cutoffs = np.random.default_rng(2).integers(1, 9, size=(ROWS, LAYERS))
     case.rows = replace(case.rows, cutoffs=cutoffs, generation=np.ones(ROWS, np.int64), bridges=by_row)
-    return case, by_row
+    return case
 
 
 @pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 @pytest.mark.parametrize("rank", [None, 5], ids=["full", "of low rank"])
 def test_bridged_rows_are_those_of_the_reference(form: str, rank: int | None, isa: str) -> None:
-    case, _ = case_of(form, rank)
+    case = case_of(form, rank)
     tokens, _, logits = case.decode(STEPS, isa=isa, num_threads=2)
     wanted_tokens, _, wanted = case.reference(STEPS)
     np.testing.assert_array_equal(tokens, wanted_tokens)
@@ -54,12 +54,8 @@ def test_bridged_rows_are_those_of_the_reference(form: str, rank: int | None, is
 
 @pytest.mark.parametrize("form", FORMS)
 def test_bridged_rows_have_the_same_bits_alone_and_in_any_batch(form: str) -> None:
-    case, by_row = case_of(form, rank=20)
-    _, _, together = case.decode(STEPS, num_threads=3)
-    for places in ([0], [6], [2, 0, 5], [1, 3, 4, 6]):
-        rows = replace(at_places(case.rows, np.array(places)), bridges=[by_row[place] for place in places])
-        _, _, logits = case.decode(STEPS, rows, num_threads=len(places))
-        np.testing.assert_array_equal(logits.view(np.int32), together[:, places].view(np.int32))
+    case = case_of(form, rank=20)
+    assert_same_bits_in_batches(case, STEPS, ([0], [6], [2, 0, 5], [1, 3, 4, 6]))
 
 
 def test_many_rows_on_one_bridge_have_the_bits_of_each_alone() -> None:
@@ -67,12 +63,8 @@ def test_many_rows_on_one_bridge_have_the_bits_of_each_alone() -> None:
     own = bridges_of(case, rank=9)
     cutoffs = np.full((60, LAYERS), 1000)
     cutoffs[:, 2:4] = 0
-    rows = case.rows = replace(case.rows, cutoffs=cutoffs, bridges=[own] * 60)
-    _, _, together = case.decode(1, num_threads=2)
-    for place in (0, 41, 59):
-        alone = replace(at_places(rows, np.array([place])), bridges=[own])
-        _, _, logits = case.decode(1, alone)
-        np.testing.assert_array_equal(logits.view(np.int32), together[:, [place]].view(np.int32))
+    case.rows = replace(case.rows, cutoffs=cutoffs, bridges=[own] * 60)
+    assert_same_bits_in_batches(case, 1, ([0], [41], [59]))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_models import FORMS, Case, Shape, at_places, forms_and_isas, isas
+from native_models import FORMS, Case, Shape, assert_same_bits_in_batches, forms_and_isas, isas
 
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Draws, HiddenStates
@@ -67,11 +67,7 @@ def test_tied_int8_head_matches_the_reference_in_any_batch(isa: str) -> None:
     """An int8 LM head that is the embedding too."""
     case = Case(Shape(rows=7, hidden=136, vocab=300, form="int4", head="int8"))
     assert_as_reference(case, isa=isa, num_threads=2)
-    tokens, _, together = case.decode(3, isa=isa, num_threads=2)
-    for row in range(7):
-        own, _, logits = case.decode(3, at_places(case.rows, [row]), isa=isa)
-        np.testing.assert_array_equal(logits[:, 0].view(np.int32), together[:, row].view(np.int32))
-        np.testing.assert_array_equal(own[:, 0], tokens[:, row])
+    assert_same_bits_in_batches(case, 3, [[row] for row in range(7)], isa=isa)
 
 
 def test_a_tied_int4_head_is_refused() -> None:
@@ -103,11 +99,7 @@ def test_rows_of_long_contexts_have_the_same_bits_in_any_batch(group: int, isa: 
     positions = np.array([690, 62, 63, 64, 255, 256, 320, 500, 3])
     case.rows = replace(case.rows, positions=positions, cutoffs=np.full((9, 2), 20))
     assert_as_reference(case, isa=isa, num_threads=2)
-    together = case.decode(3, isa=isa)[2]
-    for threads, places in enumerate(([0], [0, 7, 1], range(9), [6, 7, 5, 0, 4], range(1, 9)), start=1):
-        rows = at_places(case.rows, np.array(places))
-        logits = case.decode(3, rows, isa=isa, num_threads=threads)[2]
-        np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
+    assert_same_bits_in_batches(case, 3, ([0], [0, 7, 1], range(9), [6, 7, 5, 0, 4], range(1, 9)), isa=isa)
 
 
 def assert_as_reference(case: Case, **decoding: Any) -> None:
@@ -124,34 +116,24 @@ def assert_as_reference(case: Case, **decoding: Any) -> None:
 def test_logits_have_the_same_bits_in_any_batch_on_any_threads(form: str, isa: str) -> None:
     """Alone, in a batch, with one thread or several."""
     shape = Shape(rows=14, hidden=136, intermediate=200, head_dim=24, max_positions=150, vocab=300, form=form)
-    case = Case(shape)
-    tokens, _, together = case.decode(3, isa=isa, num_threads=3)
     numbers = np.random.default_rng(0)
-    for size in range(1, 14):
-        places = numbers.permutation(14)[:size]
-        some, _, logits = case.decode(3, at_places(case.rows, places), isa=isa, num_threads=1 + size % 3)
-        np.testing.assert_array_equal(logits.view(np.int32), together[:, places].view(np.int32))
-        np.testing.assert_array_equal(some, tokens[:, places])
+    batches = [numbers.permutation(14)[:size] for size in range(1, 14)]
+    assert_same_bits_in_batches(Case(shape), 3, batches, isa=isa)
 
 
 @pytest.mark.parametrize(("form", "isa"), forms_and_isas())
 def test_logits_of_many_rows_and_column_blocks_keep_their_bits(form: str, isa: str) -> None:
     """More rows than a micro-tile has, and several blocks of columns."""
     case = Case(Shape(layers=1, rows=35, hidden=144, intermediate=600, head_dim=24, vocab=300, form=form))
-    together = case.decode(1, isa=isa, num_threads=2)[2]
-    for places in ([34], [16, 33], [0, 17, 32, 5], range(9), range(18), range(2, 35)):
-        logits = case.decode(1, at_places(case.rows, np.array(places)), isa=isa)[2]
-        np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
+    batches = ([34], [16, 33], [0, 17, 32, 5], range(9), range(18), range(2, 35))
+    assert_same_bits_in_batches(case, 1, batches, isa=isa)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_keep_their_bits_where_weights_are_prefetched(form: str) -> None:
     """More than 32 MiB of weights: fewer are assumed to stay in caches. Rows skip layers, and so prefetched weights."""
     case = Case(Shape(layers=6, rows=35, hidden=136, intermediate=20000, head_dim=24, form=form))
-    together = case.decode(2, num_threads=3)[2]
-    for threads, places in enumerate(([34], [0, 17, 32, 5], range(9), range(2, 20)), start=1):
-        logits = case.decode(2, at_places(case.rows, np.array(places)), num_threads=threads)[2]
-        np.testing.assert_array_equal(logits.view(np.int32), together[:, np.array(places)].view(np.int32))
+    assert_same_bits_in_batches(case, 2, ([34], [0, 17, 32, 5], range(9), range(2, 20)))
 
 
 def test_rows_without_logits_change_nothing_for_the_others() -> None:

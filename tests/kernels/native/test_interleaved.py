@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from native_models import Case, Shape, assert_same_bits_in_any_chunks, at_places
+from native_models import Case, Shape, assert_same_bits_in_any_chunks, assert_same_bits_in_batches, with_matrices
 
 from d3engine.kernels.interleaved import LanesWeight, in_lanes
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.library import isas_here, reads_interleaved
-from d3engine.kernels.native.model import Linear, NativeError, NativeModel
+from d3engine.kernels.native.model import NativeError, NativeModel
 from d3engine.kernels.quantized import Int8Weight
 
 READERS = [isa for isa in isas_here() if reads_interleaved(isa)]
@@ -22,21 +22,10 @@ SHAPES = {
 }
 
 
-def turned(model: NativeModel) -> NativeModel:
-    def of(linear: Linear) -> Linear:
-        return replace(linear, weight=in_lanes(linear.weight))
-
-    layers = tuple(
-        replace(layer, **{name: of(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
-        for layer in model.layers
-    )
-    return replace(model, layers=layers, lm_head=in_lanes(model.lm_head))
-
-
 def interleaved_case(shape: Shape, form: str) -> tuple[Case, NativeModel]:
     """A case with interleaved matrices where their rows fill groups, and the same case without."""
     case = Case(replace(shape, form=form))
-    held, case.model = case.model, turned(case.model)
+    held, case.model = case.model, with_matrices(case.model, in_lanes)
     assert all(isinstance(layer.qkv.weight, LanesWeight) for layer in case.model.layers)
     return case, held
 
@@ -61,19 +50,12 @@ def test_logits_are_those_of_the_reference(isa: str, shape: Shape, form: str) ->
 def test_a_row_finds_the_same_bits_in_every_batch(isa: str, shape: Shape, form: str) -> None:
     """Alone, with as many vectors as one pass has, with more, and with more than one turn has."""
     case, held = interleaved_case(shape, form)
-    alone = [case.decode(2, at_places(case.rows, np.array([nth])), isa=isa)[2][:, 0] for nth in (0, 1, 16, 59)]
-    for count in (2, 3, 7, 16, 17, 30, 60):
-        places = np.array([*range(count - 1), 59])
-        _, _, logits = case.decode(2, at_places(case.rows, places), isa=isa, num_threads=2)
-        for nth, own in zip((0, 1, 16, 59), alone, strict=True):
-            (found,) = np.nonzero(places == nth)
-            for place in found:
-                np.testing.assert_array_equal(logits[:, place].view(np.int32), own.view(np.int32))
-        if form == "int4":
-            case.model, kept = held, case.model
-            _, _, of_rows = case.decode(2, at_places(case.rows, places), isa=isa, num_threads=2)
-            np.testing.assert_array_equal(logits.view(np.int32), of_rows.view(np.int32))
-            case.model = kept
+    batches = [[0], [1], [16], [59], *([*range(count - 1), 59] for count in (2, 3, 7, 16, 17, 30))]
+    logits = assert_same_bits_in_batches(case, 2, batches, isa=isa)
+    if form == "int4":
+        case.model = held
+        of_rows = assert_same_bits_in_batches(case, 2, batches, isa=isa)
+        np.testing.assert_array_equal(logits.view(np.int32), of_rows.view(np.int32))
 
 
 @needs_reader

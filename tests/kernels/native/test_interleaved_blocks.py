@@ -9,7 +9,7 @@ import pytest
 import torch
 from batches import CONFIG
 from block_matrices import constant_blocks, random_blocks
-from native_models import Case, Shape, assert_same_bits_in_any_chunks, at_places
+from native_models import Case, Shape, assert_same_bits_in_any_chunks, assert_same_bits_in_batches, with_matrices
 
 from d3engine import D3, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.engine import resolve
@@ -24,8 +24,8 @@ from d3engine.kernels.blocks import (
     in_eight_bits,
     stacked,
 )
+from d3engine.kernels.matrices import Weight
 from d3engine.kernels.native.library import byte_isa, isas_here, read_block_rows, reads_interleaved_blocks
-from d3engine.kernels.native.model import Linear, NativeModel
 from d3engine.model.config import ModelConfig
 
 pytestmark = [
@@ -36,30 +36,22 @@ READERS = [isa for isa in isas_here() if reads_interleaved_blocks(isa)]
 SHAPE = Shape(rows=60, hidden=256, intermediate=512, heads=4, head_dim=64, vocab=320, bias=True)
 
 
-def in_blocks(model: NativeModel, *types: str) -> NativeModel:
-    """The model with random matrices of the same sizes: those of one layer, which the next one repeats, and a head."""
+def block_case(*types: str, **changes: Any) -> Case:
+    """A case with random blocks: those of one layer, which the next one repeats, and a head that is the embedding."""
     numbers = iter(range(100))
 
     def random(rows: int, columns: int) -> Any:
         nth = next(numbers)
         return random_blocks(types[nth % len(types)], rows, columns, seed=nth, deviation=columns**-0.5)
 
-    def of(linear: Linear) -> Linear:
-        return replace(linear, weight=blocks_in_lanes(random(*linear.weight.shape)))
+    def of(weight: Weight) -> Any:
+        rows, columns = weight.shape
+        sizes = [rows - 128, 128] if rows == 512 else [rows]  # queries, keys and values are stacked
+        return blocks_in_lanes(stacked([random(size, columns) for size in sizes]))
 
-    layers = []
-    for layer in model.layers:
-        rows, columns = layer.qkv.weight.shape
-        qkv = stacked([random(rows - 128, columns), random(128, columns)])
-        made = {name: of(getattr(layer, name)) for name in ("output", "gate_up", "down")}
-        layers.append(replace(layer, qkv=replace(layer.qkv, weight=blocks_in_lanes(qkv)), **made))
-    head = blocks_in_lanes(random(*model.lm_head.shape))
-    return replace(model, layers=tuple(layers), lm_head=head, embedding=head)
-
-
-def block_case(*types: str, **changes: Any) -> Case:
     case = Case(replace(SHAPE, **changes))
-    case.model = in_blocks(case.model, *types)
+    model = with_matrices(case.model, of)
+    case.model = replace(model, embedding=model.lm_head)
     return case
 
 
@@ -193,14 +185,8 @@ def test_matrices_of_other_orders_stay_apart() -> None:
 @pytest.mark.parametrize("types", [BLOCK_TYPES[:4], BLOCK_TYPES[4:8], BLOCK_TYPES[8:12], BLOCK_TYPES[12:]])
 def test_a_row_finds_the_same_bits_in_every_batch(types: tuple[str, ...]) -> None:
     case = block_case(*types)
-    alone = [case.decode(2, at_places(case.rows, np.array([nth])))[2][:, 0] for nth in (0, 1, 16, 59)]
-    for count in (*range(2, 10), 16, 17, 30, 60):
-        places = np.array([*range(count - 1), 59])
-        _, _, logits = case.decode(2, at_places(case.rows, places), num_threads=2)
-        for nth, own in zip((0, 1, 16, 59), alone, strict=True):
-            (found,) = np.nonzero(places == nth)
-            for place in found:
-                np.testing.assert_array_equal(logits[:, place].view(np.int32), own.view(np.int32))
+    batches = [[0], [1], [16], [59], *([*range(count - 1), 59] for count in (*range(2, 10), 16, 17, 30))]
+    assert_same_bits_in_batches(case, 2, batches)
 
 
 def test_a_prompt_finds_the_same_bits_in_any_chunks() -> None:

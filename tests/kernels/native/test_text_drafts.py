@@ -8,7 +8,6 @@ import pytest
 import torch
 from native_models import Case, Shape, isas
 
-from d3engine.kernels.native.library import Decoder
 from d3engine.kernels.native.model import NativeError
 from d3engine.kernels.native.runs import Draws, LogitMask, Rows, RowSampling, TokenCounts
 from d3engine.kernels.native.speculative_loop import DraftCosts, Drafter, Drafts, LoopLogits, TextDrafts
@@ -17,8 +16,9 @@ SHAPE = Shape(layers=3, rows=4, max_positions=96, hidden=48, intermediate=64, vo
 WHOLE = RowSampling(-np.inf, 1.0, 0, 1.0, 0.0, 0.0, None)
 CUT = [WHOLE, RowSampling(-3.0, 0.9, 20, 1.0, 0.0, 0.0, None), WHOLE, RowSampling(-np.inf, 1.0, 5, 1.0, 0.0, 0.0, None)]
 DRAWS = Draws(np.array([0, 0.9, 1.3, 0.7], np.float32), np.array([3, 4, 5, 6]), np.array([0, 1, 0, 2]), CUT)
-POSITIONS, ROOMS, MOST, CYCLES = np.array([7, 12, 0, 30]), np.array([40, 33, 50, 9]), 5, 12
+POSITIONS, ROOMS, MOST = np.array([7, 12, 0, 30]), np.array([40, 33, 50, 9]), 5
 NEVER = 2**31 - 1
+MODEL, LOOKUP = int(Drafter.DRAFT_MODEL), int(Drafter.LOOKUP)
 
 
 class Pair:
@@ -46,12 +46,26 @@ class Pair:
         generation = np.zeros(len(tokens), np.int64) if generation is None else generation
         return Rows(tokens, positions, generation, slots, np.full((len(tokens), 3), NEVER), self.target.rows.tables)
 
+    def first_rows(self) -> Rows:
+        return self._rows(np.arange(4), POSITIONS, np.arange(1, 5))
+
+    def loop(self, rows: Rows, rooms: Any, cycles: int, by_text: Any, **options: Any) -> Any:
+        """Iterations of rows whose drafts have not begun: by the draft model, but where `by_text` says otherwise."""
+        none, most, begun = np.zeros(len(rooms), np.int64), np.full(len(rooms), MOST), np.zeros((len(rooms), MOST))
+        drafts = Drafts(begun, none, np.minimum(most, rooms - 1), most, most, none, rooms, none - 1)
+        given: Any = {"drafters": none + MODEL, "texts": np.ascontiguousarray(self.texts)}
+        given |= {"history": none[:0], "tables": self.draft.rows.tables, "positions": none} | by_text
+        options = {"draft_model": self.drafter, "by_text": TextDrafts(**given)} | options
+        return self.decoder.run_speculative_loop(
+            rows, cycles, drafts, np.zeros((1, SHAPE.hidden), np.float32), **options
+        )
+
     def plain(self, ends: Any = None, draws: Draws | None = DRAWS) -> tuple[list[list[int]], Any]:
         """The answers without drafts, each up to its end, and the logits of all steps."""
         self.target.pool.copy_(self.entries)
-        rows, steps = self._rows(np.arange(4), POSITIONS, np.arange(1, 5)), int(ROOMS.max())
+        steps = int(ROOMS.max())
         logits = np.empty((steps, 4, SHAPE.vocab), np.float32)
-        tokens = self.decoder.run(rows, steps, draws=draws, logits=logits)[0]
+        tokens = self.decoder.run(self.first_rows(), steps, draws=draws, logits=logits)[0]
         answers = [tokens[: ROOMS[row], row].tolist() for row in range(4)]
         for row, answer in enumerate(answers):
             stop = next((nth for nth, token in enumerate(answer) if ends is not None and token in ends[row]), None)
@@ -66,36 +80,19 @@ class Pair:
         self.counts: list[Any] = []
         live = np.arange(4)
         while live.size:
-            some = np.minimum(MOST, rooms[live] - 1)
-            begun, lengths = np.zeros((live.size, MOST)), np.full(live.size, MOST)
-            drafts = Drafts(begun, 0 * some, some, lengths, lengths, 0 * some, rooms[live], 0 * some - 1)
-            by_text = TextDrafts(
-                np.array(drafters)[live],
-                np.ascontiguousarray(texts[live]),
-                np.array([5, 6, -1, 7]),
-                tables=self.draft.rows.tables,
-                positions=np.minimum(computed, positions)[live],
-                **further,
-            )
+            by_text = {
+                "drafters": np.array(drafters)[live],
+                "texts": np.ascontiguousarray(texts[live]),
+                "history": np.array([5, 6, -1, 7]),
+                "positions": np.minimum(computed, positions)[live],
+            } | further
             rows = self._rows(live, positions[live], live + 1 + positions[live] - POSITIONS[live], texts)
-            own = (
-                None
-                if draws is None
-                else Draws(
-                    *(getattr(draws, name)[live] for name in ("temperatures", "seeds", "indices")),
-                    [CUT[row] for row in live],
-                )
-            )
-            found, counts = self.decoder.run_speculative_loop(
-                rows,
-                3,
-                drafts,
-                np.zeros((1, SHAPE.hidden), np.float32),
-                draws=own,
-                by_text=by_text,
-                draft_model=self.drafter,
-                ends=None if ends is None else ends[live],
-            )
+            own = None
+            if draws is not None:
+                arrays = (getattr(draws, name)[live] for name in ("temperatures", "seeds", "indices"))
+                own = Draws(*arrays, [CUT[row] for row in live])
+            own_ends = None if ends is None else ends[live]
+            found, counts = self.loop(rows, rooms[live], 3, by_text, draws=own, ends=own_ends)
             self.counts.append(counts)
             for place, row in enumerate(live.tolist()):
                 for tokens, (_, accepted, last, _, known) in zip(found[:, place], counts[:, place], strict=True):
@@ -118,9 +115,6 @@ class Pair:
         counts = np.concatenate([one.reshape(-1, 5) for one in self.counts])
         which = (counts[:, 0] >= 0) & ((counts[:, 3] == drafter) if drafter is not None else True)
         return int(counts[which, what].sum())
-
-
-MODEL, LOOKUP = int(Drafter.DRAFT_MODEL), int(Drafter.LOOKUP)
 
 
 @pytest.mark.parametrize("isa", isas())
@@ -226,20 +220,8 @@ def test_logits_are_those_without_drafts() -> None:
     pair = Pair(0.05, seed=5)
     _, logits = pair.plain(draws=None)
     pair.target.pool.copy_(pair.entries)
-    rows = pair._rows(np.arange(4), POSITIONS, np.arange(1, 5))
-    some = np.full(4, MOST)
-    drafts = Drafts(np.zeros((4, MOST)), 0 * some, some, some, some, 0 * some, np.full(4, 40), 0 * some - 1)
-    by_text = TextDrafts(
-        np.full(4, MODEL),
-        np.ascontiguousarray(pair.texts),
-        np.empty(0, np.int64),
-        tables=pair.draft.rows.tables,
-        positions=np.zeros(4, np.int64),
-    )
     made = LoopLogits(np.full((4, 4, MOST + 1, 96), np.nan, np.float32), np.array([1, 0, 1, 1], np.uint8))
-    _, counts = pair.decoder.run_speculative_loop(
-        rows, 4, drafts, np.zeros((1, 48), np.float32), by_text=by_text, draft_model=pair.drafter, logits=made
-    )
+    _, counts = pair.loop(pair.first_rows(), np.full(4, 40), 4, {}, logits=made)
     for row in (0, 2, 3):
         taken = np.concatenate([made.logits[nth, row, : counts[nth, row, 1] + 1] for nth in range(4)])
         np.testing.assert_array_equal(taken, logits[: len(taken), row])
@@ -251,22 +233,6 @@ def test_a_text_longer_than_a_step_is_caught_up_with_in_parts() -> None:
     wanted, _ = pair.plain()
     assert pair.drafted([MODEL] * 4) == wanted
     assert pair.num(1) == pair.num(0)
-
-
-def loop_of(pair: Pair, decoder: Decoder | None = None, **changes: Any) -> Any:
-    some = np.full(4, 3)
-    drafts = Drafts(np.zeros((4, 3)), 0 * some, some, some, some, 0 * some, np.full(4, 9), 0 * some - 1)
-    given: dict[str, Any] = {"drafters": np.full(4, MODEL), "texts": np.ascontiguousarray(pair.texts)}
-    given |= {"history": np.empty(0, np.int64), "tables": pair.draft.rows.tables, "positions": np.zeros(4, np.int64)}
-    rows = pair._rows(np.arange(4), POSITIONS, np.arange(1, 5))
-    return pair.decoder.run_speculative_loop(
-        rows,
-        2,
-        drafts,
-        np.zeros((1, 48), np.float32),
-        by_text=TextDrafts(**(given | changes)),
-        draft_model=pair.drafter if decoder is None else decoder,
-    )
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -285,7 +251,7 @@ def test_what_lies_out_of_bounds_is_refused(name: str) -> None:
     pair = Pair(0)
     before = pair.target.pool.clone(), pair.draft.pool.clone()
     with pytest.raises(NativeError, match=message):
-        loop_of(pair, **changes)
+        pair.loop(pair.first_rows(), np.full(4, 9), 2, changes)
     assert torch.equal(before[0], pair.target.pool)
     assert torch.equal(before[1], pair.draft.pool)
 
@@ -293,6 +259,6 @@ def test_what_lies_out_of_bounds_is_refused(name: str) -> None:
 def test_a_model_cannot_draft_for_itself_with_one_decoder() -> None:
     pair = Pair(0)
     with pytest.raises(NativeError, match="at work"):
-        loop_of(pair, pair.decoder)
-    loop_of(pair)  # and neither is left locked
+        pair.loop(pair.first_rows(), np.full(4, 9), 2, {}, draft_model=pair.decoder)
+    pair.loop(pair.first_rows(), np.full(4, 9), 2, {})  # and neither is left locked
     pair.drafter.run(pair.draft.rows, 1)
