@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from math import comb, sqrt
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.statistics import ModelShape, mean_depth
@@ -18,7 +18,8 @@ from d3engine.errors import InvalidValueError, require, require_integer, require
 from d3engine.research.evaluation.benchmark import Benchmark, Question, Verdict, verdict_of
 from d3engine.research.evaluation.chat_form import prompt_of
 from d3engine.research.evaluation.kept import Answer, KeptAnswers, Prompt
-from d3engine.research.evaluation.word_problems import Problem, Split, problems
+from d3engine.research.evaluation.procedural import WORD_PROBLEMS, different_problems
+from d3engine.research.evaluation.word_problems import Problem, Split
 from d3engine.research.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from d3engine.model.config import ModelConfig
     from d3engine.request.params import SamplingParams
 
-
-MAX_PROBLEMS = 100_000
 
 SHARING = 32
 """Questions whose prompts are kept for the next policy, where policies share them."""
@@ -81,13 +80,7 @@ class Comparison:
 
 def take_problems(split: Split, seed: int, limit: int) -> list[Problem]:
     """The first `limit` different problems of a split."""
-    require_integer("limit", limit, 1, MAX_PROBLEMS)
-    by_question: dict[str, Problem] = {}
-    for problem in islice(problems(split, seed), 10 * limit):
-        by_question.setdefault(problem.question, problem)
-        if len(by_question) == limit:
-            break
-    return list(by_question.values())
+    return cast(list[Problem], different_problems(WORD_PROBLEMS, split, seed, limit))
 
 
 def measure(
