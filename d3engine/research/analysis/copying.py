@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -71,23 +72,29 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Copying:
-    """`outcomes[k][t]`: what came out with the tail `layers[k]` copied from step `steps[t]` on; `full` at full depth.
+class Grid:
+    """What is tried: each number of last layers with each step, on the same answers.
 
     `measure` says what counts as right, `lengths` has the tokens of each answer at full depth, `max_tokens` at most.
     """
 
     measure: str
     max_tokens: int
-    lengths: tuple[int, ...]
-    layers: tuple[int, ...]
-    steps: tuple[int, ...]
-    outcomes: list[list[Outcome]]
-    full: Outcome
+    lengths: Sequence[int]
+    layers: Sequence[int]
+    steps: Sequence[int]
 
     def reaching(self, step: int) -> int:
         """How many answers reach a step. Up to it an answer is that of full depth, whatever is copied from it on."""
         return sum(length > step for length in self.lengths)
+
+
+@dataclass(frozen=True)
+class Copying(Grid):
+    """`outcomes[k][t]`: what came out with the tail `layers[k]` copied from `steps[t]` on; `full` at full depth."""
+
+    outcomes: list[list[Outcome]]
+    full: Outcome
 
     def table(self) -> Table:
         """A row for full depth, then one for each number of layers and each step."""
@@ -97,9 +104,12 @@ class Copying:
             for step, outcome in zip(self.steps, outcomes, strict=True):
                 reaching = f"{self.reaching(step)}"
                 rows.append((f"{layers}", f"{step}", *_cells(outcome), reaching, f"{outcome.cut_off}"))
+        return Table(self.title, header, rows, self.notes)
+
+    @property
+    def title(self) -> str:
         most = counted(self.max_tokens, "token")
-        title = f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}"
-        return Table(title, header, rows, self.notes)
+        return f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -135,34 +145,30 @@ def _cells(outcome: Outcome) -> tuple[str, str]:
     return f"{outcome.share:.1%}", f"{outcome.interval.low:.1%} to {outcome.interval.high:.1%}"
 
 
-Policy = TypeVar("Policy", bound=DepthPolicy)
+def _measure(
+    outcome: Callable[[Any], Outcome],
+    full_depth: DepthPolicy,
+    kinds: Sequence[Callable[[int, int], DepthPolicy]],
+    grid: Grid,
+    progress: Callable[[], None],
+) -> list[Copying]:
+    """For each kind of policy the `outcome` of every pair of layers and steps; that of full depth is asked for once."""
 
-
-def _reported(outcome: Callable[[Policy], Outcome], progress: Callable[[], None]) -> Callable[[Policy], Outcome]:
-    """The same, of which `progress` hears."""
-
-    def ask(policy: Policy) -> Outcome:
+    def ask(policy: DepthPolicy) -> Outcome:
         found = outcome(policy)
         progress()
         return found
 
-    return ask
+    full = ask(full_depth)
+    outcomes = [[[ask(kind(count, step)) for step in grid.steps] for count in grid.layers] for kind in kinds]
+    return [Copying(**vars(grid), outcomes=found, full=full) for found in outcomes]
 
 
 def measure_copying(
-    outcome: Callable[[TailCopied], Outcome],
-    measure: str,
-    max_tokens: int,
-    lengths: Sequence[int],
-    layers: Sequence[int],
-    steps: Sequence[int],
-    progress: Callable[[], None] = lambda: None,
+    outcome: Callable[[TailCopied], Outcome], grid: Grid, progress: Callable[[], None] = lambda: None
 ) -> Copying:
     """Ask for the `outcome` of every pair of layers and steps, and once of full depth; `progress` hears of each."""
-    ask = _reported(outcome, progress)
-    full = ask(TailCopied(0, 1))
-    outcomes = [[ask(TailCopied(count, step)) for step in steps] for count in layers]
-    return Copying(measure, max_tokens, tuple(lengths), tuple(layers), tuple(steps), outcomes, full)
+    return _measure(outcome, TailCopied(0, 1), [TailCopied], grid, progress)[0]
 
 
 ENTRIES: dict[str, OnSkip] = {"copied": "copy", "recomputed": "project"}
@@ -208,9 +214,7 @@ class Perturbing:
             for place, step in enumerate(one.steps):
                 cells = [cell for grid in self.grids.values() for cell in _cells(grid.outcomes[nth][place])]
                 rows.append((f"{layers}", f"{step}", *cells, f"{one.reaching(step)}"))
-        most = counted(one.max_tokens, "token")
-        title = f"One step perturbed: {one.measure}, {counted(len(one.lengths), 'answer')} of at most {most}"
-        return Table(title, header, rows, one.notes)
+        return Table(f"One step perturbed: {one.title}", header, rows, one.notes)
 
     def as_dict(self) -> dict[str, Any]:
         """Each grid under its name; shares are from 0 to 1."""
@@ -218,23 +222,11 @@ class Perturbing:
 
 
 def measure_perturbing(
-    outcome: Callable[[DepthPolicy], Outcome],
-    measure: str,
-    max_tokens: int,
-    lengths: Sequence[int],
-    layers: Sequence[int],
-    steps: Sequence[int],
-    progress: Callable[[], None] = lambda: None,
+    outcome: Callable[[DepthPolicy], Outcome], grid: Grid, progress: Callable[[], None] = lambda: None
 ) -> Perturbing:
-    """Ask for the `outcome` of every pair of layers and steps, with copied and with recomputed entries, and once of
-    full depth; `progress` hears of each."""
-    ask = _reported(outcome, progress)
-    full = ask(FullDepth())
-    grids = {}
-    for entries in ENTRIES:
-        outcomes = [[ask(OneStepCopied(count, step, entries)) for step in steps] for count in layers]
-        grids[entries] = Copying(measure, max_tokens, tuple(lengths), tuple(layers), tuple(steps), outcomes, full)
-    return Perturbing(grids)
+    """As `measure_copying`, of single steps, with copied and with recomputed entries."""
+    kinds = [partial(OneStepCopied, entries=entries) for entries in ENTRIES]
+    return Perturbing(dict(zip(ENTRIES, _measure(outcome, FullDepth(), kinds, grid, progress), strict=True)))
 
 
 KEPT = "kept"
