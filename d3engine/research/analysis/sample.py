@@ -4,7 +4,7 @@ model would have said after fewer (the D3 paper's Figure 7)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from d3engine.depth import DepthPolicy
@@ -88,17 +88,7 @@ class Sample:
                     "prompt": answer.prompt,
                     "depth": answer.policy.describe(),
                     "mean_layers": answer.mean_layers,
-                    "tokens": [
-                        {
-                            "text": token.text,
-                            "depth": token.depth,
-                            "guesses": [
-                                {"layer": guess.layer, "ran": guess.ran, "top": [list(pair) for pair in guess.top]}
-                                for guess in token.guesses
-                            ],
-                        }
-                        for token in answer.tokens
-                    ],
+                    "tokens": [asdict(token) for token in answer.tokens],
                 }
                 for answer in self.answers
             ],
