@@ -326,9 +326,6 @@ def calibrate(
     `least_saving` is the share of the layers that a setting must truly leave out to be worth a loss.
     """
     require(len(candidates) > 0, "candidates", len(candidates), "at least one setting that skips something")
-    require(isinstance(tolerance, Tolerance), "tolerance", tolerance, "a Tolerance such as Tolerance(0.02)")
-    floor.check_tolerance(tolerance)
-    require_number("least_saving", least_saving, 0, 1, open_high=True)
     run = _Search(scorer, budget, tolerance, least_saving, progress)
     result = run.ask_full_depth()
     if result.knows_enough:
@@ -351,8 +348,6 @@ def check_setting(
     A setting that was found elsewhere, as on a smaller model, was not chosen on these problems either; so the test
     holds its level.
     """
-    require(isinstance(tolerance, Tolerance), "tolerance", tolerance, "a Tolerance such as Tolerance(0.02)")
-    floor.check_tolerance(tolerance)
     run = _Search(scorer, budget, tolerance, 0.0, progress)
     result = run.ask_full_depth()
     if result.knows_enough:
@@ -396,6 +391,13 @@ class _Search:
     least_saving: float
     progress: Callable[[str, int], None]
 
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.tolerance, Tolerance), "tolerance", self.tolerance, "a Tolerance such as Tolerance(0.02)"
+        )
+        floor.check_tolerance(self.tolerance)
+        require_number("least_saving", self.least_saving, 0, 1, open_high=True)
+
     def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
         answers = self.scorer.score(policy, part, first, count)
         self.progress(part.value, count)
@@ -410,20 +412,10 @@ class _Search:
             first = len(baseline.right)
             baseline += self.score(FullDepth(), Part.CERTIFICATION, first, most - first)
         if knows_enough:
-            knows_enough = floor.is_above(baseline.correct, most, self.tolerance, guess) and self._can_show(baseline)
-        return Calibration(
-            self.scorer.num_layers,
-            self.tolerance,
-            self.budget,
-            baseline,
-            guess,
-            knows_enough,
-            least_saving=self.least_saving,
-        )
-
-    def _can_show(self, baseline: Answers) -> bool:
-        """Whether a setting that answers as full depth does would pass."""
-        return exact_p(Pairs.of(baseline.right, baseline.right), self.tolerance) <= PASS_LEVEL
+            same = exact_p(Pairs.of(baseline.right, baseline.right), self.tolerance)
+            knows_enough = floor.is_above(baseline.correct, most, self.tolerance, guess) and same <= PASS_LEVEL
+        given = self.scorer.num_layers, self.tolerance, self.budget
+        return Calibration(*given, baseline, guess, knows_enough, least_saving=self.least_saving)
 
     def screen(self, candidates: Sequence[Candidate]) -> tuple[Answers, list[Trial]]:
         """Three rounds; those still in are `Fate.SCREENING`."""
@@ -442,21 +434,18 @@ class _Search:
         return full, trials
 
     def _drop_refuted(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
-        left = []
         for trial in trials:
             pairs = Pairs.of(full.right, trial.screened.right)
             if 1 - noninferiority_p(pairs, self.tolerance) <= LEAVE_LEVEL:
                 trial.fate = Fate.REFUTED
-            else:
-                left.append(trial)
-        return left
+        return _still_in(trials)
 
     def _drop_slow(self, trials: Sequence[Trial]) -> list[Trial]:
         most_layers = (1 - self.least_saving) * self.scorer.num_layers
         for trial in trials:
             if trial.screened.mean_layers > most_layers:
                 trial.fate = Fate.SLOW
-        return [trial for trial in trials if trial.fate is Fate.SCREENING]
+        return _still_in(trials)
 
     def _halve(self, full: Answers, trials: Sequence[Trial], most: int) -> list[Trial]:
         """At most `most` of `trials` stay; the others' fate is `BEATEN`."""
@@ -479,7 +468,7 @@ class _Search:
 
     def finalists(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
         """Those that go to certification, from the slowest to the fastest; the others have left."""
-        left = [trial for trial in trials if trial.fate is Fate.SCREENING]
+        left = _still_in(trials)
         chosen = _spread(self._within(full, best_at_each_speed(left)))
         for trial in left:
             trial.fate = Fate.NOT_REACHED if trial in chosen else Fate.BEATEN
@@ -494,6 +483,10 @@ class _Search:
             result.certificates.append(Check(policy, result.baseline, answers, p_value))
             if not result.certificates[-1].passed:
                 break
+
+
+def _still_in(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.fate is Fate.SCREENING]
 
 
 def _tell_fates(finalists: Sequence[Trial], result: Calibration) -> None:

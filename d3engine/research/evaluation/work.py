@@ -3,7 +3,7 @@ the LM head, and keys and values of skipped layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from d3engine.depth import DepthPolicy, Schedule
 from d3engine.depth.policy import ExitRule
@@ -30,14 +30,7 @@ class Work:
     narrower: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.tokens + other.tokens,
-            self.layers + other.layers,
-            self.heads + other.heads,
-            self.projections + other.projections,
-            self.crossings + other.crossings,
-            self.narrower + other.narrower,
-        )
+        return Work(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
     def flops_ratio(self, shape: ModelShape) -> float:
         """FLOPs of full depth for as many tokens over those of this work, matrices alone; may be below 1."""
