@@ -118,6 +118,8 @@ def test_same_seed_gives_same_problems_and_disjoint_splits(name: str) -> None:
     """The same seed gives the same problems, and splits share none."""
     first = different_problems(name, "test", 0, 12)
     assert first == different_problems(name, "test", 0, 12)
+    assert first[:5] == different_problems(name, "test", 0, 5)
+    assert len({problem.question for problem in first}) == 12
     assert first != different_problems(name, "test", 1, 12)
     questions = {
         split: {p.question for seed in (0, 1) for p in different_problems(name, split, seed, 12)} for split in SPLITS
