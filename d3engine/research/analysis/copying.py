@@ -300,11 +300,8 @@ def ask_oracle(
     Right is what `questions` say; without them, an answer that is full depth's.
     """
 
-    def text(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens)
-
     def is_over(tokens: list[int]) -> bool:
-        return tokens[-1] in observer.config.eos_token_ids or any(one in text(tokens) for one in stop)
+        return tokens[-1] in observer.config.eos_token_ids or any(one in tokenizer.decode(tokens) for one in stop)
 
     answers: dict[str, list[OracleAnswer]] = {entries: [] for entries in (KEPT, *ENTRIES)}
     right: dict[str, list[bool]] = {entries: [] for entries in answers}
@@ -314,7 +311,7 @@ def ask_oracle(
             if questions is None:
                 is_right = found[-1].token_ids == one.token_ids
             else:
-                is_right = questions[number].is_right(_cut(text(found[-1].token_ids), stop))
+                is_right = questions[number].is_right(_cut(tokenizer.decode(found[-1].token_ids), stop))
             right[entries].append(is_right)
     measure = AGREEMENT if questions is None else "exact match"
     return Oracle(measure, observer.config.num_layers, answers, right)

@@ -128,7 +128,8 @@ class AnswerPass:
     ) -> tuple[Tensor, Entries]:
         """A layer over rows [R, H] that follow the entries `before`; the rows, and all entries."""
         hidden, entries = self.attention(number, layer, hidden, rotations, before)
-        return hidden + self.down(layer, self.gated(layer, hidden)), entries
+        gated = gated_rows(self.config, layer, hidden)
+        return hidden + linear(gated, layer.down, layer.down_bias), entries
 
     def attention(
         self, number: int, layer: LayerWeights, hidden: Tensor, rotations: Tensor, before: Entries | None
@@ -150,14 +151,6 @@ class AnswerPass:
         )
         hidden = hidden + linear(found[0].transpose(0, 1).reshape(rows, -1), layer.output, layer.output_bias)
         return hidden, (keys, values)
-
-    def gated(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        """What the down matrix gets [R, I]."""
-        return gated_rows(self.config, layer, hidden)
-
-    def down(self, layer: LayerWeights, gated: Tensor) -> Tensor:
-        """What an MLP adds [R, H]."""
-        return linear(gated, layer.down, layer.down_bias)
 
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """The states [T, H] before the first layer."""

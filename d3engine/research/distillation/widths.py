@@ -21,7 +21,7 @@ from torch import Tensor
 from d3engine.errors import require_number
 from d3engine.model.students import narrowed
 from d3engine.model.weights import LayerWeights
-from d3engine.research.bridges.passage import matrix_of
+from d3engine.research.bridges.passage import gated_rows, linear, matrix_of
 from d3engine.research.distillation.corpus import OwnAnswer
 from d3engine.research.distillation.passes import AnswerPass, Entries, replaced
 
@@ -69,13 +69,13 @@ def neuron_scores(
         gates: dict[int, Tensor] = {}
         for number, layer in enumerate(run.weights.layers):
             hidden, _ = run.attention(number, layer, hidden, rotations[number], None)
-            gated = run.gated(layer, hidden)
+            gated = gated_rows(run.config, layer, hidden)
             if number in scores:
                 if not gated.requires_grad:
                     gated.requires_grad_()
                 gated.retain_grad()
                 gates[number] = gated
-            hidden = hidden + run.down(layer, gated)
+            hidden = hidden + linear(gated, layer.down, layer.down_bias)
         logits = run.logits(hidden[prompt:])
         with torch.no_grad():
             drawn = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
@@ -150,7 +150,7 @@ def _narrow_layer(
     for stream, before in zip(streams, entries, strict=True):
         rotations = stream.rotations[number][stream.prompt_length :]
         stream.own, _ = run.attention(number, own, stream.own, rotations, before)
-        behind.append(run.gated(own, stream.own))
+        behind.append(gated_rows(run.config, own, stream.own))
         gated = behind[-1].float()
         left = stream.full[stream.prompt_length :].float() - stream.own.float() - F.linear(gated, start, bias)
         products.addmm_(gated.T, gated)
@@ -161,5 +161,5 @@ def _narrow_layer(
     down: Tensor = start + torch.linalg.solve(products, crossed).T
     own = replaced(own, {"down": down}, run.weights.dtype)
     for stream, gated in zip(streams, behind, strict=True):
-        stream.own = stream.own + run.down(own, gated)
+        stream.own = stream.own + linear(gated, own.down, own.down_bias)
     return down

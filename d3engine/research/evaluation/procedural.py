@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Protocol
+from typing import TypeAlias
 
 from d3engine.errors import require, require_integer
 from d3engine.research.evaluation import generated, word_problems
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.research.evaluation.generated import GeneratedProblem
-from d3engine.research.evaluation.word_problems import Split, problems, split_of
+from d3engine.research.evaluation.word_problems import Problem, Split, problems, split_of
 
 WORD_PROBLEMS = "word-problems"
 
@@ -67,20 +67,8 @@ MAX_PROBLEMS = 100_000
 MAX_SHOTS = 64
 
 
-class SolvedQuestion(Question, Protocol):
-    """A question that knows its solution, and so can be an example."""
-
-    @property
-    def question(self) -> str:
-        """The question itself, without the form of the prompt."""
-
-    @property
-    def solution(self) -> str:
-        """What the model should say: the working, and the answer."""
-
-    @property
-    def solved(self) -> str:
-        """The question with its answer."""
+SolvedQuestion: TypeAlias = Problem | GeneratedProblem
+"""A question that knows its solution, and so can be an example."""
 
 
 def is_generated(name: str) -> bool:
