@@ -59,7 +59,9 @@ class Observer:
             if schedule is not None:  # generation step s is fed at position prompt_length - 1 + s, and runs below it
                 rows = min(rows, prompt_length - 1 + int(schedule.cutoffs[layer]))
             before = hidden.clone()
-            self._attention(layer, hidden[:rows], rotations[layer][:rows], self.new_pool(rows), 0)
+            pool = self.new_pool(rows)
+            queries = self.write_entries(layer, hidden[:rows], rotations[layer][:rows], pool, 0)
+            self._add_attention(layer, hidden[:rows], queries, pool, 0)
             after_attention = hidden.clone()
             self._mlp(layer, hidden[:rows])
             yield LayerStates(layer, rows, before, after_attention, hidden.clone())
@@ -85,10 +87,9 @@ class Observer:
         shape = (1, 2, length, config.num_kv_heads, config.head_dim)
         return torch.zeros(shape, dtype=self.weights.dtype, device=self.device)
 
-    def run_layer(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int) -> None:
+    def run_layer(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int = 0) -> None:
         """Let a layer work on `hidden` [T, H], the tokens at positions `first` and after, with the entries before."""
-        self._attention(layer, hidden, rotations, pool, first)
-        self._mlp(layer, hidden)
+        self.attend(layer, hidden, self.write_entries(layer, hidden, rotations, pool, first), pool, first)
 
     def write_entries(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int) -> Tensor:
         """Write the layer's keys and values of `hidden` [T, H] at positions `first` and after; returns the queries."""
@@ -108,9 +109,12 @@ class Observer:
             projection_norms=weights.projection_norms,
         )
 
-    def _attention(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int) -> None:
-        """Add a layer's causal attention to `hidden` [T, H]."""
-        queries = self.write_entries(layer, hidden, rotations, pool, first)
+    def attend(self, layer: int, hidden: Tensor, queries: Tensor, pool: Tensor, first: int = 0) -> None:
+        """Let a layer work on `hidden` [T, H] with these queries, those of `write_entries`, and the pool as it is."""
+        self._add_attention(layer, hidden, queries, pool, first)
+        self._mlp(layer, hidden)
+
+    def _add_attention(self, layer: int, hidden: Tensor, queries: Tensor, pool: Tensor, first: int) -> None:
         weights, config, rows = self.weights.layers[layer], self.config, hidden.shape[0]
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
         (inputs,) = reference.attention_inputs([0, rows], [first + rows], table)
