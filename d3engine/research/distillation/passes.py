@@ -89,19 +89,17 @@ class AnswerPass:
         *,
         first: int = 0,
         stop: int | None = None,
-        hidden: Tensor | None = None,
         layers: Layers | None = None,
         later: Sequence[tuple[int, Layers]] = (),
         bridges: Mapping[Window, Bridge] | None = None,
     ) -> Tensor:
-        """The states [R, H] before layer `stop` (behind the last one), of `hidden`, or what was kept, before `first`.
+        """The states [R, H] before layer `stop` (behind the last one), of those that were kept before `first`.
 
         `layers` are those of a student; `later` those of the students that take its place, each from a step on. Raises
         `InvalidValueError` for a schedule whose layers wake up again.
         """
         require(schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
-        state = text.states[first] if hidden is None else hidden
-        rows, prompt = text.rows, text.prompt_length
+        state, rows, prompt = text.states[first], text.rows, text.prompt_length
         crossings = {} if bridges is None else crossings_of(schedule, prompt, prompt + rows)
         rotations = self.rotations(prompt, prompt + rows)
         levels: list[tuple[Layers, int]] = [(layers or {}, 0)]  # with the row where each begins

@@ -53,15 +53,11 @@ def kept_neurons(scores: Mapping[int, Tensor], width: float) -> dict[int, Tensor
 
 
 def neuron_scores(
-    run: AnswerPass,
-    texts: Sequence[OwnAnswer],
-    layers: Sequence[int],
-    seed: int = 0,
-    progress: Callable[[], None] = lambda: None,
+    run: AnswerPass, texts: Sequence[OwnAnswer], layers: Sequence[int], progress: Callable[[], None] = lambda: None
 ) -> dict[int, Tensor]:
     """Of each of `layers` float32 [I]: what its neurons matter on these answers."""
     scores = {layer: torch.zeros(run.config.intermediate_size) for layer in layers}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for text in texts:
         prompt = len(text.prompt_ids)
         hidden = run.embedded([*text.prompt_ids, *text.token_ids[:-1]])
