@@ -205,12 +205,13 @@ class Asked:
     ) -> tuple[Measured, list[list[int]]]:
         """One pass over the prompts, and the tokens of the answers; `wanted` are those that they must be."""
         engine.reset_prefix_cache()
-        policy, found = candidate.policy, list[list[int]]()
+        found: list[list[int]] = []
+        params = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, depth=candidate.policy)
         before, begun = engine.stats(), time.perf_counter()
         for start in range(0, len(self.prompts), self.at_once):
             group = self.prompts[start : start + self.at_once]
-            params = [self._params(start + nth, policy) for nth in range(len(group))]
-            outputs = engine.generate(group, params, use_tqdm=False)
+            seeded = [replace(params, seed=start + nth) for nth in range(len(group))]
+            outputs = engine.generate(group, seeded, use_tqdm=False)
             found += [output.outputs[0].token_ids for output in outputs]
             done(candidate, len(group))
         seconds, after = time.perf_counter() - begun, engine.stats()
@@ -226,11 +227,6 @@ class Asked:
             sum(own == other for own, other in zip(found, found if wanted is None else wanted, strict=True)),
         )
         return measured, found
-
-    def _params(self, nth: int, policy: DepthPolicy) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature, seed=nth, max_tokens=self.max_tokens, top_p=1.0, depth=policy
-        )
 
 
 def _without_end(counts: Iterator[int]) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class LayerLoss:
         return mean_of_clusters(sums, counts)
 
     def means(self, measure: str, step: int) -> FloatArray:
-        """Float64 [W, L]: the mean for every window, NaN where it does not fit or no text reaches the step."""
+        """Float64 [W, L]: the mean for every window, NaN where it does not fit."""
         found = np.full((len(self.widths), self.num_layers), np.nan)
         for place, width in enumerate(self.widths):
             for first in self.firsts(width):
@@ -83,10 +83,6 @@ class LayerLoss:
         means = self.means("kl", step)[self.widths.index(width)]
         return min(self.firsts(width), key=lambda first: float(means[first]))
 
-    def reaches(self, step: int) -> bool:
-        """Whether a text is as long as that."""
-        return any(text.shape[-1] > step for text in self.texts)
-
     @property
     def longest(self) -> int:
         return max(len(text[0, 0, 0, 0]) for text in self.texts)
@@ -96,8 +92,6 @@ class LayerLoss:
         rows = []
         for step in self.from_steps:
             for place, width in enumerate(self.widths):
-                if not self.reaches(step):
-                    continue
                 first = self.cheapest(step, width)
                 median = float(np.nanmedian(self.means("kl", step)[place]))
                 cells = self._cells(step, width, first)
@@ -115,7 +109,7 @@ class LayerLoss:
             first = self.cheapest(early, width)
             for group in step_groups(self.longest):
                 for step in self.from_steps:
-                    if step <= group.start and self.reaches(step):
+                    if step <= group.start:
                         cells = self._cells(step, width, first, group)
                         rows.append((_window(first, width), steps_in_words(group), f"{step}", *cells))
         title = "The same windows by place in the text; a smaller step means that earlier tokens were skipped too"
@@ -135,7 +129,6 @@ class LayerLoss:
             "windows": [
                 self._window_as_dict(step, width, first)
                 for step in self.from_steps
-                if self.reaches(step)
                 for width in self.widths
                 for first in self.firsts(width)
             ],

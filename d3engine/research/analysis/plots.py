@@ -70,7 +70,7 @@ def plot_layers(result: LayerLoss, path: str | Path, title: str) -> None:
     """A panel for each step from which windows are skipped: KL divergence by first layer and layers skipped."""
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-    steps = [step for step in result.from_steps if result.reaches(step)]
+    steps = result.from_steps
     grids = {step: np.maximum(result.means("kl", step), LEAST) for step in steps}
     least = min(float(np.nanmin(grid)) for grid in grids.values())
     most = max(float(np.nanmax(grid)) for grid in grids.values())
