@@ -74,7 +74,6 @@ class Answer:
 
     @classmethod
     def of(cls, case: Case, output: RequestOutput) -> Answer:
-        """The answer to a case."""
         one = output.outputs[0]
         rows = one.logprobs or []
         logprobs = [row[token].logprob for token, row in zip(one.token_ids, rows, strict=bool(rows))]
@@ -142,7 +141,6 @@ class EqualityReport:
 
     @property
     def holds(self) -> bool:
-        """Whether every check has found equal bits."""
         return all(result.difference is None for result in self.results)
 
     @property
@@ -152,7 +150,6 @@ class EqualityReport:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -186,7 +183,6 @@ def as_chat(engine: Engine, text: str) -> Prompt:
 
 
 def questions(count: int) -> list[str]:
-    """The first word problems of the test split."""
     return [problem.question for problem in islice(problems("test", 0), count)]
 
 
@@ -274,7 +270,6 @@ def _as_many_as_pay(engine: Engine, cases: Sequence[Case]) -> Outcome:
 
 
 def _with(run: Run, **params: Any) -> Run:
-    """The same by requests with other parameters."""
 
     def run_with(engine: Engine, cases: Sequence[Case]) -> Outcome:
         return run(engine, [replace(case, params=replace(case.params, **params)) for case in cases])

@@ -37,7 +37,6 @@ class Candidate:
 
     @property
     def drafter(self) -> str:
-        """What the table calls it."""
         return NONE if self.config is None else METHODS[self.config["method"]]
 
     @property
@@ -47,7 +46,6 @@ class Candidate:
 
     @property
     def policy(self) -> DepthPolicy:
-        """The policy of its requests."""
         return FullDepth() if self.config is None else policy_of_config(self.config)
 
 
@@ -86,7 +84,6 @@ class Measured:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all answers are those of no drafts."""
         return self.equal == self.answers
 
 
@@ -123,7 +120,6 @@ class TuneReport:
         return all(one.is_equal for one in (*self.candidates, self.after))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -230,7 +226,6 @@ class Asked:
 
 
 def _without_end(counts: Iterator[int]) -> tuple[int, ...]:
-    """The counts up to the last that is not 0."""
     found = list(counts)
     while found and not found[-1]:
         found.pop()

@@ -97,7 +97,6 @@ class Copying(Grid):
     full: Outcome
 
     def table(self) -> Table:
-        """A row for full depth, then one for each number of layers and each step."""
         header = ("layers copied", "from step", "right", "95 % interval", "answers that reach the step", "cut off")
         rows = [("0 (full depth)", "-", *_cells(self.full), "-", f"{self.full.cut_off}")]
         for layers, outcomes in zip(self.layers, self.outcomes, strict=True):
@@ -205,7 +204,6 @@ class Perturbing:
     grids: dict[str, Copying]
 
     def table(self) -> Table:
-        """A row for full depth, then one for each number of layers and each step."""
         one = next(iter(self.grids.values()))
         columns = [column for entries in self.grids for column in (f"right, {entries}", "95 % interval")]
         header = ("layers copied", "at step", *columns, "answers that reach the step")
@@ -361,7 +359,6 @@ class Oracle:
         return [value for answer in self.answers[name] for value in getattr(answer, field)[1:]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Every token."""
         return {
             "measure": self.measure,
             "num_layers": self.num_layers,

@@ -110,7 +110,6 @@ class ByKind:
     parted: Counter[str] | None = field(default=None)
 
     def kinds(self, side: str) -> list[Kind]:
-        """Those that occur."""
         found = {str(kind) for text in self.texts for kind in getattr(text, side)}
         return [kind for kind in Kind if kind.value in found]
 
@@ -126,7 +125,6 @@ class ByKind:
         return mean_over(self.values(side, kind, measure))
 
     def table(self, side: str = "yielded") -> Table:
-        """A row for each kind, and one for all."""
         rows = [self._row(side, kind) for kind in (*self.kinds(side), None)]
         title = f"By the kind of the token {SIDES[side]}, {counted(len(self.texts), 'text')}: {self.policy}"
         last = ("answers part",) if self._parted(side) is not None else ()
@@ -153,7 +151,6 @@ class ByKind:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Both tables."""
         return {
             "num_layers": self.num_layers,
             "policy": self.policy,

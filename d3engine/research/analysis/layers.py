@@ -121,7 +121,6 @@ class LayerLoss:
         return f"{kl.value:.3f} +- {kl.arm:.3f}", more, f"{agrees.value:.1%}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Every window: its means, and those of the groups of steps."""
         return {
             "num_layers": self.num_layers,
             "texts": len(self.texts),

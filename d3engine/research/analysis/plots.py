@@ -221,7 +221,6 @@ def _plot_grids(grids: dict[str, Copying], width: float, label: str, path: str |
 
 
 def _draw_grid(axes: Any, result: Copying) -> None:
-    """The lines of a grid of layers and steps, and a dashed one for full depth."""
     places = np.arange(len(result.steps))
     aside = min(0.08, 0.6 / len(result.layers))  # beside each other, so that no bar or marker hides another
     for number, (layers, outcomes) in enumerate(zip(result.layers, result.outcomes, strict=True)):

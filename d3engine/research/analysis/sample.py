@@ -68,7 +68,6 @@ class Sample:
         return sorted({token.depth for answer in self.answers for token in answer.tokens}, reverse=True)
 
     def table(self) -> Table:
-        """A row for each answer."""
         rows = [
             (
                 " ".join(str(value) for value in answer.policy.describe().values()),
@@ -80,7 +79,6 @@ class Sample:
         return Table("Answers", ("policy", "tokens", "layers per token"), rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every token with its depth and guesses."""
         return {
             "num_layers": self.num_layers,
             "answers": [

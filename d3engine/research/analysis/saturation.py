@@ -49,7 +49,6 @@ class Saturation:
         return [(group, _gathered(self.answers, group)) for group in step_groups(longest)]
 
     def table(self) -> Table:
-        """A row for each group of steps, and one for all tokens."""
         header = (STEP, "tokens", "layers, mean", "of all", "median", "90 % by", "confidence", "at last layer")
         texts = self._layers()
         groups = [(steps_in_words(group), group) for group, _ in self.by_step()]
@@ -61,7 +60,6 @@ class Saturation:
         return Table(title, header, rows, in_words(texts, "layers"))
 
     def _layers(self) -> list[FloatArray]:
-        """For each answer the layers of its tokens."""
         return [answer.layers.astype(np.float64) for answer in self.answers]
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,7 +141,6 @@ class Perplexity:
         return max(len(answer) for answer in self.logprobs)
 
     def table(self) -> Table:
-        """A row for each group of steps, and one for all tokens."""
         texts = self._surprises()
         groups = [(steps_in_words(group), group) for group in step_groups(self.longest)]
         rows = []
@@ -155,7 +152,6 @@ class Perplexity:
         return Table(title, (STEP, "tokens", "perplexity", "mean -log p"), rows, in_words(texts, "nats"))
 
     def _surprises(self) -> list[FloatArray]:
-        """For each answer -log p of its tokens."""
         return [-np.array(answer, dtype=np.float64) for answer in self.logprobs]
 
     def as_dict(self) -> dict[str, Any]:
@@ -218,7 +214,6 @@ class Flow:
         return Table(title, ("layer", "influence", *measures), rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """By rows, measure and part: a list over the layers."""
         by_rows = {
             rows: {
                 "tokens": self.tokens[kind],

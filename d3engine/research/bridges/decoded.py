@@ -76,7 +76,6 @@ class Comparison:
         return step_groups(longest + 1)[1:]
 
     def table(self) -> Table:
-        """A row for each policy."""
         header = ("policy", "layers", "with bridges", "KL", "agreement", "95 %", "perplexity x")
         about = f"{counted(len(self.policies[0].texts), 'text')}, {self.policies[0].positions:,} positions"
         return Table(f"Against full depth: {about}", header, [_row(one) for one in self.policies])
@@ -91,7 +90,6 @@ class Comparison:
         return Table("KL and agreement by generation step", header, rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines."""
         return {
             "texts": len(self.policies[0].texts),
             "policies": [_described(one, self.groups) for one in self.policies],

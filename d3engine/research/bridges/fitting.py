@@ -126,7 +126,6 @@ State = TypeVar("State")
 
 
 def write_state(path: Path, key: str, tensors: dict[str, Tensor], words: Mapping[str, str]) -> None:
-    """Write the state of the run that is known by `key`."""
     write_whole(path, save(tensors, {"key": key, **words}))
 
 
@@ -218,7 +217,6 @@ class Judged:
         return math.exp(mean) if mean < 700 else math.inf
 
     def as_dict(self) -> dict[str, float]:
-        """Its value."""
         return {"kl": self.kl, "agreement": self.agreement, "perplexity": self.perplexity}
 
 
@@ -232,7 +230,6 @@ class HeldOut:
     bridged: dict[Window, Judged] = field(default_factory=dict)
 
     def table(self) -> Table:
-        """A row for each window."""
         header = ("window", "skipped: KL", "agreement", "perplexity", "bridged: KL", "agreement", "perplexity")
         rows = [
             (f"[{first}, {stop})", *_cells(self.skipped[first, stop]), *_cells(self.bridged[first, stop]))
@@ -246,7 +243,6 @@ class HeldOut:
         return sorted(window for window, one in self.bridged.items() if one.kl >= self.skipped[window].kl)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines."""
         windows = [
             {
                 "window": [first, stop],
@@ -379,7 +375,6 @@ class Fit:
 
     @property
     def num_positions(self) -> int:
-        """Positions gathered so far."""
         first = min(self._stops)
         return sum(int(self._sums[part, first].count) for part in _PARTS)
 
@@ -443,7 +438,6 @@ class Fit:
         write_state(path, key, named, {"texts": str(self.num_texts)})
 
     def _load(self, path: Path, key: str) -> None:
-        """Go on from a saved state of this very fit, if there is one."""
 
         def read(tensor: Callable[[str], Tensor], words: Mapping[str, str]) -> tuple[dict[tuple[str, int], Sums], int]:
             sums = {place: Sums(*(tensor(f"{place[0]}.{place[1]}.{name}") for name in FIELDS)) for place in self._sums}

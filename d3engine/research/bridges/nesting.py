@@ -37,7 +37,6 @@ class Order:
     positions: int
 
     def table(self) -> Table:
-        """A row for each window."""
         left_out, rows = 0, []
         for one in self.chosen:
             left_out += one.window[1] - one.window[0]

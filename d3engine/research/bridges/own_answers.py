@@ -124,7 +124,6 @@ class OwnComparison:
     policies: Sequence[OwnAnswers]
 
     def table(self) -> Table:
-        """A row for full depth, and one for each policy."""
         header = (
             "policy",
             *(f"first {first} tokens kept" for first in FIRST),
@@ -138,7 +137,6 @@ class OwnComparison:
         return Table(f"Answers of their own: {about}", header, rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines."""
         return {
             "prompts": len(self.full.answers),
             "policies": [

@@ -90,7 +90,6 @@ class TextReader:
 
 
 def _checked(line: Any) -> dict[str, Any]:
-    """A line that says what its text is."""
     if not isinstance(line, dict):
         raise TypeError("a line is no JSON object")
     if not ("messages" in line or "text" in line or {"question", "answer"} <= line.keys()):

@@ -49,12 +49,10 @@ class Tuning:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken so far."""
         return len(self.losses)
 
     @property
     def bridges(self) -> dict[Window, Bridge]:
-        """As they are now."""
         return {window: _detached(bridge) for window, bridge in self._bridges.items()}
 
     def run(

@@ -39,7 +39,6 @@ class Drafted:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property

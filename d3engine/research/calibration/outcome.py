@@ -25,14 +25,12 @@ class Outcome(StrEnum):
 
 
 def outcome(result: Calibration) -> Outcome:
-    """How this one has ended."""
     if not result.knows_enough:
         return Outcome.TOO_LITTLE_KNOWN
     return Outcome.NOT_SHOWN if result.chosen is None else Outcome.CHOSEN
 
 
 def reason(result: Calibration) -> str:
-    """The outcome in a sentence or two."""
     if not result.knows_enough:
         return _too_little(result)
     if result.certificate is not None:

@@ -55,7 +55,6 @@ class Budget:
 
     @property
     def screening(self) -> int:
-        """Problems of all rounds together."""
         return self.first_round * PER_FIRST_ROUND
 
 
@@ -461,7 +460,6 @@ class _Search:
         return stay
 
     def _within(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
-        """Those whose observed loss is within the tolerance."""
         allowed = full.exact_match - self.tolerance.of(full.exact_match)
         # A hair of room: 0.96 - 0.02 and 0.94 are the same number to people.
         return [trial for trial in trials if trial.screened.exact_match >= allowed - 1e-9]
@@ -490,7 +488,6 @@ def _still_in(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _tell_fates(finalists: Sequence[Trial], result: Calibration) -> None:
-    """Note in the finalists' trials what came of their certificates."""
     for trial, check in zip(finalists, result.certificates, strict=False):
         trial.fate = Fate.CERTIFIED if check.passed else Fate.FAILED
         if check.policy == result.chosen:

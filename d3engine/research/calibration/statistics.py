@@ -81,7 +81,6 @@ def _chance(counted: int, lost: float, won: float, tolerance: Tolerance, least: 
 
 
 def _likely(trials: int, chance: float) -> Any:
-    """The counts that can be expected of `trials` trials."""
     if chance <= 0:
         return np.zeros(1, dtype=np.int64)
     margin = SPREAD * (trials * chance * (1 - chance)) ** 0.5 + SPREAD

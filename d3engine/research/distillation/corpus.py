@@ -121,7 +121,6 @@ class Asked:
 
 
 def asked_of(engine: Engine, kind: str, prompt: str) -> Asked:
-    """A prompt of `prompts_of`."""
     return Asked(kind, is_held_out(prompt), _key(kind, prompt), _prompt(engine, prompt))
 
 
@@ -177,7 +176,6 @@ def add_answers(
 
 
 def _prompt(engine: Engine, text: str) -> Prompt:
-    """By the model's chat template, where it has one."""
     if engine.chat_template() is None:
         return f"Question: {text}\nAnswer:"
     return engine.chat_prompt([{"role": "user", "content": text}])

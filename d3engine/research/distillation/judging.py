@@ -87,7 +87,6 @@ class Agreement:
         return mean_over(values[measure, among] for of, values in self.texts if kind in (ALL, of))
 
     def as_dict(self) -> dict[str, Any]:
-        """Means and half intervals, of all and by kind of text."""
         return {kind: {"positions": self.positions(kind), **self._means(kind)} for kind in (ALL, *self.kinds)}
 
     def by_position(self) -> dict[str, dict[str, float | None]]:
@@ -161,7 +160,6 @@ def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPoli
 def agreement_table(
     candidates: Sequence[Judgeable], found: Sequence[Agreement], config: ModelConfig, steps: int
 ) -> Table:
-    """A row for each candidate."""
     kinds = found[0].kinds
     rows = []
     for candidate, one in zip(candidates, found, strict=True):

@@ -198,5 +198,4 @@ def is_held_out(prompt: str) -> bool:
 
 
 def split_prompts(prompts: Sequence[str], *, held_out: bool) -> list[str]:
-    """Those of one part, in order."""
     return [prompt for prompt in prompts if is_held_out(prompt) is held_out]

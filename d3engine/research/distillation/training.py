@@ -149,7 +149,6 @@ class Distillation:
         }
 
     def judgeable(self, name: str) -> Judgeable:
-        """The student as it is now."""
         with torch.no_grad():
             return Judgeable(name, self._schedule, self.layers())
 

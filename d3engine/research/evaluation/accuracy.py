@@ -200,7 +200,6 @@ def measure_with_shared_prompts(
 
 
 def _joined(scores: Sequence[Score]) -> Score:
-    """The scores of one policy on different questions as one."""
     names = ("work", "unfinished", "seconds", "right", "prompt_tokens", "cached_tokens", "verdicts")
     return replace(scores[0], **{name: reduce(add, [getattr(score, name) for score in scores]) for name in names})
 

@@ -37,7 +37,6 @@ class GSM8KQuestion:
 
     @property
     def solved(self) -> str:
-        """The question with its answer, as an example."""
         return f"{self.prompt} {self.answer}"
 
     def is_right(self, answer: str) -> bool:

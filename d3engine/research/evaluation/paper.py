@@ -196,7 +196,6 @@ class Compared:
 
     @property
     def difference(self) -> float:
-        """Ours minus the paper's."""
         return self.ours - self.papers
 
     @property

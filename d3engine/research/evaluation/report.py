@@ -146,7 +146,6 @@ def tables(results: Sequence[Result]) -> list[Table]:
 
 
 def benchmark_tables(result: Result) -> list[Table]:
-    """How good, at what cost, and by task if there are several."""
     cost = cost_table(f"{result.benchmark.name}: cost", result.titles, result.scores)
     by_task = [task_table(result)] if len(result.benchmark.tasks) > 1 else []
     return [quality_table(result), cost, *by_task]
@@ -177,7 +176,6 @@ def quality_table(result: Result) -> Table:
 
 
 def _verdict_note(result: Result) -> tuple[str, ...]:
-    """Of code why it is not right."""
     if all({Verdict.RIGHT, Verdict.WRONG}.issuperset(score.verdicts) for score in result.scores):
         return ()
     counts = [
@@ -188,12 +186,10 @@ def _verdict_note(result: Result) -> tuple[str, ...]:
 
 
 def counted(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """How often each verdict that there is occurs."""
     return {verdict.value: verdicts.count(verdict) for verdict in Verdict if verdict in verdicts}
 
 
 def _constants(benchmark: Benchmark) -> tuple[bool, ...]:
-    """Which questions the commonest answer to each task gets right."""
     return tuple(chain.from_iterable(map(right_by_constant, benchmark.tasks.values())))
 
 
@@ -210,7 +206,6 @@ def _constant_note(result: Result) -> tuple[str, ...]:
 
 
 def _prompt_note(scores: Sequence[Score]) -> tuple[str, ...]:
-    """What prompts had in common, with each other and under several policies."""
     total, cached = sum(score.prompt_tokens for score in scores), sum(score.cached_tokens for score in scores)
     if not cached:
         return ()
@@ -416,5 +411,4 @@ def _with_changes(rights: Sequence[Sequence[bool]]) -> list[str]:
 
 
 def share(right: Sequence[bool]) -> float:
-    """The proportion that is right."""
     return sum(right) / len(right)

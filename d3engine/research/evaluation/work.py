@@ -110,7 +110,6 @@ class Cost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated in a second of the wall clock."""
         return self.tokens / self.seconds
 
     @property
