@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError, require
-from d3engine.research.distillation.prompts import KINDS, is_held_out, split_prompts, written_prompts
+from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.evaluation.kept import Prompt
 from d3engine.utils.files import append_lines, as_json, is_there, read_text
 
@@ -85,12 +85,12 @@ def prompts_of(
     each = -(-count // len(kinds))
     found: list[tuple[str, str]] = []
     for kind in kinds:
-        if kind == CHAT:
+        if kind in (CHAT, GSM8K):
             from d3engine.research.bridges.own_answers import made_up_prompts
 
-            own = split_prompts(made_up_prompts(engine, (16 if held_out else 2) * each, seed), held_out=held_out)
-        elif kind == GSM8K:
-            own = split_prompts(_gsm8k(data), held_out=held_out)
+            most = (16 if held_out else 2) * each
+            every = made_up_prompts(engine, most, seed) if kind == CHAT else _gsm8k(data)
+            own = [prompt for prompt in every if is_held_out(prompt) is held_out]
         else:
             own = written_prompts(kind, each, seed, held_out=held_out)
         found += [(kind, prompt) for prompt in own[:each]]

@@ -4,7 +4,7 @@ seed; one in `HELD_OUT_EVERY`, by its hash, is never trained on."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import product
 
@@ -195,7 +195,3 @@ def written_prompts(kind: str, count: int, seed: int, *, held_out: bool) -> list
 def is_held_out(prompt: str) -> bool:
     """Whether a prompt belongs to the held-out part, which its own text decides."""
     return sha256(prompt.encode()).digest()[0] % HELD_OUT_EVERY == 0
-
-
-def split_prompts(prompts: Sequence[str], *, held_out: bool) -> list[str]:
-    return [prompt for prompt in prompts if is_held_out(prompt) is held_out]
