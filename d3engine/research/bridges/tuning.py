@@ -43,7 +43,10 @@ class Tuning:
         windows = schedule.windows()
         require(len(windows) > 0, "policy", schedule, "one that leaves layers out")
         self._schedule, self._options = schedule, options
-        self._bridges = {window: _trainable(bridges[window]) for window in windows}
+        self._bridges = {
+            window: _with(bridges[window], lambda tensor: tensor.detach().float().clone().requires_grad_())
+            for window in windows
+        }
         self._adam = torch.optim.Adam([tensor for _, tensor in self._named()], lr=options.rate)
         self.losses: list[float] = []
 
@@ -53,7 +56,9 @@ class Tuning:
 
     @property
     def bridges(self) -> dict[Window, Bridge]:
-        return {window: _detached(bridge) for window, bridge in self._bridges.items()}
+        return {
+            window: _with(bridge, lambda tensor: tensor.detach().clone()) for window, bridge in self._bridges.items()
+        }
 
     def run(
         self,
@@ -111,14 +116,6 @@ class Tuning:
             return losses, len(losses)
 
         self.losses = read_training(path, key, self._adam, self._named(), read) or self.losses
-
-
-def _trainable(bridge: Bridge) -> Bridge:
-    return _with(bridge, lambda tensor: tensor.detach().float().clone().requires_grad_())
-
-
-def _detached(bridge: Bridge) -> Bridge:
-    return _with(bridge, lambda tensor: tensor.detach().clone())
 
 
 def _with(bridge: Bridge, change: Callable[[Tensor], Tensor]) -> Bridge:

@@ -4,7 +4,7 @@ refused before the hours of work."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, Schedule
+from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
 from d3engine.research.calibration import statistics as floor
 from d3engine.research.calibration.scoring import Answers, Part, Scorer
@@ -179,9 +179,10 @@ def make_candidates(
         if policy.first_layer(num_layers) + tail > num_layers:
             continue  # the window would end below its first layer
         schedule = policy.schedule(num_layers)
-        effect = _effect(schedule, max_tokens)
+        effect = np.minimum(schedule.cutoffs, np.int32(max_tokens))  # as far as an answer can see them
         if (effect < max_tokens).any():
-            for name in (None, *_with_all_windows(schedule, bridges or {})):
+            left_out = set(schedule.windows())
+            for name in (None, *(name for name, windows in (bridges or {}).items() if left_out <= windows)):
                 by_effect.setdefault((name, effect.tobytes()), []).append(replace(policy, bridges=name))
     return [Candidate(alike[0], tuple(alike)) for alike in by_effect.values()]
 
@@ -219,16 +220,6 @@ def window_candidates(
                 policy = FixedSkip(range(*window), bridges=name)
                 found.append(Candidate(policy, (policy,)))
     return found
-
-
-def _with_all_windows(schedule: Schedule, bridges: Mapping[str, AbstractSet[tuple[int, int]]]) -> Iterator[str]:
-    left_out = set(schedule.windows())
-    return (name for name, windows in bridges.items() if left_out <= windows)
-
-
-def _effect(schedule: Schedule, max_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Int32 [L]: the cutoffs as far as an answer can see them."""
-    return np.minimum(schedule.cutoffs, np.int32(max_tokens))
 
 
 LEAVE_LEVEL = 0.05
@@ -331,7 +322,10 @@ def calibrate(
         result.full, result.trials = run.screen(candidates)
         finalists = run.finalists(result.full, result.trials)
         run.certify([trial.policy for trial in finalists], result)
-        _tell_fates(finalists, result)
+        for trial, check in zip(finalists, result.certificates, strict=False):
+            trial.fate = Fate.CERTIFIED if check.passed else Fate.FAILED
+            if check.policy == result.chosen:
+                trial.fate = Fate.CHOSEN
     return result
 
 
@@ -467,7 +461,9 @@ class _Search:
     def finalists(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
         """Those that go to certification, from the slowest to the fastest; the others have left."""
         left = _still_in(trials)
-        chosen = _spread(self._within(full, best_at_each_speed(left)))
+        chosen = self._within(full, best_at_each_speed(left))
+        if len(chosen) > FINALISTS:
+            chosen = [chosen[0], chosen[-4], chosen[-2], chosen[-1]]
         for trial in left:
             trial.fate = Fate.NOT_REACHED if trial in chosen else Fate.BEATEN
         return chosen
@@ -485,18 +481,6 @@ class _Search:
 
 def _still_in(trials: Sequence[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial.fate is Fate.SCREENING]
-
-
-def _tell_fates(finalists: Sequence[Trial], result: Calibration) -> None:
-    for trial, check in zip(finalists, result.certificates, strict=False):
-        trial.fate = Fate.CERTIFIED if check.passed else Fate.FAILED
-        if check.policy == result.chosen:
-            trial.fate = Fate.CHOSEN
-
-
-def _spread(chain: Sequence[Trial]) -> list[Trial]:
-    """`FINALISTS` of those at most: the first and slowest, and the fourth last, the second last and the last."""
-    return list(chain) if len(chain) <= FINALISTS else [chain[0], chain[-4], chain[-2], chain[-1]]
 
 
 def _fast_and_others(fastest_first: Sequence[Trial], most: int) -> list[Trial]:

@@ -21,7 +21,7 @@ from d3engine.model.weights import LayerWeights
 from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_over
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.distillation.corpus import OwnAnswer
-from d3engine.research.distillation.passes import AnswerPass, FullAnswer, Layers, layers_of
+from d3engine.research.distillation.passes import AnswerPass, Layers, layers_of
 from d3engine.research.evaluation.accuracy import shape_of
 from d3engine.utils.files import beside
 
@@ -119,15 +119,11 @@ def judge(
         full = run.at_full_depth(text.prompt_ids, text.token_ids[: most_tokens + 1], layers)
         known = run.logits(full.states[last]).log_softmax(-1)
         for one, candidate in zip(found, candidates, strict=True):
-            one.texts.append((text.kind, _judged(run, full, known, candidate)))
+            parts: dict[str, Any] = {name: getattr(candidate, name) for name in ("first", "layers", "later", "bridges")}
+            given = run.logits(run.run(full, candidate.schedule, **parts)).log_softmax(-1)
+            one.texts.append((text.kind, compared(known, given, torch.tensor(full.token_ids[1:]))[::2]))
         progress()
     return found
-
-
-def _judged(run: AnswerPass, full: FullAnswer, known: torch.Tensor, candidate: Judgeable) -> FloatArray:
-    parts: dict[str, Any] = {name: getattr(candidate, name) for name in ("first", "layers", "later", "bridges")}
-    state = run.run(full, candidate.schedule, **parts)
-    return compared(known, run.logits(state).log_softmax(-1), torch.tensor(full.token_ids[1:]))[::2]
 
 
 def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPolicy, fingerprint: str) -> Judgeable:
