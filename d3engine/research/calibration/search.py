@@ -16,15 +16,16 @@ import numpy as np
 
 from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
-from d3engine.research.calibration import statistics as floor
 from d3engine.research.calibration.scoring import Answers, Part, Scorer
 from d3engine.research.calibration.statistics import (
     FLOOR,
     PASS_LEVEL,
     Pairs,
     Tolerance,
+    check_tolerance,
     exact_p,
     fewest_to_know,
+    needed,
     noninferiority_p,
 )
 
@@ -388,7 +389,7 @@ class _Search:
         require(
             isinstance(self.tolerance, Tolerance), "tolerance", self.tolerance, "a Tolerance such as Tolerance(0.02)"
         )
-        floor.check_tolerance(self.tolerance)
+        check_tolerance(self.tolerance)
         require_number("least_saving", self.least_saving, 0, 1, open_high=True)
 
     def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
@@ -400,13 +401,15 @@ class _Search:
         """Full depth on the certificate's problems, on a few of them first: whether a search means anything."""
         guess, most = self.scorer.guess, self.budget.certification
         baseline = self.score(FullDepth(), Part.CERTIFICATION, 0, -(-most // FIRST_OF))
-        knows_enough = not floor.is_out_of_reach(baseline.correct, len(baseline.right), self.tolerance, guess)
+        # Where even the upper bound of the first problems is not above what is needed, the others would hardly help.
+        knows_enough = baseline.interval.high > needed(baseline.exact_match, self.tolerance, guess)
         if knows_enough and len(baseline.right) < most:
             first = len(baseline.right)
             baseline += self.score(FullDepth(), Part.CERTIFICATION, first, most - first)
         if knows_enough:
             same = exact_p(Pairs.of(baseline.right, baseline.right), self.tolerance)
-            knows_enough = floor.is_above(baseline.correct, most, self.tolerance, guess) and same <= PASS_LEVEL
+            is_above = baseline.interval.low > needed(baseline.exact_match, self.tolerance, guess)
+            knows_enough = is_above and same <= PASS_LEVEL
         given = self.scorer.num_layers, self.tolerance, self.budget
         return Calibration(*given, baseline, guess, knows_enough, least_saving=self.least_saving)
 
