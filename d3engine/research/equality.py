@@ -298,7 +298,7 @@ CHECKS = (
 """In this order; the first one's engine has also answered each case alone."""
 
 
-def _engine_arguments(name: str, draft_model: str | None, tight_bytes: int) -> dict[str, Any]:
+def engine_arguments(name: str, draft_model: str | None, tight_bytes: int) -> dict[str, Any]:
     """Those of an engine with those that all have."""
     if name in (ROOMY, CHUNKED):
         return {"max_num_seqs": AT_ONCE} | ({"max_num_batched_tokens": CHUNK} if name == CHUNKED else {})
@@ -340,7 +340,7 @@ def verify_equality(
     found: EqualityReport | None = None
     cases: list[Case] = []
     for name, of_engine in groupby(checks_for(draft_model), key=lambda check: check.engine):
-        with Engine(model, **common | _engine_arguments(name, draft_model, tight_bytes)) as engine:
+        with Engine(model, **common | engine_arguments(name, draft_model, tight_bytes)) as engine:
             if found is None:
                 cases = cases_of(engine, max_tokens)
                 answers = [Answer.of(*pair) for pair in zip(cases, alone(engine, cases), strict=True)]
