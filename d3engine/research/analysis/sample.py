@@ -115,16 +115,10 @@ def take_sample(
             words = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
             top = tuple(zip(words, chances, strict=True))
             guesses[place].append(Guess(states.layer, rows.start + place < states.num_rows, top))
-    texts = _texts(tokenizer, answered)
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids=answered.prompt_ids)
+    texts = [detokenizer.append(token) for token in answered.token_ids]  # what each settles; together the whole text
+    texts[-1] += detokenizer.finish()
     tokens = zip(texts, answered.depths, guesses, strict=True)
     return SampleAnswer(
         policy, answered.prompt, tuple(SampleToken(text, depth, tuple(kept)) for text, depth, kept in tokens)
     )
-
-
-def _texts(tokenizer: Tokenizer, answered: Answered) -> list[str]:
-    """The text that each token settles; together the whole text."""
-    detokenizer = Detokenizer(tokenizer, prompt_token_ids=answered.prompt_ids)
-    texts = [detokenizer.append(token) for token in answered.token_ids]
-    texts[-1] += detokenizer.finish()
-    return texts

@@ -121,7 +121,10 @@ class Asked:
 
 
 def asked_of(engine: Engine, kind: str, prompt: str) -> Asked:
-    return Asked(kind, is_held_out(prompt), _key(kind, prompt), _prompt(engine, prompt))
+    asked: Prompt = f"Question: {prompt}\nAnswer:"
+    if engine.chat_template() is not None:
+        asked = engine.chat_prompt([{"role": "user", "content": prompt}])
+    return Asked(kind, is_held_out(prompt), _key(kind, prompt), asked)
 
 
 def asked_again(answer: OwnAnswer, depth: str) -> Asked:
@@ -173,12 +176,6 @@ def add_answers(
             progress()
         append_lines(path, lines)
     return total
-
-
-def _prompt(engine: Engine, text: str) -> Prompt:
-    if engine.chat_template() is None:
-        return f"Question: {text}\nAnswer:"
-    return engine.chat_prompt([{"role": "user", "content": text}])
 
 
 def _key(kind: str, prompt: str) -> str:
