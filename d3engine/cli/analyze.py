@@ -238,7 +238,7 @@ def copy(
 
     Right is a question's own answer; with --prompts it is the answer that the model gives at full depth.
     """
-    from d3engine.research.analysis.copying import measure_copying
+    from d3engine.research.analysis.copying import Grid, measure_copying
     from d3engine.research.analysis.plots import plot_copying
     from d3engine.research.analysis.report import counted
 
@@ -247,7 +247,7 @@ def copy(
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
     with counting("copy", "setting", 1 + len(counts) * len(from_steps)) as progress:
-        result = measure_copying(outcome, measure, seen.asked.max_tokens, lengths, counts, from_steps, progress)
+        result = measure_copying(outcome, Grid(measure, seen.asked.max_tokens, lengths, counts, from_steps), progress)
     present(result, as_json, model, png, plot_copying, f"last layers copied, {counted(len(lengths), 'answer')}")
 
 
@@ -272,7 +272,7 @@ def perturb(
     What these layers hold of that token is copied from the layer below, or recomputed from the state that passed them;
     later tokens read it. Right is as for `copy`.
     """
-    from d3engine.research.analysis.copying import ENTRIES, measure_perturbing
+    from d3engine.research.analysis.copying import ENTRIES, Grid, measure_perturbing
     from d3engine.research.analysis.plots import plot_perturbing
     from d3engine.research.analysis.report import counted
 
@@ -281,7 +281,7 @@ def perturb(
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
     with counting("perturb", "setting", 1 + len(ENTRIES) * len(counts) * len(at_steps)) as progress:
-        result = measure_perturbing(outcome, measure, seen.asked.max_tokens, lengths, counts, at_steps, progress)
+        result = measure_perturbing(outcome, Grid(measure, seen.asked.max_tokens, lengths, counts, at_steps), progress)
     present(result, as_json, model, png, plot_perturbing, f"one step perturbed, {counted(len(lengths), 'answer')}")
 
 

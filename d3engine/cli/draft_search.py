@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def find_draft(
     """Search, tell what came of it, and write the draft if it is worth its while; `refused` are options that say
     nothing here, with the values that were given."""
     from d3engine.model.expected_tensors import fingerprint
-    from d3engine.research.calibration.draft_search import EngineDraftScorer, best_draft, search_draft
+    from d3engine.research.calibration.draft_search import best_draft, score_draft, search_draft
     from d3engine.research.calibration.report import write_policy_file
     from d3engine.research.calibration.scoring import Part
     from d3engine.research.evaluation.chat_form import prompt_of
@@ -62,15 +63,17 @@ def find_draft(
     engine = open_engine(model, engine_options, FullDepth())
     params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
     searched, fresh = (
-        EngineDraftScorer(engine, [prompt_of(engine, question) for question in parts[part]], params)
+        partial(score_draft, engine, [prompt_of(engine, question) for question in parts[part]], params)
         for part in (Part.SCREENING, Part.CERTIFICATION)
     )
     by_clock, seed = score is ScoreName.time, engine_options.get("seed", 0)
     note(f"{trials} trials of {count} answers of at most {most} tokens; {count} other questions tell what was found.")
     with progress_bar(None, "trial", trials) as bar:
-        tried = search_draft(searched, trials, seed=seed, by_clock=by_clock, progress=bar.update)
+        tried = search_draft(
+            searched, engine.config.num_layers, trials, seed=seed, by_clock=by_clock, progress=bar.update
+        )
     best = best_draft(tried, by_clock=by_clock)
-    found = fresh.score(best.policy)
+    found = fresh(best.policy)
     pays = best.gain > 1 and found.gain > 1
     report = {
         "model": model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import Any, TypeAlias
@@ -74,7 +74,6 @@ class Answer:
 
     @classmethod
     def of(cls, case: Case, output: RequestOutput) -> Answer:
-        """The answer to a case."""
         one = output.outputs[0]
         rows = one.logprobs or []
         logprobs = [row[token].logprob for token, row in zip(one.token_ids, rows, strict=bool(rows))]
@@ -112,7 +111,7 @@ Run: TypeAlias = Callable[[Engine, Sequence[Case]], Outcome]
 class Check:
     """A situation in which answers must be those of each case alone.
 
-    `engine` names an entry of `ENGINES`; checks of one engine stand together, since each is loaded once.
+    `engine` names its engine; checks of one engine stand together, since each is loaded once.
     """
 
     name: str
@@ -142,7 +141,6 @@ class EqualityReport:
 
     @property
     def holds(self) -> bool:
-        """Whether every check has found equal bits."""
         return all(result.difference is None for result in self.results)
 
     @property
@@ -152,7 +150,6 @@ class EqualityReport:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -172,12 +169,9 @@ def cases_of(engine: Engine, max_tokens: int) -> list[Case]:
     prompts: dict[str, Prompt] = {"chat": as_chat(engine, CHAT), "code": as_chat(engine, CODE)}
     text = "\n".join([CHAT, *questions(20), CODE])
     prompts["long"] = engine.get_tokenizer().encode(text)[: min(LONG, engine.max_model_len - max_tokens)]
+    params = SamplingParams(max_tokens=max_tokens, logprobs=0, ignore_eos=True)
     return [
-        Case(
-            f"{name}, {kind}",
-            prompt,
-            SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, logprobs=0, ignore_eos=True),
-        )
+        Case(f"{name}, {kind}", prompt, replace(params, temperature=temperature, seed=seed))
         for seed, (name, prompt) in enumerate(prompts.items())
         for kind, temperature in TEMPERATURES.items()
     ]
@@ -189,20 +183,16 @@ def as_chat(engine: Engine, text: str) -> Prompt:
 
 
 def questions(count: int) -> list[str]:
-    """The first word problems of the test split."""
     return [problem.question for problem in islice(problems("test", 0), count)]
 
 
 def _strangers(count: int, max_tokens: int) -> list[Case]:
     """Requests with other prompts and parameters, whose answers are not looked at."""
-    return [
-        Case(
-            "stranger",
-            question.partition(".")[0],
-            SamplingParams(temperature=nth % 3 / 2, seed=nth, max_tokens=max_tokens, ignore_eos=True),
-        )
-        for nth, question in enumerate(questions(count))
-    ]
+    found = []
+    for nth, question in enumerate(questions(count)):
+        params = SamplingParams(temperature=nth % 3 / 2, seed=nth, max_tokens=max_tokens, ignore_eos=True)
+        found.append(Case("stranger", question.partition(".")[0], params))
+    return found
 
 
 # -- the checks ------------------------------------------------------------------------------------------------
@@ -280,7 +270,6 @@ def _as_many_as_pay(engine: Engine, cases: Sequence[Case]) -> Outcome:
 
 
 def _with(run: Run, **params: Any) -> Run:
-    """The same by requests with other parameters."""
 
     def run_with(engine: Engine, cases: Sequence[Case]) -> Outcome:
         return run(engine, [replace(case, params=replace(case.params, **params)) for case in cases])
@@ -309,29 +298,12 @@ CHECKS = (
 """In this order; the first one's engine has also answered each case alone."""
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What the arguments of an engine depend on."""
-
-    draft_model: str | None
-    tight_bytes: int
-
-
-def _tight(needs: Needs) -> dict[str, Any]:
-    return {
-        "max_num_seqs": 2 * AT_ONCE,
-        "kv_cache_memory_bytes": needs.tight_bytes,
-        "enable_prefix_caching": False,
-    }
-
-
-ENGINES: Mapping[str, Callable[[Needs], dict[str, Any]]] = {
-    ROOMY: lambda needs: {"max_num_seqs": AT_ONCE},
-    CHUNKED: lambda needs: {"max_num_seqs": AT_ONCE, "max_num_batched_tokens": CHUNK},
-    TIGHT: _tight,
-    DRAFT_MODEL: lambda needs: _tight(needs) | {"depth": Speculative(needs.draft_model or "", DRAFTED)},
-}
-"""Engine -> its arguments beside those that all have."""
+def engine_arguments(name: str, draft_model: str | None, tight_bytes: int) -> dict[str, Any]:
+    """Those of an engine with those that all have."""
+    if name in (ROOMY, CHUNKED):
+        return {"max_num_seqs": AT_ONCE} | ({"max_num_batched_tokens": CHUNK} if name == CHUNKED else {})
+    tight = {"max_num_seqs": 2 * AT_ONCE, "kv_cache_memory_bytes": tight_bytes, "enable_prefix_caching": False}
+    return tight | ({"depth": Speculative(draft_model or "", DRAFTED)} if name == DRAFT_MODEL else {})
 
 
 def _tight_bytes(engine: Engine, answers: Sequence[Answer]) -> int:
@@ -364,16 +336,16 @@ def verify_equality(
     """
     length = min(ModelConfig.from_directory(model_directory(model)).default_length, MAX_MODEL_LEN)
     common = {"depth": FullDepth(), "max_model_len": length, "block_size": BLOCK, **arguments}
-    needs = Needs(draft_model, 0)
+    tight_bytes = 0
     found: EqualityReport | None = None
     cases: list[Case] = []
     for name, of_engine in groupby(checks_for(draft_model), key=lambda check: check.engine):
-        with Engine(model, **common | ENGINES[name](needs)) as engine:
+        with Engine(model, **common | engine_arguments(name, draft_model, tight_bytes)) as engine:
             if found is None:
                 cases = cases_of(engine, max_tokens)
                 answers = [Answer.of(*pair) for pair in zip(cases, alone(engine, cases), strict=True)]
                 found = EqualityReport(str(model), draft_model, _computed_by(engine), answers)
-                needs = Needs(draft_model, _tight_bytes(engine, answers))
+                tight_bytes = _tight_bytes(engine, answers)
                 done("alone")
             for check in of_engine:
                 found.results.append(_result(check, check.run(engine, cases), cases, found.answers))
@@ -384,8 +356,7 @@ def verify_equality(
 
 def _result(check: Check, outcome: Outcome, cases: Sequence[Case], wanted: Sequence[Answer]) -> Result:
     answers = [Answer.of(*pair) for pair in zip(cases, outcome.outputs, strict=True)]
-    differences: Iterator[str | None] = (one.difference(other) for one, other in zip(answers, wanted, strict=True))
-    difference = next(filter(None, differences), None)
+    difference = next(filter(None, map(Answer.difference, answers, wanted)), None)
     if difference is None and not outcome.happened:
         difference = "the situation did not occur, so nothing is proven"
     return Result(check.name, sum(len(answer.token_ids) for answer in answers), outcome.evidence, difference)
@@ -394,13 +365,11 @@ def _result(check: Check, outcome: Outcome, cases: Sequence[Case], wanted: Seque
 def _computed_by(engine: Engine) -> dict[str, str]:
     """What the bits depend on beside the model."""
     settings = engine.settings
-    dtypes = {
-        name: str(getattr(settings, name)).removeprefix("torch.") for name in ("dtype", "weight_dtype", "kv_dtype")
-    }
+    names = ("dtype", "weight_dtype", "kv_dtype")
     return {
         "d3engine": __version__,
         "torch": f"{torch.__version__} ({torch.backends.cpu.get_cpu_capability()})",  # it computes log-probabilities
         "executor": engine.stats().executor,
         "activations": settings.activations,
-        **dtypes,
+        **{name: str(getattr(settings, name)).removeprefix("torch.") for name in names},
     }

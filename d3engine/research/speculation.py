@@ -37,7 +37,6 @@ class Candidate:
 
     @property
     def drafter(self) -> str:
-        """What the table calls it."""
         return NONE if self.config is None else METHODS[self.config["method"]]
 
     @property
@@ -47,7 +46,6 @@ class Candidate:
 
     @property
     def policy(self) -> DepthPolicy:
-        """The policy of its requests."""
         return FullDepth() if self.config is None else policy_of_config(self.config)
 
 
@@ -86,7 +84,6 @@ class Measured:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all answers are those of no drafts."""
         return self.equal == self.answers
 
 
@@ -123,7 +120,6 @@ class TuneReport:
         return all(one.is_equal for one in (*self.candidates, self.after))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -205,12 +201,13 @@ class Asked:
     ) -> tuple[Measured, list[list[int]]]:
         """One pass over the prompts, and the tokens of the answers; `wanted` are those that they must be."""
         engine.reset_prefix_cache()
-        policy, found = candidate.policy, list[list[int]]()
+        found: list[list[int]] = []
+        params = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, depth=candidate.policy)
         before, begun = engine.stats(), time.perf_counter()
         for start in range(0, len(self.prompts), self.at_once):
             group = self.prompts[start : start + self.at_once]
-            params = [self._params(start + nth, policy) for nth in range(len(group))]
-            outputs = engine.generate(group, params, use_tqdm=False)
+            seeded = [replace(params, seed=start + nth) for nth in range(len(group))]
+            outputs = engine.generate(group, seeded, use_tqdm=False)
             found += [output.outputs[0].token_ids for output in outputs]
             done(candidate, len(group))
         seconds, after = time.perf_counter() - begun, engine.stats()
@@ -227,14 +224,8 @@ class Asked:
         )
         return measured, found
 
-    def _params(self, nth: int, policy: DepthPolicy) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature, seed=nth, max_tokens=self.max_tokens, top_p=1.0, depth=policy
-        )
-
 
 def _without_end(counts: Iterator[int]) -> tuple[int, ...]:
-    """The counts up to the last that is not 0."""
     found = list(counts)
     while found and not found[-1]:
         found.pop()

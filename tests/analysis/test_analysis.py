@@ -18,7 +18,7 @@ from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.depth import NEVER, LayerTable
 from d3engine.errors import InvalidValueError
 from d3engine.research.analysis.answers import Answered
-from d3engine.research.analysis.copying import Outcome, TailCopied, measure_copying
+from d3engine.research.analysis.copying import Grid, Outcome, TailCopied, measure_copying
 from d3engine.research.analysis.observer import Observer
 from d3engine.research.analysis.saturation import (
     AnswerSaturation,
@@ -253,7 +253,7 @@ def test_the_grid_asks_for_every_pair_and_for_full_depth_once() -> None:
         asked.append(policy)
         return Outcome(answers=20, right=10 * policy.layers, cut_off=policy.from_step)
 
-    result = measure_copying(outcome, "share", 9, [4, 5] * 9 + [9, 9], [1, 2], [1, 4])
+    result = measure_copying(outcome, Grid("share", 9, [4, 5] * 9 + [9, 9], [1, 2], [1, 4]))
     assert asked == [TailCopied(0, 1), TailCopied(1, 1), TailCopied(1, 4), TailCopied(2, 1), TailCopied(2, 4)]
     assert result.table().title == "share, 20 answers of at most 9 tokens"
     # Wilson's interval of 10 of 20 is known from tables. Step 4 yields the fifth token: 9 answers end before it.
@@ -284,7 +284,7 @@ def test_an_answer_that_ends_before_the_step_does_not_change(tiny_llama: MakeLla
         full = tokens(TailCopied(0, 1))
         steps = range(1, len(full) + 2)
         result = measure_copying(
-            lambda policy: Outcome(1, int(tokens(policy) == full), 1), "same", TOKENS, [len(full)], [3], steps
+            lambda policy: Outcome(1, int(tokens(policy) == full), 1), Grid("same", TOKENS, [len(full)], [3], steps)
         )
     reached = [result.reaching(step) == 1 for step in steps]
     assert reached == [step < len(full) for step in steps]

@@ -17,6 +17,7 @@ from d3engine.research.analysis.copying import (
     AGREEMENT,
     ENTRIES,
     KEPT,
+    Grid,
     OneStepCopied,
     Oracle,
     Outcome,
@@ -106,7 +107,7 @@ def test_full_depth_runs_once_and_each_pair_for_both_kinds() -> None:
         asked.append(policy)
         return Outcome(20, 20 - len(asked), 0)
 
-    found = measure_perturbing(outcome, "share", 9, [4, 5, 9], [1, 2], [1, 4])
+    found = measure_perturbing(outcome, Grid("share", 9, [4, 5, 9], [1, 2], [1, 4]))
     pairs = [(layers, step) for layers in (1, 2) for step in (1, 4)]
     assert asked == [FullDepth(), *(OneStepCopied(*pair, entries) for entries in ENTRIES for pair in pairs)]
     rows = found.table().rows
@@ -130,7 +131,7 @@ def test_the_oracles_table_counts_tokens_after_the_first(model: Any) -> None:
 
 @pytest.mark.parametrize(("measure", "again", "said"), [(AGREEMENT, 4, 0), (AGREEMENT, 3, 1), ("exact match", 3, 0)])
 def test_a_full_depth_that_does_not_agree_with_itself_is_told_of(measure: str, again: int, said: int) -> None:
-    result = measure_perturbing(lambda _: Outcome(4, again, 0), measure, 8, [8] * 4, [1], [2])
+    result = measure_perturbing(lambda _: Outcome(4, again, 0), Grid(measure, 8, [8] * 4, [1], [2]))
     notes = result.table().notes
     assert len(notes) == said
     assert all("only 75.0% of its answers again" in note for note in notes)

@@ -16,7 +16,9 @@ from d3engine.research.calibration.outcome import Outcome, outcome, reason
 from d3engine.research.calibration.report import as_dict, policy_file, write_policy_file
 from d3engine.research.calibration.scoring import Answers, Part, best_constant
 from d3engine.research.calibration.search import (
+    ALPHAS,
     FINALISTS,
+    STARTS,
     Calibration,
     Candidate,
     Fate,
@@ -56,10 +58,21 @@ class KnownScorer:
 
 
 def search(
-    scorer: KnownScorer, *, answers: int = 7000, certification: int = 500, loss: float = 0.03, relative: bool = False
+    scorer: KnownScorer,
+    starts: tuple[float, ...] = STARTS,
+    alphas: tuple[float, ...] = ALPHAS,
+    *,
+    answers: int = 7000,
+    certification: int = 500,
+    loss: float = 0.03,
+    relative: bool = False,
+    least_saving: float = 0.0,
 ) -> Calibration:
-    candidates, tolerance = make_candidates(scorer.num_layers, scorer.max_tokens), Tolerance(loss, relative)
-    return calibrate(scorer, candidates, plan_budget(len(candidates), answers, certification, tolerance), tolerance)
+    """What comes of a calibration of all settings, or of those of a grid of starts and alphas."""
+    candidates = make_candidates(scorer.num_layers, scorer.max_tokens, starts, alphas)
+    tolerance = Tolerance(loss, relative)
+    budget = plan_budget(len(candidates), answers, certification, tolerance)
+    return calibrate(scorer, candidates, budget, tolerance, least_saving=least_saving)
 
 
 def late_is_safe(policy: D3, part: Part) -> float:
@@ -84,9 +97,7 @@ def test_the_fastest_safe_setting_is_chosen() -> None:
 )
 def test_fastest_of_few_lossless_settings_is_chosen(starts: tuple[float, ...], alphas: tuple[float, ...]) -> None:
     """Of few settings that all lose nothing, the fastest is chosen."""
-    scorer = KnownScorer(lambda policy, part: 0.0, base=1.0)
-    candidates = make_candidates(scorer.num_layers, scorer.max_tokens, starts, alphas)
-    result = calibrate(scorer, candidates, plan_budget(len(candidates), 7000, 500, Tolerance(0.03)), Tolerance(0.03))
+    result = search(KnownScorer(lambda policy, part: 0.0, base=1.0), starts, alphas)
     fastest = min(result.trials, key=lambda trial: trial.screened.mean_layers)
     assert result.chosen == fastest.policy
 
@@ -98,23 +109,17 @@ def test_next_setting_is_taken_where_the_boldest_fail() -> None:
     def shown_late(policy: D3, part: Part) -> float:
         return 0.3 if part is not Part.SCREENING and policy.start < 0.5 else 0.0
 
-    scorer = KnownScorer(shown_late, base=1.0)
-    starts = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-    candidates = make_candidates(scorer.num_layers, scorer.max_tokens, starts, (0.9,))
-    result = calibrate(scorer, candidates, plan_budget(len(candidates), 7000, 500, Tolerance(0.03)), Tolerance(0.03))
+    result = search(KnownScorer(shown_late, base=1.0), (0.2, 0.3, 0.4, 0.5, 0.6, 0.7), (0.9,))
     assert [float(check.policy.start) for check in result.certificates] == [0.7, 0.5, 0.3]
     assert result.chosen == D3(0.9, 0.5)
 
 
 def test_a_setting_that_saves_too_little_is_not_worth_a_loss() -> None:
-    scorer = KnownScorer(late_is_safe)
-    candidates = make_candidates(scorer.num_layers, scorer.max_tokens, (0.6, 0.7), (0.8, 0.9999))
-    tolerance = Tolerance(0.03)
-    budget = plan_budget(len(candidates), 7000, 500, tolerance)
-    result = calibrate(scorer, candidates, budget, tolerance, least_saving=0.25)
+    grid = (0.6, 0.7), (0.8, 0.9999)
+    result = search(KnownScorer(late_is_safe), *grid, least_saving=0.25)
     assert result.chosen == D3(0.8, 0.7)
     assert [trial.fate for trial in result.trials].count(Fate.SLOW) >= 1
-    result = calibrate(scorer, candidates, budget, tolerance, least_saving=0.4)
+    result = search(KnownScorer(late_is_safe), *grid, least_saving=0.4)
     assert result.chosen is None
     assert "40 % of the layers saved" in reason(result)
 
@@ -283,6 +288,7 @@ def test_settings_that_run_the_same_layers_are_one() -> None:
         (D3(0.6, 0.7),),
         (D3(0.6, 0.2, tail=1), D3(0.6, 0.3, tail=1)),
     ]  # start 0.7 with tail 1, and any with tail 3, would skip nothing
+    assert all(candidate.policy == candidate.alike[0] for candidate in candidates)
     assert len(make_candidates(16, 64)) < len(make_candidates(16, 1024)) == 35
 
 
@@ -392,7 +398,3 @@ def test_parts_from_files_share_no_question(name: str, shots: int | None, tmp_pa
     assert not search & (both[0] | both[1]), "another seed certifies on what this one has searched on"
     with pytest.raises(InvalidValueError, match=r"--budget, --limit must be .*; got '41 to search, 8 to certify'"):
         task.parts(screening=41, certification=8)
-
-
-def test_a_candidate_is_named_by_the_first_of_its_kind() -> None:
-    assert Candidate(D3(0.9, 0.2), (D3(0.9, 0.2), D3(0.9, 0.3))) in make_candidates(3, 8, (0.2, 0.3), (0.9,))

@@ -11,7 +11,8 @@ from invoking import invoke
 from d3engine import DraftAndVerify, Engine, FullDepth, SamplingParams
 from d3engine.depth.policy import policy_from_dict
 from d3engine.errors import InvalidValueError, install_command
-from d3engine.research.calibration.draft_search import Drafted, EngineDraftScorer, best_draft, search_draft
+from d3engine.research.calibration import draft_search
+from d3engine.research.calibration.draft_search import Drafted, best_draft, score_draft, search_draft
 from d3engine.research.evaluation.accuracy import shape_of
 
 pytest.importorskip("optuna", reason="needs the extra draft")
@@ -23,10 +24,9 @@ class Known:
 
     attention: set[int]
     mlp: set[int]
-    num_layers: int = 5
     asked: list[DraftAndVerify] = field(default_factory=list)
 
-    def score(self, policy: DraftAndVerify) -> Drafted:
+    def __call__(self, policy: DraftAndVerify) -> Drafted:
         self.asked.append(policy)
         good = len(self.attention & set(policy.skip_attention)) + len(self.mlp & set(policy.skip_mlp))
         bad = len(policy.skip_attention) + len(policy.skip_mlp) - good
@@ -36,16 +36,16 @@ class Known:
 def test_search_is_close_to_the_best_and_never_repeats() -> None:
     """The search finds a setting close to the best, and never tries one twice."""
     known = Known({0, 3}, {2})
-    tried = search_draft(known, 120, seed=1)
+    tried = search_draft(known, 5, 120, seed=1)
     assert len(known.asked) == len(set(known.asked)) == len(tried) < 120
     assert max(found.gain for found in tried[:5]) < best_draft(tried).gain
     assert best_draft(tried).gain >= 1.2  # of 1.3
-    again = [found.policy for found in search_draft(Known({0, 3}, {2}), 20, seed=1)]
+    again = [found.policy for found in search_draft(Known({0, 3}, {2}), 5, 20, seed=1)]
     assert again == known.asked[: len(again)]
 
 
 def test_by_the_clock_it_looks_for_tokens_in_a_second() -> None:
-    tried = search_draft(Known({1}, {2}), 8, by_clock=True)
+    tried = search_draft(Known({1}, {2}), 5, 8, by_clock=True)
     assert best_draft(tried, by_clock=True).tokens_per_second == max(10 / found.seconds for found in tried)
 
 
@@ -55,7 +55,7 @@ def test_gain_is_full_depth_weights_over_weights_read() -> None:
     with Engine("demo", depth=FullDepth(), device="cpu") as engine:
         prompts = ["Question: Tom has 5 pens. Tom finds 3. How many pens does Tom have now?\nAnswer:"] * 2
         policy, params = DraftAndVerify([13, 14], [14], 4, 0.0, None), SamplingParams(temperature=0, max_tokens=20)
-        found = EngineDraftScorer(engine, prompts, params).score(policy)
+        found = score_draft(engine, prompts, params, policy)
         engine.reset_prefix_cache()
         before = engine.scheduler.counters.steps
         drafted = 0
@@ -92,9 +92,10 @@ def test_the_command_writes_a_draft_that_the_engine_then_takes(tmp_path: Path) -
 
 def test_with_chat_the_prompts_are_those_of_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    init = EngineDraftScorer.__init__
     monkeypatch.setattr(
-        EngineDraftScorer, "__init__", lambda one, *given: (asked.extend(given[1]), init(one, *given))[1]
+        draft_search,
+        "score_draft",
+        lambda engine, prompts, *given: (asked.extend(prompts), score_draft(engine, prompts, *given))[1],
     )
     (tmp_path / "gsm8k").mkdir()
     lines = [json.dumps({"question": f"What is {n} + 1?", "answer": f"It is.\n#### {n + 1}"}) for n in range(40)]
@@ -104,7 +105,7 @@ def test_with_chat_the_prompts_are_those_of_the_chat_template(tmp_path: Path, mo
     small = ("--limit", "2", "--max-tokens", "8", "--device", "cpu", "--out", str(tmp_path / "d3.json"))
     result = run("demo", "--draft", "2", *task, *small)
     assert result.exit_code in (0, 3), result.output
-    assert len(asked) == 4
+    assert len(asked) >= 4, "two to search by, and two fresh ones"
     assert all(isinstance(prompt, dict) for prompt in asked)
 
 
@@ -126,7 +127,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, arguments: list[str], me
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ImportError) as raised:
-        search_draft(Known({1}, set()), 3)
+        search_draft(Known({1}, set()), 5, 3)
     assert install_command("draft") in str(raised.value)
     with pytest.raises(InvalidValueError, match="trials must be an integer of at least 1; got 0"):
-        search_draft(Known({1}, set()), 0)
+        search_draft(Known({1}, set()), 5, 0)

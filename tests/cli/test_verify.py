@@ -12,7 +12,7 @@ from invoking import invoke, refused, report_of
 from d3engine import Engine
 from d3engine.request.outputs import RequestOutput
 from d3engine.research import equality
-from d3engine.research.equality import CHECKS, CHUNK, CHUNKED, DRAFT_MODEL, ENGINES, TIGHT, Answer
+from d3engine.research.equality import CHECKS, CHUNK, CHUNKED, DRAFT_MODEL, TIGHT, Answer
 
 ROWS = [check.name for check in CHECKS if check.engine != DRAFT_MODEL]
 FEW = ["--max-tokens", "17", "--threads", "1"]
@@ -105,8 +105,7 @@ def test_verify_finds_a_token_that_a_batch_changes(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_situation_that_does_not_occur_is_no_equality(monkeypatch: pytest.MonkeyPatch, native_library: None) -> None:
-    roomy = dict.fromkeys(ENGINES, lambda needs: {"max_num_seqs": 16})
-    monkeypatch.setattr(equality, "ENGINES", roomy)
+    monkeypatch.setattr(equality, "engine_arguments", lambda *needs: {"max_num_seqs": 16})
     monkeypatch.setattr(equality, "CHECKS", [CHECKS[0], *(one for one in CHECKS if one.engine in (CHUNKED, TIGHT))])
     code, found = verified()
     assert code == 1

@@ -19,7 +19,6 @@ from d3engine.research.evaluation.accuracy import (
     take_problems,
     wilson_interval,
 )
-from d3engine.research.evaluation.word_problems import split_of
 from d3engine.research.evaluation.work import Work
 
 
@@ -114,17 +113,6 @@ def test_a_comparison_counts_problem_by_problem() -> None:
 def test_scores_of_different_problems_are_not_compared() -> None:
     with pytest.raises(InvalidValueError, match="scores"):
         compare(score("11"), score("111"))
-
-
-def test_problems_of_a_split_differ_and_are_the_same_each_time() -> None:
-    """The problems of one split are different, and the same every time."""
-    problems = take_problems("validation", seed=3, limit=40)
-    questions = [problem.question for problem in problems]
-    assert len(set(questions)) == 40
-    assert {split_of(question) for question in questions} == {"validation"}
-    assert problems == take_problems("validation", seed=3, limit=40)
-    assert problems[:10] == take_problems("validation", seed=3, limit=10)
-    assert problems[:10] != take_problems("validation", seed=4, limit=10)
 
 
 def test_a_measurement_says_what_the_engine_did() -> None:

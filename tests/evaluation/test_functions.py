@@ -31,7 +31,6 @@ from d3engine.research.evaluation.functions import (
     all_functions,
     code_in,
     load_functions,
-    up_to_end,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose kernel confines the child")
@@ -107,6 +106,7 @@ def test_functions_solutions_are_right_and_changed_ones_wrong() -> None:
         ('def f(x):\n    """One\ntwo\n"""\n    return 1\nf(1)', 'def f(x):\n    """One\ntwo\n"""\n    return 1'),
         ("def f(\n    x,\n):\n    return 1\n\n# Example\nf(1)", "def f(\n    x,\n):\n    return 1\n\n# Example"),
         ("def f(x):\n    return (1", "def f(x):\n    return (1"),
+        ("def f(x):\n    return '\\d'\nf(1)", "def f(x):\n    return '\\d'"),  # the parser's warning is no error
         ("def fun(x):\n    return 1", None),
         ("class A:\n    def f(self, x):\n        return 1", None),
         ("I cannot do that.", None),
@@ -174,8 +174,3 @@ def test_functions_are_refused_where_nothing_confines_code(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(sandbox.SandboxError, match="needs Linux"):
         load_functions(split="test", shots=0)
-
-
-def test_functions_end_is_found_despite_invalid_escapes() -> None:
-    """A warning of the parser is no error, and no line of a report."""
-    assert up_to_end("def f(x):\n    return '\\d'\nf(1)", "f") == "def f(x):\n    return '\\d'"

@@ -106,7 +106,7 @@ def reference_answers(
         kept = ids[:max_tokens]
         prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         logprobs = _logprobs(observer, prompt_ids, kept)
-        shown = prompt if isinstance(prompt, str) else _text(engine, prompt_ids)
+        shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt_ids)
         depths, words = [num_layers] * len(kept), tokenizer.decode(kept)
         found.append(Answered(shown, prompt_ids, kept, logprobs, depths, words, len(ids) > max_tokens))
         progress()
@@ -140,12 +140,7 @@ def answer(
         assert best.logprobs is not None
         logprobs = [known[token].logprob for token, known in zip(best.token_ids, best.logprobs, strict=True)]
         cut_off = best.finish_reason == "length"
-        shown = prompt if isinstance(prompt, str) else _text(engine, output.prompt_token_ids)
-        found.append(
-            Answered(shown, output.prompt_token_ids, best.token_ids, logprobs, best.depths, best.text, cut_off)
-        )
+        ids, tokenizer = output.prompt_token_ids, engine.tokenizer
+        shown = prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(ids)
+        found.append(Answered(shown, ids, best.token_ids, logprobs, best.depths, best.text, cut_off))
     return found
-
-
-def _text(engine: Engine, token_ids: list[int]) -> str:
-    return engine.tokenizer.decode(token_ids) if engine.tokenizer is not None else ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -71,35 +72,43 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Copying:
-    """`outcomes[k][t]`: what came out with the tail `layers[k]` copied from step `steps[t]` on; `full` at full depth.
+class Grid:
+    """What is tried: each number of last layers with each step, on the same answers.
 
     `measure` says what counts as right, `lengths` has the tokens of each answer at full depth, `max_tokens` at most.
     """
 
     measure: str
     max_tokens: int
-    lengths: tuple[int, ...]
-    layers: tuple[int, ...]
-    steps: tuple[int, ...]
-    outcomes: list[list[Outcome]]
-    full: Outcome
+    lengths: Sequence[int]
+    layers: Sequence[int]
+    steps: Sequence[int]
 
     def reaching(self, step: int) -> int:
         """How many answers reach a step. Up to it an answer is that of full depth, whatever is copied from it on."""
         return sum(length > step for length in self.lengths)
 
+
+@dataclass(frozen=True)
+class Copying(Grid):
+    """`outcomes[k][t]`: what came out with the tail `layers[k]` copied from `steps[t]` on; `full` at full depth."""
+
+    outcomes: list[list[Outcome]]
+    full: Outcome
+
     def table(self) -> Table:
-        """A row for full depth, then one for each number of layers and each step."""
         header = ("layers copied", "from step", "right", "95 % interval", "answers that reach the step", "cut off")
         rows = [("0 (full depth)", "-", *_cells(self.full), "-", f"{self.full.cut_off}")]
         for layers, outcomes in zip(self.layers, self.outcomes, strict=True):
             for step, outcome in zip(self.steps, outcomes, strict=True):
                 reaching = f"{self.reaching(step)}"
                 rows.append((f"{layers}", f"{step}", *_cells(outcome), reaching, f"{outcome.cut_off}"))
+        return Table(self.title, header, rows, self.notes)
+
+    @property
+    def title(self) -> str:
         most = counted(self.max_tokens, "token")
-        title = f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}"
-        return Table(title, header, rows, self.notes)
+        return f"{self.measure}, {counted(len(self.lengths), 'answer')} of at most {most}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -135,34 +144,30 @@ def _cells(outcome: Outcome) -> tuple[str, str]:
     return f"{outcome.share:.1%}", f"{outcome.interval.low:.1%} to {outcome.interval.high:.1%}"
 
 
-Policy = TypeVar("Policy", bound=DepthPolicy)
+def _measure(
+    outcome: Callable[[Any], Outcome],
+    full_depth: DepthPolicy,
+    kinds: Sequence[Callable[[int, int], DepthPolicy]],
+    grid: Grid,
+    progress: Callable[[], None],
+) -> list[Copying]:
+    """For each kind of policy the `outcome` of every pair of layers and steps; that of full depth is asked for once."""
 
-
-def _reported(outcome: Callable[[Policy], Outcome], progress: Callable[[], None]) -> Callable[[Policy], Outcome]:
-    """The same, of which `progress` hears."""
-
-    def ask(policy: Policy) -> Outcome:
+    def ask(policy: DepthPolicy) -> Outcome:
         found = outcome(policy)
         progress()
         return found
 
-    return ask
+    full = ask(full_depth)
+    outcomes = [[[ask(kind(count, step)) for step in grid.steps] for count in grid.layers] for kind in kinds]
+    return [Copying(**vars(grid), outcomes=found, full=full) for found in outcomes]
 
 
 def measure_copying(
-    outcome: Callable[[TailCopied], Outcome],
-    measure: str,
-    max_tokens: int,
-    lengths: Sequence[int],
-    layers: Sequence[int],
-    steps: Sequence[int],
-    progress: Callable[[], None] = lambda: None,
+    outcome: Callable[[TailCopied], Outcome], grid: Grid, progress: Callable[[], None] = lambda: None
 ) -> Copying:
     """Ask for the `outcome` of every pair of layers and steps, and once of full depth; `progress` hears of each."""
-    ask = _reported(outcome, progress)
-    full = ask(TailCopied(0, 1))
-    outcomes = [[ask(TailCopied(count, step)) for step in steps] for count in layers]
-    return Copying(measure, max_tokens, tuple(lengths), tuple(layers), tuple(steps), outcomes, full)
+    return _measure(outcome, TailCopied(0, 1), [TailCopied], grid, progress)[0]
 
 
 ENTRIES: dict[str, OnSkip] = {"copied": "copy", "recomputed": "project"}
@@ -199,7 +204,6 @@ class Perturbing:
     grids: dict[str, Copying]
 
     def table(self) -> Table:
-        """A row for full depth, then one for each number of layers and each step."""
         one = next(iter(self.grids.values()))
         columns = [column for entries in self.grids for column in (f"right, {entries}", "95 % interval")]
         header = ("layers copied", "at step", *columns, "answers that reach the step")
@@ -208,9 +212,7 @@ class Perturbing:
             for place, step in enumerate(one.steps):
                 cells = [cell for grid in self.grids.values() for cell in _cells(grid.outcomes[nth][place])]
                 rows.append((f"{layers}", f"{step}", *cells, f"{one.reaching(step)}"))
-        most = counted(one.max_tokens, "token")
-        title = f"One step perturbed: {one.measure}, {counted(len(one.lengths), 'answer')} of at most {most}"
-        return Table(title, header, rows, one.notes)
+        return Table(f"One step perturbed: {one.title}", header, rows, one.notes)
 
     def as_dict(self) -> dict[str, Any]:
         """Each grid under its name; shares are from 0 to 1."""
@@ -218,23 +220,11 @@ class Perturbing:
 
 
 def measure_perturbing(
-    outcome: Callable[[DepthPolicy], Outcome],
-    measure: str,
-    max_tokens: int,
-    lengths: Sequence[int],
-    layers: Sequence[int],
-    steps: Sequence[int],
-    progress: Callable[[], None] = lambda: None,
+    outcome: Callable[[DepthPolicy], Outcome], grid: Grid, progress: Callable[[], None] = lambda: None
 ) -> Perturbing:
-    """Ask for the `outcome` of every pair of layers and steps, with copied and with recomputed entries, and once of
-    full depth; `progress` hears of each."""
-    ask = _reported(outcome, progress)
-    full = ask(FullDepth())
-    grids = {}
-    for entries in ENTRIES:
-        outcomes = [[ask(OneStepCopied(count, step, entries)) for step in steps] for count in layers]
-        grids[entries] = Copying(measure, max_tokens, tuple(lengths), tuple(layers), tuple(steps), outcomes, full)
-    return Perturbing(grids)
+    """As `measure_copying`, of single steps, with copied and with recomputed entries."""
+    kinds = [partial(OneStepCopied, entries=entries) for entries in ENTRIES]
+    return Perturbing(dict(zip(ENTRIES, _measure(outcome, FullDepth(), kinds, grid, progress), strict=True)))
 
 
 KEPT = "kept"
@@ -308,11 +298,8 @@ def ask_oracle(
     Right is what `questions` say; without them, an answer that is full depth's.
     """
 
-    def text(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens)
-
     def is_over(tokens: list[int]) -> bool:
-        return tokens[-1] in observer.config.eos_token_ids or any(one in text(tokens) for one in stop)
+        return tokens[-1] in observer.config.eos_token_ids or any(one in tokenizer.decode(tokens) for one in stop)
 
     answers: dict[str, list[OracleAnswer]] = {entries: [] for entries in (KEPT, *ENTRIES)}
     right: dict[str, list[bool]] = {entries: [] for entries in answers}
@@ -322,7 +309,7 @@ def ask_oracle(
             if questions is None:
                 is_right = found[-1].token_ids == one.token_ids
             else:
-                is_right = questions[number].is_right(_cut(text(found[-1].token_ids), stop))
+                is_right = questions[number].is_right(_cut(tokenizer.decode(found[-1].token_ids), stop))
             right[entries].append(is_right)
     measure = AGREEMENT if questions is None else "exact match"
     return Oracle(measure, observer.config.num_layers, answers, right)
@@ -372,7 +359,6 @@ class Oracle:
         return [value for answer in self.answers[name] for value in getattr(answer, field)[1:]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Every token."""
         return {
             "measure": self.measure,
             "num_layers": self.num_layers,

@@ -16,7 +16,7 @@ import torch
 from d3engine.depth import Schedule
 from d3engine.errors import require
 from d3engine.research.analysis.answers import Answered, same_beginning
-from d3engine.research.analysis.layers import Mean, compared, mean_of_clusters
+from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_over
 from d3engine.research.analysis.observer import Observer
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.analysis.saturation import settled_after
@@ -76,8 +76,6 @@ def kind_of(text: str) -> Kind:
     return Kind.PUNCTUATION if seen.isprintable() else Kind.OTHER
 
 
-FloatArray = npt.NDArray[np.float64]
-
 SIDES = {"yielded": "that the step yields", "fed": "that the step is fed with"}
 """Whether steps are gathered by the token that they yield or by the one that they are fed with."""
 
@@ -112,7 +110,6 @@ class ByKind:
     parted: Counter[str] | None = field(default=None)
 
     def kinds(self, side: str) -> list[Kind]:
-        """Those that occur."""
         found = {str(kind) for text in self.texts for kind in getattr(text, side)}
         return [kind for kind in Kind if kind.value in found]
 
@@ -125,23 +122,23 @@ class ByKind:
 
     def mean(self, side: str, kind: Kind | None, measure: str) -> Mean:
         """Over steps, with its interval over texts."""
-        values = self.values(side, kind, measure)
-        return mean_of_clusters(np.array([one.sum() for one in values]), np.array([len(one) for one in values]))
+        return mean_over(self.values(side, kind, measure))
 
     def table(self, side: str = "yielded") -> Table:
-        """A row for each kind, and one for all."""
         rows = [self._row(side, kind) for kind in (*self.kinds(side), None)]
         title = f"By the kind of the token {SIDES[side]}, {counted(len(self.texts), 'text')}: {self.policy}"
-        last = ("answers part",) if self._has_parted(side) else ()
+        last = ("answers part",) if self._parted(side) is not None else ()
         return Table(title, (*_HEADER, *last), rows)
 
-    def _has_parted(self, side: str) -> bool:
-        return self.parted is not None and side == "yielded"
+    def _parted(self, side: str) -> Counter[str] | None:
+        return self.parted if side == "yielded" else None
 
     def _row(self, side: str, kind: Kind | None) -> tuple[str, ...]:
         layers = np.concatenate(self.values(side, kind, "layers"))
         surprise, kl, extra, agrees = (self.mean(side, kind, one) for one in ("surprise", "kl", "extra", "agrees"))
-        cells = (
+        parted = self._parted(side)
+        last = () if parted is None else (f"{parted.total() if kind is None else parted[kind.value]}",)
+        return (
             "all" if kind is None else kind.value,
             f"{len(layers)}",
             f"{layers.mean():.2f}",
@@ -150,14 +147,10 @@ class ByKind:
             f"{kl.value:.3g} +- {kl.arm:.2g}",
             f"{100 * (np.exp(extra.value) - 1):+.3g}%",
             f"{agrees.value:.1%}",
+            *last,
         )
-        if not self._has_parted(side):
-            return cells
-        assert self.parted is not None
-        return *cells, f"{self.parted.total() if kind is None else self.parted[kind.value]}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Both tables."""
         return {
             "num_layers": self.num_layers,
             "policy": self.policy,
@@ -175,7 +168,7 @@ class ByKind:
             "layers_until_settled": float(layers.mean()),
             "perplexity": float(np.exp(surprise.value)),
             "kl_nats": kl.value,
-            "kl_nats_arm_95": None if np.isnan(kl.arm) else kl.arm,
+            "kl_nats_arm_95": kl.known_arm,
             "perplexity_ratio": float(np.exp(extra.value)),
             "same_first_choice": agrees.value,
         }

@@ -3,7 +3,7 @@ in a given text from some step on as D3 skips them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
 from statistics import NormalDist
@@ -31,6 +31,16 @@ class Mean:
     value: float
     arm: float
 
+    @property
+    def known_arm(self) -> float | None:
+        """The arm for machines; None where it is NaN."""
+        return None if isnan(self.arm) else self.arm
+
+    @property
+    def interval(self) -> str:
+        """ "90.1% to 92.3%", of a share."""
+        return f"{self.value - self.arm:.1%} to {self.value + self.arm:.1%}"
+
 
 @dataclass(frozen=True)
 class LayerLoss:
@@ -57,7 +67,7 @@ class LayerLoss:
         return mean_of_clusters(sums, counts)
 
     def means(self, measure: str, step: int) -> FloatArray:
-        """Float64 [W, L]: the mean for every window, NaN where it does not fit or no text reaches the step."""
+        """Float64 [W, L]: the mean for every window, NaN where it does not fit."""
         found = np.full((len(self.widths), self.num_layers), np.nan)
         for place, width in enumerate(self.widths):
             for first in self.firsts(width):
@@ -73,10 +83,6 @@ class LayerLoss:
         means = self.means("kl", step)[self.widths.index(width)]
         return min(self.firsts(width), key=lambda first: float(means[first]))
 
-    def reaches(self, step: int) -> bool:
-        """Whether a text is as long as that."""
-        return any(text.shape[-1] > step for text in self.texts)
-
     @property
     def longest(self) -> int:
         return max(len(text[0, 0, 0, 0]) for text in self.texts)
@@ -86,19 +92,14 @@ class LayerLoss:
         rows = []
         for step in self.from_steps:
             for place, width in enumerate(self.widths):
-                if not self.reaches(step):
-                    continue
                 first = self.cheapest(step, width)
                 median = float(np.nanmedian(self.means("kl", step)[place]))
                 cells = self._cells(step, width, first)
                 rows.append((f"{step}", f"{width}", _window(first, width), *cells, f"{median:.3f}"))
         header = ("from step", "skipped", "cheapest", *_HEADER, "KL, median window")
         tokens = sum(text.shape[-1] - 1 for text in self.texts)
-        title = (
-            f"Loss of the next token by layers skipped, {counted(len(self.texts), 'text')}, "
-            f"{tokens} tokens after the first of each"
-        )
-        return Table(title, header, rows)
+        texts = f"{counted(len(self.texts), 'text')}, {tokens} tokens after the first of each"
+        return Table(f"Loss of the next token by layers skipped, {texts}", header, rows)
 
     def position_table(self) -> Table:
         """The cheapest windows of the first step, and those windows begun at later steps, by generation step."""
@@ -108,7 +109,7 @@ class LayerLoss:
             first = self.cheapest(early, width)
             for group in step_groups(self.longest):
                 for step in self.from_steps:
-                    if step <= group.start and self.reaches(step):
+                    if step <= group.start:
                         cells = self._cells(step, width, first, group)
                         rows.append((_window(first, width), steps_in_words(group), f"{step}", *cells))
         title = "The same windows by place in the text; a smaller step means that earlier tokens were skipped too"
@@ -116,14 +117,10 @@ class LayerLoss:
 
     def _cells(self, step: int, width: int, first: int, among: range | None = None) -> tuple[str, str, str]:
         kl, extra, agrees = (self.mean(measure, step, width, first, among) for measure in MEASURES)
-        return (
-            f"{kl.value:.3f} +- {kl.arm:.3f}",
-            f"{100 * (np.exp(extra.value) - 1):+.1f}%",
-            f"{agrees.value:.1%}",
-        )
+        more = f"{100 * (np.exp(extra.value) - 1):+.1f}%"
+        return f"{kl.value:.3f} +- {kl.arm:.3f}", more, f"{agrees.value:.1%}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Every window: its means, and those of the groups of steps."""
         return {
             "num_layers": self.num_layers,
             "texts": len(self.texts),
@@ -131,7 +128,6 @@ class LayerLoss:
             "windows": [
                 self._window_as_dict(step, width, first)
                 for step in self.from_steps
-                if self.reaches(step)
                 for width in self.widths
                 for first in self.firsts(width)
             ],
@@ -243,6 +239,12 @@ def mean_of_clusters(sums: FloatArray, counts: npt.NDArray[np.int64]) -> Mean:
     return Mean(value, NormalDist().inv_cdf(0.975) * error)
 
 
+def mean_over(texts: Iterable[FloatArray]) -> Mean:
+    """As `mean_of_clusters`, of one value for each token of each text."""
+    values = list(texts)
+    return mean_of_clusters(np.array([one.sum() for one in values]), np.array([one.size for one in values]))
+
+
 def _window(first: int, width: int) -> str:
     """ "24", or "24-26"."""
     return f"{first}" if width == 1 else f"{first}-{first + width - 1}"
@@ -255,14 +257,13 @@ LATE = 32
 
 def mean_at(texts: Sequence[FloatArray], group: range) -> Mean:
     """Over the tokens of these generation steps, one value each in `texts`; with the interval over texts."""
-    parts = [text[group.start : group.stop] for text in texts]
-    return mean_of_clusters(np.array([part.sum() for part in parts]), np.array([len(part) for part in parts]))
+    return mean_over(text[group.start : group.stop] for text in texts)
 
 
 def late_less_early(texts: Sequence[FloatArray]) -> tuple[int, Mean]:
     """How many texts reach the late steps, and the mean over these of late less early; NaN where there is none."""
     differences = [text[LATE:].mean() - text[EARLY.start : EARLY.stop].mean() for text in texts if len(text) > LATE]
-    return len(differences), mean_of_clusters(np.array(differences), np.ones(len(differences), dtype=np.int64))
+    return len(differences), mean_over(np.array([one]) for one in differences)
 
 
 def in_words(texts: Sequence[FloatArray], unit: str) -> tuple[str, ...]:
@@ -280,8 +281,7 @@ def in_words(texts: Sequence[FloatArray], unit: str) -> tuple[str, ...]:
 def as_dict(texts: Sequence[FloatArray]) -> dict[str, Any]:
     """The comparison for machines; what is not known is None."""
     count, mean = late_less_early(texts)
-    value, arm = (None if isnan(one) else one for one in (mean.value, mean.arm))
-    return {"texts": count, "value": value, "arm_95": arm}
+    return {"texts": count, "value": None if isnan(mean.value) else mean.value, "arm_95": mean.known_arm}
 
 
 def groups_as_dict(texts: Sequence[FloatArray]) -> list[dict[str, Any]]:
@@ -289,8 +289,7 @@ def groups_as_dict(texts: Sequence[FloatArray]) -> list[dict[str, Any]]:
     found = []
     for group in step_groups(max(map(len, texts))):
         mean = mean_at(texts, group)
-        arm = None if isnan(mean.arm) else mean.arm
-        found.append({"steps": steps_in_words(group), "mean": mean.value, "arm_95": arm})
+        found.append({"steps": steps_in_words(group), "mean": mean.value, "arm_95": mean.known_arm})
     return found
 
 

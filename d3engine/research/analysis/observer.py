@@ -36,8 +36,7 @@ class Observer:
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self.config = config
         self.weights = weights
-        self._device = weights.device
-        self._scale = config.attention_scale
+        self.device = weights.device
 
     @torch.inference_mode()
     def layers(
@@ -53,17 +52,16 @@ class Observer:
         require(schedule is None or schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
         has_bridges = schedule is not None and schedule.bridges is not None
         require(not has_bridges, "bridges", schedule and schedule.bridges, "absent, since skipped layers are observed")
-        positions = torch.arange(len(token_ids), device=self._device)
-        rope = Rope(self.config, len(token_ids), self._device)
-        lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
-        rotations = rope.of_layers(rope.rotations(positions, lengths))
         hidden = self.embedded(token_ids)
+        rotations = rotations_of(self.config, hidden.shape[0], prompt_length, self.device)
         for layer in range(self.config.num_layers):
             rows = len(token_ids)
             if schedule is not None:  # generation step s is fed at position prompt_length - 1 + s, and runs below it
                 rows = min(rows, prompt_length - 1 + int(schedule.cutoffs[layer]))
             before = hidden.clone()
-            self._attention(layer, hidden[:rows], rotations[layer][:rows], self.new_pool(rows))
+            pool = self.new_pool(rows)
+            queries = self.write_entries(layer, hidden[:rows], rotations[layer][:rows], pool, 0)
+            self._add_attention(layer, hidden[:rows], queries, pool, 0)
             after_attention = hidden.clone()
             self._mlp(layer, hidden[:rows])
             yield LayerStates(layer, rows, before, after_attention, hidden.clone())
@@ -78,25 +76,20 @@ class Observer:
 
     # -- the parts of a pass, over entries that the caller keeps -------------------------------------------------------
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """The residual stream [T, H] before the first layer."""
-        places = torch.tensor(token_ids, device=self._device)
+        places = torch.tensor(token_ids, device=self.device)
         return scaled_embedding_(looked_up(self.weights.embedding, places, self.weights.dtype), self.config)
 
     def new_pool(self, length: int) -> Tensor:
         """Room for the keys and values of `length` positions of one layer, [1, 2, length, kv heads, head dim]."""
         config = self.config
         shape = (1, 2, length, config.num_kv_heads, config.head_dim)
-        return torch.zeros(shape, dtype=self.weights.dtype, device=self._device)
+        return torch.zeros(shape, dtype=self.weights.dtype, device=self.device)
 
     def run_layer(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int = 0) -> None:
         """Let a layer work on `hidden` [T, H], the tokens at positions `first` and after, with the entries before."""
-        self._attention(layer, hidden, rotations, pool, first)
-        self._mlp(layer, hidden)
+        self.attend(layer, hidden, self.write_entries(layer, hidden, rotations, pool, first), pool, first)
 
     def write_entries(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int) -> Tensor:
         """Write the layer's keys and values of `hidden` [T, H] at positions `first` and after; returns the queries."""
@@ -121,18 +114,12 @@ class Observer:
         self._add_attention(layer, hidden, queries, pool, first)
         self._mlp(layer, hidden)
 
-    def _attention(self, layer: int, hidden: Tensor, rotations: Tensor, pool: Tensor, first: int = 0) -> None:
-        """Add a layer's causal attention to `hidden` [T, H]."""
-        queries = self.write_entries(layer, hidden, rotations, pool, first)
-        self._add_attention(layer, hidden, queries, pool, first)
-
     def _add_attention(self, layer: int, hidden: Tensor, queries: Tensor, pool: Tensor, first: int) -> None:
-        weights, rows = self.weights.layers[layer], hidden.shape[0]
+        weights, config, rows = self.weights.layers[layer], self.config, hidden.shape[0]
         table = torch.zeros(1, 1, 1, dtype=torch.int64, device=hidden.device)
         (inputs,) = reference.attention_inputs([0, rows], [first + rows], table)
-        window = self.config.windows[layer] or NO_WINDOW
-        cap = self.config.soft_caps.attention
-        attended = reference.paged_attention(queries, pool, inputs, self._scale, window=window, cap=cap)
+        window, cap = config.windows[layer] or NO_WINDOW, config.soft_caps.attention
+        attended = reference.paged_attention(queries, pool, inputs, config.attention_scale, window=window, cap=cap)
         self._add(attended, weights.output, weights.output_bias, weights.attention_post_norm, hidden)
 
     def _mlp(self, layer: int, hidden: Tensor) -> None:
@@ -148,6 +135,16 @@ class Observer:
         reference.linear_residual(x, weight, bias, product)
         if post_norm is not None:
             reference.add_norm(product, post_norm, self.config.rms_norm_eps, hidden)
+
+
+def rotations_of(config: ModelConfig, length: int, prompt_length: int, device: torch.device) -> list[Tensor]:
+    """By layer, those of the positions of a text; a rope may depend on the length of its prompt."""
+    return _rotations(Rope(config, length, device), torch.arange(length, device=device), prompt_length)
+
+
+def _rotations(rope: Rope, positions: Tensor, prompt_length: int) -> list[Tensor]:
+    lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
+    return rope.of_layers(rope.rotations(positions, lengths))
 
 
 class CachedPass:
@@ -171,8 +168,7 @@ class CachedPass:
     def feed(self, token_ids: Sequence[int]) -> list[Tensor]:
         """The residual stream [T, H] of the next T tokens after each layer."""
         observer = self._observer
-        positions = torch.arange(self._length, self._length + len(token_ids), device=observer.device)
-        hidden, rotations = observer.embedded(token_ids), self._rotations(positions)
+        hidden, rotations = observer.embedded(token_ids), self._rotations(self._length, len(token_ids))
         states = []
         for layer, pool in enumerate(self._pools):
             observer.run_layer(layer, hidden, rotations[layer], pool, self._length)
@@ -187,7 +183,7 @@ class CachedPass:
         Returns what leaves the last layer. Their entries in these layers are overwritten; those of the layers below,
         and of positions before `first`, stay as they are.
         """
-        rotations = self._rotations(torch.arange(first, first + hidden.shape[0], device=hidden.device))
+        rotations = self._rotations(first, hidden.shape[0])
         for above in range(layer, self.num_layers):
             self._observer.run_layer(above, hidden, rotations[above], self._pools[above], first)
         return hidden
@@ -199,10 +195,9 @@ class CachedPass:
     @torch.inference_mode()
     def project_newest(self, layer: int, hidden: Tensor) -> None:
         """Let the newest token's entry of `layer` be what its state `hidden` [1, H] gives there."""
-        position = torch.tensor([self._length - 1], device=hidden.device)
-        rotations = self._rotations(position)[layer]
-        self._observer.write_entries(layer, hidden, rotations, self._pools[layer], self._length - 1)
+        newest = self._length - 1
+        self._observer.write_entries(layer, hidden, self._rotations(newest, 1)[layer], self._pools[layer], newest)
 
-    def _rotations(self, positions: Tensor) -> list[Tensor]:
-        lengths = torch.clamp(positions + 1, min=self._prompt_length) if self._rope.depends_on_length else None
-        return self._rope.of_layers(self._rope.rotations(positions, lengths))
+    def _rotations(self, first: int, count: int) -> list[Tensor]:
+        positions = torch.arange(first, first + count, device=self._observer.device)
+        return _rotations(self._rope, positions, self._prompt_length)

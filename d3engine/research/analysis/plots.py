@@ -70,7 +70,7 @@ def plot_layers(result: LayerLoss, path: str | Path, title: str) -> None:
     """A panel for each step from which windows are skipped: KL divergence by first layer and layers skipped."""
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-    steps = [step for step in result.from_steps if result.reaches(step)]
+    steps = result.from_steps
     grids = {step: np.maximum(result.means("kl", step), LEAST) for step in steps}
     least = min(float(np.nanmin(grid)) for grid in grids.values())
     most = max(float(np.nanmax(grid)) for grid in grids.values())
@@ -196,31 +196,31 @@ def plot_flow(result: Flow, path: str | Path, title: str) -> None:
 
 def plot_copying(result: Copying, path: str | Path, title: str) -> None:
     """A line for each number of copied layers, over the step from which they are copied; bars are 95 % intervals."""
-    figure = new_figure(width=8, height=4.8)
-    axes = figure.subplots()
-    _draw_grid(axes, result)
-    axes.set_xlabel("generation step (from 0) from which they are copied; below it, the answers that reach it")
+    label = "generation step (from 0) from which they are copied; below it, the answers that reach it"
     most = max(outcome.cut_off for outcomes in result.outcomes for outcome in outcomes)
     cut_off = f"cut off at {result.max_tokens} tokens: {result.full.cut_off} at full depth, at most {most} when copied"
-    axes.set_title(f"bars: 95 % intervals; {cut_off}", fontsize="small")
-    figure.legend(*axes.get_legend_handles_labels(), title="last layers copied", **BESIDE)
-    save_figure(figure, path, title)
+    _plot_grids({f"bars: 95 % intervals; {cut_off}": result}, 8, label, path, title)
 
 
 def plot_perturbing(result: Perturbing, path: str | Path, title: str) -> None:
     """As `plot_copying`, over the one step at which layers are copied; a panel for each kind of entries."""
-    figure = new_figure(width=12, height=4.8)
-    panels = figure.subplots(1, len(result.grids), sharey=True)
-    for axes, (entries, grid) in zip(panels, result.grids.items(), strict=True):
+    label = "the generation step (from 0) that is perturbed; below it, the answers that reach it"
+    panels = {f"entries {entries}; bars: 95 % intervals": grid for entries, grid in result.grids.items()}
+    _plot_grids(panels, 12, label, path, title)
+
+
+def _plot_grids(grids: dict[str, Copying], width: float, label: str, path: str | Path, title: str) -> None:
+    figure = new_figure(width=width, height=4.8)
+    panels = figure.subplots(1, len(grids), sharey=True, squeeze=False)[0]
+    for axes, (heading, grid) in zip(panels, grids.items(), strict=True):
         _draw_grid(axes, grid)
-        axes.set_xlabel("the generation step (from 0) that is perturbed; below it, the answers that reach it")
-        axes.set_title(f"entries {entries}; bars: 95 % intervals", fontsize="small")
+        axes.set_xlabel(label)
+        axes.set_title(heading, fontsize="small")
     figure.legend(*panels[0].get_legend_handles_labels(), title="last layers copied", **BESIDE)
     save_figure(figure, path, title)
 
 
 def _draw_grid(axes: Any, result: Copying) -> None:
-    """The lines of a grid of layers and steps, and a dashed one for full depth."""
     places = np.arange(len(result.steps))
     aside = min(0.08, 0.6 / len(result.layers))  # beside each other, so that no bar or marker hides another
     for number, (layers, outcomes) in enumerate(zip(result.layers, result.outcomes, strict=True)):

@@ -4,7 +4,7 @@ model would have said after fewer (the D3 paper's Figure 7)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from d3engine.depth import DepthPolicy
@@ -68,7 +68,6 @@ class Sample:
         return sorted({token.depth for answer in self.answers for token in answer.tokens}, reverse=True)
 
     def table(self) -> Table:
-        """A row for each answer."""
         rows = [
             (
                 " ".join(str(value) for value in answer.policy.describe().values()),
@@ -80,7 +79,6 @@ class Sample:
         return Table("Answers", ("policy", "tokens", "layers per token"), rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every token with its depth and guesses."""
         return {
             "num_layers": self.num_layers,
             "answers": [
@@ -88,17 +86,7 @@ class Sample:
                     "prompt": answer.prompt,
                     "depth": answer.policy.describe(),
                     "mean_layers": answer.mean_layers,
-                    "tokens": [
-                        {
-                            "text": token.text,
-                            "depth": token.depth,
-                            "guesses": [
-                                {"layer": guess.layer, "ran": guess.ran, "top": [list(pair) for pair in guess.top]}
-                                for guess in token.guesses
-                            ],
-                        }
-                        for token in answer.tokens
-                    ],
+                    "tokens": [asdict(token) for token in answer.tokens],
                 }
                 for answer in self.answers
             ],
@@ -127,16 +115,10 @@ def take_sample(
             words = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
             top = tuple(zip(words, chances, strict=True))
             guesses[place].append(Guess(states.layer, rows.start + place < states.num_rows, top))
-    texts = _texts(tokenizer, answered)
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids=answered.prompt_ids)
+    texts = [detokenizer.append(token) for token in answered.token_ids]  # what each settles; together the whole text
+    texts[-1] += detokenizer.finish()
     tokens = zip(texts, answered.depths, guesses, strict=True)
     return SampleAnswer(
         policy, answered.prompt, tuple(SampleToken(text, depth, tuple(kept)) for text, depth, kept in tokens)
     )
-
-
-def _texts(tokenizer: Tokenizer, answered: Answered) -> list[str]:
-    """The text that each token settles; together the whole text."""
-    detokenizer = Detokenizer(tokenizer, prompt_token_ids=answered.prompt_ids)
-    texts = [detokenizer.append(token) for token in answered.token_ids]
-    texts[-1] += detokenizer.finish()
-    return texts

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from d3engine.research.analysis import layers as along
 from d3engine.research.analysis.answers import Answered
-from d3engine.research.analysis.layers import Mean, in_words, mean_at, with_arm
+from d3engine.research.analysis.layers import FloatArray, Mean, in_words, mean_at, with_arm
 from d3engine.research.analysis.observer import Observer
 from d3engine.research.analysis.report import STEP, Table, counted, step_groups, steps_in_words
 
-FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -50,7 +49,6 @@ class Saturation:
         return [(group, _gathered(self.answers, group)) for group in step_groups(longest)]
 
     def table(self) -> Table:
-        """A row for each group of steps, and one for all tokens."""
         header = (STEP, "tokens", "layers, mean", "of all", "median", "90 % by", "confidence", "at last layer")
         texts = self._layers()
         groups = [(steps_in_words(group), group) for group, _ in self.by_step()]
@@ -62,7 +60,6 @@ class Saturation:
         return Table(title, header, rows, in_words(texts, "layers"))
 
     def _layers(self) -> list[FloatArray]:
-        """For each answer the layers of its tokens."""
         return [answer.layers.astype(np.float64) for answer in self.answers]
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,14 +70,7 @@ class Saturation:
             "by_step": along.groups_as_dict(self._layers()),
             "settled_share_after_layers": self.settled_share().tolist(),
             "late_less_early": along.as_dict(self._layers()),
-            "answers": [
-                {
-                    "layers": answer.layers.tolist(),
-                    "confidence": answer.confidence.tolist(),
-                    "final_confidence": answer.final_confidence.tolist(),
-                }
-                for answer in self.answers
-            ],
+            "answers": [{name: of.tolist() for name, of in vars(answer).items()} for answer in self.answers],
         }
 
 
@@ -113,11 +103,8 @@ def settled_after(choices: IntArray) -> IntArray:
 
 def _gathered(answers: Sequence[AnswerSaturation], group: range) -> AnswerSaturation:
     part = slice(group.start, group.stop)
-    return AnswerSaturation(
-        np.concatenate([answer.layers[part] for answer in answers]),
-        np.concatenate([answer.confidence[part] for answer in answers]),
-        np.concatenate([answer.final_confidence[part] for answer in answers]),
-    )
+    names = ("layers", "confidence", "final_confidence")
+    return AnswerSaturation(*(np.concatenate([getattr(one, name)[part] for one in answers]) for name in names))
 
 
 def _row(name: str, found: AnswerSaturation, mean: Mean, num_layers: int) -> tuple[str, ...]:
@@ -154,7 +141,6 @@ class Perplexity:
         return max(len(answer) for answer in self.logprobs)
 
     def table(self) -> Table:
-        """A row for each group of steps, and one for all tokens."""
         texts = self._surprises()
         groups = [(steps_in_words(group), group) for group in step_groups(self.longest)]
         rows = []
@@ -166,7 +152,6 @@ class Perplexity:
         return Table(title, (STEP, "tokens", "perplexity", "mean -log p"), rows, in_words(texts, "nats"))
 
     def _surprises(self) -> list[FloatArray]:
-        """For each answer -log p of its tokens."""
         return [-np.array(answer, dtype=np.float64) for answer in self.logprobs]
 
     def as_dict(self) -> dict[str, Any]:
@@ -215,12 +200,7 @@ class Flow:
     def table(self) -> Table:
         """A row for each layer, of the answers' tokens; `influence` is 1 for the layer that changes least."""
         places = {layer: place for place, layer in enumerate(self.least_influence_first(), 1)}
-        header = (
-            "layer",
-            "influence",
-            *(f"cosine, {part}" for part in NAMES),
-            *(f"distance, {part}" for part in NAMES),
-        )
+        measures = [f"{measure}, {part}" for measure in ("cosine", "distance") for part in NAMES]
         rows = [
             (
                 f"{layer}",
@@ -231,10 +211,9 @@ class Flow:
             for layer in range(self.cosine.shape[2])
         ]
         title = f"Residual stream before and after each part of a layer: means over {self.tokens[0]} tokens of answers"
-        return Table(title, header, rows)
+        return Table(title, ("layer", "influence", *measures), rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """By rows, measure and part: a list over the layers."""
         by_rows = {
             rows: {
                 "tokens": self.tokens[kind],

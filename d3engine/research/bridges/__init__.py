@@ -1,3 +1,1 @@
 """Bridges over skipped layers: fitted to a model and a text, and measured on other text."""
-
-from __future__ import annotations

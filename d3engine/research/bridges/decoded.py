@@ -11,7 +11,7 @@ import numpy as np
 
 from d3engine.depth import Schedule
 from d3engine.model.bridges import Bridge, Window
-from d3engine.research.analysis.layers import FloatArray, Mean, mean_of_clusters
+from d3engine.research.analysis.layers import FloatArray, Mean, mean_over
 from d3engine.research.analysis.report import Table, counted, step_groups, steps_in_words
 from d3engine.research.bridges.judging import FullText, Reading, first_layers, long_enough
 from d3engine.research.bridges.passage import Passage, crossings_of
@@ -60,8 +60,7 @@ class Decoded:
     def mean(self, measure: str, steps: range | None = None) -> Mean:
         """Over all positions, or those of generation steps (from 1 on)."""
         among = slice(None) if steps is None else slice(max(steps.start - 1, 0), steps.stop - 1)
-        values = [text[MEASURES.index(measure), among] for text in self.texts]
-        return mean_of_clusters(np.array([one.sum() for one in values]), np.array([one.size for one in values]))
+        return mean_over(text[MEASURES.index(measure), among] for text in self.texts)
 
 
 @dataclass(frozen=True)
@@ -77,26 +76,24 @@ class Comparison:
         return step_groups(longest + 1)[1:]
 
     def table(self) -> Table:
-        """A row for each policy."""
         header = ("policy", "layers", "with bridges", "KL", "agreement", "95 %", "perplexity x")
-        return Table(f"Against full depth: {self._about()}", header, [_row(one) for one in self.policies])
+        about = f"{counted(len(self.policies[0].texts), 'text')}, {self.policies[0].positions:,} positions"
+        return Table(f"Against full depth: {about}", header, [_row(one) for one in self.policies])
 
     def step_table(self) -> Table:
         """KL divergence and agreement by generation step, a row for each policy."""
         header = ("policy", *(f"steps {steps_in_words(group)}" for group in self.groups))
-        rows = [(one.name, *(_cell(one, group) for group in self.groups)) for one in self.policies]
+        rows = []
+        for one in self.policies:
+            means = [(one.mean("kl", group), one.mean("agreement", group)) for group in self.groups]
+            rows.append((one.name, *(f"{kl.value:.3f}, {agreement.value:.0%}" for kl, agreement in means)))
         return Table("KL and agreement by generation step", header, rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines."""
         return {
             "texts": len(self.policies[0].texts),
             "policies": [_described(one, self.groups) for one in self.policies],
         }
-
-    def _about(self) -> str:
-        first = self.policies[0]
-        return f"{counted(len(first.texts), 'text')}, {first.positions:,} positions"
 
 
 def measure_decoded(
@@ -132,28 +129,19 @@ def _count(one: Decoded, candidate: Candidate, passage: Passage, num_rows: int) 
 
 def _row(one: Decoded) -> tuple[str, ...]:
     kl, agreement, extra = (one.mean(measure) for measure in ("kl", "agreement", "extra"))
-    spread = f"{agreement.value - agreement.arm:.1%} to {agreement.value + agreement.arm:.1%}"
-    ratio = f"{np.exp(extra.value):,.2f}"
-    costs = f"{one.mean_layers:.2f}", f"{one.mean_cost:.2f}"
-    return one.name, *costs, f"{kl.value:.3f}", f"{agreement.value:.1%}", spread, ratio
-
-
-def _cell(one: Decoded, group: range) -> str:
-    return f"{one.mean('kl', group).value:.3f}, {one.mean('agreement', group).value:.0%}"
+    costs, ratio = (f"{one.mean_layers:.2f}", f"{one.mean_cost:.2f}"), f"{np.exp(extra.value):,.2f}"
+    return one.name, *costs, f"{kl.value:.3f}", f"{agreement.value:.1%}", agreement.interval, ratio
 
 
 def _described(one: Decoded, groups: Sequence[range]) -> dict[str, Any]:
-    def values(steps: range | None) -> dict[str, Any]:
-        means = {measure: one.mean(measure, steps) for measure in MEASURES}
-        return {name: mean.value for name, mean in means.items()}
+    def values(steps: range | None) -> dict[str, float]:
+        return {measure: one.mean(measure, steps).value for measure in MEASURES}
 
-    by_step = [{"steps": [group.start, group.stop], **values(group)} for group in groups]
-    agreement = one.mean("agreement")
     return {
         "policy": one.name,
         "mean_layers": one.mean_layers,
         "mean_layers_with_bridges": one.mean_cost,
         **values(None),
-        "agreement_95": None if np.isnan(agreement.arm) else agreement.arm,
-        "by_step": by_step,
+        "agreement_95": one.mean("agreement").known_arm,
+        "by_step": [{"steps": [group.start, group.stop], **values(group)} for group in groups],
     }

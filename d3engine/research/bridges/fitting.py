@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -126,7 +126,6 @@ State = TypeVar("State")
 
 
 def write_state(path: Path, key: str, tensors: dict[str, Tensor], words: Mapping[str, str]) -> None:
-    """Write the state of the run that is known by `key`."""
     write_whole(path, save(tensors, {"key": key, **words}))
 
 
@@ -143,6 +142,48 @@ def read_state(
             return read(file.get_tensor, words) if words.get("key") == key else None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def write_training(
+    path: Path, key: str, adam: torch.optim.Adam | None, named: Sequence[tuple[str, Tensor]], words: Mapping[str, str]
+) -> None:
+    """Write the state of a run that trains these tensors, with Adam's moments of them."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named:
+        tensors[f"{name}.now"] = tensor.detach()
+        if adam is not None and (kept := adam.state.get(tensor)):
+            tensors |= {f"{name}.mean": kept["exp_avg"], f"{name}.square": kept["exp_avg_sq"]}
+    write_state(path, key, tensors, words)
+
+
+def read_training(
+    path: Path,
+    key: str,
+    adam: torch.optim.Adam | None,
+    named: Sequence[tuple[str, Tensor]],
+    read: Callable[[Mapping[str, str]], tuple[State, int]],
+) -> State | None:
+    """Put the tensors and moments of a saved state of this very run in place; None where there is none.
+
+    `read` makes of its words what is returned, and the number of steps that Adam has taken.
+    """
+
+    def read_all(tensor: Callable[[str], Tensor], words: Mapping[str, str]) -> tuple[State, int, list[list[Tensor]]]:
+        state, steps = read(words)
+        kinds = ("now", "mean", "square") if steps else ("now",)
+        return state, steps, [[tensor(f"{name}.{kind}") for kind in kinds] for name, _ in named]
+
+    found = read_state(path, key, read_all)
+    if found is None:
+        return None
+    state, steps, saved = found
+    for (_, tensor), (now, *moments) in zip(named, saved, strict=True):
+        with torch.no_grad():
+            tensor.copy_(now)
+        if moments and adam is not None:
+            step = torch.tensor(float(steps))
+            adam.state[tensor] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    return state
 
 
 @dataclass
@@ -176,7 +217,6 @@ class Judged:
         return math.exp(mean) if mean < 700 else math.inf
 
     def as_dict(self) -> dict[str, float]:
-        """Its value."""
         return {"kl": self.kl, "agreement": self.agreement, "perplexity": self.perplexity}
 
 
@@ -190,7 +230,6 @@ class HeldOut:
     bridged: dict[Window, Judged] = field(default_factory=dict)
 
     def table(self) -> Table:
-        """A row for each window."""
         header = ("window", "skipped: KL", "agreement", "perplexity", "bridged: KL", "agreement", "perplexity")
         rows = [
             (f"[{first}, {stop})", *_cells(self.skipped[first, stop]), *_cells(self.bridged[first, stop]))
@@ -204,7 +243,6 @@ class HeldOut:
         return sorted(window for window, one in self.bridged.items() if one.kl >= self.skipped[window].kl)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines."""
         windows = [
             {
                 "window": [first, stop],
@@ -337,7 +375,6 @@ class Fit:
 
     @property
     def num_positions(self) -> int:
-        """Positions gathered so far."""
         first = min(self._stops)
         return sum(int(self._sums[part, first].count) for part in _PARTS)
 
@@ -401,7 +438,6 @@ class Fit:
         write_state(path, key, named, {"texts": str(self.num_texts)})
 
     def _load(self, path: Path, key: str) -> None:
-        """Go on from a saved state of this very fit, if there is one."""
 
         def read(tensor: Callable[[str], Tensor], words: Mapping[str, str]) -> tuple[dict[tuple[str, int], Sums], int]:
             sums = {place: Sums(*(tensor(f"{place[0]}.{place[1]}.{name}") for name in FIELDS)) for place in self._sums}
@@ -415,14 +451,7 @@ class Fit:
 def _bridge(window: Window, place: int, sums: Sums, maps: Maps, rank: int | None) -> Bridge:
     if rank is None:
         return Bridge(*window, maps.weight[place].float(), maps.offset[place].float())
-    own = Maps(maps.weight[place : place + 1], maps.offset[place : place + 1])
-    one = Sums(
-        sums.count,
-        sums.inputs,
-        sums.products,
-        sums.changes[place : place + 1],
-        sums.mixed[place : place + 1],
-        sums.squares[place : place + 1],
-    )
-    down, up, offset = of_rank(one, own, rank)
+    one = slice(place, place + 1)
+    own = replace(sums, changes=sums.changes[one], mixed=sums.mixed[one], squares=sums.squares[one])
+    down, up, offset = of_rank(own, Maps(maps.weight[one], maps.offset[one]), rank)
     return Bridge(*window, up[0].float(), offset[0].float(), down[0].float())

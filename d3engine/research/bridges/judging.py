@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from d3engine.depth import NEVER, Schedule
 from d3engine.depth.schedule import cutoffs_without
 from d3engine.model.bridges import Bridge, Window
-from d3engine.research.analysis.layers import compared
+from d3engine.research.analysis.layers import FloatArray, compared
 from d3engine.research.bridges.passage import Passage
-
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

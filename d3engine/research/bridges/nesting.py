@@ -37,7 +37,6 @@ class Order:
     positions: int
 
     def table(self) -> Table:
-        """A row for each window."""
         left_out, rows = 0, []
         for one in self.chosen:
             left_out += one.window[1] - one.window[0]
@@ -76,25 +75,16 @@ def choose_order(
         taken = [one.window for one in chosen]
         tried = []
         for window in candidates:
-            if window not in taken and _have_bridges([*taken, window], texts[0], bridges):
-                tried.append(_judged(texts, [*taken, window], bridges))
+            schedule = window_schedule([*taken, window], texts[0].passage.config.num_layers)
+            if window not in taken and all(needed in bridges for needed in schedule.windows()):
+                found = np.concatenate([text.judge(schedule, bridges) for text in texts], axis=1)
+                tried.append(Chosen(window, float(found[0].mean()), float(found[2].mean())))
                 progress()
         if not tried:
             break
         chosen.append(min(tried, key=lambda one: one.kl))
     positions = sum(text.rows.stop - text.rows.start for text in texts)
     return Order(chosen, len(texts), positions)
-
-
-def _have_bridges(windows: Sequence[Window], text: FullText, bridges: Mapping[Window, Bridge]) -> bool:
-    schedule = window_schedule(windows, text.passage.config.num_layers)
-    return all(window in bridges for window in schedule.windows())
-
-
-def _judged(texts: Sequence[FullText], windows: Sequence[Window], bridges: Mapping[Window, Bridge]) -> Chosen:
-    schedule = window_schedule(windows, texts[0].passage.config.num_layers)
-    found = np.concatenate([text.judge(schedule, bridges) for text in texts], axis=1)
-    return Chosen(windows[-1], float(found[0].mean()), float(found[2].mean()))
 
 
 def plot_held_out(result: HeldOut, path: str | Path, title: str = "") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,15 +14,11 @@ from d3engine.engine.engine import Engine
 from d3engine.errors import require
 from d3engine.request.params import SamplingParams
 from d3engine.research.analysis.answers import same_beginning
-from d3engine.research.analysis.layers import Mean, mean_of_clusters
+from d3engine.research.analysis.layers import Mean, mean_over
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.bridges.judging import Reading
 from d3engine.research.evaluation.baselines import open_bridges
 from d3engine.utils.progress import progress_bar
-
-if TYPE_CHECKING:
-    from d3engine.engine.engine import Engine
-
 
 QUESTION_TOKENS = 64
 """A question is at most so long."""
@@ -107,7 +103,7 @@ class OwnAnswers:
         shares = [
             same_beginning(own, one[:first]) / len(one[:first]) for own, one in zip(self.answers, full, strict=True)
         ]
-        return mean_of_clusters(np.array(shares), np.ones(len(shares), dtype=np.int64))
+        return mean_over(np.array([share]) for share in shares)
 
     @property
     def distinct(self) -> float:
@@ -128,7 +124,6 @@ class OwnComparison:
     policies: Sequence[OwnAnswers]
 
     def table(self) -> Table:
-        """A row for full depth, and one for each policy."""
         header = (
             "policy",
             *(f"first {first} tokens kept" for first in FIRST),
@@ -142,7 +137,6 @@ class OwnComparison:
         return Table(f"Answers of their own: {about}", header, rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines."""
         return {
             "prompts": len(self.full.answers),
             "policies": [
@@ -158,8 +152,7 @@ class OwnComparison:
 
     def _row(self, one: OwnAnswers) -> tuple[str, ...]:
         means = [one.kept(self.full.answers, first) for first in FIRST]
-        low, high = means[-1].value - means[-1].arm, means[-1].value + means[-1].arm
-        kept = (*(f"{mean.value:.1%}" for mean in means), f"{low:.1%} to {high:.1%}")
+        kept = (*(f"{mean.value:.1%}" for mean in means), means[-1].interval)
         return one.name, *kept, f"{one.distinct:.3f}", f"{one.circling:.0%}"
 
 

@@ -18,9 +18,8 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.reference_attention import attended, soft_capped
 from d3engine.model.bridges import Bridge, Window
 from d3engine.model.config import ModelConfig
-from d3engine.model.llama import Rope
 from d3engine.model.weights import LayerWeights, LlamaWeights
-from d3engine.research.analysis.observer import Observer
+from d3engine.research.analysis.observer import Observer, rotations_of
 
 Crossings: TypeAlias = dict[int, list[tuple[slice, Window]]]
 """By the first layer of a window: which rows leave it out."""
@@ -30,17 +29,9 @@ class Passage:
     """Texts through the model of an observer."""
 
     def __init__(self, observer: Observer) -> None:
-        self.config = observer.config
-        self._observer = observer
+        self.config, self.device = observer.config, observer.device
+        self.embedded = observer.embedded
         self._weights = observer.weights
-
-    @property
-    def device(self) -> torch.device:
-        return self._observer.device
-
-    def embedded(self, text: Sequence[int]) -> Tensor:
-        """The states [T, H] before the first layer."""
-        return self._observer.embedded(text)
 
     @torch.no_grad()
     def at_full_depth(self, text: Sequence[int], prompt_length: int, layers: Iterable[int]) -> dict[int, Tensor]:
@@ -67,7 +58,7 @@ class Passage:
         """
         require(schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
         crossings = {} if bridges is None else crossings_of(schedule, prompt_length, hidden.shape[0])
-        rotations = self._rotations(hidden.shape[0], prompt_length, hidden.device)
+        rotations = rotations_of(self.config, hidden.shape[0], prompt_length, hidden.device)
         for layer in range(first, self.config.num_layers if stop is None else stop):
             for rows, window in crossings.get(layer, ()):
                 assert bridges is not None
@@ -81,19 +72,15 @@ class Passage:
         """Float32 [T, V]."""
         return logits_of(self.config, self._weights, hidden)
 
-    def _rotations(self, length: int, prompt_length: int, device: torch.device) -> list[Tensor]:
-        positions = torch.arange(length, device=device)
-        rope = Rope(self.config, length, device)
-        lengths = torch.clamp(positions + 1, min=prompt_length) if rope.depends_on_length else None
-        return rope.of_layers(rope.rotations(positions, lengths))
-
     def _layer(self, layer: int, hidden: Tensor, rotations: Tensor) -> Tensor:
         weights = self._weights.layers[layer]
-        normed = self._norm(hidden, weights.attention_norm)
+        eps = self.config.rms_norm_eps
+        normed = normed_rows(hidden, weights.attention_norm, eps)
         heads = self._attended(weights, normed, rotations, self.config.windows[layer])
-        hidden = hidden + self._norm(linear(heads, weights.output, weights.output_bias), weights.attention_post_norm)
-        gated = gated_rows(self.config, weights, hidden)
-        return hidden + self._norm(linear(gated, weights.down, weights.down_bias), weights.mlp_post_norm)
+        added = linear(heads, weights.output, weights.output_bias)
+        hidden = hidden + normed_rows(added, weights.attention_post_norm, eps)
+        added = linear(gated_rows(self.config, weights, hidden), weights.down, weights.down_bias)
+        return hidden + normed_rows(added, weights.mlp_post_norm, eps)
 
     def _attended(self, weights: LayerWeights, normed: Tensor, rotations: Tensor, window: int | None) -> Tensor:
         """Causal attention [T, Q] before its output matrix, of a sliding window at most."""
@@ -102,23 +89,14 @@ class Passage:
         query, key, value = (part.transpose(0, 1)[None] for part in parts)
         behind = rows if window is None else min(window, rows)
         mask = torch.ones(rows, rows, dtype=torch.bool, device=normed.device).tril().triu(1 - behind)
-        cap = config.soft_caps.attention
+        scale, cap, whole = config.attention_scale, config.soft_caps.attention, behind == rows
         if cap is not None:
-            capped = attended(query, key, value, mask, config.attention_scale, cap)
-            return capped[0].transpose(0, 1).reshape(rows, -1)
-        found = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if behind == rows else mask,
-            is_causal=behind == rows,
-            scale=config.attention_scale,
-            enable_gqa=True,
-        )
+            found = attended(query, key, value, mask, scale, cap)
+        else:
+            found = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=None if whole else mask, is_causal=whole, scale=scale, enable_gqa=True
+            )
         return found[0].transpose(0, 1).reshape(rows, -1)
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return normed_rows(x, weight, self.config.rms_norm_eps)
 
 
 def attention_rows(

@@ -56,7 +56,8 @@ class TextReader:
             if path.suffix == ".jsonl":
                 found = [_checked(as_json(line, path)) for line in content.split("\n") if line.strip()]
             else:
-                found = self._pieces(self.tokenizer.encode(content))
+                ids, most = self.tokenizer.encode(content), self.max_tokens
+                found = [ids[start : start + most] for start in range(0, len(ids), most)]
         except (UnreadableFileError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _no_text(option, path, error) from error
         require(len(found) > 0, option, str(path), f"{_ALLOWED}, and not empty")
@@ -85,12 +86,8 @@ class TextReader:
     def _conversation(self, messages: Any) -> list[int]:
         return self._prompts.token_ids(messages, add_generation_prompt=False)
 
-    def _pieces(self, token_ids: list[int]) -> list[list[int]]:
-        return [token_ids[start : start + self.max_tokens] for start in range(0, len(token_ids), self.max_tokens)]
-
 
 def _checked(line: Any) -> dict[str, Any]:
-    """A line that says what its text is."""
     if not isinstance(line, dict):
         raise TypeError("a line is no JSON object")
     if not ("messages" in line or "text" in line or {"question", "answer"} <= line.keys()):

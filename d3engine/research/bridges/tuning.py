@@ -15,7 +15,7 @@ from torch import Tensor
 from d3engine.depth import Schedule
 from d3engine.errors import require
 from d3engine.model.bridges import Bridge, Window
-from d3engine.research.bridges.fitting import read_state, write_state
+from d3engine.research.bridges.fitting import read_training, write_training
 from d3engine.research.bridges.judging import FullText
 from d3engine.utils.files import as_json
 
@@ -43,15 +43,22 @@ class Tuning:
         windows = schedule.windows()
         require(len(windows) > 0, "policy", schedule, "one that leaves layers out")
         self._schedule, self._options = schedule, options
-        self._bridges = {window: _trainable(bridges[window]) for window in windows}
+        self._bridges = {
+            window: _with(bridges[window], lambda tensor: tensor.detach().float().clone().requires_grad_())
+            for window in windows
+        }
         self._adam = torch.optim.Adam([tensor for _, tensor in self._named()], lr=options.rate)
-        self.num_steps = 0
         self.losses: list[float] = []
 
     @property
+    def num_steps(self) -> int:
+        return len(self.losses)
+
+    @property
     def bridges(self) -> dict[Window, Bridge]:
-        """As they are now."""
-        return {window: _detached(bridge) for window, bridge in self._bridges.items()}
+        return {
+            window: _with(bridge, lambda tensor: tensor.detach().clone()) for window, bridge in self._bridges.items()
+        }
 
     def run(
         self,
@@ -74,7 +81,8 @@ class Tuning:
         while self.num_steps < self._options.steps:
             progress(self._step(texts))
             if state is not None and self.num_steps % SAVE_EVERY == 0:
-                self._save(state, key)
+                words = {"losses": json.dumps(self.losses)}
+                write_training(state, key, self._adam, self._named(), words)
 
     def _step(self, texts: Sequence[FullText]) -> float:
         numbers = random.Random(f"tune-{self._options.seed}-{self.num_steps}")
@@ -90,7 +98,6 @@ class Tuning:
         self._adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._adam.step()
-        self.num_steps += 1
         self.losses.append(float(loss.detach()))
         return self.losses[-1]
 
@@ -103,43 +110,12 @@ class Tuning:
             if (tensor := getattr(bridge, part)) is not None
         ]
 
-    def _save(self, path: Path, key: str) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self._named():
-            kept = self._adam.state[tensor]
-            own = {"now": tensor.detach(), "mean": kept["exp_avg"], "square": kept["exp_avg_sq"]}
-            tensors |= {f"{name}.{kind}": value for kind, value in own.items()}
-        write_state(path, key, tensors, {"losses": json.dumps(self.losses)})
-
     def _load(self, path: Path, key: str) -> None:
-        """Go on from a saved state of this very run, if there is one."""
-
-        def read(
-            tensor: Callable[[str], Tensor], words: Mapping[str, str]
-        ) -> tuple[list[float], dict[str, list[Tensor]]]:
-            kinds = ("now", "mean", "square")
+        def read(words: Mapping[str, str]) -> tuple[list[float], int]:
             losses = [float(loss) for loss in as_json(words["losses"], path)]
-            return losses, {name: [tensor(f"{name}.{kind}") for kind in kinds] for name, _ in self._named()}
+            return losses, len(losses)
 
-        saved = read_state(path, key, read)
-        if saved is None:
-            return
-        losses, found = saved
-        self.losses, self.num_steps = losses, len(losses)
-        for name, tensor in self._named():
-            now, mean, square = found[name]
-            with torch.no_grad():
-                tensor.copy_(now)
-            step = torch.tensor(float(self.num_steps))
-            self._adam.state[tensor] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
-
-
-def _trainable(bridge: Bridge) -> Bridge:
-    return _with(bridge, lambda tensor: tensor.detach().float().clone().requires_grad_())
-
-
-def _detached(bridge: Bridge) -> Bridge:
-    return _with(bridge, lambda tensor: tensor.detach().clone())
+        self.losses = read_training(path, key, self._adam, self._named(), read) or self.losses
 
 
 def _with(bridge: Bridge, change: Callable[[Tensor], Tensor]) -> Bridge:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from d3engine.depth import DraftAndVerify
 from d3engine.errors import MissingExtraError, require_integer
@@ -18,7 +18,6 @@ from d3engine.research.evaluation.accuracy import shape_of
 
 if TYPE_CHECKING:
     from d3engine.engine.engine import Engine
-    from d3engine.request.outputs import RequestOutput
     from d3engine.request.params import SamplingParams
     from d3engine.research.evaluation.kept import Prompt
 
@@ -40,7 +39,6 @@ class Drafted:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
@@ -54,65 +52,42 @@ class Drafted:
         return self.tokens / self.seconds
 
 
-class DraftScorer(Protocol):
-    """A model at some prompts."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    def score(self, policy: DraftAndVerify) -> Drafted: ...
-
-
-class EngineDraftScorer:
-    """The engine at these prompts."""
-
-    def __init__(self, engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        self._engine = engine
-        self._prompts = list(prompts)
-        self._params = params
-
-    @property
-    def num_layers(self) -> int:
-        return self._engine.config.num_layers
-
-    def score(self, policy: DraftAndVerify) -> Drafted:
-        """One batch through the engine."""
-        params = replace(self._params, depth=policy)
-        start = time.perf_counter()
-        outputs = self._engine.generate(self._prompts, params, use_tqdm=False)
-        return self._drafted(policy, outputs, time.perf_counter() - start)
-
-    def _drafted(self, policy: DraftAndVerify, outputs: Sequence[RequestOutput], seconds: float) -> Drafted:
-        shape, metrics = shape_of(self._engine.config), [output.metrics for output in outputs]
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        drafted = sum(one.num_drafted_tokens for one in metrics)
-        accepted = sum(one.num_accepted_tokens for one in metrics)
-        verifications = sum(one.num_verifications for one in metrics)
-        beyond = sum(one.num_discarded_tokens for one in metrics)
-        decoded = tokens - len(outputs)  # each answer's first token comes out of its prompt
-        # A pass at full depth yields a token, whether it verifies or not; accepted ones come on top.
-        passes = decoded + beyond - accepted
-        full = shape.num_layers * shape.layer_parameters + shape.head_parameters
-        skipped = len(policy.skip_attention) * shape.attention_parameters + len(policy.skip_mlp) * shape.mlp_parameters
-        gain = decoded * full / (passes * full + drafted * (full - skipped)) if decoded else 1.0
-        return Drafted(policy, tokens, drafted, accepted, verifications, gain, seconds)
+def score_draft(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, policy: DraftAndVerify) -> Drafted:
+    """What comes of these prompts by this policy, in one batch."""
+    start = time.perf_counter()
+    outputs = engine.generate(list(prompts), replace(params, depth=policy), use_tqdm=False)
+    seconds = time.perf_counter() - start
+    shape, metrics = shape_of(engine.config), [output.metrics for output in outputs]
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    drafted = sum(one.num_drafted_tokens for one in metrics)
+    accepted = sum(one.num_accepted_tokens for one in metrics)
+    verifications = sum(one.num_verifications for one in metrics)
+    beyond = sum(one.num_discarded_tokens for one in metrics)
+    decoded = tokens - len(outputs)  # each answer's first token comes out of its prompt
+    # A pass at full depth yields a token, whether it verifies or not; accepted ones come on top.
+    passes = decoded + beyond - accepted
+    full = shape.num_layers * shape.layer_parameters + shape.head_parameters
+    skipped = len(policy.skip_attention) * shape.attention_parameters + len(policy.skip_mlp) * shape.mlp_parameters
+    gain = decoded * full / (passes * full + drafted * (full - skipped)) if decoded else 1.0
+    return Drafted(policy, tokens, drafted, accepted, verifications, gain, seconds)
 
 
 def search_draft(
-    scorer: DraftScorer,
+    score: Callable[[DraftAndVerify], Drafted],
+    num_layers: int,
     trials: int,
     *,
     seed: int = 0,
     by_clock: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Drafted]:
-    """Look at `count` proposals; returns the different drafts among them, as they came.
+    """Look at `trials` proposals for a model of this depth; returns the different drafts among them, as they came.
 
     A few drafts of an even pattern are the first. One that has come before counts, but does not run again. Raises
     `MissingExtraError` without the library that searches.
     """
     require_integer("trials", trials, 1)
-    study, num_layers = _study(seed), scorer.num_layers
+    study = _study(seed)
     for first in _beginnings(num_layers):
         study.enqueue_trial(_parts_of(first, num_layers))
     tried: dict[DraftAndVerify, Drafted] = {}
@@ -120,7 +95,7 @@ def search_draft(
         trial = study.ask()
         policy = _policy(trial, num_layers)
         if policy is not None and policy not in tried:
-            tried[policy] = scorer.score(policy)
+            tried[policy] = score(policy)
         progress()
         # A draft that leaves out nothing is never worth while.
         study.tell(trial, 0.0 if policy is None else _score(tried[policy], by_clock=by_clock))

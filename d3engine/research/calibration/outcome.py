@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from d3engine.research.calibration.scoring import Answers
 from d3engine.research.calibration.search import Calibration, Check, fewest_to_certify
 from d3engine.research.calibration.statistics import FLOOR, Tolerance, needed, power
 
@@ -25,14 +24,12 @@ class Outcome(StrEnum):
 
 
 def outcome(result: Calibration) -> Outcome:
-    """How this one has ended."""
     if not result.knows_enough:
         return Outcome.TOO_LITTLE_KNOWN
     return Outcome.NOT_SHOWN if result.chosen is None else Outcome.CHOSEN
 
 
 def reason(result: Calibration) -> str:
-    """The outcome in a sentence or two."""
     if not result.knows_enough:
         return _too_little(result)
     if result.certificate is not None:
@@ -50,12 +47,13 @@ def reason(result: Calibration) -> str:
 
 def _too_little(result: Calibration) -> str:
     correct, problems, tolerance = result.baseline.correct, len(result.baseline.right), result.tolerance
-    least = needed(result.baseline.exact_match, tolerance, result.guess)
+    least, interval = needed(result.baseline.exact_match, tolerance, result.guess), result.baseline.interval
     words = (
         f"Full depth itself knows too little of this task for a loss of {tolerance} to mean anything: it is right on "
-        f"{correct} of {problems} problems, {_share(result.baseline)}."
+        f"{correct} of {problems} problems, {100 * result.baseline.exact_match:.1f} % "
+        f"({100 * interval.low:.1f} to {100 * interval.high:.1f})."
     )
-    if result.baseline.interval.low > least:
+    if interval.low > least:
         words += f" To certify this tolerance takes {fewest_to_certify(tolerance)} right answers at least."
     else:
         guess = (
@@ -66,11 +64,6 @@ def _too_little(result: Calibration) -> str:
         words += f" The lower bound must be above {100 * least:.1f} %: {FLOOR} times the tolerance{guess}."
     advice = "a smaller tolerance" if tolerance.relative else "a smaller tolerance or a relative one"
     return f"{words} No setting was tried. Take a task that the model can do, or more problems and {advice}."
-
-
-def _share(answers: Answers) -> str:
-    interval = answers.interval
-    return f"{100 * answers.exact_match:.1f} % ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
 
 
 def _not_certified(check: Check, tolerance: Tolerance) -> str:

@@ -4,7 +4,7 @@ cost. The search sees a `Scorer` alone."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,9 +40,7 @@ class Answers:
 
     def __add__(self, more: Answers) -> Answers:
         """These answers, and then those."""
-        return Answers(
-            self.right + more.right, self.tokens + more.tokens, self.layers + more.layers, self.seconds + more.seconds
-        )
+        return Answers(*(own + other for own, other in zip(astuple(self), astuple(more), strict=True)))
 
     @property
     def correct(self) -> int:
@@ -68,10 +66,6 @@ class Scorer(Protocol):
 
     @property
     def num_layers(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of an answer at most: settings that differ only later are one setting."""
 
     @property
     def guess(self) -> float:
@@ -102,11 +96,6 @@ class EngineScorer:
     @property
     def num_layers(self) -> int:
         return self._engine.config.num_layers
-
-    @property
-    def max_tokens(self) -> int:
-        assert self._params.max_tokens is not None  # `measure` asks for it
-        return self._params.max_tokens
 
     @property
     def guess(self) -> float:

@@ -4,7 +4,7 @@ refused before the hours of work."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -14,17 +14,18 @@ from statistics import NormalDist
 
 import numpy as np
 
-from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, Schedule
+from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer, require_number
-from d3engine.research.calibration import statistics as floor
 from d3engine.research.calibration.scoring import Answers, Part, Scorer
 from d3engine.research.calibration.statistics import (
     FLOOR,
     PASS_LEVEL,
     Pairs,
     Tolerance,
+    check_tolerance,
     exact_p,
     fewest_to_know,
+    needed,
     noninferiority_p,
 )
 
@@ -55,7 +56,6 @@ class Budget:
 
     @property
     def screening(self) -> int:
-        """Problems of all rounds together."""
         return self.first_round * PER_FIRST_ROUND
 
 
@@ -180,9 +180,10 @@ def make_candidates(
         if policy.first_layer(num_layers) + tail > num_layers:
             continue  # the window would end below its first layer
         schedule = policy.schedule(num_layers)
-        effect = _effect(schedule, max_tokens)
+        effect = np.minimum(schedule.cutoffs, np.int32(max_tokens))  # as far as an answer can see them
         if (effect < max_tokens).any():
-            for name in (None, *_with_all_windows(schedule, bridges or {})):
+            left_out = set(schedule.windows())
+            for name in (None, *(name for name, windows in (bridges or {}).items() if left_out <= windows)):
                 by_effect.setdefault((name, effect.tobytes()), []).append(replace(policy, bridges=name))
     return [Candidate(alike[0], tuple(alike)) for alike in by_effect.values()]
 
@@ -220,16 +221,6 @@ def window_candidates(
                 policy = FixedSkip(range(*window), bridges=name)
                 found.append(Candidate(policy, (policy,)))
     return found
-
-
-def _with_all_windows(schedule: Schedule, bridges: Mapping[str, AbstractSet[tuple[int, int]]]) -> Iterator[str]:
-    left_out = set(schedule.windows())
-    return (name for name, windows in bridges.items() if left_out <= windows)
-
-
-def _effect(schedule: Schedule, max_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Int32 [L]: the cutoffs as far as an answer can see them."""
-    return np.minimum(schedule.cutoffs, np.int32(max_tokens))
 
 
 LEAVE_LEVEL = 0.05
@@ -326,16 +317,16 @@ def calibrate(
     `least_saving` is the share of the layers that a setting must truly leave out to be worth a loss.
     """
     require(len(candidates) > 0, "candidates", len(candidates), "at least one setting that skips something")
-    require(isinstance(tolerance, Tolerance), "tolerance", tolerance, "a Tolerance such as Tolerance(0.02)")
-    floor.check_tolerance(tolerance)
-    require_number("least_saving", least_saving, 0, 1, open_high=True)
     run = _Search(scorer, budget, tolerance, least_saving, progress)
     result = run.ask_full_depth()
     if result.knows_enough:
         result.full, result.trials = run.screen(candidates)
         finalists = run.finalists(result.full, result.trials)
         run.certify([trial.policy for trial in finalists], result)
-        _tell_fates(finalists, result)
+        for trial, check in zip(finalists, result.certificates, strict=False):
+            trial.fate = Fate.CERTIFIED if check.passed else Fate.FAILED
+            if check.policy == result.chosen:
+                trial.fate = Fate.CHOSEN
     return result
 
 
@@ -351,8 +342,6 @@ def check_setting(
     A setting that was found elsewhere, as on a smaller model, was not chosen on these problems either; so the test
     holds its level.
     """
-    require(isinstance(tolerance, Tolerance), "tolerance", tolerance, "a Tolerance such as Tolerance(0.02)")
-    floor.check_tolerance(tolerance)
     run = _Search(scorer, budget, tolerance, 0.0, progress)
     result = run.ask_full_depth()
     if result.knows_enough:
@@ -396,6 +385,13 @@ class _Search:
     least_saving: float
     progress: Callable[[str, int], None]
 
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.tolerance, Tolerance), "tolerance", self.tolerance, "a Tolerance such as Tolerance(0.02)"
+        )
+        check_tolerance(self.tolerance)
+        require_number("least_saving", self.least_saving, 0, 1, open_high=True)
+
     def score(self, policy: DepthPolicy, part: Part, first: int, count: int) -> Answers:
         answers = self.scorer.score(policy, part, first, count)
         self.progress(part.value, count)
@@ -405,25 +401,17 @@ class _Search:
         """Full depth on the certificate's problems, on a few of them first: whether a search means anything."""
         guess, most = self.scorer.guess, self.budget.certification
         baseline = self.score(FullDepth(), Part.CERTIFICATION, 0, -(-most // FIRST_OF))
-        knows_enough = not floor.is_out_of_reach(baseline.correct, len(baseline.right), self.tolerance, guess)
+        # Where even the upper bound of the first problems is not above what is needed, the others would hardly help.
+        knows_enough = baseline.interval.high > needed(baseline.exact_match, self.tolerance, guess)
         if knows_enough and len(baseline.right) < most:
             first = len(baseline.right)
             baseline += self.score(FullDepth(), Part.CERTIFICATION, first, most - first)
         if knows_enough:
-            knows_enough = floor.is_above(baseline.correct, most, self.tolerance, guess) and self._can_show(baseline)
-        return Calibration(
-            self.scorer.num_layers,
-            self.tolerance,
-            self.budget,
-            baseline,
-            guess,
-            knows_enough,
-            least_saving=self.least_saving,
-        )
-
-    def _can_show(self, baseline: Answers) -> bool:
-        """Whether a setting that answers as full depth does would pass."""
-        return exact_p(Pairs.of(baseline.right, baseline.right), self.tolerance) <= PASS_LEVEL
+            same = exact_p(Pairs.of(baseline.right, baseline.right), self.tolerance)
+            is_above = baseline.interval.low > needed(baseline.exact_match, self.tolerance, guess)
+            knows_enough = is_above and same <= PASS_LEVEL
+        given = self.scorer.num_layers, self.tolerance, self.budget
+        return Calibration(*given, baseline, guess, knows_enough, least_saving=self.least_saving)
 
     def screen(self, candidates: Sequence[Candidate]) -> tuple[Answers, list[Trial]]:
         """Three rounds; those still in are `Fate.SCREENING`."""
@@ -442,21 +430,18 @@ class _Search:
         return full, trials
 
     def _drop_refuted(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
-        left = []
         for trial in trials:
             pairs = Pairs.of(full.right, trial.screened.right)
             if 1 - noninferiority_p(pairs, self.tolerance) <= LEAVE_LEVEL:
                 trial.fate = Fate.REFUTED
-            else:
-                left.append(trial)
-        return left
+        return _still_in(trials)
 
     def _drop_slow(self, trials: Sequence[Trial]) -> list[Trial]:
         most_layers = (1 - self.least_saving) * self.scorer.num_layers
         for trial in trials:
             if trial.screened.mean_layers > most_layers:
                 trial.fate = Fate.SLOW
-        return [trial for trial in trials if trial.fate is Fate.SCREENING]
+        return _still_in(trials)
 
     def _halve(self, full: Answers, trials: Sequence[Trial], most: int) -> list[Trial]:
         """At most `most` of `trials` stay; the others' fate is `BEATEN`."""
@@ -472,15 +457,16 @@ class _Search:
         return stay
 
     def _within(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
-        """Those whose observed loss is within the tolerance."""
         allowed = full.exact_match - self.tolerance.of(full.exact_match)
         # A hair of room: 0.96 - 0.02 and 0.94 are the same number to people.
         return [trial for trial in trials if trial.screened.exact_match >= allowed - 1e-9]
 
     def finalists(self, full: Answers, trials: Sequence[Trial]) -> list[Trial]:
         """Those that go to certification, from the slowest to the fastest; the others have left."""
-        left = [trial for trial in trials if trial.fate is Fate.SCREENING]
-        chosen = _spread(self._within(full, best_at_each_speed(left)))
+        left = _still_in(trials)
+        chosen = self._within(full, best_at_each_speed(left))
+        if len(chosen) > FINALISTS:
+            chosen = [chosen[0], chosen[-4], chosen[-2], chosen[-1]]
         for trial in left:
             trial.fate = Fate.NOT_REACHED if trial in chosen else Fate.BEATEN
         return chosen
@@ -496,17 +482,8 @@ class _Search:
                 break
 
 
-def _tell_fates(finalists: Sequence[Trial], result: Calibration) -> None:
-    """Note in the finalists' trials what came of their certificates."""
-    for trial, check in zip(finalists, result.certificates, strict=False):
-        trial.fate = Fate.CERTIFIED if check.passed else Fate.FAILED
-        if check.policy == result.chosen:
-            trial.fate = Fate.CHOSEN
-
-
-def _spread(chain: Sequence[Trial]) -> list[Trial]:
-    """`FINALISTS` of those at most: the first and slowest, and the fourth last, the second last and the last."""
-    return list(chain) if len(chain) <= FINALISTS else [chain[0], chain[-4], chain[-2], chain[-1]]
+def _still_in(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.fate is Fate.SCREENING]
 
 
 def _fast_and_others(fastest_first: Sequence[Trial], most: int) -> list[Trial]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from d3engine.errors import require, require_integer, require_number
-from d3engine.research.evaluation.accuracy import Interval, paired_difference_interval, wilson_interval
+from d3engine.research.evaluation.accuracy import Interval, paired_difference_interval
 
 PASS_LEVEL = 0.025
 """The chance, at most, that a calibration certifies a setting that loses the tolerance or more."""
@@ -81,7 +81,6 @@ def _chance(counted: int, lost: float, won: float, tolerance: Tolerance, least: 
 
 
 def _likely(trials: int, chance: float) -> Any:
-    """The counts that can be expected of `trials` trials."""
     if chance <= 0:
         return np.zeros(1, dtype=np.int64)
     margin = SPREAD * (trials * chance * (1 - chance)) ** 0.5 + SPREAD
@@ -117,16 +116,6 @@ def fewest_to_know(tolerance: Tolerance) -> int:
 def needed(exact_match: float, tolerance: Tolerance, guess: float) -> float:
     """What the lower bound of full depth's exact match must be above; `guess` is the best constant answer's."""
     return guess + FLOOR * tolerance.of(exact_match)
-
-
-def is_above(correct: int, problems: int, tolerance: Tolerance, guess: float) -> bool:
-    """Whether full depth, right on `correct` of the problems, knows enough."""
-    return wilson_interval(correct, problems).low > needed(correct / problems, tolerance, guess)
-
-
-def is_out_of_reach(correct: int, problems: int, tolerance: Tolerance, guess: float) -> bool:
-    """Whether that is hardly possible any more after the first of the problems: the upper bound is not above it."""
-    return wilson_interval(correct, problems).high <= needed(correct / problems, tolerance, guess)
 
 
 @dataclass(frozen=True)

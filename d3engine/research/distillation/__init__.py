@@ -1,3 +1,1 @@
 """Students: a model's layers for generated tokens, narrowed or left out, distilled from its own answers."""
-
-from __future__ import annotations

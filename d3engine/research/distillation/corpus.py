@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError, require
-from d3engine.research.distillation.prompts import KINDS, is_held_out, split_prompts, written_prompts
+from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.evaluation.kept import Prompt
 from d3engine.utils.files import append_lines, as_json, is_there, read_text
 
@@ -85,12 +85,12 @@ def prompts_of(
     each = -(-count // len(kinds))
     found: list[tuple[str, str]] = []
     for kind in kinds:
-        if kind == CHAT:
+        if kind in (CHAT, GSM8K):
             from d3engine.research.bridges.own_answers import made_up_prompts
 
-            own = split_prompts(made_up_prompts(engine, (16 if held_out else 2) * each, seed), held_out=held_out)
-        elif kind == GSM8K:
-            own = split_prompts(_gsm8k(data), held_out=held_out)
+            most = (16 if held_out else 2) * each
+            every = made_up_prompts(engine, most, seed) if kind == CHAT else _gsm8k(data)
+            own = [prompt for prompt in every if is_held_out(prompt) is held_out]
         else:
             own = written_prompts(kind, each, seed, held_out=held_out)
         found += [(kind, prompt) for prompt in own[:each]]
@@ -121,8 +121,10 @@ class Asked:
 
 
 def asked_of(engine: Engine, kind: str, prompt: str) -> Asked:
-    """A prompt of `prompts_of`."""
-    return Asked(kind, is_held_out(prompt), _key(kind, prompt), _prompt(engine, prompt))
+    asked: Prompt = f"Question: {prompt}\nAnswer:"
+    if engine.chat_template() is not None:
+        asked = engine.chat_prompt([{"role": "user", "content": prompt}])
+    return Asked(kind, is_held_out(prompt), _key(kind, prompt), asked)
 
 
 def asked_again(answer: OwnAnswer, depth: str) -> Asked:
@@ -174,13 +176,6 @@ def add_answers(
             progress()
         append_lines(path, lines)
     return total
-
-
-def _prompt(engine: Engine, text: str) -> Prompt:
-    """By the model's chat template, where it has one."""
-    if engine.chat_template() is None:
-        return f"Question: {text}\nAnswer:"
-    return engine.chat_prompt([{"role": "user", "content": text}])
 
 
 def _key(kind: str, prompt: str) -> str:

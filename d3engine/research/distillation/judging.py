@@ -18,10 +18,10 @@ from d3engine.model.bridges import BRIDGES_FILE, Bridge, Window, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.students import STUDENT_FILE, read_student
 from d3engine.model.weights import LayerWeights
-from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_of_clusters
+from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_over
 from d3engine.research.analysis.report import Table, counted
 from d3engine.research.distillation.corpus import OwnAnswer
-from d3engine.research.distillation.passes import AnswerPass, FullAnswer, Layers, layers_of
+from d3engine.research.distillation.passes import AnswerPass, Layers, layers_of
 from d3engine.research.evaluation.accuracy import shape_of
 from d3engine.utils.files import beside
 
@@ -84,11 +84,9 @@ class Agreement:
 
     def mean(self, measure: int, kind: str = ALL, among: slice = slice(None)) -> Mean:
         """0: KL, 1: agreement, of these rows; the interval is of texts, whose tokens are not independent."""
-        values = [values[measure, among] for of, values in self.texts if kind in (ALL, of)]
-        return mean_of_clusters(np.array([one.sum() for one in values]), np.array([one.size for one in values]))
+        return mean_over(values[measure, among] for of, values in self.texts if kind in (ALL, of))
 
     def as_dict(self) -> dict[str, Any]:
-        """Means and half intervals, of all and by kind of text."""
         return {kind: {"positions": self.positions(kind), **self._means(kind)} for kind in (ALL, *self.kinds)}
 
     def by_position(self) -> dict[str, dict[str, float | None]]:
@@ -101,7 +99,7 @@ class Agreement:
         found: dict[str, float | None] = {}
         for name, measure in (("kl", 0), ("agreement", 1)):
             mean = self.mean(measure, kind, among)
-            found |= {name: mean.value, f"{name}_95": None if np.isnan(mean.arm) else mean.arm}
+            found |= {name: mean.value, f"{name}_95": mean.known_arm}
         return found
 
 
@@ -121,15 +119,11 @@ def judge(
         full = run.at_full_depth(text.prompt_ids, text.token_ids[: most_tokens + 1], layers)
         known = run.logits(full.states[last]).log_softmax(-1)
         for one, candidate in zip(found, candidates, strict=True):
-            one.texts.append((text.kind, _judged(run, full, known, candidate)))
+            parts: dict[str, Any] = {name: getattr(candidate, name) for name in ("first", "layers", "later", "bridges")}
+            given = run.logits(run.run(full, candidate.schedule, **parts)).log_softmax(-1)
+            one.texts.append((text.kind, compared(known, given, torch.tensor(full.token_ids[1:]))[::2]))
         progress()
     return found
-
-
-def _judged(run: AnswerPass, full: FullAnswer, known: torch.Tensor, candidate: Judgeable) -> FloatArray:
-    parts: dict[str, Any] = {name: getattr(candidate, name) for name in ("first", "layers", "later", "bridges")}
-    state = run.run(full, candidate.schedule, **parts)
-    return compared(known, run.logits(state).log_softmax(-1), torch.tensor(full.token_ids[1:]))[::2]
 
 
 def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPolicy, fingerprint: str) -> Judgeable:
@@ -162,15 +156,13 @@ def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPoli
 def agreement_table(
     candidates: Sequence[Judgeable], found: Sequence[Agreement], config: ModelConfig, steps: int
 ) -> Table:
-    """A row for each candidate."""
     kinds = found[0].kinds
     rows = []
     for candidate, one in zip(candidates, found, strict=True):
         kl, agreement = one.mean(0), one.mean(1)
-        spread = f"{agreement.value - agreement.arm:.1%} to {agreement.value + agreement.arm:.1%}"
         by_kind = [f"{one.mean(1, kind).value:.1%}" for kind in kinds]
-        saved = f"{candidate.saved(config, steps):.2f}"
-        rows.append((candidate.name, saved, f"{kl.value:.4f}", f"{agreement.value:.1%}", spread, *by_kind))
+        shown = f"{candidate.saved(config, steps):.2f}", f"{kl.value:.4f}", f"{agreement.value:.1%}"
+        rows.append((candidate.name, *shown, agreement.interval, *by_kind))
     about = f"{counted(len(found[0].texts), 'own answer')} held out, {found[0].positions():,} generated tokens"
     header = ("policy", "layers saved", "KL", "same token", "95 %", *kinds)
     return Table(f"Against full depth: {about}", header, rows)

@@ -89,19 +89,17 @@ class AnswerPass:
         *,
         first: int = 0,
         stop: int | None = None,
-        hidden: Tensor | None = None,
         layers: Layers | None = None,
         later: Sequence[tuple[int, Layers]] = (),
         bridges: Mapping[Window, Bridge] | None = None,
     ) -> Tensor:
-        """The states [R, H] before layer `stop` (behind the last one), of `hidden`, or what was kept, before `first`.
+        """The states [R, H] before layer `stop` (behind the last one), of those that were kept before `first`.
 
         `layers` are those of a student; `later` those of the students that take its place, each from a step on. Raises
         `InvalidValueError` for a schedule whose layers wake up again.
         """
         require(schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
-        state = text.states[first] if hidden is None else hidden
-        rows, prompt = text.rows, text.prompt_length
+        state, rows, prompt = text.states[first], text.rows, text.prompt_length
         crossings = {} if bridges is None else crossings_of(schedule, prompt, prompt + rows)
         rotations = self.rotations(prompt, prompt + rows)
         levels: list[tuple[Layers, int]] = [(layers or {}, 0)]  # with the row where each begins
@@ -128,7 +126,8 @@ class AnswerPass:
     ) -> tuple[Tensor, Entries]:
         """A layer over rows [R, H] that follow the entries `before`; the rows, and all entries."""
         hidden, entries = self.attention(number, layer, hidden, rotations, before)
-        return hidden + self.down(layer, self.gated(layer, hidden)), entries
+        gated = gated_rows(self.config, layer, hidden)
+        return hidden + linear(gated, layer.down, layer.down_bias), entries
 
     def attention(
         self, number: int, layer: LayerWeights, hidden: Tensor, rotations: Tensor, before: Entries | None
@@ -150,14 +149,6 @@ class AnswerPass:
         )
         hidden = hidden + linear(found[0].transpose(0, 1).reshape(rows, -1), layer.output, layer.output_bias)
         return hidden, (keys, values)
-
-    def gated(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        """What the down matrix gets [R, I]."""
-        return gated_rows(self.config, layer, hidden)
-
-    def down(self, layer: LayerWeights, gated: Tensor) -> Tensor:
-        """What an MLP adds [R, H]."""
-        return linear(gated, layer.down, layer.down_bias)
 
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """The states [T, H] before the first layer."""

@@ -4,7 +4,7 @@ seed; one in `HELD_OUT_EVERY`, by its hash, is never trained on."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import product
 
@@ -38,47 +38,14 @@ INSTRUCTIONS = (
 )
 
 TOPICS = (
-    "photosynthesis",
-    "the water cycle",
-    "volcanoes",
-    "the Roman Empire",
-    "compound interest",
-    "bicycles",
-    "vaccines",
-    "the solar system",
-    "black holes",
-    "bread baking",
-    "electric cars",
-    "the printing press",
-    "chess",
-    "coral reefs",
-    "supply and demand",
-    "earthquakes",
-    "the French Revolution",
-    "sleep",
-    "honey bees",
-    "recycling",
-    "jazz music",
-    "public libraries",
-    "wind power",
-    "the human heart",
-    "time zones",
-    "the Silk Road",
-    "glaciers",
-    "coffee",
-    "encryption",
-    "gardening in small spaces",
-    "working from home",
-    "the immune system",
-    "maps",
-    "budgeting",
-    "tides",
-    "dinosaurs",
-    "operating systems",
-    "relational databases",
-    "machine learning",
-    "HTTP",
-)
+    "photosynthesis", "the water cycle", "volcanoes", "the Roman Empire", "compound interest", "bicycles",
+    "vaccines", "the solar system", "black holes", "bread baking", "electric cars", "the printing press",
+    "chess", "coral reefs", "supply and demand", "earthquakes", "the French Revolution", "sleep", "honey bees",
+    "recycling", "jazz music", "public libraries", "wind power", "the human heart", "time zones",
+    "the Silk Road", "glaciers", "coffee", "encryption", "gardening in small spaces", "working from home",
+    "the immune system", "maps", "budgeting", "tides", "dinosaurs", "operating systems", "relational databases",
+    "machine learning", "HTTP",
+)  # fmt: skip
 
 CODE = (
     "Write a {language} function that {task}.",
@@ -228,8 +195,3 @@ def written_prompts(kind: str, count: int, seed: int, *, held_out: bool) -> list
 def is_held_out(prompt: str) -> bool:
     """Whether a prompt belongs to the held-out part, which its own text decides."""
     return sha256(prompt.encode()).digest()[0] % HELD_OUT_EVERY == 0
-
-
-def split_prompts(prompts: Sequence[str], *, held_out: bool) -> list[str]:
-    """Those of one part, in order."""
-    return [prompt for prompt in prompts if is_held_out(prompt) is held_out]

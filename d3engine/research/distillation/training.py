@@ -24,7 +24,7 @@ from d3engine.depth import Schedule
 from d3engine.errors import require
 from d3engine.model.students import MATRICES, NEURONS, Student, narrowed
 from d3engine.model.weights import LayerWeights
-from d3engine.research.bridges.fitting import read_state, text_hash, write_state
+from d3engine.research.bridges.fitting import read_state, read_training, text_hash, write_state, write_training
 from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation.corpus import OwnAnswer, in_turns
 from d3engine.research.distillation.judging import Judgeable, judge
@@ -149,7 +149,6 @@ class Distillation:
         }
 
     def judgeable(self, name: str) -> Judgeable:
-        """The student as it is now."""
         with torch.no_grad():
             return Judgeable(name, self._schedule, self.layers())
 
@@ -310,35 +309,15 @@ class Distillation:
         ]
 
     def _save(self, path: Path, key: str) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self._named():
-            tensors[f"{name}.now"] = tensor.detach()
-            if self._adam is not None and (kept := self._adam.state.get(tensor)):
-                tensors |= {f"{name}.mean": kept["exp_avg"], f"{name}.square": kept["exp_avg_sq"]}
-        write_state(path, key, tensors, {"curve": json.dumps(asdict(self.curve))})
+        write_training(path, key, self._adam, self._named(), {"curve": json.dumps(asdict(self.curve))})
 
     def _load(self, path: Path, key: str) -> None:
-        """Go on from a saved state of this very run, if there is one."""
-
-        def read(
-            tensor: Callable[[str], Tensor], words: Mapping[str, str]
-        ) -> tuple[Curve, dict[str, tuple[Tensor, ...]]]:
+        def read(words: Mapping[str, str]) -> tuple[Curve, int]:
             curve = Curve(**as_json(words["curve"], path))
-            kinds = ("now", "mean", "square") if curve.num_steps else ("now",)
-            return curve, {name: tuple(tensor(f"{name}.{kind}") for kind in kinds) for name, _ in self._named()}
+            number, first = curve.num_steps, self.options.hidden_steps
+            return curve, number - first if number > first else number
 
-        saved = read_state(path, key, read)
-        if saved is None:
-            return
-        self.curve, found = saved
-        for name, tensor in self._named():
-            now, *moments = found[name]
-            with torch.no_grad():
-                tensor.copy_(now)
-            if moments and self._adam is not None:
-                number, first = self.curve.num_steps, self.options.hidden_steps
-                step = torch.tensor(float(number - first if number > first else number))
-                self._adam.state[tensor] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        self.curve = read_training(path, key, self._adam, self._named(), read) or self.curve
 
 
 def window_shape(run: AnswerPass, first: int, stop: int, kept: Sequence[int]) -> Shape:

@@ -21,7 +21,7 @@ from torch import Tensor
 from d3engine.errors import require_number
 from d3engine.model.students import narrowed
 from d3engine.model.weights import LayerWeights
-from d3engine.research.bridges.passage import matrix_of
+from d3engine.research.bridges.passage import gated_rows, linear, matrix_of
 from d3engine.research.distillation.corpus import OwnAnswer
 from d3engine.research.distillation.passes import AnswerPass, Entries, replaced
 
@@ -53,15 +53,11 @@ def kept_neurons(scores: Mapping[int, Tensor], width: float) -> dict[int, Tensor
 
 
 def neuron_scores(
-    run: AnswerPass,
-    texts: Sequence[OwnAnswer],
-    layers: Sequence[int],
-    seed: int = 0,
-    progress: Callable[[], None] = lambda: None,
+    run: AnswerPass, texts: Sequence[OwnAnswer], layers: Sequence[int], progress: Callable[[], None] = lambda: None
 ) -> dict[int, Tensor]:
     """Of each of `layers` float32 [I]: what its neurons matter on these answers."""
     scores = {layer: torch.zeros(run.config.intermediate_size) for layer in layers}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for text in texts:
         prompt = len(text.prompt_ids)
         hidden = run.embedded([*text.prompt_ids, *text.token_ids[:-1]])
@@ -69,13 +65,13 @@ def neuron_scores(
         gates: dict[int, Tensor] = {}
         for number, layer in enumerate(run.weights.layers):
             hidden, _ = run.attention(number, layer, hidden, rotations[number], None)
-            gated = run.gated(layer, hidden)
+            gated = gated_rows(run.config, layer, hidden)
             if number in scores:
                 if not gated.requires_grad:
                     gated.requires_grad_()
                 gated.retain_grad()
                 gates[number] = gated
-            hidden = hidden + run.down(layer, gated)
+            hidden = hidden + linear(gated, layer.down, layer.down_bias)
         logits = run.logits(hidden[prompt:])
         with torch.no_grad():
             drawn = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
@@ -150,7 +146,7 @@ def _narrow_layer(
     for stream, before in zip(streams, entries, strict=True):
         rotations = stream.rotations[number][stream.prompt_length :]
         stream.own, _ = run.attention(number, own, stream.own, rotations, before)
-        behind.append(run.gated(own, stream.own))
+        behind.append(gated_rows(run.config, own, stream.own))
         gated = behind[-1].float()
         left = stream.full[stream.prompt_length :].float() - stream.own.float() - F.linear(gated, start, bias)
         products.addmm_(gated.T, gated)
@@ -161,5 +157,5 @@ def _narrow_layer(
     down: Tensor = start + torch.linalg.solve(products, crossed).T
     own = replaced(own, {"down": down}, run.weights.dtype)
     for stream, gated in zip(streams, behind, strict=True):
-        stream.own = stream.own + run.down(own, gated)
+        stream.own = stream.own + linear(gated, own.down, own.down_bias)
     return down

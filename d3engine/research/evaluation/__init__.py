@@ -1,3 +1,1 @@
 """Tasks and measures that say how well a model answers under a depth policy."""
-
-from __future__ import annotations

@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import chain, islice
+from functools import partial, reduce
 from math import comb, sqrt
+from operator import add
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.statistics import ModelShape, mean_depth
@@ -18,7 +18,8 @@ from d3engine.errors import InvalidValueError, require, require_integer, require
 from d3engine.research.evaluation.benchmark import Benchmark, Question, Verdict, verdict_of
 from d3engine.research.evaluation.chat_form import prompt_of
 from d3engine.research.evaluation.kept import Answer, KeptAnswers, Prompt
-from d3engine.research.evaluation.word_problems import Problem, Split, problems
+from d3engine.research.evaluation.procedural import WORD_PROBLEMS, different_problems
+from d3engine.research.evaluation.word_problems import Problem, Split
 from d3engine.research.evaluation.work import Cost, Work, is_known_beforehand, work_of
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from d3engine.model.config import ModelConfig
     from d3engine.request.params import SamplingParams
 
-
-MAX_PROBLEMS = 100_000
 
 SHARING = 32
 """Questions whose prompts are kept for the next policy, where policies share them."""
@@ -81,13 +80,7 @@ class Comparison:
 
 def take_problems(split: Split, seed: int, limit: int) -> list[Problem]:
     """The first `limit` different problems of a split."""
-    require_integer("limit", limit, 1, MAX_PROBLEMS)
-    by_question: dict[str, Problem] = {}
-    for problem in islice(problems(split, seed), 10 * limit):
-        by_question.setdefault(problem.question, problem)
-        if len(by_question) == limit:
-            break
-    return list(by_question.values())
+    return cast(list[Problem], different_problems(WORD_PROBLEMS, split, seed, limit))
 
 
 def measure(
@@ -117,26 +110,23 @@ def measure(
     ask = partial(_ask, engine, params=params, first_alone=shares_prompts, progress=progress)
     prompts = [prompt_of(engine, question) for question in given]
     answers = ask(prompts) if kept is None else _complete(kept, prompts, params, ask)
-    is_known = is_known_beforehand(policy, num_layers)
+    nominal = None
+    if is_known_beforehand(policy, num_layers):  # a narrower layer counts as the part of a layer that it is
+        mean = mean_depth(policy.schedule(num_layers), max_tokens)
+        nominal = mean - engine.bridges.students_save(policy, max_tokens) / max_tokens
     verdicts = tuple(verdict_of(question, answer.text) for answer, question in zip(answers, given, strict=True))
     return Score(
         policy=policy,
         shape=shape_of(engine.config),
         work=sum((answer.work for answer in answers), Work()),
         unfinished=sum(answer.cut_off for answer in answers),
-        nominal_mean_layers=_nominal(engine, policy, max_tokens) if is_known else None,
+        nominal_mean_layers=nominal,
         seconds=sum(answer.seconds for answer in answers),
         right=tuple(verdict is Verdict.RIGHT for verdict in verdicts),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         verdicts=verdicts,
     )
-
-
-def _nominal(engine: Engine, policy: DepthPolicy, max_tokens: int) -> float:
-    """The mean depth over the longest answer, with a narrower layer as the part of a layer that it is."""
-    mean = mean_depth(policy.schedule(engine.config.num_layers), max_tokens)
-    return mean - engine.bridges.students_save(policy, max_tokens) / max_tokens
 
 
 def _ask(
@@ -154,20 +144,16 @@ def _ask(
     answers = [
         Answer(
             text=output.outputs[0].text,
-            work=_narrower(engine, params.depth, work_of(output, params.depth, engine.config.num_layers)),
+            work=replace(work, narrower=engine.bridges.students_save(params.depth, work.tokens)),
             cut_off=output.outputs[0].finish_reason == "length",
             prompt_tokens=len(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
             seconds=seconds / len(outputs),
         )
         for output in outputs
+        for work in [work_of(output, params.depth, engine.config.num_layers)]
     ]
     return answers if found is None else [replace(answers[0], cached_tokens=found), *answers[1:]]
-
-
-def _narrower(engine: Engine, policy: DepthPolicy, work: Work) -> Work:
-    """The work of one answer, with what the students of its steps saved."""
-    return replace(work, narrower=engine.bridges.students_save(policy, work.tokens))
 
 
 def _complete(
@@ -214,17 +200,8 @@ def measure_with_shared_prompts(
 
 
 def _joined(scores: Sequence[Score]) -> Score:
-    """The scores of one policy on different questions as one."""
-    return replace(
-        scores[0],
-        work=sum((score.work for score in scores), Work()),
-        unfinished=sum(score.unfinished for score in scores),
-        seconds=sum(score.seconds for score in scores),
-        right=tuple(chain.from_iterable(score.right for score in scores)),
-        prompt_tokens=sum(score.prompt_tokens for score in scores),
-        cached_tokens=sum(score.cached_tokens for score in scores),
-        verdicts=tuple(chain.from_iterable(score.verdicts for score in scores)),
-    )
+    names = ("work", "unfinished", "seconds", "right", "prompt_tokens", "cached_tokens", "verdicts")
+    return replace(scores[0], **{name: reduce(add, [getattr(score, name) for score in scores]) for name in names})
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
@@ -241,22 +218,19 @@ def paired(first: Sequence[bool], second: Sequence[bool]) -> Comparison:
     """As `compare`, of which answers were right."""
     require(len(first) == len(second), "scores", (len(first), len(second)), "of one problem set")
     pairs = list(zip(first, second, strict=True))
-    both, only_first = pairs.count((True, True)), pairs.count((True, False))
-    only_second, neither = pairs.count((False, True)), pairs.count((False, False))
-    return Comparison(
-        only_first=only_first,
-        only_second=only_second,
-        difference=(only_second - only_first) / len(pairs),
-        interval=paired_difference_interval(both, only_second, only_first, neither),
-        p_value=mcnemar_p(only_first, only_second),
-    )
+    kinds = ((True, True), (True, False), (False, True), (False, False))
+    both, only_first, only_second, neither = (pairs.count(kind) for kind in kinds)
+    interval = paired_difference_interval(both, only_second, only_first, neither)
+    difference = (only_second - only_first) / len(pairs)
+    return Comparison(only_first, only_second, difference, interval, mcnemar_p(only_first, only_second))
 
 
 def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of a proportion (1927): sound near 0 and 1, where the usual one is not."""
     require_integer("trials", trials, 1)
     require_integer("successes", successes, 0, trials)
-    z = _normal_quantile(confidence)
+    require_number("confidence", confidence, 0.0, 1.0, open_low=True, open_high=True)
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
     share = successes / trials
     centre = share + z * z / (2 * trials)
     spread = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
@@ -296,10 +270,9 @@ def _pair_correlation(both: int, only_first: int, only_second: int, neither: int
     margins = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
     if margins == 0:
         return 0.0
-    agreement = both * neither - only_first * only_second
-    if agreement > 0:
-        agreement_corrected = max(agreement - trials / 2, 0.0)
-        return agreement_corrected / sqrt(margins)
+    agreement: float = both * neither - only_first * only_second
+    if agreement > 0:  # corrected for continuity
+        agreement = max(agreement - trials / 2, 0.0)
     return agreement / sqrt(margins)
 
 
@@ -308,8 +281,3 @@ def mcnemar_p(only_first: int, only_second: int) -> float:
     differing = require_integer("only_first", only_first, 0) + require_integer("only_second", only_second, 0)
     tail = sum(comb(differing, k) for k in range(min(only_first, only_second) + 1))
     return min(1.0, float(2 * tail / (1 << differing)))
-
-
-def _normal_quantile(confidence: float) -> float:
-    require_number("confidence", confidence, 0.0, 1.0, open_low=True, open_high=True)
-    return NormalDist().inv_cdf((1 + confidence) / 2)

@@ -75,11 +75,12 @@ def at_equal_depth(
     """
     require_integer("max_tokens", max_tokens, 2)
     mean = mean_depth(policy.schedule(num_layers), max_tokens)
+    given = {"num_layers": num_layers, "max_tokens": max_tokens}
     return [
-        skip_decode_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
-        unified_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
-        tail_skip_for_mean(mean, num_layers=num_layers, max_tokens=max_tokens),
-        *fixed_for_mean(removal_order, mean, num_layers=num_layers, max_tokens=max_tokens),
+        skip_decode_for_mean(mean, **given),
+        unified_for_mean(mean, **given),
+        tail_skip_for_mean(mean, **given),
+        *fixed_for_mean(removal_order, mean, **given),
     ]
 
 
@@ -102,11 +103,9 @@ def published_order(shape: ModelShape) -> tuple[int, ...]:
 
 def fixed_for_mean(order: Sequence[int], mean_layers: float, *, num_layers: int, max_tokens: int) -> list[FixedSkip]:
     """Without the first layers of the order, as many as bring the nominal mean nearest; nothing without an order."""
-    means = [num_layers - count * (max_tokens - 1) / max_tokens for count in range(1, len(order) + 1)]
-    if not means:
-        return []
-    count = 1 + min(range(len(means)), key=lambda place: abs(means[place] - mean_layers))
-    return [FixedSkip(order[:count])]
+    means = {count: num_layers - count * (max_tokens - 1) / max_tokens for count in range(1, len(order) + 1)}
+    nearest = sorted(means, key=lambda count: abs(means[count] - mean_layers))
+    return [FixedSkip(order[:count]) for count in nearest[:1]]
 
 
 def skip_decode_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) -> SkipDecode:
@@ -118,8 +117,7 @@ def skip_decode_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int
     if mean_layers >= mean_depth(deepest_line.schedule(num_layers), max_tokens):
         return SkipDecode.for_mean(mean_layers, num_layers=num_layers, max_tokens=max_tokens)
     lines = [SkipDecode(max_tokens, min_layers=1, max_layers=layers) for layers in range(num_layers, 0, -1)]
-    distances = [abs(mean_depth(line.schedule(num_layers), max_tokens) - mean_layers) for line in lines]
-    return lines[distances.index(min(distances))]
+    return min(lines, key=lambda line: abs(mean_depth(line.schedule(num_layers), max_tokens) - mean_layers))
 
 
 def unified_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) -> UnifiedSkip:
@@ -128,8 +126,8 @@ def unified_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) ->
     Step 0 is at full depth, so keeping K layers has the mean (L + (N - 1) K) / N over N steps.
     """
     kept = range(num_layers, min(2, num_layers) - 1, -1)
-    distances = [abs((num_layers + (max_tokens - 1) * layers) / max_tokens - mean_layers) for layers in kept]
-    return UnifiedSkip(Fraction(num_layers, kept[distances.index(min(distances))]))
+    means = {layers: (num_layers + (max_tokens - 1) * layers) / max_tokens for layers in kept}
+    return UnifiedSkip(Fraction(num_layers, min(means, key=lambda layers: abs(means[layers] - mean_layers))))
 
 
 def tail_skip_for_mean(mean_layers: float, *, num_layers: int, max_tokens: int) -> TailSkip:

@@ -38,7 +38,6 @@ class BBHQuestion:
 
     @property
     def solved(self) -> str:
-        """The question with its answer, as an example."""
         return f"{self.prompt} {self.target}"
 
     def is_right(self, answer: str) -> bool:

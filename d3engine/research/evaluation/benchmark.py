@@ -70,7 +70,6 @@ class Benchmark:
 
     @property
     def questions(self) -> list[Question]:
-        """Those of all tasks, in order."""
         return list(chain.from_iterable(self.tasks.values()))
 
     def by_task(self, right: Sequence[bool]) -> dict[str, tuple[bool, ...]]:

@@ -82,7 +82,6 @@ def load_functions(*, split: Split, shots: int | None, limit: int | None = None)
 
 
 def all_functions() -> list[FunctionQuestion]:
-    """All problems, in their order."""
     found = []
     for block in PROBLEMS.strip().split("\n\n"):
         signature, *lines = block.split("\n")
@@ -137,7 +136,6 @@ def _judged(question: FunctionQuestion, code: str) -> Verdict:
 
 
 def _parsed(test: str) -> tuple[list[Any], Any]:
-    """The arguments of a test's call, and the result that it expects."""
     call, _, result = test.partition(" == ")
     parsed = ast.parse(call, mode="eval").body
     assert isinstance(parsed, ast.Call)

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from d3engine.research.evaluation.word_problems import NAMES, Split, format_prompt, split_of
+from d3engine.research.evaluation.word_problems import NAMES, format_prompt
 
 MARK = "####"
 
@@ -35,12 +33,6 @@ class GeneratedProblem:
         return final_answer(answer) == self.answer
 
 
-class Generator(Protocol):
-    """Makes a random problem of any split, of `fewest` to `most` of what its task counts: words, swaps, operations."""
-
-    def __call__(self, rng: random.Random, fewest: int = ..., most: int = ...) -> GeneratedProblem: ...
-
-
 def worked(question: str, steps: list[str], answer: str) -> GeneratedProblem:
     """The problem whose solution is the steps and then the answer behind the mark."""
     return GeneratedProblem(question, " ".join([*steps, f"{MARK} {answer}"]), answer)
@@ -52,23 +44,10 @@ def final_answer(text: str) -> str | None:
     return rest.partition("\n")[0].strip() if mark else None
 
 
-def problems_of(
-    generate: Callable[[random.Random], GeneratedProblem], name: str, split: Split, seed: int
-) -> Iterator[GeneratedProblem]:
-    """Problems of one split for ever, the same for the same name and seed."""
-    rng = random.Random(f"{name}-{split}-{seed}")
-    while True:
-        problem = generate(rng)
-        if split_of(problem.question) == split:
-            yield problem
-
-
 # "not ( True and False ) or True is": rewritten from the inside out, one operator per step, each written down.
 
-MIN_OPERATORS, MAX_OPERATORS = 2, 6
 
-
-def boolean_expressions(rng: random.Random, fewest: int = MIN_OPERATORS, most: int = MAX_OPERATORS) -> GeneratedProblem:
+def boolean_expressions(rng: random.Random, fewest: int, most: int) -> GeneratedProblem:
     """A random expression with that number of operators; "not" binds tighter than "and", "and" tighter than "or"."""
     steps: list[str] = []
     text, value = _boolean_expression(rng, rng.randint(fewest, most), steps)
@@ -97,8 +76,6 @@ def _boolean_expression(rng: random.Random, operators: int, steps: list[str]) ->
 # A list of words into alphabetical order: copying, and each next word is one of fewer. Depth decay assumes that later
 # tokens are easier; here is a task to try that on.
 
-MIN_WORDS, MAX_WORDS = 3, 10
-
 WORDS = (
     "acorn", "anchor", "apple", "arrow", "badge", "basket", "beacon", "blanket", "bottle", "bridge",
     "button", "cabin", "candle", "canyon", "carpet", "castle", "cellar", "chalk", "cherry", "circle",
@@ -113,7 +90,7 @@ WORDS = (
 )  # fmt: skip
 
 
-def word_sorting(rng: random.Random, fewest: int = MIN_WORDS, most: int = MAX_WORDS) -> GeneratedProblem:
+def word_sorting(rng: random.Random, fewest: int, most: int) -> GeneratedProblem:
     """Different words, as many as asked for."""
     words = rng.sample(WORDS, rng.randint(fewest, most))
     return worked(f"Sort these words: {' '.join(words)}.", [], " ".join(sorted(words)))
@@ -123,10 +100,9 @@ def word_sorting(rng: random.Random, fewest: int = MIN_WORDS, most: int = MAX_WO
 # answer is its mirror image.
 
 CLOSING = {"(": ")", "[": "]", "{": "}", "<": ">"}
-MIN_BRACKETS, MAX_BRACKETS = 4, 24
 
 
-def dyck_languages(rng: random.Random, fewest: int = MIN_BRACKETS, most: int = MAX_BRACKETS) -> GeneratedProblem:
+def dyck_languages(rng: random.Random, fewest: int, most: int) -> GeneratedProblem:
     """A beginning of a well-formed sequence, of that number of brackets or one more, that leaves at least one open."""
     sequence, still_open = _beginning(rng, rng.randint(fewest, most))
     closed = [CLOSING[bracket] for bracket in reversed(still_open)]
@@ -157,10 +133,9 @@ THINGS = {
 }
 PLURALS = {"peach": "peaches", "mouse": "mice"}
 NUMBERS = ("a", "two", "three", "four", "five", "six")
-MIN_THINGS, MAX_THINGS = 3, 8
 
 
-def object_counting(rng: random.Random, fewest: int = MIN_THINGS, most: int = MAX_THINGS) -> GeneratedProblem:
+def object_counting(rng: random.Random, fewest: int, most: int) -> GeneratedProblem:
     """A number of things, up to six of each, of two kinds, one of which is asked for."""
     asked, other = rng.sample(sorted(THINGS), 2)
     things = rng.sample([*THINGS[asked], *THINGS[other]], rng.randint(fewest, most))
@@ -185,10 +160,9 @@ def _counted(thing: str, count: int) -> str:
 
 OBJECTS = ("ball", "book", "card", "coin", "cup", "hat", "key", "kite", "pen", "shell")
 MIN_PEOPLE, MAX_PEOPLE = 3, 5
-MIN_SWAPS, MAX_SWAPS = 2, 6
 
 
-def tracking_shuffled_objects(rng: random.Random, fewest: int = MIN_SWAPS, most: int = MAX_SWAPS) -> GeneratedProblem:
+def tracking_shuffled_objects(rng: random.Random, fewest: int, most: int) -> GeneratedProblem:
     """Three to five people with a thing each, and a number of swaps."""
     people = rng.sample(NAMES, rng.randint(MIN_PEOPLE, MAX_PEOPLE))
     holds = dict(zip(people, rng.sample(OBJECTS, len(people)), strict=True))
@@ -207,13 +181,10 @@ def tracking_shuffled_objects(rng: random.Random, fewest: int = MIN_SWAPS, most:
 # brackets, so that no rule of precedence is needed.
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-MIN_OPERATIONS, MAX_OPERATIONS = 2, 5
 LARGEST = 9
 
 
-def multistep_arithmetic(
-    rng: random.Random, fewest: int = MIN_OPERATIONS, most: int = MAX_OPERATIONS
-) -> GeneratedProblem:
+def multistep_arithmetic(rng: random.Random, fewest: int, most: int) -> GeneratedProblem:
     """A number of operations on numbers from -9 to 9."""
     steps: list[str] = []
     text, value = _arithmetic_expression(rng, rng.randint(fewest, most), steps)

@@ -15,7 +15,7 @@ from pathlib import Path
 from d3engine.errors import D3EngineError, require, require_integer
 from d3engine.research.evaluation.benchmark import Asked, Benchmark
 from d3engine.research.evaluation.word_problems import Split
-from d3engine.utils.files import UnreadableFileError, as_json, read_text
+from d3engine.utils.files import as_json, read_text
 
 MAX_TOKENS = 1024
 STOP = ("Question:", "</s>", "<|im_end|>")
@@ -37,7 +37,6 @@ class GSM8KQuestion:
 
     @property
     def solved(self) -> str:
-        """The question with its answer, as an example."""
         return f"{self.prompt} {self.answer}"
 
     def is_right(self, answer: str) -> bool:
@@ -76,8 +75,6 @@ def _read(path: Path) -> list[GSM8KQuestion]:
     try:
         lines = [as_json(line, path) for line in read_text(path).split("\n") if line.strip()]
         return [GSM8KQuestion(str(line["question"]), str(line["answer"])) for line in lines]
-    except UnreadableFileError:
-        raise
     except (KeyError, TypeError) as error:
         expected = "a JSON object with question and answer on each line"
         raise D3EngineError(f"{path} is no file of GSM8K ({expected}): {type(error).__name__}: {error}") from error

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import named_bridges, named_students
@@ -70,8 +70,8 @@ class KeptAnswers:
 
     def keep(self, prompts: Sequence[Prompt], params: SamplingParams, answers: Sequence[Answer]) -> None:
         """Write answers to the end of the file at once; raises `D3EngineError` where that cannot be done."""
-        policy = "" if params.depth is None else policy_in_words(params.depth)
-        lines = []
+        assert params.depth is not None
+        policy, lines = policy_in_words(params.depth), []
         for prompt, answer in zip(prompts, answers, strict=True):
             key = self._key(prompt, params)
             self._answers[key] = answer
@@ -79,10 +79,9 @@ class KeptAnswers:
         append_lines(self._path, lines)
 
     def _key(self, prompt: Prompt, params: SamplingParams) -> str:
-        policy: Any = None if params.depth is None else params.depth.describe()
-        names = frozenset() if params.depth is None else named_bridges(params.depth)
-        hashes = [self._bridges[name] for name in sorted(names)]
-        students = frozenset() if params.depth is None else named_students(params.depth)
-        hashes += [self._bridges[f"student {name}"] for name in sorted(students)]
-        said = [self._about, policy, repr(replace(params, depth=None)), prompt, *hashes]
+        policy = params.depth
+        assert policy is not None
+        names = [*sorted(named_bridges(policy)), *(f"student {name}" for name in sorted(named_students(policy)))]
+        hashes = [self._bridges[name] for name in names]
+        said = [self._about, policy.describe(), repr(replace(params, depth=None)), prompt, *hashes]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

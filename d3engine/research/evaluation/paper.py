@@ -8,31 +8,11 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean
 
-from d3engine.depth import D3, DepthPolicy
+from d3engine.depth import D3
 from d3engine.depth.statistics import LLAMA2_BY_LAYERS, PRESETS, ModelShape, flops_ratio, layer_bound, mean_depth
 from d3engine.research.analysis.report import Table
-from d3engine.research.evaluation.paper_tables import (
-    BENCHMARKS,
-    D3_ROW,
-    EARLY_EXIT,
-    FULL_DEPTH,
-    ITEMS,
-    LAYERS,
-    MAX_TOKENS,
-    SIZES,
-    TABLE_2,
-    TABLE_4,
-    TABLE_5_ALPHAS,
-    TABLE_5_STARTS,
-    TABLE_6,
-    TABLE_7,
-    TABLE_8,
-    TABLE_8_AVERAGE,
-    TABLE_9,
-    TABLE_9_FULL_DEPTH,
-    TABLE_9_STARTS,
-    Table6Row,
-)
+from d3engine.research.evaluation import paper_tables as printed
+from d3engine.research.evaluation.paper_tables import BENCHMARKS, D3_ROW, LAYERS, SIZES, TABLE_6, TABLE_8, TABLE_9
 
 
 @dataclass(frozen=True)
@@ -59,10 +39,8 @@ def reference(benchmark: str, lengths: Sequence[int]) -> Reference:
     """What the paper's setting is worth over answers of these numbers of tokens, if no more is generated."""
     ratios = []
     for size in SIZES:
-        shape = LLAMA2_BY_LAYERS[LAYERS[size]]
-        layers = policy_of(size, benchmark).schedule(shape.num_layers).depths(max(lengths)).cumsum()
-        mean = sum(int(layers[length - 1]) for length in lengths) / sum(lengths)
-        ratios.append(flops_ratio(mean, shape.num_layers, shape.layer_parameters, shape.head_parameters))
+        layers = policy_of(size, benchmark).schedule(LAYERS[size]).depths(max(lengths)).cumsum()
+        ratios.append(_flops_ratio(size, sum(int(layers[length - 1]) for length in lengths) / sum(lengths)))
     return Reference(min(lengths), max(lengths), fmean(lengths), tuple(ratios))
 
 
@@ -92,14 +70,13 @@ def _table_1() -> Table:
 
 
 def _table_2() -> Table:
-    rows = [
-        (size, f"{row.layers}", f"{row.depth}", f"{row.depth / row.layers:.0%}", f"{row.confidence}")
-        for size, row in TABLE_2.items()
-    ]
     return Table(
         "Table 2, oracle saturation depth on word sorting, as printed",
         ("Llama-2", "layers", "saturation depth", "of all", "confidence"),
-        rows,
+        [
+            (size, f"{layers}", f"{depth}", f"{depth / layers:.0%}", f"{confidence}")
+            for size, (layers, depth, confidence) in printed.TABLE_2.items()
+        ],
         ("The confidences are presets of early exit here: EarlyExit.preset(32), (40) and (80).",),
     )
 
@@ -107,7 +84,7 @@ def _table_2() -> Table:
 def _table_3() -> Table:
     rows = []
     for size in SIZES:
-        shape = LLAMA2_BY_LAYERS[LAYERS[size]]
+        shape = _shape(size)
         total = shape.num_layers * shape.layer_parameters + 2 * shape.head_parameters
         grouped = "yes" if shape.num_kv_heads < shape.num_heads else "no"
         rows.append((size, f"{total / 1e9:.2f} billion", f"{shape.num_layers}", grouped))
@@ -117,15 +94,14 @@ def _table_3() -> Table:
 def _table_4(references: dict[str, Reference]) -> Table:
     rows = []
     for name in BENCHMARKS:
-        found, printed = references[name], TABLE_4[name]
-        ratios = [row.flops_ratio for size in SIZES for row in TABLE_6[size, name] if row.method == D3_ROW]
+        found, (fewest, most) = references[name], printed.TABLE_4[name]
         rows.append(
             (
                 name,
-                f"{printed.fewest} to {printed.most}",
+                f"{fewest} to {most}",
                 f"{found.fewest} to {found.most}",
                 f"{found.mean:.1f}",
-                " / ".join(f"{ratio:.2f}x" for ratio in ratios),
+                " / ".join(f"{_row(size, name, D3_ROW).flops_ratio:.2f}x" for size in SIZES),
                 " / ".join(f"{ratio:.3f}x" for ratio in found.ratios),
             )
         )
@@ -145,8 +121,8 @@ def _table_5() -> Table:
         "Table 5, the search space",
         ("parameter", "values"),
         [
-            ("start", ", ".join(f"{start:g}" for start in TABLE_5_STARTS)),
-            ("alpha", ", ".join(f"{alpha:g}" for alpha in TABLE_5_ALPHAS)),
+            ("start", ", ".join(f"{start:g}" for start in printed.TABLE_5_STARTS)),
+            ("alpha", ", ".join(f"{alpha:g}" for alpha in printed.TABLE_5_ALPHAS)),
         ],
         (
             "d3engine calibrate --grid paper tries these 28; without it alpha 0.99 as well, which the paper has not.",
@@ -157,21 +133,21 @@ def _table_5() -> Table:
 
 def further_notes() -> list[str]:
     """What does not agree within the paper's own tables, in sentences."""
-    printed = [row.flops_ratio for rows in TABLE_6.values() for row in rows if row.method == D3_ROW and row.flops_ratio]
+    ratios = [row.flops_ratio for rows in TABLE_6.values() for row in rows if row.method == D3_ROW and row.flops_ratio]
     compared = flops_ratios()
     as_printed = sum(round(one.ours, 2) == one.papers for one in compared)
     within = sum(one.agrees for one in compared)
-    early = {key: next(row.exact_match for row in rows if row.method == EARLY_EXIT) for key, rows in TABLE_6.items()}
-    chosen = TABLE_9["7B"][1].validation[TABLE_9_STARTS.index(policy_of("7B", "gsm8k").start)]
-    full = TABLE_9_FULL_DEPTH["7B"].validation
+    early = {size: _row(size, "gsm8k", printed.EARLY_EXIT).exact_match for size in SIZES}
+    chosen = TABLE_9["7B"][1].validation[printed.TABLE_9_STARTS.index(policy_of("7B", "gsm8k").start)]
+    full, _ = printed.TABLE_9_FULL_DEPTH["7B"]
     return [
-        f"The six printed ratios of D3 average {fmean(printed):.2f}x; the abstract says 1.5x.",
-        f"Early Exit of 70B on GSM8K is printed as {early['70B', 'gsm8k']}, which is the number of 13B "
-        f"({early['13B', 'gsm8k']}); full depth has 52.91 there.",
+        f"The six printed ratios of D3 average {fmean(ratios):.2f}x; the abstract says 1.5x.",
+        f"Early Exit of 70B on GSM8K is printed as {early['70B']}, which is the number of 13B "
+        f"({early['13B']}); full depth has 52.91 there.",
         f"In Table 9, 7B at full depth has {full} on validation and the setting that was chosen {chosen}: below it.",
         f"Of the {len(compared)} printed FLOPs ratios {as_printed} are ours to both digits, "
         f"{within} to within {FLOPS_RATIO_TOLERANCE}.",
-        f"The introduction promises 1.07x to 1.94x; the least ratio of D3 in Table 6 is {min(printed):.2f}x "
+        f"The introduction promises 1.07x to 1.94x; the least ratio of D3 in Table 6 is {min(ratios):.2f}x "
         "(70B, GSM8K).",
         f"Section 4 counts 23 tasks of BBH and Table 8 averages {len(TABLE_8)} rows: logical deduction and tracking "
         "have three sizes each.",
@@ -189,7 +165,7 @@ def _middle_starts() -> list[str]:
     found = []
     for size, rows in TABLE_9.items():
         row = next(row for row in rows if row.alpha == 0.9999)
-        worst = TABLE_9_STARTS[row.test.index(min(row.test))]
+        worst = printed.TABLE_9_STARTS[row.test.index(min(row.test))]
         found.append(
             f"In Table 9, {size}, alpha {row.alpha}, the start {worst} near the middle has the lowest test score "
             f"({', '.join(f'{score:.2f}' for score in row.test)} from 0.2 to 0.8), against section 4.3."
@@ -220,7 +196,6 @@ class Compared:
 
     @property
     def difference(self) -> float:
-        """Ours minus the paper's."""
         return self.ours - self.papers
 
     @property
@@ -324,97 +299,57 @@ class PaperReport:
 
 _BBH, _GSM8K = '--depth "d3 alpha=0.9 start=0.6"', '--depth "d3 alpha=0.9999 start=0.8"'
 _SORTING = "LLAMA2_7B --task bbh/word_sorting --data DATA"
+_STARTS = " ".join(f'--depth "d3 alpha=0.9999 start={start}"' for start in printed.TABLE_9_STARTS)
 
-REPRODUCE = (
-    Reproduction(
-        "Tables 6 and 8, BBH: exact match, mean layers, FLOPs ratio, each of the 27 tasks",
-        f"d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --baselines",
-    ),
-    Reproduction(
-        "the same with SkipDecode at the depth that Table 6 prints, which is above D3's",
-        f"d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} "
-        '--depth "skipdecode mean-layers=24.68 decay-steps=200"',
-    ),
-    Reproduction(
-        "Table 6, GSM8K, and Table 7: the wall clock is in the same table; Early Exit at D3's depth is a baseline",
-        f"d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} --baselines",
-    ),
-    Reproduction(
-        "Table 6, Early Exit at the confidence of Table 2",
-        f'd3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --depth "early-exit threshold=0.8"',
-    ),
-    Reproduction(
-        "the same through lm-evaluation-harness, whose scores the paper reports",
-        f"d3engine eval LLAMA2_7B --tasks gsm8k --num-fewshot 3 --compare-full {_GSM8K}",
-    ),
-    Reproduction(
-        "the same for BBH",
-        f"d3engine eval LLAMA2_7B --tasks bbh_fewshot --compare-full {_BBH}",
-    ),
-    Reproduction(
-        "Table 7 against transformers: its side, by the harness's own backend",
-        "lm_eval --model hf --model_args pretrained=LLAMA2_7B --tasks gsm8k --num_fewshot 3 --batch_size 4 "
-        "--gen_kwargs max_gen_toks=1024",
-    ),
-    Reproduction(
-        "Table 9 and Figure 6: one start and decay a policy",
-        "d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --split validation --compare-full "
-        + " ".join(f'--depth "d3 alpha=0.9999 start={start}"' for start in TABLE_9_STARTS),
-    ),
-    Reproduction(
-        "Table 5: all 28 settings by successive halving, and a setting that is safe or none",
-        "d3engine calibrate LLAMA2_7B --task gsm8k --data DATA --grid paper --plot grid.png --out d3.json",
-    ),
-    Reproduction(
-        "section 4.1, transfer: 7B's setting, checked on a larger model and nothing else",
-        'd3engine calibrate LLAMA2_13B --task gsm8k --data DATA --check "d3 alpha=0.9999 start=0.8" --out d3.json',
-    ),
-    Reproduction(
-        "Table 2: the layer after which a prediction is settled, and how sure the model is there",
-        f"d3engine analyze saturation {_SORTING} --png saturation.png",
-    ),
-    Reproduction(
-        "section 3.2: every token leaves there, with copied and with recomputed entries",
-        f"d3engine analyze oracle {_SORTING}",
-    ),
-    Reproduction(
-        "Figure 2a: the last layers copied at one step, with copied and with recomputed entries",
-        f"d3engine analyze perturb {_SORTING} --png perturb.png",
-    ),
-    Reproduction(
-        "the same from a step on, for the rest of the answer",
-        f"d3engine analyze copy {_SORTING} --png copy.png",
-    ),
-    Reproduction(
-        "Figure 2b: perplexity by position",
-        "d3engine analyze perplexity LLAMA2_7B --task gsm8k --data DATA --png perplexity.png",
-    ),
-    Reproduction(
-        "Figure 3, at the end of training: what each layer changes, its attention and its MLP",
-        "d3engine analyze flow LLAMA2_7B --task gsm8k --data DATA --png flow.png",
-    ),
-    Reproduction(
-        "the limitation that section 6 names: what special tokens need and lose, by kind",
-        f"d3engine analyze kinds LLAMA2_7B --task gsm8k --data DATA --reference-answers {_GSM8K} --png kinds.png",
-    ),
-    Reproduction(
-        "Figure 5: exact match beside full depth, drawn on a page",
-        f"d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} --html figure5.html",
-    ),
-    Reproduction(
-        "Figure 4: the schedules",
-        "d3engine analyze schedule LLAMA2_7B --start 0.6 --steps 200 --png schedule.png",
-    ),
-    Reproduction(
-        "Figure 7: an answer coloured by the layers that its tokens used",
-        'd3engine analyze sample LLAMA2_7B --task gsm8k --data DATA --depth "d3 alpha=0.9 start=0.6" '
-        "--html sample.html",
-    ),
-    Reproduction(
-        "Table 4 in tokens, counted again",
-        "d3engine paper --data DATA --tokenizer LLAMA2_7B",
-    ),
-)
+_REPRODUCE = f"""\
+Tables 6 and 8, BBH: exact match, mean layers, FLOPs ratio, each of the 27 tasks
+d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --baselines
+the same with SkipDecode at the depth that Table 6 prints, which is above D3's
+d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} \
+--depth "skipdecode mean-layers=24.68 decay-steps=200"
+Table 6, GSM8K, and Table 7: the wall clock is in the same table; Early Exit at D3's depth is a baseline
+d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} --baselines
+Table 6, Early Exit at the confidence of Table 2
+d3engine eval LLAMA2_7B --tasks bbh --data DATA --compare-full {_BBH} --depth "early-exit threshold=0.8"
+the same through lm-evaluation-harness, whose scores the paper reports
+d3engine eval LLAMA2_7B --tasks gsm8k --num-fewshot 3 --compare-full {_GSM8K}
+the same for BBH
+d3engine eval LLAMA2_7B --tasks bbh_fewshot --compare-full {_BBH}
+Table 7 against transformers: its side, by the harness's own backend
+lm_eval --model hf --model_args pretrained=LLAMA2_7B --tasks gsm8k --num_fewshot 3 --batch_size 4 \
+--gen_kwargs max_gen_toks=1024
+Table 9 and Figure 6: one start and decay a policy
+d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --split validation --compare-full {_STARTS}
+Table 5: all 28 settings by successive halving, and a setting that is safe or none
+d3engine calibrate LLAMA2_7B --task gsm8k --data DATA --grid paper --plot grid.png --out d3.json
+section 4.1, transfer: 7B's setting, checked on a larger model and nothing else
+d3engine calibrate LLAMA2_13B --task gsm8k --data DATA --check "d3 alpha=0.9999 start=0.8" --out d3.json
+Table 2: the layer after which a prediction is settled, and how sure the model is there
+d3engine analyze saturation {_SORTING} --png saturation.png
+section 3.2: every token leaves there, with copied and with recomputed entries
+d3engine analyze oracle {_SORTING}
+Figure 2a: the last layers copied at one step, with copied and with recomputed entries
+d3engine analyze perturb {_SORTING} --png perturb.png
+the same from a step on, for the rest of the answer
+d3engine analyze copy {_SORTING} --png copy.png
+Figure 2b: perplexity by position
+d3engine analyze perplexity LLAMA2_7B --task gsm8k --data DATA --png perplexity.png
+Figure 3, at the end of training: what each layer changes, its attention and its MLP
+d3engine analyze flow LLAMA2_7B --task gsm8k --data DATA --png flow.png
+the limitation that section 6 names: what special tokens need and lose, by kind
+d3engine analyze kinds LLAMA2_7B --task gsm8k --data DATA --reference-answers {_GSM8K} --png kinds.png
+Figure 5: exact match beside full depth, drawn on a page
+d3engine eval LLAMA2_7B --tasks gsm8k --data DATA --compare-full {_GSM8K} --html figure5.html
+Figure 4: the schedules
+d3engine analyze schedule LLAMA2_7B --start 0.6 --steps 200 --png schedule.png
+Figure 7: an answer coloured by the layers that its tokens used
+d3engine analyze sample LLAMA2_7B --task gsm8k --data DATA --depth "d3 alpha=0.9 start=0.6" --html sample.html
+Table 4 in tokens, counted again
+d3engine paper --data DATA --tokenizer LLAMA2_7B
+"""
+_LINES = _REPRODUCE.splitlines()
+
+REPRODUCE = tuple(map(Reproduction, _LINES[::2], _LINES[1::2]))
 """Directory and data sets are the reader's. 13B takes start 0.5 on BBH, 0.7 on GSM8K."""
 
 
@@ -444,7 +379,7 @@ def mean_layers() -> list[Compared]:
     found = []
     for size, benchmark in _columns():
         policy, papers = policy_of(size, benchmark), _row(size, benchmark, D3_ROW).mean_layers
-        ours = mean_depth(policy.schedule(LAYERS[size]), MAX_TOKENS[benchmark])
+        ours = mean_depth(policy.schedule(LAYERS[size]), printed.MAX_TOKENS[benchmark])
         setting = f"alpha {policy.alpha}, start {policy.start}"
         found.append(Compared("6", size, benchmark, setting, papers, ours, MEAN_LAYERS_TOLERANCE))
     return found
@@ -452,16 +387,13 @@ def mean_layers() -> list[Compared]:
 
 def flops_ratios() -> list[Compared]:
     """Table 6, FLOPs r., LM head included: D3's from our schedules, the other methods' from their printed means."""
-    found = []
     means = {(c.size, c.benchmark): c.ours for c in mean_layers()}
+    found = []
     for size, benchmark in _columns():
-        shape = _shape(size)
         for row in TABLE_6[size, benchmark]:
-            if row.flops_ratio is None:
-                continue
-            mean = means[size, benchmark] if row.method == D3_ROW else row.mean_layers
-            ours = flops_ratio(mean, shape.num_layers, shape.layer_parameters, shape.head_parameters)
-            found.append(Compared("6", size, benchmark, row.method, row.flops_ratio, ours, FLOPS_RATIO_TOLERANCE))
+            if row.flops_ratio is not None:
+                ours = _flops_ratio(size, means[size, benchmark] if row.method == D3_ROW else row.mean_layers)
+                found.append(Compared("6", size, benchmark, row.method, row.flops_ratio, ours, FLOPS_RATIO_TOLERANCE))
     return found
 
 
@@ -469,10 +401,11 @@ def wall_clock() -> list[WallClock]:
     """Table 7 beside the layer bound of GSM8K's setting, if every answer had all 1024 tokens."""
     found = []
     for size in SIZES:
-        shape, policy = _shape(size), policy_of(size, "gsm8k")
-        bound = _bound(policy, shape, MAX_TOKENS["gsm8k"])
-        column = TABLE_7[size]
-        found.append(WallClock(size, column.full_depth, column.d3, column.speedup, bound))
+        shape = _shape(size)
+        depths = policy_of(size, "gsm8k").schedule(shape.num_layers).depths(printed.MAX_TOKENS["gsm8k"]).tolist()
+        sizes = {"layer_size": shape.layer_parameters, "head_size": shape.head_parameters}
+        bound = layer_bound(depths, num_layers=shape.num_layers, **sizes)
+        found.append(WallClock(size, *printed.TABLE_7[size], bound))
     return found
 
 
@@ -484,7 +417,7 @@ def averages() -> list[Average]:
         for method in ("full", "d3"):
             scores = [getattr(row.scores[place], method) for row in TABLE_8]
             by_items = sum(score * row.items for score, row in zip(scores, TABLE_8, strict=True)) / items
-            papers = getattr(TABLE_8_AVERAGE[place], method)
+            papers = getattr(printed.TABLE_8_AVERAGE[place], method)
             found.append(Average(size, method, papers, by_items, sum(scores) / len(scores)))
     return found
 
@@ -492,7 +425,7 @@ def averages() -> list[Average]:
 def misprints() -> list[Misprint]:
     """Cells of Table 8 that contradict themselves."""
     return [
-        Misprint(size, row.task, pair.full, pair.d3, pair.printed_change)
+        Misprint(size, row.task, *pair)
         for row in TABLE_8
         for size, pair in zip(SIZES, row.scores, strict=True)
         if abs(abs(pair.d3 - pair.full) - pair.printed_change) > AVERAGE_TOLERANCE
@@ -503,8 +436,8 @@ def gains() -> list[Gain]:
     """Table 6, exact match of D3 minus full depth."""
     found = []
     for size, benchmark in _columns():
-        full, d3 = (_row(size, benchmark, method).exact_match / 100 for method in (FULL_DEPTH, D3_ROW))
-        error = sqrt((full * (1 - full) + d3 * (1 - d3)) / ITEMS[benchmark])
+        full, d3 = (_row(size, benchmark, method).exact_match / 100 for method in (printed.FULL_DEPTH, D3_ROW))
+        error = sqrt((full * (1 - full) + d3 * (1 - d3)) / printed.ITEMS[benchmark])
         found.append(Gain(size, benchmark, 100 * (d3 - full), 100 * error))
     return found
 
@@ -515,9 +448,9 @@ def grid_cells() -> list[GridCell]:
     for size, rows in TABLE_9.items():
         reported = _row(size, "gsm8k", D3_ROW).exact_match
         cells = [
-            (row.validation[place], row.test[place], row.alpha, start)
+            (validation, test, row.alpha, start)
             for row in rows
-            for place, start in enumerate(TABLE_9_STARTS)
+            for validation, test, start in zip(row.validation, row.test, printed.TABLE_9_STARTS, strict=True)
         ]
         best_validation, _, best_alpha, best_start = max(cells)
         for validation, test, alpha, start in cells:
@@ -530,7 +463,7 @@ def _columns() -> list[tuple[str, str]]:
     return [(size, benchmark) for benchmark in BENCHMARKS for size in SIZES]
 
 
-def _row(size: str, benchmark: str, method: str) -> Table6Row:
+def _row(size: str, benchmark: str, method: str) -> printed.Table6Row:
     return next(row for row in TABLE_6[size, benchmark] if row.method == method)
 
 
@@ -538,8 +471,6 @@ def _shape(size: str) -> ModelShape:
     return LLAMA2_BY_LAYERS[LAYERS[size]]
 
 
-def _bound(policy: DepthPolicy, shape: ModelShape, tokens: int) -> float:
-    depths = policy.schedule(shape.num_layers).depths(tokens).tolist()
-    return layer_bound(
-        depths, num_layers=shape.num_layers, layer_size=shape.layer_parameters, head_size=shape.head_parameters
-    )
+def _flops_ratio(size: str, mean: float) -> float:
+    shape = _shape(size)
+    return flops_ratio(mean, shape.num_layers, shape.layer_parameters, shape.head_parameters)

@@ -7,32 +7,30 @@ is too hard for a model says nothing of a policy, so a size may stand behind a n
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from types import MappingProxyType
-from typing import Protocol
+from itertools import count, islice
+from typing import TypeAlias
 
 from d3engine.errors import require, require_integer
 from d3engine.research.evaluation import generated, word_problems
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
-from d3engine.research.evaluation.generated import Generator, problems_of
-from d3engine.research.evaluation.word_problems import Split, problems
+from d3engine.research.evaluation.generated import GeneratedProblem
+from d3engine.research.evaluation.word_problems import Problem, Split, problems, split_of
 
 WORD_PROBLEMS = "word-problems"
 
-GENERATORS: Mapping[str, Generator] = MappingProxyType(
-    {
-        "boolean-expressions": generated.boolean_expressions,
-        "word-sorting": generated.word_sorting,
-        "dyck-languages": generated.dyck_languages,
-        "object-counting": generated.object_counting,
-        "tracking-shuffled-objects": generated.tracking_shuffled_objects,
-        "multistep-arithmetic": generated.multistep_arithmetic,
-    }
-)
+GENERATORS: Mapping[str, Callable[[random.Random, int, int], GeneratedProblem]] = {
+    "boolean-expressions": generated.boolean_expressions,
+    "word-sorting": generated.word_sorting,
+    "dyck-languages": generated.dyck_languages,
+    "object-counting": generated.object_counting,
+    "tracking-shuffled-objects": generated.tracking_shuffled_objects,
+    "multistep-arithmetic": generated.multistep_arithmetic,
+}
+"""Each makes a random problem of any split, of a fewest to a most of what its task counts: words, swaps, operations."""
 
 NAMES = (WORD_PROBLEMS, *GENERATORS)
 
@@ -51,17 +49,15 @@ class Sizes:
     largest: int
 
 
-SIZES: Mapping[str, Sizes] = MappingProxyType(
-    {
-        WORD_PROBLEMS: Sizes("steps", word_problems.MIN_STEPS, word_problems.MAX_STEPS, 1, 20),
-        "boolean-expressions": Sizes("operators", generated.MIN_OPERATORS, generated.MAX_OPERATORS, 2, 20),
-        "word-sorting": Sizes("words", generated.MIN_WORDS, generated.MAX_WORDS, 2, len(generated.WORDS)),
-        "dyck-languages": Sizes("brackets", generated.MIN_BRACKETS, generated.MAX_BRACKETS, 4, 100),
-        "object-counting": Sizes("things", generated.MIN_THINGS, generated.MAX_THINGS, 2, 16),
-        "tracking-shuffled-objects": Sizes("swaps", generated.MIN_SWAPS, generated.MAX_SWAPS, 1, 20),
-        "multistep-arithmetic": Sizes("operations", generated.MIN_OPERATIONS, generated.MAX_OPERATIONS, 1, 20),
-    }
-)
+SIZES: Mapping[str, Sizes] = {
+    WORD_PROBLEMS: Sizes("steps", word_problems.MIN_STEPS, word_problems.MAX_STEPS, 1, 20),
+    "boolean-expressions": Sizes("operators", 2, 6, 2, 20),
+    "word-sorting": Sizes("words", 3, 10, 2, len(generated.WORDS)),
+    "dyck-languages": Sizes("brackets", 4, 24, 4, 100),
+    "object-counting": Sizes("things", 3, 8, 2, 16),
+    "tracking-shuffled-objects": Sizes("swaps", 2, 6, 1, 20),
+    "multistep-arithmetic": Sizes("operations", 2, 5, 1, 20),
+}
 
 KNOWN = f"one of {', '.join(NAMES)}, with a size behind it if one is wanted (word-sorting:3, word-sorting:3-5)"
 """What a generated task may be called, for errors."""
@@ -71,20 +67,8 @@ MAX_PROBLEMS = 100_000
 MAX_SHOTS = 64
 
 
-class SolvedQuestion(Question, Protocol):
-    """A question that knows its solution, and so can be an example."""
-
-    @property
-    def question(self) -> str:
-        """The question itself, without the form of the prompt."""
-
-    @property
-    def solution(self) -> str:
-        """What the model should say: the working, and the answer."""
-
-    @property
-    def solved(self) -> str:
-        """The question with its answer."""
+SolvedQuestion: TypeAlias = Problem | GeneratedProblem
+"""A question that knows its solution, and so can be an example."""
 
 
 def is_generated(name: str) -> bool:
@@ -113,8 +97,10 @@ def all_problems(name: str, split: Split, seed: int) -> Iterator[SolvedQuestion]
     """Problems of a task for ever, the same for the same seed; no two splits share a question."""
     task, fewest, most = named(name)
     if task == WORD_PROBLEMS:
-        return iter(problems(split, seed, fewest, most))
-    return problems_of(partial(GENERATORS[task], fewest=fewest, most=most), task, split, seed)
+        return problems(split, seed, fewest, most)
+    rng, generate = random.Random(f"{task}-{split}-{seed}"), GENERATORS[task]
+    every = (generate(rng, fewest, most) for _ in count())
+    return (problem for problem in every if split_of(problem.question) == split)
 
 
 def different_problems(name: str, split: Split, seed: int, limit: int) -> list[SolvedQuestion]:

@@ -4,7 +4,7 @@ points over layers run, drawn as SVG."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from itertools import chain
@@ -137,16 +137,11 @@ def chart(result: Result) -> Chart:
 
 def tables(results: Sequence[Result]) -> list[Table]:
     """For each benchmark how good and at what cost, and by task if there are several; then all side by side."""
-    found: list[Table] = []
-    for result in results:
-        found += benchmark_tables(result)
-    if len(results) > 1:
-        found.append(side_by_side(results))
-    return found
+    found = [table for result in results for table in benchmark_tables(result)]
+    return found if len(results) < 2 else [*found, side_by_side(results)]
 
 
 def benchmark_tables(result: Result) -> list[Table]:
-    """How good, at what cost, and by task if there are several."""
     cost = cost_table(f"{result.benchmark.name}: cost", result.titles, result.scores)
     by_task = [task_table(result)] if len(result.benchmark.tasks) > 1 else []
     return [quality_table(result), cost, *by_task]
@@ -177,7 +172,6 @@ def quality_table(result: Result) -> Table:
 
 
 def _verdict_note(result: Result) -> tuple[str, ...]:
-    """Of code why it is not right."""
     if all({Verdict.RIGHT, Verdict.WRONG}.issuperset(score.verdicts) for score in result.scores):
         return ()
     counts = [
@@ -188,12 +182,10 @@ def _verdict_note(result: Result) -> tuple[str, ...]:
 
 
 def counted(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """How often each verdict that there is occurs."""
     return {verdict.value: verdicts.count(verdict) for verdict in Verdict if verdict in verdicts}
 
 
 def _constants(benchmark: Benchmark) -> tuple[bool, ...]:
-    """Which questions the commonest answer to each task gets right."""
     return tuple(chain.from_iterable(map(right_by_constant, benchmark.tasks.values())))
 
 
@@ -210,7 +202,6 @@ def _constant_note(result: Result) -> tuple[str, ...]:
 
 
 def _prompt_note(scores: Sequence[Score]) -> tuple[str, ...]:
-    """What prompts had in common, with each other and under several policies."""
     total, cached = sum(score.prompt_tokens for score in scores), sum(score.cached_tokens for score in scores)
     if not cached:
         return ()
@@ -220,36 +211,23 @@ def _prompt_note(scores: Sequence[Score]) -> tuple[str, ...]:
 def cost_table(title: str, titles: Sequence[str], costs: Sequence[Cost]) -> Table:
     """Layers, FLOPs, tokens and time: nominal over the longest answer allowed, realised over what was generated."""
     crosses = any(cost.work.crossings for cost in costs)
-    rows = [(name, *_cost_cells(cost, crosses)) for name, cost in zip(titles, costs, strict=True)]
-    header = (
-        "depth",
-        f"layers of {costs[0].num_layers}, realised",
-        *(["with bridges"] * crosses),
-        "nominal",
-        "FLOPs ratio, realised",
-        "nominal",
-        "tokens",
-        "cut off",
-        "wall clock",
-        "tokens/s",
-    )
-    return Table(title, header, rows, _cost_notes(costs))
+    columns = [(heading, cell) for heading, cell in _COST_COLUMNS if crosses or heading != "with bridges"]
+    rows = [(name, *(cell(cost) for _, cell in columns)) for name, cost in zip(titles, costs, strict=True)]
+    headings = [heading.format(costs[0].num_layers) for heading, _ in columns]
+    return Table(title, ("depth", *headings), rows, _cost_notes(costs))
 
 
-def _cost_cells(cost: Cost, crosses: bool) -> tuple[str, ...]:
-    realised = (f"{cost.realised_mean_layers:.2f}", ratio(cost.realised_flops_ratio)) if cost.tokens else ("-", "-")
-    bridged = f"{cost.realised_layers_with_bridges:.2f}" if cost.tokens else "-"
-    return (
-        realised[0],
-        *([bridged] * crosses),
-        layers(cost.nominal_mean_layers),
-        realised[1],
-        ratio(cost.nominal_flops_ratio),
-        f"{cost.tokens}",
-        f"{cost.unfinished}",
-        f"{cost.seconds:.1f} s",
-        f"{cost.tokens_per_second:.1f}",
-    )
+_COST_COLUMNS: Sequence[tuple[str, Callable[[Cost], str]]] = (
+    ("layers of {}, realised", lambda cost: layers(cost.realised_mean_layers if cost.tokens else None)),
+    ("with bridges", lambda cost: layers(cost.realised_layers_with_bridges if cost.tokens else None)),
+    ("nominal", lambda cost: layers(cost.nominal_mean_layers)),
+    ("FLOPs ratio, realised", lambda cost: ratio(cost.realised_flops_ratio if cost.tokens else None)),
+    ("nominal", lambda cost: ratio(cost.nominal_flops_ratio)),
+    ("tokens", lambda cost: f"{cost.tokens}"),
+    ("cut off", lambda cost: f"{cost.unfinished}"),
+    ("wall clock", lambda cost: f"{cost.seconds:.1f} s"),
+    ("tokens/s", lambda cost: f"{cost.tokens_per_second:.1f}"),
+)
 
 
 def _cost_notes(costs: Sequence[Cost]) -> tuple[str, ...]:
@@ -294,35 +272,21 @@ def task_table(result: Result) -> Table:
 
 def side_by_side(results: Sequence[Result]) -> Table:
     """The figures of the D3 paper's Table 6, for every benchmark and policy, and what they were in truth."""
+    columns: Sequence[tuple[str, Callable[[Score], str]]] = (
+        ("exact match", lambda score: f"{score.accuracy:.2%}"),
+        ("95 % interval", lambda score: percent_interval(score.interval)),
+        ("mean layers, nominal", lambda score: layers(score.nominal_mean_layers)),
+        ("FLOPs ratio", lambda score: ratio(score.nominal_flops_ratio)),
+        ("mean layers, realised", lambda score: layers(score.realised_mean_layers)),
+        ("FLOPs ratio", lambda score: ratio(score.realised_flops_ratio)),
+        *_COST_COLUMNS[-2:],
+    )
     rows = [
-        (
-            result.benchmark.name,
-            title,
-            f"{score.accuracy:.2%}",
-            percent_interval(score.interval),
-            layers(score.nominal_mean_layers),
-            ratio(score.nominal_flops_ratio),
-            layers(score.realised_mean_layers),
-            ratio(score.realised_flops_ratio),
-            f"{score.seconds:.1f} s",
-            f"{score.tokens_per_second:.1f}",
-        )
+        (result.benchmark.name, title, *(cell(score) for _, cell in columns))
         for result in results
         for title, score in zip(result.titles, result.scores, strict=True)
     ]
-    header = (
-        "benchmark",
-        "depth",
-        "exact match",
-        "95 % interval",
-        "mean layers, nominal",
-        "FLOPs ratio",
-        "mean layers, realised",
-        "FLOPs ratio",
-        "wall clock",
-        "tokens/s",
-    )
-    return Table("All benchmarks", header, rows)
+    return Table("All benchmarks", ("benchmark", "depth", *(heading for heading, _ in columns)), rows)
 
 
 def as_dict(result: Result) -> dict[str, Any]:
@@ -416,5 +380,4 @@ def _with_changes(rights: Sequence[Sequence[bool]]) -> list[str]:
 
 
 def share(right: Sequence[bool]) -> float:
-    """The proportion that is right."""
     return sum(right) / len(right)

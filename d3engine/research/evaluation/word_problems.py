@@ -75,12 +75,10 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the model is given."""
         return format_prompt(self.question)
 
     @property
     def solved(self) -> str:
-        """The question with its answer, as an example."""
         return self.prompt + format_completion(self)
 
     def is_right(self, answer: str) -> bool:
@@ -157,7 +155,6 @@ def _operand(rng: random.Random, limit: int) -> int:
 
 
 def split_of(question: str) -> Split:
-    """Returns the split a question's text belongs to."""
     bucket = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % 100
     return next(split for split, buckets in _SPLIT_BUCKETS.items() if bucket in buckets)
 
@@ -168,7 +165,6 @@ def format_prompt(question: str) -> str:
 
 
 def format_completion(problem: Problem) -> str:
-    """Returns the text that should follow the prompt."""
     return f" {problem.solution}"
 
 

@@ -3,9 +3,9 @@ the LM head, and keys and values of skipped layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from d3engine.depth import DepthPolicy, Schedule
+from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import ExitRule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape, flops_ratio
@@ -30,14 +30,7 @@ class Work:
     narrower: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.tokens + other.tokens,
-            self.layers + other.layers,
-            self.heads + other.heads,
-            self.projections + other.projections,
-            self.crossings + other.crossings,
-            self.narrower + other.narrower,
-        )
+        return Work(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
     def flops_ratio(self, shape: ModelShape) -> float:
         """FLOPs of full depth for as many tokens over those of this work, matrices alone; may be below 1."""
@@ -64,12 +57,9 @@ def work_of(output: RequestOutput, policy: DepthPolicy, num_layers: int) -> Work
     heads = tokens if rule is None else sum(_heads(rule, depth, num_layers) for depth in depths[1:]) + len(depths[:1])
     schedule = policy.schedule(num_layers)
     projections = tokens * num_layers - layers if schedule.on_skip == "project" else 0
-    return Work(tokens, layers, heads, projections, 0 if schedule.bridges is None else _crossings(schedule, tokens))
-
-
-def _crossings(schedule: Schedule, num_steps: int) -> int:
-    """Windows that `num_steps` tokens leave out, summed."""
-    return sum((end - step) * len(windows_of(schedule.active(step))) for step, end in schedule.runs(num_steps))
+    runs = () if schedule.bridges is None else schedule.runs(tokens)
+    crossings = sum((end - step) * len(windows_of(schedule.active(step))) for step, end in runs)
+    return Work(tokens, layers, heads, projections, crossings)
 
 
 def _heads(rule: ExitRule, depth: int, num_layers: int) -> int:
@@ -117,7 +107,6 @@ class Cost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated in a second of the wall clock."""
         return self.tokens / self.seconds
 
     @property
