@@ -96,6 +96,14 @@ def error_body(error: RequestError) -> bytes:
     return orjson.dumps({"error": content})
 
 
+DONE = b"data: [DONE]\n\n"
+
+
+def failed_events(error: RequestError) -> bytes:
+    """The last events of a stream of OpenAI's that fails after its first byte."""
+    return b"data: " + error_body(error) + b"\n\n" + DONE
+
+
 def anthropics_error_body(error: RequestError) -> bytes:
     """The same as Anthropic has it: `{"type": "error", "error": {type, message}}`."""
     kind = ANTHROPICS_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")

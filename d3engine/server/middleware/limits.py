@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from d3engine.server.errors import RequestError, error_body
+from d3engine.server.errors import RequestError, failed_events
 from d3engine.server.middleware.access import METRICS_PATH, OPEN_PATHS
 from d3engine.server.middleware.bodies import WITH_BODY
 
@@ -127,12 +127,8 @@ class DeadlineGuard:
             raise error
         if writes.is_stream and not writes.is_complete:
             scope["state"]["stream_error"] = error
-            failed = scope["state"].get("stream_failed", _openai_failed)  # a stream knows how such streams end
+            failed = scope["state"].get("stream_failed", failed_events)  # a stream knows how such streams end
             await send({"type": "http.response.body", "body": failed(error), "more_body": False})
-
-
-def _openai_failed(error: RequestError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
 
 
 class _WatchedWrites:

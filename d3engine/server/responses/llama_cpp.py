@@ -8,28 +8,19 @@ from typing import Any
 import orjson
 
 from d3engine.request.outputs import Logprob, RequestMetrics, RequestOutput
-from d3engine.server.errors import RequestError, error_body
+from d3engine.server.errors import error_body
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LOWEST, UsageCounter
 from d3engine.server.responses.running import whole_output
+from d3engine.server.responses.streams import StreamForm
 from d3engine.server.schemas.llama_cpp import LlamaLogprob, LlamaTimings, LlamaTokenLogprob
 from d3engine.server.schemas.requests import LLAMA_CPP, CompletionRequest
-
-
-class LlamaForm:
-    """Of a stream of events, the last of which says `"stop": true`."""
-
-    ping = b": still here\n\n"
-    end = b""
-
-    def failed(self, error: RequestError) -> bytes:
-        return b"error: " + error_body(error) + b"\n\n"
 
 
 class LlamaAnswer:
     """The answer to one POST /completion or /infill."""
 
-    form = LlamaForm()
+    form = StreamForm(lambda error: b"error: " + error_body(error) + b"\n\n")
 
     def __init__(self, job: RequestContext[CompletionRequest]) -> None:
         self._job = job

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from d3engine.request.outputs import RequestOutput
-from d3engine.server.errors import RequestError, anthropics_error_body
+from d3engine.server.errors import anthropics_error_body
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.streams import named_event
+from d3engine.server.responses.streams import StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer
 from d3engine.server.schemas.answers import DepthsOfTokens
 from d3engine.server.schemas.messages import Message, MessageUsage, StopReason
@@ -113,20 +113,13 @@ def _object(text: str) -> dict[str, Any] | None:
 PING = named_event({"type": "ping"})
 
 
-class MessageForm:
-    """Of a streamed message; nothing comes after its last event."""
-
-    ping = PING
-    end = b""
-
-    def failed(self, error: RequestError) -> bytes:
-        return b"event: error\ndata: " + anthropics_error_body(error) + b"\n\n"
+MESSAGE_FORM = StreamForm(lambda error: b"event: error\ndata: " + anthropics_error_body(error) + b"\n\n", PING)
 
 
 class MessageAnswer:
     """The answer to one POST /v1/messages."""
 
-    form = MessageForm()
+    form = MESSAGE_FORM
 
     def __init__(self, job: RequestContext[ChatRequest]) -> None:
         self._job = job

@@ -12,10 +12,11 @@ from typing import Any
 import orjson
 
 from d3engine.request.outputs import RequestOutput
-from d3engine.server.errors import RequestError, ollamas_error_body
+from d3engine.server.errors import ollamas_error_body
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LogprobWords, UsageCounter
 from d3engine.server.responses.running import whole_output
+from d3engine.server.responses.streams import StreamForm
 from d3engine.server.responses.writer import Delta, SingleAnswer
 from d3engine.server.schemas.answers import FunctionCall, TokenLogprob, ToolCallDelta
 from d3engine.server.schemas.ollama import OllamaToolCall
@@ -28,23 +29,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class OllamaForm:
-    """Of a stream of lines; nothing comes after the last."""
-
-    ping = b""
-    end = b""
-
-    def failed(self, error: RequestError) -> bytes:
-        return ollamas_error_body(error) + b"\n"
-
-
 class OllamaAnswer:
     """The answer to one POST /api/chat, or with `is_chat` false to /api/generate, under the name that was asked for.
 
     A call comes as soon as its arguments are whole.
     """
 
-    form = OllamaForm()
+    form = StreamForm(lambda error: ollamas_error_body(error) + b"\n", ping=b"")
 
     def __init__(self, job: RequestContext[Any], model: str, *, is_chat: bool) -> None:
         self._job = job

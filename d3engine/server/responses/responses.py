@@ -12,7 +12,7 @@ import msgspec
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import RequestError, shown_message
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.streams import OpenAIForm, StreamForm, named_event
+from d3engine.server.responses.streams import StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer
 from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
 from d3engine.server.schemas.requests import ChatRequest
@@ -162,10 +162,7 @@ def _new_call(call: ToolCallDelta) -> dict[str, Any]:
 
 
 class ResponseAnswer:
-    """The answer to one POST /v1/responses; also the form of its stream, whose events are counted."""
-
-    ping = OpenAIForm.ping
-    end = b""
+    """The answer to one POST /v1/responses, whose events are counted."""
 
     def __init__(self, job: RequestContext[ChatRequest], asked: ResponsesRequest) -> None:
         self._job = job
@@ -176,7 +173,7 @@ class ResponseAnswer:
 
     @property
     def form(self) -> StreamForm:
-        return self
+        return StreamForm(self.failed)  # made when it is asked for: kept, it would be garbage for the collector
 
     async def whole(self) -> ModelResponse:
         news = await self._answer.whole()

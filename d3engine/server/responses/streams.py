@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from d3engine.server.errors import RequestError, as_request_error, error_body
+from d3engine.server.errors import DONE, RequestError, as_request_error, failed_events
 from d3engine.server.responses.running import DirectStream, unless_disconnected
 
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -25,26 +26,23 @@ def named_event(content: Mapping[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 
 
-class StreamForm(Protocol):
-    """What of a stream depends on whose interface it is."""
+@dataclass(frozen=True)
+class StreamForm:
+    """What of a stream depends on whose interface it is.
 
-    ping: bytes
-    """Goes into a silence."""
-    end: bytes
-    """Comes last, after all events."""
+    Attributes:
+        failed: makes what comes last instead of `end`, where an answer fails that has begun.
+        ping: goes into a silence.
+        end: comes last, after all events.
+    """
 
-    def failed(self, error: RequestError) -> bytes:
-        """Comes last instead, where an answer fails that has begun."""
+    failed: Callable[[RequestError], bytes]
+    ping: bytes = b": still here\n\n"
+    end: bytes = b""
 
 
-class OpenAIForm:
-    """Of completions and chats."""
-
-    ping = b": still here\n\n"
-    end = b"data: [DONE]\n\n"
-
-    def failed(self, error: RequestError) -> bytes:
-        return b"data: " + error_body(error) + b"\n\n" + self.end
+OPENAI_FORM = StreamForm(failed_events, end=DONE)
+"""Of completions and chats."""
 
 
 class EventStream(Response):

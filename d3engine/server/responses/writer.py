@@ -17,7 +17,7 @@ from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import UsageCounter
 from d3engine.server.responses.running import DirectStream, outputs_of, prompt_progress, while_connected, whole_output
-from d3engine.server.responses.streams import EVENTS, EventStream, OpenAIForm, StreamForm
+from d3engine.server.responses.streams import EVENTS, OPENAI_FORM, EventStream, StreamForm
 from d3engine.server.schemas.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -197,7 +197,7 @@ async def _events(
 class _Choices:
     """An answer in choices."""
 
-    form = OpenAIForm()
+    form = OPENAI_FORM
 
     def __init__(self, job: RequestContext[Any], writer: Writer) -> None:
         self._job = job
