@@ -22,8 +22,8 @@ from d3engine.server.in_process import whole
 from d3engine.server.metrics import merged
 from d3engine.server.middleware.access import METRICS_PATH, KeyGuard
 from d3engine.server.middleware.limits import RETRY_AFTER
-from d3engine.server.responses.messages import MESSAGE_FORM
 from d3engine.server.responses.streams import OPENAI_FORM, named_event
+from d3engine.server.routes.messages import MESSAGE_FORM
 from d3engine.server.routes.openapi import METRICS_TYPE
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import health

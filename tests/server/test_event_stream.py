@@ -8,10 +8,10 @@ import pytest
 from loops import on_a_loop
 
 from d3engine.server.errors import RequestError
-from d3engine.server.responses.messages import MESSAGE_FORM, PING
 from d3engine.server.responses.running import unless_disconnected
 from d3engine.server.responses.streams import OPENAI_FORM as FORM
 from d3engine.server.responses.streams import EventStream
+from d3engine.server.routes.messages import MESSAGE_FORM, PING
 
 SCOPE = {"type": "http"}
 """Of a server that tells of a client's leaving by a message alone."""

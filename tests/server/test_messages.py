@@ -15,8 +15,8 @@ from untimed import untimed
 
 from d3engine import AsyncEngine
 from d3engine.server.middleware.settings import GuardSettings
-from d3engine.server.responses.messages import MESSAGE_FORM, PING
 from d3engine.server.responses.streams import EventStream
+from d3engine.server.routes.messages import MESSAGE_FORM, PING
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 ANSWER = "Adding 3 makes 5 + 3 = 8. Adding 2 makes 8 + 2 = 10. #### 10"

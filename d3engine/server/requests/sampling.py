@@ -230,3 +230,12 @@ def check_num_logprobs(name: str, number: int | None, settings: ServerSettings) 
 def logprob_bounds(settings: ServerSettings) -> Integers:
     """How many log-probabilities of a token may be asked for."""
     return Integers(0, settings.max_logprobs)
+
+
+def check_penalty_window(sampling: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse a `repeat_last_n` other than the whole text, where there are penalties. Raises `InvalidValueError`."""
+    names = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    window = sampling.get("repeat_last_n")
+    has_penalty = any(sampling.get(name) not in (None, off) for name, off in names.items())
+    allowed = "absent or -1 beside a penalty, since penalties are of the whole text here"
+    require(window in (None, -1) or not has_penalty, f"{prefix}repeat_last_n", window, allowed)

@@ -144,7 +144,7 @@ class LogprobWords:
         content: list[TokenLogprob] = [
             {
                 **self._entry(token, row[token]),
-                "top_logprobs": [self._entry(*pair) for pair in _likeliest(row)[: self.num_top]],
+                "top_logprobs": [self._entry(*pair) for pair in likeliest(row)[: self.num_top]],
             }
             for token, row in zip(token_ids, rows, strict=True)
         ]
@@ -154,7 +154,7 @@ class LogprobWords:
         """Text -> log-probability, of the likeliest tokens and of the one that stands there; of two tokens with one
         text the likelier counts."""
         found: dict[str, float] = {}
-        for candidate, logprob in [*_likeliest(row)[: self.num_top], (token, row[token])]:
+        for candidate, logprob in [*likeliest(row)[: self.num_top], (token, row[token])]:
             found.setdefault(self._word(candidate, logprob), _number(logprob))
         return found
 
@@ -172,7 +172,7 @@ class LogprobWords:
         return f"token_id:{token}" if self.as_ids else text
 
 
-def _likeliest(row: Row) -> list[tuple[int, Logprob]]:
+def likeliest(row: Row) -> list[tuple[int, Logprob]]:
     return sorted(row.items(), key=lambda pair: pair[1].rank)
 
 

@@ -20,14 +20,12 @@ from d3engine.server.models import FurtherModels
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import chat_job, chat_prompt, tool_use
 from d3engine.server.requests.completions import completion_job
-from d3engine.server.requests.messages import count_tokens, message_job
-from d3engine.server.requests.responses import response_job
 from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.completions import CompletionWriter
-from d3engine.server.responses.messages import MessageAnswer
-from d3engine.server.responses.responses import ResponseAnswer
 from d3engine.server.responses.running import while_connected
-from d3engine.server.responses.writer import answer, respond
+from d3engine.server.responses.writer import answer
+from d3engine.server.routes.messages import count_message_tokens, create_message
+from d3engine.server.routes.responses import create_response
 from d3engine.server.schemas import answers, messages, requests, responses
 from d3engine.server.schemas.requests import ChatRequest, TokenizeRequest
 from d3engine.server.state import AppState, ModelCard, ModelList, json_response, no_such_model, served_by
@@ -89,25 +87,6 @@ async def create_completion(request: Request) -> Response:
     """Go on from prompts."""
     job, headers = await while_connected(request, completion_job(request))
     return await answer(request, job, CompletionWriter(job), headers)
-
-
-async def create_message(request: Request) -> Response:
-    """Answer a conversation, as Anthropic has it."""
-    job, headers = await while_connected(request, message_job(request))
-    return await respond(request, job, MessageAnswer(job), headers)
-
-
-async def count_message_tokens(request: Request) -> Response:
-    """Count a conversation's tokens."""
-    number, headers = await while_connected(request, count_tokens(request))
-    found: messages.TokenCount = {"input_tokens": number}
-    return json_response(found, headers)
-
-
-async def create_response(request: Request) -> Response:
-    """Answer a conversation, as OpenAI's responses."""
-    job, asked, headers = await while_connected(request, response_job(request))
-    return await respond(request, job, ResponseAnswer(job, asked), headers)
 
 
 async def list_models(request: Request) -> Response:
