@@ -14,7 +14,7 @@ from starlette.requests import Request
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import CHECKS, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.requests.bodies import check_priority, check_work, read_body
+from d3engine.server.requests.bodies import check_priority, check_work
 from d3engine.server.requests.completions import prepare_all, take_places
 from d3engine.server.requests.sampling import (
     check_num_logprobs,
@@ -141,18 +141,13 @@ def function_tool(name: str, description: str | None, parameters: Any, strict: b
     return {"type": "function", "function": function}
 
 
-async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
-    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
-    asked, headers = await read_body(request, ChatRequest)
-    return await job_of(request, asked, headers, id_prefix="chatcmpl-")
-
-
 async def job_of(
     request: Request, asked: ChatRequest, headers: Mapping[str, str], *, id_prefix: str, ends_with_context: bool = False
 ) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
-    """The same for a chat that was read already, with the headers that this has given.
+    """What to run for a chat, wholly checked, and `headers` for the answer with the names of ignored fields.
 
     With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
+    Raises `RequestError` and `InvalidValueError`.
     """
     served = served_by(request)
     model = served.models.check(asked.model)

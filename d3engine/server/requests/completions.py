@@ -14,7 +14,7 @@ from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import BOUNDS, SamplingParams
 from d3engine.server.errors import RequestError, invalid
-from d3engine.server.requests.bodies import check_priority, check_work, read_body
+from d3engine.server.requests.bodies import check_priority, check_work
 from d3engine.server.requests.sampling import (
     check_num_logprobs,
     check_stream_options,
@@ -144,24 +144,10 @@ async def without_special_tokens(served: AppState, prompts: Sequence[str | list[
         raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None
 
 
-DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
-
-
-async def completion_job(request: Request) -> tuple[RequestContext[CompletionRequest], dict[str, str]]:
-    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
-    asked, headers = await read_body(request, CompletionRequest)
-    if asked.max_tokens is None:
-        asked.max_tokens = DEFAULT_MAX_TOKENS
-    if asked.max_tokens == 0 and not asked.echo:
-        raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
-    return await completion_job_of(request, asked), headers
-
-
 async def completion_job_of(
-    request: Request, asked: CompletionRequest, *, id_prefix: str = "cmpl-", ends_with_context: bool = False
+    request: Request, asked: CompletionRequest, *, id_prefix: str, ends_with_context: bool = False
 ) -> RequestContext[CompletionRequest]:
-    """The same for a completion that was read already; `ends_with_context` is that of `chat.job_of`."""
+    """What to run for a completion, wholly checked; `ends_with_context` and errors are those of `chat.job_of`."""
     served = served_by(request)
     model = served.models.check(asked.model)
     depth = served.depths.read(model, asked.depth, depth_header(request.scope))

@@ -15,8 +15,6 @@ from starlette.types import Message, Receive, Scope, Send
 from d3engine.server.errors import DONE, RequestError, as_request_error, failed_events
 from d3engine.server.responses.running import DirectStream, unless_disconnected
 
-EVENTS = b"text/event-stream; charset=utf-8"
-LINES = b"application/x-ndjson"
 HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -34,11 +32,13 @@ class StreamForm:
         failed: makes what comes last instead of `end`, where an answer fails that has begun.
         ping: goes into a silence.
         end: comes last, after all events.
+        media_type: of the stream. One of lines has no pings: there is no word for them.
     """
 
     failed: Callable[[RequestError], bytes]
     ping: bytes = b": still here\n\n"
     end: bytes = b""
+    media_type: bytes = b"text/event-stream; charset=utf-8"
 
 
 OPENAI_FORM = StreamForm(failed_events, end=DONE)
@@ -54,7 +54,6 @@ class EventStream(Response):
         ping_interval: seconds of silence after which a ping keeps proxies from hanging up; 0: never.
         form: whose events they are.
         straight: by which events after the first may go past this response, while its connection has an outlet.
-        media_type: of the stream; `LINES` for one whose events are lines of JSON.
     """
 
     def __init__(
@@ -65,16 +64,15 @@ class EventStream(Response):
         ping_interval: float,
         form: StreamForm,
         straight: DirectStream | None = None,
-        media_type: bytes = EVENTS,
     ) -> None:
         super().__init__(headers=headers or {})
         self.raw_headers = [
-            (b"content-type", media_type),
+            (b"content-type", form.media_type),
             *HEADERS,
             *(given for given in self.raw_headers if given[0] != b"content-length"),
         ]
         self._events = events
-        self._ping_interval = ping_interval or None
+        self._ping_interval = ping_interval if form.ping else 0.0
         self._form = form
         self._straight = straight or DirectStream()
         self._state: dict[str, Any] = {}

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from d3engine.errors import InvalidValueError, TokenizerError, require
+from d3engine.errors import InvalidValueError, TokenizerError, must_be, require
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.models import FurtherModels
 from d3engine.server.requests.bodies import read_body
-from d3engine.server.requests.chat import chat_job, chat_prompt, tool_use
-from d3engine.server.requests.completions import completion_job
+from d3engine.server.requests.chat import chat_prompt, job_of, tool_use
+from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.completions import CompletionWriter
 from d3engine.server.responses.running import while_connected
@@ -71,22 +71,35 @@ class Route(routing.Route):
         self.unwell, self.loads, self.queries = unwell, loads, queries
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            response = await endpoint(Request(scope, receive, send))
+            request = Request(scope, receive, send)
+            # What changes the server is not ended half way, and what has no body takes no time.
+            work = endpoint(request)
+            response = await (work if body is None or loads else while_connected(request, work))
             await response(scope, receive, send)
 
         self.app = respond
 
 
+DEFAULT_MAX_TOKENS = 16
+"""Of completions: OpenAI's."""
+
+
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    job, headers = await while_connected(request, chat_job(request))
-    return await answer(request, job, ChatWriter(job), headers)
+    asked, headers = await read_body(request, ChatRequest)
+    job, headers = await job_of(request, asked, headers, id_prefix="chatcmpl-")
+    return await answer(job, ChatWriter(job), headers)
 
 
 async def create_completion(request: Request) -> Response:
     """Go on from prompts."""
-    job, headers = await while_connected(request, completion_job(request))
-    return await answer(request, job, CompletionWriter(job), headers)
+    asked, headers = await read_body(request, requests.CompletionRequest)
+    if asked.max_tokens is None:
+        asked.max_tokens = DEFAULT_MAX_TOKENS
+    if asked.max_tokens == 0 and not asked.echo:
+        raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
+    job = await completion_job_of(request, asked, id_prefix="cmpl-")
+    return await answer(job, CompletionWriter(job), headers)
 
 
 async def list_models(request: Request) -> Response:

@@ -22,7 +22,7 @@ from d3engine.server.requests.bodies import check_priority, most_work, read_body
 from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import prepare_all, prompts_of, without_special_tokens
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.running import while_connected, whole_output
+from d3engine.server.responses.running import whole_output
 from d3engine.server.routes.api import Route
 from d3engine.server.schemas.embeddings import DIMENSIONS, EmbeddingList, EmbeddingRequest
 from d3engine.server.schemas.requests import Prompt
@@ -42,7 +42,7 @@ async def create_embeddings(request: Request) -> Response:
     check_priority(served, asked.priority)
     encoding = asked.encoding_format or "float"
     require(encoding in ("float", "base64"), "encoding_format", encoding, '"float" or "base64"')
-    work = embedded(
+    vectors, num_tokens = await embedded(
         request,
         asked.input,
         model,
@@ -53,7 +53,6 @@ async def create_embeddings(request: Request) -> Response:
         add_special_tokens=asked.add_special_tokens is not False,
         priority=asked.priority,
     )
-    vectors, num_tokens = await while_connected(request, work)
     answer: EmbeddingList = {
         "object": "list",
         "data": [

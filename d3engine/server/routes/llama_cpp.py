@@ -20,7 +20,7 @@ from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.sampling import check_penalty_window
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LOWEST, UsageCounter, likeliest
-from d3engine.server.responses.running import while_connected, whole_output
+from d3engine.server.responses.running import whole_output
 from d3engine.server.responses.streams import StreamForm
 from d3engine.server.responses.writer import respond
 from d3engine.server.routes.api import Route
@@ -58,16 +58,16 @@ NEVER = -100.0
 """The bias of a token that llama.cpp's `false` excludes."""
 
 
-async def llama_completion_job(request: Request) -> tuple[RequestContext[Any], dict[str, str]]:
-    """What to run for POST /completion. Raises `RequestError` and `InvalidValueError` by the fields' names there."""
+async def llama_completion(request: Request) -> Response:
+    """Go on from a prompt, as llama.cpp has it."""
     served = served_by(request)
     asked, content, headers = await _read(request, LlamaCompletionRequest)
     content["prompt"] = await served.in_thread(_joined, served, asked.prompt)
-    return await _job(request, asked, content), headers
+    return await _answer(request, asked, content, headers)
 
 
-async def infill_job(request: Request) -> tuple[RequestContext[Any], dict[str, str]]:
-    """The same for POST /infill."""
+async def llama_infill(request: Request) -> Response:
+    """Write the text between two others, as llama.cpp has it."""
     served = served_by(request)
     asked, content, headers = await _read(request, LlamaInfillRequest)
     form = served.infill
@@ -80,7 +80,7 @@ async def infill_job(request: Request) -> tuple[RequestContext[Any], dict[str, s
     if asked.prompt:
         ids += await served.in_thread(served.tokenizer.encode, asked.prompt, add_special_tokens=False)
     content |= {"prompt": ids, "stop_token_ids": [*(content.get("stop_token_ids") or ()), *form.ends]}
-    return await _job(request, asked, content), headers
+    return await _answer(request, asked, content, headers)
 
 
 async def _read(request: Request, shape: type[S]) -> tuple[S, dict[str, Any], dict[str, str]]:
@@ -155,12 +155,16 @@ def _joined(served: AppState, prompt: str | list[int | str]) -> str | list[int]:
     return ids
 
 
-async def _job(request: Request, asked: LlamaSampling, content: Mapping[str, Any]) -> RequestContext[CompletionRequest]:
-    job = read_as({name: value for name, value in content.items() if value is not None}, CompletionRequest)
+async def _answer(
+    request: Request, asked: LlamaSampling, content: Mapping[str, Any], headers: Mapping[str, str]
+) -> Response:
+    """Run a completion; errors have the fields' names of llama.cpp."""
+    completion = read_as({name: value for name, value in content.items() if value is not None}, CompletionRequest)
     names = {own: name for name, own in LLAMA_CPP.others.items() if getattr(asked, name) is not None}
-    names["structured_outputs"] = "json_schema" if "json" in (job.structured_outputs or {}) else "grammar"
+    names["structured_outputs"] = "json_schema" if "json" in (completion.structured_outputs or {}) else "grammar"
     with by_names(names):
-        return await completion_job_of(request, job, id_prefix="llama-", ends_with_context=True)
+        job = await completion_job_of(request, completion, id_prefix="llama-", ends_with_context=True)
+    return await respond(job, LlamaAnswer(job), headers)
 
 
 class LlamaAnswer:
@@ -262,18 +266,6 @@ def _entry(token: int, known: Logprob) -> LlamaTokenLogprob:
         "bytes": list(known.bytes or b""),
         "logprob": max(known.logprob, LOWEST),
     }
-
-
-async def llama_completion(request: Request) -> Response:
-    """Go on from a prompt, as llama.cpp has it."""
-    job, headers = await while_connected(request, llama_completion_job(request))
-    return await respond(request, job, LlamaAnswer(job), headers)
-
-
-async def llama_infill(request: Request) -> Response:
-    """Write the text between two others, as llama.cpp has it."""
-    job, headers = await while_connected(request, infill_job(request))
-    return await respond(request, job, LlamaAnswer(job), headers)
 
 
 async def llama_props(request: Request) -> Response:

@@ -30,7 +30,6 @@ from d3engine.server.requests.chat import (
     unknown_in_turns,
 )
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.streams import StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond
 from d3engine.server.schemas.answers import DepthsOfTokens
@@ -48,15 +47,26 @@ from d3engine.server.state import json_response, served_by
 
 async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic has it."""
-    job, headers = await while_connected(request, message_job(request))
-    return await respond(request, job, MessageAnswer(job), headers)
+    asked, headers = await read_body(request, MessagesRequest, _unknown_in)
+    fields = {name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()}
+    chat = _chat_of(asked, response_format=_form_of(asked), **fields)
+    thinks = dict.fromkeys(("enable_thinking", "thinking_token_budget"), "thinking")
+    with by_names({**MESSAGES.by_own, "response_format": "output_config", **thinks}):
+        job, headers = await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)
+    return await respond(job, MessageAnswer(job), headers)
 
 
 async def count_message_tokens(request: Request) -> Response:
     """Count a conversation's tokens."""
-    number, headers = await while_connected(request, count_tokens(request))
-    found: TokenCount = {"input_tokens": number}
-    return json_response(found, headers)
+    served = served_by(request)
+    asked, headers = await read_body(request, CountTokensRequest, _unknown_in)
+    served.models.check(asked.model)
+    chat = _chat_of(asked)
+    with by_names({"enable_thinking": "thinking"}):
+        tools, chat = await tool_use(served, chat)
+    prompt = await chat_prompt(served, chat, chat.messages, tools.shown)
+    found: TokenCount = {"input_tokens": len(prompt["prompt_token_ids"])}
+    return json_response(found, served.ignored.header(tools.ignored, headers))
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -138,28 +148,6 @@ def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
 
 
 CHAT_FIELDS = chat_fields(MessagesRequest, MESSAGES, "messages", "tools", "tool_choice", "chat_template_kwargs")
-
-
-async def message_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
-    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
-    asked, headers = await read_body(request, MessagesRequest, _unknown_in)
-    fields = {name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()}
-    chat = _chat_of(asked, response_format=_form_of(asked), **fields)
-    thinks = dict.fromkeys(("enable_thinking", "thinking_token_budget"), "thinking")
-    with by_names({**MESSAGES.by_own, "response_format": "output_config", **thinks}):
-        return await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)
-
-
-async def count_tokens(request: Request) -> tuple[int, dict[str, str]]:
-    """The length of a conversation's prompt, and headers for the answer. Raises as `message_job` does."""
-    served = served_by(request)
-    asked, headers = await read_body(request, CountTokensRequest, _unknown_in)
-    served.models.check(asked.model)
-    chat = _chat_of(asked)
-    with by_names({"enable_thinking": "thinking"}):
-        tools, chat = await tool_use(served, chat)
-    prompt = await chat_prompt(served, chat, chat.messages, tools.shown)
-    return len(prompt["prompt_token_ids"]), served.ignored.header(tools.ignored, headers)
 
 
 def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:

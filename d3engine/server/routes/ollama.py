@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -31,8 +31,8 @@ from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.sampling import check_penalty_window
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LogprobWords, UsageCounter
-from d3engine.server.responses.running import while_connected, whole_output
-from d3engine.server.responses.streams import LINES, StreamForm
+from d3engine.server.responses.running import whole_output
+from d3engine.server.responses.streams import StreamForm
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond
 from d3engine.server.routes.api import Route, further_models
 from d3engine.server.routes.embeddings import embedded
@@ -65,40 +65,30 @@ def model_of(served: AppState, name: str) -> str:
     return served.models.check(bare if bare in served.models else name)
 
 
-async def chat_job_of(
-    request: Request, asked: ollama.OllamaChatRequest, headers: Mapping[str, str]
-) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
-    """What to run for POST /api/chat. Raises `RequestError` and `InvalidValueError` by the fields' names there."""
-    served = served_by(request)
-    content, ignored = _sampling_of(served, asked)
-    content["messages"] = [_message(place, turn) for place, turn in enumerate(asked.messages or ())]
+async def ollama_chat(request: Request) -> Response:
+    """Answer a conversation, as Ollama has it."""
+    asked, headers = await read_body(request, ollama.OllamaChatRequest)
+    if not asked.messages:
+        return _loaded(request, asked, headers)
+    content, headers = _sampling_of(served_by(request), asked, headers)
+    content["messages"] = [_message(place, turn) for place, turn in enumerate(asked.messages)]
     if asked.tools:
         content["tools"] = [{"type": "function", **tool} for tool in asked.tools]
-    with _ollamas_names():
-        chat = read_as(content, ChatRequest)
-        return await job_of(
-            request, chat, served.ignored.header(ignored, headers), id_prefix="ollama-", ends_with_context=True
-        )
+    return await _chat(request, asked, content, headers)
 
 
-async def generate_job_of(
-    request: Request, asked: ollama.OllamaGenerateRequest, headers: Mapping[str, str]
-) -> tuple[RequestContext[Any], dict[str, str]]:
-    """The same for POST /api/generate.
-
-    A prompt is a message that the model's chat template writes, unless it is `raw`, has a `suffix` or the model has no
-    template.
-    """
+async def ollama_generate(request: Request) -> Response:
+    """Answer a prompt, as Ollama has it."""
+    # The model's chat template writes a prompt as a message, unless it is raw, has a suffix or there is no template.
     served = served_by(request)
-    content, ignored = _sampling_of(served, asked)
-    headers = served.ignored.header(ignored, headers)
-    is_chat = not asked.raw and not asked.suffix and await served.client.chat_template() is not None
-    if is_chat:
+    asked, headers = await read_body(request, ollama.OllamaGenerateRequest)
+    if not asked.prompt:
+        return _loaded(request, asked, headers)
+    content, headers = _sampling_of(served, asked, headers)
+    if not asked.raw and not asked.suffix and await served.client.chat_template() is not None:
         system = [{"role": "system", "content": asked.system}] if asked.system else []
         content["messages"] = [*system, {"role": "user", "content": asked.prompt}]
-        with _ollamas_names(messages="prompt"):
-            chat = read_as(content, ChatRequest)
-            return await job_of(request, chat, headers, id_prefix="ollama-", ends_with_context=True)
+        return await _chat(request, asked, content, headers, messages="prompt")
     if asked.system:
         why = "the prompt is not written by a chat template (raw, suffix, or a model without one)"
         raise invalid("system", must_be("system", asked.system, f"absent, since {why}") + ".")
@@ -109,7 +99,29 @@ async def generate_job_of(
     with _ollamas_names():
         completion = read_as(content, CompletionRequest)
         job = await completion_job_of(request, completion, id_prefix="ollama-", ends_with_context=True)
-        return job, dict(headers)
+    return await respond(job, OllamaAnswer(job, asked), headers)
+
+
+def _loaded(request: Request, asked: ollama.OllamaGenerating, headers: Mapping[str, str]) -> Response:
+    """The answer to a request without a prompt, which asks for the model to be loaded."""
+    model_of(served_by(request), asked.model)
+    line: dict[str, Any] = {"model": asked.model, "created_at": _now(), "done": True, "done_reason": "load"}
+    is_chat = isinstance(asked, ollama.OllamaChatRequest)
+    more = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    return json_response(line | more, headers)
+
+
+async def _chat(
+    request: Request,
+    asked: ollama.OllamaGenerating,
+    content: dict[str, Any],
+    headers: Mapping[str, str],
+    **names: str,
+) -> Response:
+    with _ollamas_names(**names):
+        chat = read_as(content, ChatRequest)
+        job, headers = await job_of(request, chat, headers, id_prefix="ollama-", ends_with_context=True)
+    return await respond(job, OllamaAnswer(job, asked), headers)
 
 
 def _ollamas_names(**more: str) -> AbstractContextManager[None]:
@@ -118,8 +130,10 @@ def _ollamas_names(**more: str) -> AbstractContextManager[None]:
     return by_names(names | more)
 
 
-def _sampling_of(served: AppState, asked: ollama.OllamaGenerating) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a chat that stand beside its messages, and the options that are ignored."""
+def _sampling_of(
+    served: AppState, asked: ollama.OllamaGenerating, headers: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of a chat that stand beside its messages, and the headers, which name the options that are ignored."""
     content: dict[str, Any] = {"model": model_of(served, asked.model), "stream": asked.stream is not False}
     if asked.logprobs or asked.top_logprobs:
         content |= {"logprobs": asked.logprobs, "top_logprobs": asked.top_logprobs}
@@ -142,7 +156,7 @@ def _sampling_of(served: AppState, asked: ollama.OllamaGenerating) -> tuple[dict
             ignored.append(f"options.{name}")
     check_penalty_window(content, "options.")
     content.pop("repeat_last_n", None)
-    return content, ignored
+    return content, served.ignored.header(ignored, headers)
 
 
 def _form(given: str | dict[str, Any]) -> dict[str, Any]:
@@ -202,22 +216,22 @@ def _calls(where: str, given: Any) -> list[dict[str, Any]]:
 NANOSECONDS = 1_000_000_000
 
 
-def now() -> str:
+def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class OllamaAnswer:
-    """The answer to one POST /api/chat, or with `is_chat` false to /api/generate, under the name that was asked for.
+    """The answer to one POST /api/chat or /api/generate, under the name that was asked for.
 
     A call comes as soon as its arguments are whole.
     """
 
-    form = StreamForm(lambda error: ollamas_error_body(error) + b"\n", ping=b"")
+    form = StreamForm(lambda error: ollamas_error_body(error) + b"\n", ping=b"", media_type=b"application/x-ndjson")
 
-    def __init__(self, job: RequestContext[Any], model: str, *, is_chat: bool) -> None:
+    def __init__(self, job: RequestContext[Any], asked: ollama.OllamaGenerating) -> None:
         self._job = job
-        self._model = model
-        self._is_chat = is_chat
+        self._model = asked.model
+        self._is_chat = isinstance(asked, ollama.OllamaChatRequest)
         self._chat = SingleAnswer(job) if isinstance(job.asked, ChatRequest) else None
         self._words = LogprobWords(job.asked.logprobs or 0, as_ids=False)
         self._usage = UsageCounter(job) if self._chat is None else self._chat.tally
@@ -264,7 +278,7 @@ class OllamaAnswer:
         return found
 
     def _line(self, news: Delta) -> dict[str, Any]:
-        line: dict[str, Any] = {"model": self._model, "created_at": now(), "done": False}
+        line: dict[str, Any] = {"model": self._model, "created_at": _now(), "done": False}
         if self._is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": news.text}
             line["message"] = message
@@ -301,46 +315,12 @@ def _nanoseconds(seconds: float | None) -> int:
     return round((seconds or 0.0) * NANOSECONDS)
 
 
-def loaded(model: str, *, is_chat: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt, which asks for the model to be loaded."""
-    line: dict[str, Any] = {"model": model, "created_at": now(), "done": True, "done_reason": "load"}
-    return line | ({"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""})
-
-
 # -- routes --------------------------------------------------------------------------------------------------------
-
-G = TypeVar("G", bound=ollama.OllamaGenerating)
 
 API_VERSION = "0.12.11"
 """Of Ollama: the API that these routes follow, by which clients decide what they may ask for."""
 NEVER = "9999-12-31T23:59:59Z"
 """When the model is unloaded."""
-
-
-async def ollama_chat(request: Request) -> Response:
-    """Answer a conversation, as Ollama has it."""
-    return await _generated(request, ollama.OllamaChatRequest, "messages", chat_job_of)
-
-
-async def ollama_generate(request: Request) -> Response:
-    """Answer a prompt, as Ollama has it."""
-    return await _generated(request, ollama.OllamaGenerateRequest, "prompt", generate_job_of)
-
-
-async def _generated(
-    request: Request,
-    shape: type[G],
-    field: str,
-    job_of: Callable[[Request, G, Mapping[str, str]], Awaitable[tuple[RequestContext[Any], dict[str, str]]]],
-) -> Response:
-    """The answer to what stands in this field; without it, that the model is loaded."""
-    asked, headers = await read_body(request, shape)
-    is_chat = shape is ollama.OllamaChatRequest
-    if not getattr(asked, field):
-        model_of(served_by(request), asked.model)
-        return json_response(loaded(asked.model, is_chat=is_chat), headers)
-    job, headers = await while_connected(request, job_of(request, asked, headers))
-    return await respond(request, job, OllamaAnswer(job, asked.model, is_chat=is_chat), headers, media_type=LINES)
 
 
 async def ollama_embed(request: Request) -> Response:
@@ -349,8 +329,9 @@ async def ollama_embed(request: Request) -> Response:
     asked, headers = await read_body(request, ollama.OllamaEmbedRequest)
     model = model_of(served_by(request), asked.model)
     cut = asked.truncate is not False
-    work = embedded(request, asked.input, model, field="input", dimensions=asked.dimensions, truncate=cut)
-    vectors, num_tokens = await while_connected(request, work)
+    vectors, num_tokens = await embedded(
+        request, asked.input, model, field="input", dimensions=asked.dimensions, truncate=cut
+    )
     answer: ollama.OllamaEmbedAnswer = {
         "model": asked.model,
         "embeddings": [vector.tolist() for vector in vectors],
@@ -366,8 +347,7 @@ async def ollama_embeddings(request: Request) -> Response:
     asked, headers = await read_body(request, ollama.OllamaEmbeddingsRequest)
     model = model_of(served_by(request), asked.model)
     require(bool(asked.prompt), "prompt", asked.prompt, "a text of at least one character")
-    work = embedded(request, asked.prompt or "", model, field="prompt", normalize=False, truncate=True)
-    vectors, _ = await while_connected(request, work)
+    vectors, _ = await embedded(request, asked.prompt or "", model, field="prompt", normalize=False, truncate=True)
     answer: ollama.OllamaEmbeddingsAnswer = {"embedding": vectors[0].tolist()}
     return json_response(answer, headers)
 

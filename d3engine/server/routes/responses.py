@@ -26,7 +26,6 @@ from d3engine.server.requests.chat import (
     unknown_in_turns,
 )
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.running import while_connected
 from d3engine.server.responses.streams import StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond
 from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
@@ -45,8 +44,19 @@ from d3engine.server.schemas.responses import (
 
 async def create_response(request: Request) -> Response:
     """Answer a conversation, as OpenAI's responses."""
-    job, asked, headers = await while_connected(request, response_job(request))
-    return await respond(request, job, ResponseAnswer(job, asked), headers)
+    asked, headers = await read_body(request, ResponsesRequest, lambda asked: unknown_in_items(asked.input))
+    chat = ChatRequest(
+        messages=_messages(asked),
+        response_format=_form_of(asked),
+        tools=_tools_of(asked),
+        tool_choice=_choice_of(asked),
+        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
+        **{name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()},
+    )
+    names = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
+    with by_names(RESPONSES.by_own | names):
+        job, headers = await job_of(request, chat, headers, id_prefix="resp_")
+    return await respond(job, ResponseAnswer(job, asked), headers)
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -126,23 +136,6 @@ def _result(name: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 CHAT_FIELDS = chat_fields(ResponsesRequest, RESPONSES, "tools", "tool_choice")
-
-
-async def response_job(request: Request) -> tuple[RequestContext[ChatRequest], ResponsesRequest, dict[str, str]]:
-    """What to run, wholly checked, what was asked for, and headers for the answer. Raises as `chat_job` does."""
-    asked, headers = await read_body(request, ResponsesRequest, lambda asked: unknown_in_items(asked.input))
-    chat = ChatRequest(
-        messages=_messages(asked),
-        response_format=_form_of(asked),
-        tools=_tools_of(asked),
-        tool_choice=_choice_of(asked),
-        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
-        **{name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()},
-    )
-    names = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
-    with by_names(RESPONSES.by_own | names):
-        job, headers = await job_of(request, chat, headers, id_prefix="resp_")
-        return job, asked, headers
 
 
 def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from d3engine.request.scoring import ANSWERS, TEMPLATE_VARIABLES, answer_params,
 from d3engine.server.requests.bodies import check_priority, read_body
 from d3engine.server.requests.chat import by_names, chat_prompt
 from d3engine.server.requests.completions import prepare_all
-from d3engine.server.responses.running import while_connected
 from d3engine.server.routes.api import Route
 from d3engine.server.routes.embeddings import MAX_INPUTS, all_of, check_texts, output_of, places_side_by_side
 from d3engine.server.schemas.requests import ChatRequest
@@ -66,7 +65,7 @@ async def create_ranking(request: Request) -> Response:
 async def _scored(
     request: Request, asked: ScoreRequest | RerankRequest, pairs: Sequence[tuple[str, str]], field: str
 ) -> tuple[str, list[float], int]:
-    """The model's name, the scores of (query, document) pairs, and how many tokens these had. Raises as `chat_job`."""
+    """The model's name, the scores of (query, document) pairs, and how many tokens these had. Raises as `job_of`."""
     served = served_by(request)
     model = served.models.check(asked.model)
     check_priority(served, asked.priority)
@@ -80,8 +79,7 @@ async def _scored(
         limits = {"priority": asked.priority, "max_tokens": None}
         yes, no = [await prepare_all(request, prompts, one, model=model, **limits) for one in params]
     most = places_side_by_side(request, len(pairs))
-    work = [_score(served, *two) for two in zip(yes, no, strict=True)]
-    scores = await while_connected(request, all_of(work, most))
+    scores = await all_of([_score(served, *two) for two in zip(yes, no, strict=True)], most)
     return model, scores, sum(len(one.prompt_token_ids) for one in yes)
 
 
